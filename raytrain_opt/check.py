@@ -1,0 +1,101 @@
+"""What is wrong with a job beyond its schema, as far as this machine can tell without Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.schema import (
+    ArraysData,
+    ArraySetData,
+    DatasetData,
+    ImageFolderData,
+    Job,
+    ReplayPolicy,
+)
+from raytrain_opt.errors import JobError, Problem
+
+
+def check_job(job: Job) -> list[Problem]:
+    """Every problem of names, arguments, functions and files; no data are read.
+
+    Whether the lengths fit (alpha against an epoch, a replayed schedule against this job) is
+    known only when the data are there: the driver checks that.
+    """
+    from raytrain_opt.models import check_model
+    from raytrain_opt.optim.build import check_optimizer
+    from raytrain_opt.train.loss import check_loss
+
+    return [
+        *check_model(job.model),
+        *_check_data(job),
+        *_check_schedule(job),
+        *check_optimizer(job.optimizer),
+        *check_loss(job.loss),
+    ]
+
+
+def _check_schedule(job: Job) -> list[Problem]:
+    if not isinstance(job.learning_rate, ReplayPolicy):
+        return []
+    from raytrain_opt.search import read_schedule
+
+    try:
+        read_schedule(job.learning_rate.schedule)
+    except JobError as error:
+        return error.problems
+    return []
+
+
+def _check_data(job: Job) -> list[Problem]:
+    data = job.data
+    if isinstance(data, ArraysData):
+        files = {"train": data.train, "test": data.test}
+        places = [
+            (f"data.{k}.{i}", path) for k, pair in files.items() for i, path in enumerate(pair)
+        ]
+        return [problem for place in places for problem in _missing(*place, folder=False)]
+    if isinstance(data, ImageFolderData):
+        return _check_image_folder(data)
+    if isinstance(data, ArraySetData):
+        return _check_array_set(data)
+    return _check_function(data)
+
+
+def _check_array_set(data: ArraySetData) -> list[Problem]:
+    if data.name == "digits" or data.download:
+        return []
+    hint = "data.download: true fetches the set"
+    return _missing("data.root", data.root, folder=True, hint=hint)
+
+
+def _check_image_folder(data: ImageFolderData) -> list[Problem]:
+    problems = _missing("data.root", data.root, folder=True)
+    splits = {"data.train_split": data.train_split, "data.test_split": data.test_split}
+    return problems or [
+        problem
+        for path, split in splits.items()
+        for problem in _missing(path, f"{data.root}/{split}", folder=True)
+    ]
+
+
+def _check_function(data: DatasetData) -> list[Problem]:
+    try:
+        resolve_function(data.name, "data.name")
+    except JobError as error:
+        return error.problems
+    return []
+
+
+def _missing(path: str, given: str, *, folder: bool, hint: str | None = None) -> list[Problem]:
+    """A problem unless `given` exists as asked; a URI is not on this machine and passes."""
+    if "://" in given:
+        return []
+    place = Path(given).expanduser()
+    if place.is_dir() if folder else place.is_file():
+        return []
+    if place.exists():
+        rule = "must be a folder" if folder else "must be a file"
+    else:
+        rule = f"there is no such {'folder' if folder else 'file'}"
+    return [Problem(path, rule, repr(given), hint)]

@@ -1,0 +1,122 @@
+"""The command line: `raytrain-opt run | validate | schema`.
+
+Heavy imports stand inside the commands, so that help and checks answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from raytrain_opt import clock
+from raytrain_opt.errors import JobError, RaytrainOptError
+
+if TYPE_CHECKING:
+    from raytrain_opt.config.schema import Job
+
+EXIT_INTERRUPTED = 130
+
+_job_file = click.argument("job_file", metavar="JOB.yaml")
+_overrides = click.option(
+    "--set",
+    "overrides",
+    metavar="a.b=c",
+    multiple=True,
+    help="Replace a value of the job file; may be given several times.",
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="raytrain_opt", prog_name="raytrain-opt")
+def main() -> None:
+    """Data-parallel training on Ray that finds its learning rate while it trains."""
+
+
+@main.command()
+@_job_file
+@_overrides
+@click.option("--address", metavar="ADDR", help="Ray cluster; default: RAY_ADDRESS, else local.")
+@click.option("--verbose", is_flag=True, help="Show Ray's own messages and tracebacks.")
+def run(job_file: str, overrides: tuple[str, ...], address: str | None, verbose: bool) -> None:
+    """Train as the job file says."""
+    with _errors_told(verbose):
+        from raytrain_opt.config.load import load_job
+
+        job = load_job(job_file, overrides)
+
+        # Imported after the job is known to be well-formed: this loads Ray.
+        from raytrain_opt.driver import run as run_job
+
+        run_job(job, address=address, verbose=verbose, started_s=clock.PROCESS_STARTED_S)
+
+
+@main.command()
+@_job_file
+@_overrides
+@click.option("--verbose", is_flag=True, help="Show tracebacks.")
+def validate(job_file: str, overrides: tuple[str, ...], verbose: bool) -> None:
+    """Check a job file without running it; exit code 2 when something is wrong."""
+    with _errors_told(verbose):
+        from raytrain_opt.check import check_job
+        from raytrain_opt.config.load import load_job
+
+        job = load_job(job_file, overrides)
+        problems = check_job(job)
+        if problems:
+            raise JobError(problems, job_file)
+        click.echo(f"{job_file}: valid\n{_summary(job)}")
+
+
+@main.command()
+def schema() -> None:
+    """Print the JSON schema of job files."""
+    from raytrain_opt.config.load import job_schema
+
+    click.echo(json.dumps(job_schema(), indent=2))
+
+
+@contextmanager
+def _errors_told(verbose: bool) -> Iterator[None]:
+    """Our errors become a message and an exit code; anything else is a bug and stays loud."""
+    try:
+        yield
+    except RaytrainOptError as error:
+        if verbose:
+            click.echo(traceback.format_exc(), err=True)
+        click.echo(f"error: {error}", err=True)
+        raise SystemExit(error.exit_code) from error
+    except KeyboardInterrupt as interrupt:
+        click.echo("interrupted", err=True)
+        raise SystemExit(EXIT_INTERRUPTED) from interrupt
+
+
+def _summary(job: Job) -> str:
+    """The choices that matter most, with defaults filled in, one a line."""
+    sections = job.model_dump()
+    slots = job.slots.count or "as many as fit"
+    lines = {
+        "model": sections["model"]["name"],
+        "data": sections["data"]["name"],
+        "learning rate": _learning_rate(job),
+        "optimizer": job.optimizer.name,
+        "training": f"{job.epochs} epochs, {job.precision}, seed {job.seed}",
+        "global batch": f"{job.global_batch_size} = {job.workers.count} workers x "
+        f"{job.batch_size_per_worker}",
+        "slots": "none" if job.learning_rate.policy != "stpt" else slots,
+        "results": job.storage_path,
+    }
+    return "\n".join(f"  {name:14} {text}" for name, text in lines.items())
+
+
+def _learning_rate(job: Job) -> str:
+    policy = job.learning_rate
+    if policy.policy == "replay":
+        return f"replay of {policy.schedule}"
+    if policy.policy == "schedule":
+        return f"{policy.shape} from {policy.initial:g}"
+    return f"stpt from {policy.initial:g}, candidates {policy.candidates}, alpha {policy.alpha:g}"

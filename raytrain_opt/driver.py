@@ -1,0 +1,64 @@
+"""The main job. `train` reads as the algorithm; `TrainingRun` makes its moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.schema import Job
+from raytrain_opt.result import RunResult, finish
+from raytrain_opt.search.policy import Plan, Round
+from raytrain_opt.start import open_run
+from raytrain_opt.training_run import TrainingRun
+
+
+def run(
+    job: Job,
+    *,
+    address: str | None = None,
+    verbose: bool = False,
+    resume: str | None = None,
+    started_s: float | None = None,
+) -> RunResult:
+    """Train as the job says; returns when done.
+
+    `address`: a Ray cluster ("auto", "ray://…", host:port); default: the one of RAY_ADDRESS,
+    else Ray is started on this machine and ended afterwards. A Ray that the caller has
+    initialised is used and left as it is. `resume`: the run directory of an earlier run of
+    this job, to go on from its last commit. `started_s` (monotonic): from when the start-up
+    time counts. Raises RaytrainOptError; what was committed stays in the run directory.
+    """
+    began_s = monotonic_s() if started_s is None else started_s
+    with open_run(job, address=address, verbose=verbose, began_s=began_s, resume=resume) as this:
+        train(job, this)
+        return finish(this)
+
+
+def train(job: Job, this: TrainingRun) -> None:
+    """STPT (Yamada et al., algorithm 1), or any other policy, on the resident pools."""
+    state = this.initial_state()
+    history = this.position.history
+    for epoch in range(this.position.next_epoch, job.epochs + 1):
+        plan = this.policy.plan(epoch, history)
+        while plan.candidates:
+            results = this.pretrain(state, plan)
+            choice = this.policy.choose(plan, results)
+            history = (*history, choice)
+            if choice.winner is not None:
+                state = this.take_state(state, plan, results, choice)
+                break
+            this.record_lost_round(plan, results, choice)
+            plan = this.policy.plan(epoch, history)
+        lrs = lrs_after(plan, history, this.steps_per_epoch)
+        state = this.main_train(state, plan, lrs)
+        this.evaluate(state, plan)
+        this.commit(state, plan, history)
+
+
+def lrs_after(plan: Plan, history: Sequence[Round], steps_per_epoch: int) -> tuple[float, ...]:
+    """The rates of the main training: the plan's, or the winner's for the beta steps left."""
+    if not plan.candidates:
+        return plan.lrs
+    winner = history[-1].winner
+    assert winner is not None
+    return (winner.candidate.lr,) * (steps_per_epoch - plan.pretrain_steps)

@@ -1,0 +1,144 @@
+"""Residual networks for small images; parameter names as torchvision's, without importing it.
+
+Differences from torchvision's ImageNet form: the stem is one 3x3 convolution of stride 1 and
+there is no max-pool, so that a 32x32 image reaches the last stage at 4x4.
+Source: He et al., Deep Residual Learning for Image Recognition, CVPR 2016; the bottleneck
+halves the resolution in its 3x3 convolution (often called v1.5), as torchvision's does.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from raytrain_opt.models.layers import he_init, image_shape, require_positive
+
+
+def _conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    padding = kernel // 2
+    return nn.Conv2d(in_channels, out_channels, kernel, stride, padding, bias=False)
+
+
+def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
+    """A projection where the shape changes, else None: the input itself."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Sequential(_conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut: [N, in, H, W] -> [N, width, H/stride, W/stride]."""
+
+    expansion = 1
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = _conv(in_channels, width, 3, stride)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = _conv(width, width, 3)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = _shortcut(in_channels, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += shortcut
+        return self.relu(out)  # type: ignore[no-any-return]
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 and a shortcut: [N, in, H, W] -> [N, 4 width, H/stride, W/stride]."""
+
+    expansion = 4
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        out_channels = width * self.expansion
+        self.conv1 = _conv(in_channels, width, 1)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv(width, width, 3, stride)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = _conv(width, out_channels, 1)
+        self.bn3 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _shortcut(in_channels, out_channels, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += shortcut
+        return self.relu(out)  # type: ignore[no-any-return]
+
+
+class ResNet(nn.Module):
+    """A 3x3 stem, stages of residual blocks (width doubles, resolution halves), average, linear.
+
+    `blocks` holds the number of blocks of each stage. Input [N, C, H, W] of any size, output
+    [N, num_classes].
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        blocks: tuple[int, ...],
+        *,
+        width: int,
+        in_channels: int,
+        num_classes: int,
+    ) -> None:
+        super().__init__()
+        self.conv1 = _conv(in_channels, width, 3)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self._stages: list[str] = []
+        channels = width
+        for index, count in enumerate(blocks):
+            stage = nn.Sequential()
+            for position in range(count):
+                stride = 2 if index > 0 and position == 0 else 1
+                stage.append(block(channels, width * 2**index, stride))
+                channels = width * 2**index * block.expansion
+            self._stages.append(f"layer{index + 1}")
+            self.add_module(self._stages[-1], stage)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(channels, num_classes)
+        he_init(self, self.fc)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        for stage in self._stages:
+            x = getattr(self, stage)(x)
+        return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
+
+
+def resnet8(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 16) -> ResNet:
+    """The CIFAR form with one basic block a stage: widths `width`, 2 and 4 times that.
+
+    Where the shape changes the shortcut is a projection (the paper's form B).
+    """
+    channels, _, _ = image_shape(sample_shape, "resnet8")
+    width = require_positive("width", width)
+    return ResNet(
+        BasicBlock, (1, 1, 1), width=width, in_channels=channels, num_classes=num_classes
+    )
+
+
+def cifar_resnet18(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 64) -> ResNet:
+    """ResNet-18 with a 3x3 stem: widths 64, 128, 256, 512; 11,173,962 parameters (10 classes)."""
+    channels, _, _ = image_shape(sample_shape, "cifar_resnet18")
+    width = require_positive("width", width)
+    return ResNet(
+        BasicBlock, (2, 2, 2, 2), width=width, in_channels=channels, num_classes=num_classes
+    )
+
+
+def cifar_resnet50(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 64) -> ResNet:
+    """ResNet-50 with a 3x3 stem: bottlenecks of width 64, 128, 256, 512, output 2,048 wide."""
+    channels, _, _ = image_shape(sample_shape, "cifar_resnet50")
+    width = require_positive("width", width)
+    return ResNet(
+        Bottleneck, (3, 4, 6, 3), width=width, in_channels=channels, num_classes=num_classes
+    )

@@ -1,0 +1,1 @@
+"""How gradients become updates: learning-rate schedules and optimizers by name."""

@@ -1,0 +1,154 @@
+"""Optimizers of torch.optim by name. Their learning rate belongs to the training loop."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from raytrain_opt.config.schema import OptimizerSection
+from raytrain_opt.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+_UNFIT = {
+    "LBFGS": "evaluates the loss several times a step through a closure; this loop has one pass",
+    "SparseAdam": "needs sparse gradients; those of a data-parallel model are dense",
+    "Rprop": "uses the learning rate for its first step only, so no policy could steer it",
+    "Muon": "updates matrices only and refuses convolutions, biases and normalisation",
+}
+_UNFIT_ARGS = {
+    "lr": "is set by the learning-rate policy: use learning_rate.initial",
+    "differentiable": "is for differentiating through an update, which this loop does not do",
+}
+
+
+def check_optimizer(section: OptimizerSection) -> list[Problem]:
+    """Every problem of the section: unknown class or argument, values the class refuses.
+
+    The class is tried on one small parameter, so its own checks speak. Imports torch.
+    """
+    classes = _classes()
+    if section.name not in classes:
+        return [_unknown_class(section.name, sorted(set(classes) - set(_UNFIT)))]
+    if section.name in _UNFIT:
+        rule = f"cannot train here: {section.name} {_UNFIT[section.name]}"
+        return [Problem("optimizer.name", rule, None, "use SGD, AdamW or another")]
+    return _argument_problems(classes[section.name], section.args) or _refused_values(
+        classes[section.name], section.args
+    )
+
+
+def build_optimizer(section: OptimizerSection, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """The optimizer over `parameters`, all in one group, at learning rate 0: see `set_lr`.
+
+    The foreach implementation (all tensors in few kernels) is used where the class has one and
+    the arguments choose no other. Raises JobError: anything `check_optimizer` finds, or the
+    class refuses these parameters.
+    """
+    problems = check_optimizer(section)
+    if problems:
+        raise JobError(problems)
+    optimizer_class = _classes()[section.name]
+    args = {**_fast(optimizer_class, section.args), **section.args}
+    try:
+        optimizer: Optimizer = optimizer_class(parameters, lr=0.0, **args)
+    except (TypeError, ValueError, RuntimeError) as error:
+        rule = f"{section.name} refuses this model's parameters: {error}"
+        raise JobError([Problem("optimizer", rule)]) from error
+    return optimizer
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Make `lr` the rate of the next update of every group.
+
+    A rate that is a tensor is filled in place, since captured graphs read that very tensor.
+    (torch's ASGD alone reads the rate at the end of an update: there it counts one later.)
+    """
+    import torch
+
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _classes() -> dict[str, Any]:
+    """Name to class of every optimizer in torch.optim. Any: their constructors differ."""
+    import torch
+
+    base = torch.optim.Optimizer
+    return {
+        name: value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    }
+
+
+def _fast(optimizer_class: type[Optimizer], args: dict[str, Any]) -> dict[str, Any]:
+    has_it = "foreach" in inspect.signature(optimizer_class).parameters
+    return {"foreach": True} if has_it and not {"foreach", "fused"} & args.keys() else {}
+
+
+def _unknown_class(name: str, valid: list[str]) -> Problem:
+    lower_case = {candidate.lower(): candidate for candidate in valid}
+    near = get_close_matches(name.lower(), lower_case, n=2)
+    hint = f"did you mean {' or '.join(lower_case[match] for match in near)}?" if near else None
+    rule = "must be a class of torch.optim"
+    return Problem("optimizer.name", rule, repr(name), hint or f"these work: {', '.join(valid)}")
+
+
+def _argument_problems(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:
+    names = inspect.signature(optimizer_class).parameters
+    valid = [name for name in names if name != "params" and name not in _UNFIT_ARGS]
+    problems = []
+    for key, value in args.items():
+        path = f"optimizer.args.{key}"
+        if key in _UNFIT_ARGS:
+            problems.append(Problem(path, _UNFIT_ARGS[key]))
+        elif key not in valid:
+            near = get_close_matches(key, valid, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(valid)}"
+            rule = f"{optimizer_class.__name__} has no such argument"
+            problems.append(Problem(path, rule, None, hint))
+        elif _is_number_as_text(value):
+            hint = f"write {float(value)!r}: YAML reads 1e-4, without a point, as text"
+            problems.append(Problem(path, "must be a number, not text", repr(value), hint))
+    return problems
+
+
+def _is_number_as_text(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _refused_values(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:
+    refusal = _refusal(optimizer_class, args)
+    if refusal is None:
+        return []
+    alone = [key for key in args if _refusal(optimizer_class, {key: args[key]}) == refusal]
+    rule = f"{optimizer_class.__name__} refuses: {refusal}"
+    if len(alone) == 1:
+        return [Problem(f"optimizer.args.{alone[0]}", rule, repr(args[alone[0]]))]
+    return [Problem("optimizer.args", rule, repr(args))]
+
+
+def _refusal(optimizer_class: Any, args: dict[str, Any]) -> str | None:
+    """What the class says against these arguments; None if it takes them."""
+    import torch
+
+    dummy = torch.nn.Parameter(torch.zeros(2))
+    try:
+        optimizer_class([dummy], lr=0.0, **args)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        return str(error) or type(error).__name__
+    return None

@@ -1,0 +1,159 @@
+"""Every file a run writes, and how: whole or not at all.
+
+A run directory is written on this machine; when the job's storage is elsewhere (a URI), it
+is a copy that `publish` sends there after every commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from raytrain_opt.errors import CommitError, JobError, Problem
+
+
+class RunPaths:
+    """The files of one run, below `local`; `shown` is where the user finds them."""
+
+    def __init__(self, local: Path, remote: str | None = None) -> None:
+        self.local = local
+        self.remote = remote
+
+    @classmethod
+    def create(cls, storage_path: str, name: str) -> RunPaths:
+        """A new, unique run directory. Raises CommitError when it cannot be made."""
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        run_id = f"{name}-{stamp}-{secrets.token_hex(2)}"
+        if "://" in storage_path:
+            local = Path(tempfile.mkdtemp(prefix="raytrain_opt-"))
+            return cls(local, f"{storage_path.rstrip('/')}/{run_id}")
+        local = Path(storage_path).expanduser().absolute() / run_id
+        try:
+            (local / "checkpoints").mkdir(parents=True)
+        except OSError as error:
+            raise CommitError(f"storage_path: {local} cannot be made: {error}") from error
+        return cls(local)
+
+    @classmethod
+    def existing(cls, run_dir: str) -> RunPaths:
+        """The directory of an earlier run. Raises JobError when there is nothing to resume."""
+        local = Path(run_dir).expanduser().absolute()
+        if not (local / "checkpoints" / "index.json").is_file():
+            rule = "holds no commit of a run (checkpoints/index.json)"
+            raise JobError([Problem("--resume", rule, repr(run_dir))], "arguments")
+        return cls(local)
+
+    @property
+    def shown(self) -> str:
+        """Where the user finds the run."""
+        return self.remote or str(self.local)
+
+    @property
+    def run_id(self) -> str:
+        """The directory's name, unique."""
+        return (self.remote or str(self.local)).rsplit("/", 1)[-1]
+
+    @property
+    def ray_storage(self) -> str:
+        """Where Ray Train and Ray Tune keep what is theirs."""
+        return f"{self.remote}/ray" if self.remote else str(self.local / "ray")
+
+    @property
+    def job(self) -> Path:
+        """The job with all defaults filled in."""
+        return self.local / "job.yaml"
+
+    @property
+    def rounds(self) -> Path:
+        """One JSON line a round."""
+        return self.local / "rounds.jsonl"
+
+    @property
+    def epochs(self) -> Path:
+        """One JSON line an epoch."""
+        return self.local / "epochs.jsonl"
+
+    @property
+    def schedule(self) -> Path:
+        """The learning rate of every step."""
+        return self.local / "schedule.json"
+
+    @property
+    def result(self) -> Path:
+        """What came of the run."""
+        return self.local / "result.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard events."""
+        return self.local / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of commits; `index.json` in it names the whole ones."""
+        return self.local / "checkpoints"
+
+    def publish(self) -> None:
+        """Send what is new to the remote storage. Raises CommitError; nothing to do locally."""
+        if self.remote is None:
+            return
+        from pyarrow import fs
+
+        try:
+            target, path = fs.FileSystem.from_uri(self.remote)
+            fs.copy_files(str(self.local), path, destination_filesystem=target)
+        except (OSError, ValueError) as error:
+            raise CommitError(f"{self.remote} cannot be written: {error}") from error
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` fill a file beside `path` that then takes its place.
+
+    Raises CommitError naming the path; what stood there before stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CommitError(f"{path} cannot be written: {error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Readable JSON, atomically."""
+    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    write_text(path, text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """UTF-8 text, atomically."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    write_atomic(path, write)
+
+
+def append_json_line(path: Path, value: Any) -> None:
+    """One more line of a record. Raises CommitError naming the path."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(value, allow_nan=False, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise CommitError(f"{path} cannot be written: {error}") from error
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder that is ours."""
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,137 @@
+"""What the driver says to the pools and what comes back. All values are frozen and small:
+states travel as object references.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import ObjectRef
+
+from raytrain_opt.search.policy import Candidate
+from raytrain_opt.train.totals import EvalTotals, TrainTotals
+
+
+@dataclass(frozen=True)
+class StateRef:
+    """A state in the object store. It is gone when the process that put it there dies, so
+    the driver keeps a view of its memory (see `pools.vault`) and can put it there again.
+    """
+
+    id: str
+    ref: ObjectRef[Any]
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class ShareState:
+    """Slot 0 or rank 0: hand over your initial state, so that all start from the same."""
+
+
+@dataclass(frozen=True)
+class Pretrain:
+    """Slots: train these candidates from `state` for `steps` iterations, and score them.
+
+    Slot i takes candidates i, i + slots, i + 2 x slots, ... one after the other (waves).
+    """
+
+    state: StateRef
+    epoch: int
+    first_step: int
+    steps: int
+    candidates: tuple[Candidate, ...]
+    slots: int
+
+
+@dataclass(frozen=True)
+class TakeState:
+    """The slot that trained this candidate in this round: hand over its state."""
+
+    round: Pretrain
+    candidate: Candidate
+    slot: int
+
+
+@dataclass(frozen=True)
+class MainTrain:
+    """Workers: train len(lrs) steps of `epoch` from `state`, together."""
+
+    state: StateRef
+    epoch: int
+    first_step: int
+    lrs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Workers: evaluate `state` on the test split, each its part."""
+
+    state: StateRef
+
+
+@dataclass(frozen=True)
+class Close:
+    """Everybody: leave."""
+
+
+Command = ShareState | Pretrain | TakeState | MainTrain | Evaluate | Close
+
+
+@dataclass(frozen=True)
+class MainTrainReply:
+    """One worker's answer. Totals are summed over all workers; `loaded_sha256` is the digest
+    of what it loaded (None when the state was there already); `state` comes from rank 0.
+    """
+
+    totals: TrainTotals
+    loaded_sha256: str | None
+    parts_s: dict[str, float]
+    state: StateRef | None
+
+
+@dataclass(frozen=True)
+class EvaluateReply:
+    """Totals over all workers."""
+
+    totals: EvalTotals
+
+
+@dataclass(frozen=True)
+class Member:
+    """Who serves in a pool: `index` is the rank of a worker or the number of a slot."""
+
+    pool: str
+    index: int
+    node_id: str
+    pid: int
+    log: str
+    ready_parts_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For messages: `worker 1`, `slot 0`."""
+        return f"{self.pool} {self.index}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A command raised in a member. `error` is ours when it was one of ours."""
+
+    error: Exception
+    traceback: str
+
+
+@dataclass(frozen=True)
+class StateLost:
+    """The state of the command is gone with its owner: renew it and post again."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps done of the steps of the present command, by one member."""
+
+    done: int
+    total: int

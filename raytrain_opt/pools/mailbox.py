@@ -1,0 +1,149 @@
+"""The mailbox: the one place where driver and pools meet.
+
+The driver posts a command to a pool and collects one reply per member; members wait for the
+next command. A member that was started again joins anew, gets the present command and does
+it again from the same state. The class holds no Ray, so its tests need none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytrain_opt.pools.commands import (
+    Close,
+    Command,
+    Failure,
+    Member,
+    Progress,
+    StateLost,
+)
+
+
+@dataclass
+class _Pool:
+    members: dict[int, Member] = field(default_factory=dict)
+    command_id: int = 0
+    command: Command | None = None
+    replies: dict[int, Any] = field(default_factory=dict)
+    progress: dict[int, Progress] = field(default_factory=dict)
+    joins: int = 0
+    first_step: bool = False
+
+
+class Mailbox:
+    """Commands out, replies in. All methods are asynchronous and none blocks the others."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, _Pool] = {}
+        self._shared_data: list[Any] | None = None
+        self._changed = asyncio.Condition()
+
+    def _pool(self, pool: str) -> _Pool:
+        return self._pools.setdefault(pool, _Pool())
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def join(self, member: Member) -> None:
+        """A member is ready for commands (again, when it was started again)."""
+        pool = self._pool(member.pool)
+        pool.members[member.index] = member
+        pool.joins += 1
+        await self._notify()
+
+    async def members(self, pool: str, count: int) -> list[Member]:
+        """All members, once there are `count` of them; in the order of their numbers."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._pool(pool).members) >= count)
+        return [member for _, member in sorted(self._pool(pool).members.items())]
+
+    async def joined(self, pool: str) -> list[Member]:
+        """Those that have joined so far."""
+        return list(self._pool(pool).members.values())
+
+    async def post(self, pool: str, command: Command) -> int:
+        """Make `command` the present one; returns its number, for `collect`."""
+        at = self._pool(pool)
+        at.command_id += 1
+        at.command, at.replies, at.progress = command, {}, {}
+        await self._notify()
+        return at.command_id
+
+    async def next_command(self, pool: str, after: int) -> tuple[int, Command]:
+        """The present command, as soon as its number is above `after`."""
+        at = self._pool(pool)
+        async with self._changed:
+            await self._changed.wait_for(lambda: at.command_id > after)
+        assert at.command is not None
+        return at.command_id, at.command
+
+    async def closed(self, pool: str) -> bool:
+        """Returns when the pool is told to close."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: isinstance(self._pool(pool).command, Close))
+        return True
+
+    async def reply(self, pool: str, index: int, command_id: int, value: Any) -> None:
+        """A member's answer; one to a command that is no longer present is dropped."""
+        at = self._pool(pool)
+        if command_id == at.command_id:
+            at.replies[index] = value
+            await self._notify()
+
+    async def collect(self, pool: str, command_id: int, expected: Iterable[int]) -> dict[int, Any]:
+        """Replies by member, when all expected have answered or one could not."""
+        at, wanted = self._pool(pool), set(expected)
+
+        def complete() -> bool:
+            failed = any(isinstance(value, Failure | StateLost) for value in at.replies.values())
+            return failed or wanted <= at.replies.keys() or at.command_id != command_id
+
+        async with self._changed:
+            await self._changed.wait_for(complete)
+        return dict(at.replies)
+
+    async def missing(self, pool: str, expected: Iterable[int]) -> list[int]:
+        """Who has not answered the present command."""
+        return sorted(set(expected) - self._pool(pool).replies.keys())
+
+    async def report_progress(self, pool: str, index: int, progress: Progress) -> None:
+        """Called about once a second by a member at work."""
+        at = self._pool(pool)
+        at.progress[index] = progress
+        if progress.done > 0 and not at.first_step:
+            at.first_step = True
+            await self._notify()
+
+    async def first_step(self) -> bool:
+        """Returns when any member has done its first training step."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: any(p.first_step for p in self._pools.values()))
+        return True
+
+    async def progress(self, pool: str) -> Progress | None:
+        """That of the member which is furthest behind."""
+        reports = self._pool(pool).progress.values()
+        return min(reports, key=lambda p: p.done / max(p.total, 1), default=None)
+
+    async def share_data(self, boxed_ref: list[Any]) -> None:
+        """Where the in-memory data set is: a list of one reference (a bare one would be
+        fetched on the way here).
+        """
+        self._shared_data = boxed_ref
+        await self._notify()
+
+    async def shared_data(self) -> list[Any]:
+        """The same, as soon as the driver has read the data."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._shared_data is not None)
+        assert self._shared_data is not None
+        return self._shared_data
+
+    async def restarts(self, pool: str) -> int:
+        """How often a member was started again."""
+        at = self._pool(pool)
+        return at.joins - len(at.members)

@@ -1,0 +1,205 @@
+"""The driver's end: start both pools, post commands, collect replies, keep states alive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import ray
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.errors import MemberError, PoolError, RaytrainOptError
+from raytrain_opt.pools.commands import (
+    Close,
+    Command,
+    Evaluate,
+    Failure,
+    MainTrain,
+    Member,
+    Pretrain,
+    Progress,
+    StateLost,
+    StateRef,
+    TakeState,
+)
+from raytrain_opt.train.state import HostState
+
+_POLL_S = 0.25
+
+# Called about four times a second while waiting; gets the progress of the pool at work.
+OnWait = Callable[[str, Progress | None], None]
+
+
+class Vault:
+    """Views of the states in use, in the driver.
+
+    An object dies with the process that put it into the store, but its memory stays as long
+    as someone reads it: with a view, a lost state can be put there again.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[str, HostState] = {}
+
+    def hold(self, state: StateRef) -> None:
+        """Keep this state, and no older one but the latest."""
+        self._views = {**dict(list(self._views.items())[-1:]), state.id: self.view(state)}
+
+    def view(self, state: StateRef) -> HostState:
+        """Read only, and shared with every process of this node."""
+        if state.id in self._views:
+            return self._views[state.id]
+        return cast(HostState, ray.get(state.ref))
+
+    def put(self, state_id: str, state: HostState) -> StateRef:
+        """A state that the driver made, into the store."""
+        self._views[state_id] = state
+        return StateRef(state_id, ray.put(state))
+
+    def renewed(self, command: Command) -> Command:
+        """The same command with its state put into the store again, owned by the driver."""
+        match command:
+            case Pretrain() | MainTrain() | Evaluate():
+                return replace(command, state=self._renew(command.state))
+            case TakeState():
+                renewed = replace(command.round, state=self._renew(command.round.state))
+                return replace(command, round=renewed)
+        return command
+
+    def _renew(self, state: StateRef) -> StateRef:
+        return replace(state, ref=ray.put(self.view(state)))
+
+
+@dataclass
+class Pool:
+    """One resident pool. `run` blocks while the pool lives; it gets a thread of its own."""
+
+    name: str
+    size: int
+    run: Callable[[], None]
+    mailbox: Any  # handle of the Mailbox actor
+    vault: Vault
+    limit_s: float
+    on_wait: OnWait = lambda _pool, _progress: None
+    _thread: threading.Thread | None = None
+    _error: list[BaseException] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Begin starting the members; returns at once. Once is enough: more do nothing."""
+        if self._thread is not None:
+            return
+
+        def run() -> None:
+            try:
+                self.run()
+            except BaseException as error:  # carried to the driver's thread  # noqa: BLE001
+                self._error.append(error)
+
+        self._thread = threading.Thread(target=run, daemon=True, name=f"{self.name}-pool")
+        self._thread.start()
+
+    def wait_until_ready(self, limit_s: float) -> list[Member]:
+        """All members, when they have joined. Raises PoolError saying who is missing."""
+        ref = self.mailbox.members.remote(self.name, self.size)
+
+        def who() -> str:
+            joined = ray.get(self.mailbox.joined.remote(self.name))
+            missing = sorted(set(range(self.size)) - {member.index for member in joined})
+            return f"{self._names(missing)} did not start (limits.start_s)"
+
+        return cast("list[Member]", self._wait(ref, limit_s, who))
+
+    def command(self, command: Command, expected: range | None = None) -> dict[int, Any]:
+        """Post it, and return the replies of the expected members (default: all).
+
+        Raises MemberError when one of them raised, PoolError when the pool ended or the
+        time limit passed.
+        """
+        members = range(self.size) if expected is None else expected
+        for _ in range(self.size + 2):
+            replies = self._post_and_collect(command, members)
+            for index, reply in replies.items():
+                if isinstance(reply, Failure):
+                    raise self._member_error(index, reply)
+            if not any(isinstance(reply, StateLost) for reply in replies.values()):
+                return {index: replies[index] for index in members}
+            command = self.vault.renewed(command)
+        raise PoolError(f"{self.name} pool: the state of {type(command).__name__} is lost")
+
+    def _post_and_collect(self, command: Command, expected: range) -> dict[int, Any]:
+        number = ray.get(self.mailbox.post.remote(self.name, command))
+        ref = self.mailbox.collect.remote(self.name, number, expected)
+
+        def who() -> str:
+            missing = ray.get(self.mailbox.missing.remote(self.name, expected))
+            doing = type(command).__name__
+            return f"{self._names(missing)} did not answer {doing} (limits.command_s)"
+
+        return cast("dict[int, Any]", self._wait(ref, self.limit_s, who))
+
+    def _wait(self, ref: Any, limit_s: float, who: Callable[[], str]) -> Any:
+        started_s = monotonic_s()
+        while True:
+            ready, _ = ray.wait([ref], timeout=_POLL_S)
+            if ready:
+                return ray.get(ref)
+            self.raise_if_ended()
+            waited_s = monotonic_s() - started_s
+            if waited_s > limit_s:
+                raise PoolError(f"{who()} after {waited_s:.0f} s (limit {limit_s:g} s)")
+            self.on_wait(self.name, ray.get(self.mailbox.progress.remote(self.name)))
+
+    def raise_if_ended(self) -> None:
+        """Raises PoolError when the pool is no longer there."""
+        if self._thread is None or self._thread.is_alive():
+            return
+        cause = self._error[0] if self._error else None
+        why = f": {cause}" if cause else ""
+        raise PoolError(
+            f"the {self.name} pool ended before the training did{why}. Processes of it may have "
+            "been killed (out of memory?); Ray's session logs tell more; limits.max_restarts "
+            "sets how often they are started again."
+        ) from cause
+
+    def _member_error(self, index: int, reply: Failure) -> Exception:
+        who = f"{self.name} {index}"
+        if isinstance(reply.error, RaytrainOptError):
+            reply.error.add_note(f"raised in {who}:\n{reply.traceback}")
+            return reply.error
+        return MemberError(f"{who}: {reply.error}", who, reply.traceback)
+
+    def _names(self, missing: list[int]) -> str:
+        known = {m.index: m for m in ray.get(self.mailbox.joined.remote(self.name))}
+        where = {i: f" (pid {m.pid}, {m.log})" for i, m in known.items()}
+        return ", ".join(f"{self.name} {i}{where.get(i, '')}" for i in missing)
+
+    def restarts(self) -> int:
+        """How often a member was started again."""
+        return cast(int, ray.get(self.mailbox.restarts.remote(self.name)))
+
+    def tell_to_close(self) -> None:
+        """Ask the members to leave; does not wait."""
+        self.mailbox.post.remote(self.name, Close())
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the pool to end, but not longer than this."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+
+
+@contextmanager
+def running(*pools: Pool, stop_s: float) -> Iterator[None]:
+    """The pools live inside this block, once somebody starts them. Leaving it tells their
+    members to leave, which they do or are ended by their own watch, and waits for that no
+    longer than `stop_s`.
+    """
+    try:
+        yield
+    finally:
+        for pool in pools:
+            pool.tell_to_close()
+        deadline_s = monotonic_s() + stop_s
+        for pool in pools:
+            pool.join(max(0.0, deadline_s - monotonic_s()))

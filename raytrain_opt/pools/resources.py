@@ -1,0 +1,141 @@
+"""Which Ray resources the two pools ask for, and whether the cluster can hold them. Pure.
+
+The pools take turns, so a worker and a slot share a GPU or a CPU: a worker asks for 0.6 of
+it, a slot for 0.4. More than half, so that two workers never land on one GPU (NCCL fails).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import ResourcesError
+
+_WORKER_PART, _SLOT_PART = 0.6, 0.4
+_EPSILON = 1e-6
+
+Resources = dict[str, float]
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """What to start. `slots` is 0 when the policy has no candidates."""
+
+    use_gpu: bool
+    workers: int
+    worker_resources: Resources
+    slots: int
+    slot_resources: Resources
+    slots_per_node: int
+    notes: tuple[str, ...] = ()
+
+
+def plan_pools(job: Job, nodes: Sequence[Mapping[str, float]], candidates: int) -> PoolPlan:
+    """Plan for the largest number of candidates of a round.
+
+    `nodes`: free resources of each node. Raises ResourcesError saying what is missing when
+    the workers do not fit, or not even one slot beside them. Fewer slots than candidates
+    is no error: the candidates run in waves.
+    """
+    use_gpu = _use_gpu(job, nodes)
+    worker = dict(job.workers.resources or _default(job, nodes, use_gpu, _WORKER_PART))
+    slot = dict(job.slots.resources or _default(job, nodes, use_gpu, _SLOT_PART))
+    free = [_Node(node) for node in nodes]
+    placed = _place(free, worker, job.workers.count)
+    if placed < job.workers.count:
+        raise ResourcesError(
+            f"workers.count: {job.workers.count} workers of {_text(worker)} each do not fit: "
+            f"room for {placed} on {_describe(nodes)}. Ask for fewer workers, for less in "
+            "workers.resources, or add nodes."
+        )
+    if not candidates:
+        return PoolPlan(use_gpu, job.workers.count, worker, 0, {}, 0)
+    wanted = min(job.slots.count or candidates, candidates)
+    slots = _place(free, slot, wanted)
+    if slots == 0:
+        raise ResourcesError(
+            f"slots: not even one slot of {_text(slot)} fits beside {job.workers.count} workers "
+            f"of {_text(worker)} on {_describe(nodes)}. Ask for less in slots.resources or "
+            "workers.resources, for fewer workers, or use learning_rate.policy: schedule."
+        )
+    per_node = math.ceil(slots / len(free))
+    waves = math.ceil(candidates / slots)
+    note = f"{candidates} candidates run in {waves} waves over {slots} slots"
+    return PoolPlan(
+        use_gpu,
+        job.workers.count,
+        worker,
+        slots,
+        slot,
+        per_node,
+        (note,) if waves > 1 else (),
+    )
+
+
+def _use_gpu(job: Job, nodes: Sequence[Mapping[str, float]]) -> bool:
+    wanted = job.workers.use_gpu
+    has_gpu = any(node.get("GPU", 0) > 0 for node in nodes)
+    if wanted is True and not has_gpu:
+        raise ResourcesError(
+            f"workers.use_gpu: true, but no node has a GPU ({_describe(nodes)}); use auto or false"
+        )
+    return has_gpu if wanted == "auto" else bool(wanted)
+
+
+def _default(
+    job: Job, nodes: Sequence[Mapping[str, float]], use_gpu: bool, part: float
+) -> Resources:
+    cpus = sum(node.get("CPU", 0) for node in nodes)
+    share = min(1.0, cpus / job.workers.count) * part
+    cpu = math.floor(share * 1000) / 1000
+    return {"CPU": cpu, "GPU": part} if use_gpu else {"CPU": cpu}
+
+
+class _Node:
+    """Free resources of a node; GPUs one by one, since a fraction comes from one device."""
+
+    def __init__(self, free: Mapping[str, float]) -> None:
+        self.other = {name: amount for name, amount in free.items() if name != "GPU"}
+        self.gpus = [1.0] * int(free.get("GPU", 0))
+
+    def take(self, need: Resources) -> bool:
+        """Reserve `need` when it fits."""
+        if any(self.other.get(k, 0.0) + _EPSILON < v for k, v in need.items() if k != "GPU"):
+            return False
+        if not self._take_gpus(need.get("GPU", 0.0)):
+            return False
+        for name in need.keys() - {"GPU"}:
+            self.other[name] = self.other.get(name, 0.0) - need[name]
+        return True
+
+    def _take_gpus(self, amount: float) -> bool:
+        each, devices = (1.0, round(amount)) if amount >= 1 else (amount, 1 if amount else 0)
+        fitting = [i for i, free in enumerate(self.gpus) if free + _EPSILON >= each]
+        # Ray packs fractions: the fullest device that still fits is taken first.
+        fitting.sort(key=lambda i: self.gpus[i])
+        for i in fitting[:devices] if len(fitting) >= devices else []:
+            self.gpus[i] -= each
+        return len(fitting) >= devices
+
+
+def _place(nodes: Sequence[_Node], need: Resources, count: int) -> int:
+    """Reserve `need` up to `count` times; returns how often it fitted."""
+    placed = 0
+    for node in nodes:
+        while placed < count and node.take(need):
+            placed += 1
+    return placed
+
+
+def _text(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
+
+
+def _describe(nodes: Sequence[Mapping[str, float]]) -> str:
+    shown = ("CPU", "GPU")
+    each = "; ".join(
+        _text({k: node[k] for k in shown if node.get(k)}) or "nothing free" for node in nodes
+    )
+    return f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} ({each})"

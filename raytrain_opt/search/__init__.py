@@ -1,0 +1,46 @@
+"""Pure decisions: which learning rate, and later which batch size."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from raytrain_opt.config.schema import Job, ReplayPolicy, StptPolicy
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.optim.schedules import build_schedule
+from raytrain_opt.search.fixed import FixedSchedule, FoundSchedule
+from raytrain_opt.search.policy import Policy
+from raytrain_opt.search.stpt import Stpt
+
+
+def build_policy(job: Job, steps_per_epoch: int) -> Policy:
+    """The policy that the job asks for. Raises JobError when it does not fit the data."""
+    section = job.learning_rate
+    if isinstance(section, StptPolicy):
+        return Stpt(section, job.epochs, steps_per_epoch)
+    if isinstance(section, ReplayPolicy):
+        found = read_schedule(section.schedule)
+        return found.policy(job.epochs, steps_per_epoch)
+    schedule = build_schedule(section, epochs=job.epochs, steps_per_epoch=steps_per_epoch)
+    return FixedSchedule(schedule, steps_per_epoch)
+
+
+def read_schedule(path: str) -> FoundSchedule:
+    """The schedule.json of an earlier run. Raises JobError when it cannot be read."""
+    try:
+        value = json.loads(Path(path).expanduser().read_text())
+    except (OSError, ValueError) as error:
+        problem = Problem("learning_rate.schedule", f"cannot be read: {error}", repr(path))
+        raise JobError([problem]) from error
+    return FoundSchedule.from_json(value, path)
+
+
+def most_candidates(job: Job) -> int:
+    """The largest number of candidates in any round of the job; 0 when there are no rounds."""
+    section = job.learning_rate
+    if not isinstance(section, StptPolicy):
+        return 0
+    stpt = Stpt(section, job.epochs, steps_per_epoch=sys.maxsize)
+    rounds = range(stpt.warmup.epochs + 1, job.epochs + 1)
+    return max((len(stpt.multipliers(epoch)) for epoch in rounds), default=0)

@@ -1,0 +1,151 @@
+"""From a job to a run with both pools starting, and back to a clean machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raytrain_opt.check import check_job
+from raytrain_opt.config.load import dump_job
+from raytrain_opt.config.schema import Job
+from raytrain_opt.data import load_shared, open_data
+from raytrain_opt.data.array_sets import Arrays
+from raytrain_opt.data.base import DataInfo
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.paths import RunPaths, write_text
+from raytrain_opt.pools.mailbox import Mailbox
+from raytrain_opt.pools.resources import PoolPlan, plan_pools
+from raytrain_opt.pools.session import cpu_count, free_resources, ray_session
+from raytrain_opt.search import build_policy, most_candidates
+from raytrain_opt.telemetry.terminal import Terminal, open_terminal
+from raytrain_opt.training_run import Startup, TrainingRun
+
+# When Ray is ours it is shut down anyway; no need to wait long for the pools to leave.
+_OWN_RAY_STOP_S = 5.0
+
+
+@contextmanager
+def open_run(
+    job: Job, *, address: str | None, verbose: bool, began_s: float, resume: str | None
+) -> Iterator[TrainingRun]:
+    """Validate, connect, start both pools at once, and read the data meanwhile.
+
+    Leaving the block ends the pools; a Ray that was started here is ended too.
+    """
+    problems = check_job(job)
+    if problems:
+        raise JobError(problems)
+    startup = Startup(began_s)
+    paths = RunPaths.existing(resume) if resume else RunPaths.create(job.storage_path, job.name)
+    with open_terminal(job.epochs) as terminal, ThreadPoolExecutor(1) as reader:
+        terminal.note(f"run directory: {paths.shown}")
+        terminal.phase("starting", 0, job.epochs)
+        reading = reader.submit(_read_data, job)
+        with ray_session(address, verbose=verbose) as owned:
+            startup.mark("ray_connected_s")
+            stop_s = _OWN_RAY_STOP_S if owned else job.limits.stop_s
+            with _training_run(job, paths, terminal, startup, stop_s, reading.result) as this:
+                write_text(paths.job, dump_job(job))
+                yield this
+
+
+@contextmanager
+def _training_run(
+    job: Job,
+    paths: RunPaths,
+    terminal: Terminal,
+    startup: Startup,
+    stop_s: float,
+    data: Callable[[], _Data],
+) -> Iterator[TrainingRun]:
+    # Imported here: Ray Train and Ray Tune read an environment that `ray_session` sets, and
+    # cost seconds of import during which Ray is already starting processes.
+    from raytrain_opt.pools.pool import Pool, Vault, running
+    from raytrain_opt.pools.setup import Setup
+    from raytrain_opt.pools.slots import run_slots
+    from raytrain_opt.pools.workers import run_workers
+
+    plan = plan_pools(job, free_resources(), most_candidates(job))
+    for note in plan.notes:
+        terminal.note(note)
+    mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, max_concurrency=10_000).remote()
+    setup = Setup(job, plan, paths.run_id, mailbox, paths.ray_storage)
+    vault, limit_s = Vault(), job.limits.command_s
+    workers = Pool(
+        "worker", job.workers.count, lambda: run_workers(setup), mailbox, vault, limit_s
+    )
+    slots = Pool("slot", plan.slots, lambda: run_slots(setup), mailbox, vault, limit_s)
+    pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
+    with running(*pools, stop_s=stop_s):
+        pools[0].start()
+        if not _crowded(plan):
+            workers.start()
+        read = data()
+        startup.mark("data_read_s")
+        ray.get(mailbox.share_data.remote([ray.put(read.shared)]))
+        steps = _steps_per_epoch(job, read.info)
+        this = TrainingRun(
+            job,
+            paths,
+            build_policy(job, steps),
+            steps,
+            workers,
+            slots if plan.slots else None,
+            vault,
+            terminal,
+            startup,
+            plan.use_gpu,
+        )
+        try:
+            yield this
+        except KeyboardInterrupt:
+            terminal.note(this.how_to_resume("interrupted"))
+            raise
+        finally:
+            this.close()
+
+
+@dataclass(frozen=True)
+class _Data:
+    shared: Arrays | None
+    info: DataInfo
+
+
+def _read_data(job: Job) -> _Data:
+    """In a thread, while Ray starts."""
+    import torch
+
+    shared = load_shared(job.data)
+    data = open_data(
+        job.data,
+        shared,
+        seed=job.seed,
+        device=torch.device("cpu"),
+        channels_last=job.channels_last,
+    )
+    data.close()
+    return _Data(shared, data.info)
+
+
+def _crowded(plan: PoolPlan) -> bool:
+    """Starting a process costs ten seconds of CPU, most of it imports. Where there are fewer
+    cores than processes, the slots come up first: they take the first steps, and the workers
+    start beside the first round.
+    """
+    return cpu_count() < plan.slots + plan.workers
+
+
+def _steps_per_epoch(job: Job, info: DataInfo) -> int:
+    steps = info.steps_per_epoch(job.global_batch_size)
+    if steps == 0:
+        rule = (
+            f"larger than the training set, which has {info.train_size} samples "
+            f"(and {info.selection_size} more in the selection split)"
+        )
+        raise JobError([Problem("global_batch_size", rule, str(job.global_batch_size))])
+    return steps

@@ -1,0 +1,118 @@
+"""Commits on disk: weights as safetensors, the rest as a file that loads without pickle.
+
+    checkpoints/epoch-0003/weights.safetensors   the model's tensors by name
+    checkpoints/epoch-0003/rest.pt               optimiser, scaler, position (weights_only=True)
+    checkpoints/index.json                       the commits that are whole, oldest first
+
+A commit exists when the index names it; the index is replaced atomically.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from raytrain_opt.config.schema import CheckpointSection
+from raytrain_opt.paths import remove_tree, write_atomic, write_json
+from raytrain_opt.train.state import HostState, model_tensors, optimizer_state_dict, to_host
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One entry of the index."""
+
+    epoch: int
+    folder: str
+    test_accuracy: float | None
+
+
+class Checkpoints:
+    """The commits of one run; those the job does not keep are removed."""
+
+    def __init__(self, folder: Path, section: CheckpointSection) -> None:
+        self.folder, self.section = folder, section
+        self.commits = read_index(folder)
+
+    @property
+    def best(self) -> Commit | None:
+        """The one with the best test accuracy; the earlier of equals."""
+        return max(self.commits, key=_quality, default=None)
+
+    @property
+    def latest(self) -> Commit | None:
+        """The last whole one."""
+        return self.commits[-1] if self.commits else None
+
+    def save(
+        self, epoch: int, state: HostState, position: dict[str, Any], test_accuracy: float | None
+    ) -> Commit:
+        """Write a commit, name it in the index, then remove what is no longer kept.
+
+        `position` is whatever else the run goes on from: numbers, texts, lists and dicts.
+        Raises CommitError when the storage refuses; earlier commits stay.
+        """
+        commit = Commit(epoch, f"epoch-{epoch:04d}", test_accuracy)
+        write_checkpoint(self.folder / commit.folder, state, position)
+        kept = self._kept([*self.commits, commit])
+        dropped = [c for c in self.commits if c not in kept]
+        self.commits = kept
+        write_json(self.folder / "index.json", {"commits": [vars(c) for c in kept]})
+        for old in dropped:
+            remove_tree(self.folder / old.folder)
+        return commit
+
+    def _kept(self, commits: list[Commit]) -> list[Commit]:
+        if self.section.keep == "all":
+            return commits
+        latest = commits[-self.section.keep :]
+        best = max(commits, key=_quality)
+        return [c for c in commits if c in latest or (self.section.keep_best and c == best)]
+
+
+def _quality(commit: Commit) -> tuple[float, int]:
+    accuracy = commit.test_accuracy
+    return (-1.0 if accuracy is None else accuracy, -commit.epoch)
+
+
+def write_checkpoint(folder: Path, state: HostState, position: dict[str, Any]) -> None:
+    """One commit's files. Raises CommitError naming the path."""
+    weights = {name: tensor.contiguous() for name, tensor in model_tensors(state).items()}
+    rest = {
+        "optimizer": optimizer_state_dict(state),
+        "scaler": state.plain["scaler"],
+        "position": position,
+    }
+    write_atomic(folder / "weights.safetensors", lambda path: save_file(weights, path))
+    write_atomic(folder / "rest.pt", lambda path: torch.save(rest, path))
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The model's tensors, for `model.load_state_dict`."""
+    return load_file(folder / "weights.safetensors")
+
+
+def read_rest(folder: Path) -> dict[str, Any]:
+    """Optimiser, scaler and position; executes no code from the file."""
+    rest: dict[str, Any] = torch.load(folder / "rest.pt", weights_only=True)
+    return rest
+
+
+def read_checkpoint(folder: Path) -> tuple[HostState, dict[str, Any]]:
+    """The state and the position of a commit."""
+    rest = read_rest(folder)
+    state = to_host(read_weights(folder), rest["optimizer"], rest["scaler"], copy=False)
+    return state, rest["position"]
+
+
+def read_index(folder: Path) -> list[Commit]:
+    """The whole commits of a run's checkpoint folder, oldest first; none without an index."""
+    if not (folder / "index.json").exists():
+        return []
+    value = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    return [Commit(**entry) for entry in value["commits"]]

@@ -1,0 +1,221 @@
+"""What a worker or a candidate's slot holds and does: train some steps, evaluate, move state.
+
+One `Learner` is built per process and lives as long as the run. It knows nothing of Ray.
+Nothing in its loop waits for the device: sums of loss and hits stay there until the end of
+a phase.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.schema import Job
+from raytrain_opt.data import TrainingData, open_data
+from raytrain_opt.data.array_sets import Arrays
+from raytrain_opt.data.base import Batch, DataInfo, Split
+from raytrain_opt.models import build_model, check_output
+from raytrain_opt.optim.build import build_optimizer, set_lr
+from raytrain_opt.train.batchnorm import average_buffers
+from raytrain_opt.train.loss import build_loss
+from raytrain_opt.train.state import HostState, capture, restore
+from raytrain_opt.train.totals import EvalTotals, TrainTotals
+
+_AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Called before each step with the number of steps done in this phase; may raise to stop it.
+OnStep = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which shares of each global batch this process computes: `mine` of `count`."""
+
+    mine: range
+    count: int
+
+
+class Learner:
+    """Model, optimiser, loss and data of one process.
+
+    `distribute` may wrap the model for the forward pass (DDP); state always refers to the
+    bare model.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        shared: Arrays | None,
+        device: torch.device,
+        distribute: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> None:
+        self.job, self.device = job, device
+        self.data: TrainingData = open_data(
+            job.data, shared, seed=job.seed, device=device, channels_last=job.channels_last
+        )
+        self.model = _build(job, self.info, device)
+        self.forward: nn.Module = self.model if distribute is None else distribute(self.model)
+        self.optimizer = build_optimizer(job.optimizer, self.model.parameters())
+        self.loss = build_loss(job.loss)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
+
+    @property
+    def info(self) -> DataInfo:
+        """Sizes of the data set."""
+        return self.data.info
+
+    def state(self, *, copy: bool) -> HostState:
+        """See `train.state.capture`."""
+        return capture(self.model, self.optimizer, self.scaler, copy=copy)
+
+    def load(self, state: HostState) -> None:
+        """See `train.state.restore`."""
+        restore(state, self.model, self.optimizer, self.scaler)
+
+    def train(
+        self,
+        epoch: int,
+        first_step: int,
+        lrs: Sequence[float],
+        shares: Shares,
+        on_step: OnStep = lambda _: None,
+    ) -> TrainTotals:
+        """Train len(lrs) steps of `epoch`, from `first_step`, each at its rate.
+
+        Several shares are accumulated into one update, so that the result is the one that
+        as many workers would compute together. The same arguments from the same state give
+        the same result, whatever ran before.
+        """
+        started_s, wait_s, samples, skipped = monotonic_s(), 0.0, 0, 0
+        sums = torch.zeros(2, device=self.device, dtype=torch.float64)
+        seed = f"{self.job.seed} {epoch} {first_step} {shares.mine.start}"
+        torch.manual_seed(_seed_of(seed))
+        self.forward.train()
+        batches = self.data.train(
+            epoch,
+            range(first_step, first_step + len(lrs)),
+            shares.mine,
+            shares.count,
+            self.job.global_batch_size,
+        )
+        for done, lr in enumerate(lrs):
+            on_step(done)
+            set_lr(self.optimizer, lr)
+            self.optimizer.zero_grad(set_to_none=True)
+            for _ in shares.mine:
+                asked_s = monotonic_s()
+                batch = next(batches)
+                wait_s += monotonic_s() - asked_s
+                sums += self._accumulate(batch, len(shares.mine))
+                samples += len(batch.y)
+                skipped += batch.skipped
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        loss_sum, correct = sums.tolist()
+        return TrainTotals(
+            steps=len(lrs),
+            samples=samples,
+            loss_sum=loss_sum,
+            correct=int(correct),
+            skipped=skipped,
+            seconds=monotonic_s() - started_s,
+            data_wait_s=wait_s,
+        )
+
+    def _accumulate(self, batch: Batch, share_count: int) -> Tensor:
+        """Forward and backward of one share; returns [sum of losses, hits] on the device."""
+        with self._autocast():
+            output = self.forward(batch.x)
+            loss = self.loss(output, batch.y)
+        scaled = loss if share_count == 1 else loss / share_count
+        self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            hits = (output.argmax(1) == batch.y).sum()
+            return torch.stack((loss.detach().double() * len(batch.y), hits.double()))
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        split: Split,
+        rank: int = 0,
+        world_size: int = 1,
+        on_step: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> EvalTotals:
+        """This rank's part of the split, each sample once; loss and top-1 and top-5 hits."""
+        started_s, samples = monotonic_s(), 0
+        sums = torch.zeros(3, device=self.device, dtype=torch.float64)
+        self.model.eval()
+        batch_size = self._eval_batch_size()
+        split_size = self.info.test_size if split == "test" else self.info.selection_size
+        total = math.ceil(split_size / (world_size * batch_size))
+        for done, batch in enumerate(self.data.evaluate(split, rank, world_size, batch_size)):
+            on_step(done, total)
+            with self._autocast():
+                output = self.model(batch.x)
+                loss = self.loss(output, batch.y)
+            guesses = output.topk(min(5, output.shape[1]), dim=1).indices
+            hits = guesses == batch.y.unsqueeze(1)
+            sums += torch.stack(
+                (loss.double() * len(batch.y), hits[:, 0].sum().double(), hits.sum().double())
+            )
+            samples += len(batch.y)
+        loss_sum, correct, top5 = sums.tolist()
+        seconds = monotonic_s() - started_s
+        return EvalTotals(samples, loss_sum, int(correct), int(top5), seconds)
+
+    def average_buffers(self) -> None:
+        """See `train.batchnorm.average_buffers`."""
+        average_buffers(self.model)
+
+    def release_memory(self) -> None:
+        """Give cached device memory back while the other pool computes on the same GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self.data.close()
+
+    def _autocast(self) -> torch.autocast:
+        dtype = _AMP_DTYPE.get(self.job.precision)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _eval_batch_size(self) -> int:
+        given = self.job.evaluate.batch_size_per_worker
+        return given or max(self.job.batch_size_per_worker, 256)
+
+
+def _build(job: Job, info: DataInfo, device: torch.device) -> nn.Module:
+    model = build_model(
+        job.model,
+        num_classes=info.num_classes,
+        sample_shape=info.sample_shape,
+        seed=job.seed,
+    ).to(device)
+    if job.channels_last and len(info.sample_shape) == 3:
+        model = model.to(memory_format=torch.channels_last)
+    check_output(model, info.sample_shape, info.num_classes, device)
+    if job.compile:
+        model.compile()
+    return model
+
+
+def _seed_of(text: str) -> int:
+    """A seed from text, the same in every process (unlike `hash`)."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def reduce_sums(values: Sequence[float], device: torch.device) -> list[float]:
+    """Each value summed over the process group (float64); unchanged without a group."""
+    if not dist.is_initialized():
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return [float(value) for value in tensor.tolist()]

@@ -1,0 +1,80 @@
+"""What is minimised: cross entropy with label smoothing, or the user's function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from raytrain_opt.config.functions import is_function_name, resolve_function
+from raytrain_opt.config.schema import LossSection
+from raytrain_opt.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+_PATH = "loss.name"
+_CROSS_ENTROPY = "cross_entropy"
+_RULE = "must be cross_entropy or package.module:function"
+
+
+def check_loss(section: LossSection) -> list[Problem]:
+    """Every problem of the section, without calling the function or importing torch."""
+    if section.name == _CROSS_ENTROPY:
+        return []
+    if not is_function_name(section.name):
+        near = get_close_matches(str(section.name), [_CROSS_ENTROPY], n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else None
+        return [Problem(_PATH, _RULE, repr(section.name), hint)]
+    try:
+        function = resolve_function(section.name, _PATH)
+    except JobError as error:
+        return error.problems
+    return _signature_problems(function)
+
+
+def build_loss(section: LossSection) -> Loss:
+    """A function of (output [N, classes], labels [N]) that gives the mean over the batch, [].
+
+    Raises JobError: anything `check_loss` finds; and, when called, if the user's function
+    returns anything but a tensor without dimensions.
+    """
+    from torch.nn import functional
+
+    problems = check_loss(section)
+    if problems:
+        raise JobError(problems)
+    if section.name == _CROSS_ENTROPY:
+        return partial(functional.cross_entropy, label_smoothing=section.label_smoothing)
+    return partial(_users_loss, resolve_function(section.name, _PATH))
+
+
+def _signature_problems(function: Callable[..., Any]) -> list[Problem]:
+    if inspect.isclass(function):
+        hint = "wrap it: def loss(output, labels): return MyLoss()(output, labels)"
+        return [Problem(_PATH, "must be a function, not a class", function.__qualname__, hint)]
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return []  # written in C without a signature: the first call will tell
+    try:
+        signature.bind("output", "labels")
+    except TypeError as error:
+        rule = f"must be callable as (output, labels): {error}"
+        return [Problem(_PATH, rule, f"its signature is {signature}")]
+    return []
+
+
+def _users_loss(function: Callable[..., Any], output: Tensor, labels: Tensor) -> Tensor:
+    import torch
+
+    loss = function(output, labels)
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+        return loss
+    found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    rule = "must return the mean over the batch, a tensor without dimensions"
+    raise JobError([Problem(_PATH, rule, f"returned {found}")])

@@ -1,0 +1,54 @@
+"""What phases of training and evaluation add up to. Free of torch: the mailbox reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainTotals:
+    """Sums over the samples of one training phase (of one process, or reduced over all)."""
+
+    steps: int
+    samples: int
+    loss_sum: float
+    correct: int
+    skipped: int
+    seconds: float
+    data_wait_s: float
+
+    @property
+    def loss(self) -> float:
+        """Mean training loss; not finite when any step's was not."""
+        return self.loss_sum / max(self.samples, 1)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of training samples predicted right, measured while training."""
+        return self.correct / max(self.samples, 1)
+
+
+@dataclass(frozen=True)
+class EvalTotals:
+    """Sums over the samples of one evaluation; every sample counts exactly once."""
+
+    samples: int
+    loss_sum: float
+    correct: int
+    correct_top5: int
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the split."""
+        return self.loss_sum / max(self.samples, 1)
+
+    @property
+    def accuracy(self) -> float:
+        """Top-1: share of samples whose best guess is right."""
+        return self.correct / max(self.samples, 1)
+
+    @property
+    def top5(self) -> float:
+        """Share of samples whose label is among the five best guesses."""
+        return self.correct_top5 / max(self.samples, 1)

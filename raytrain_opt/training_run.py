@@ -1,0 +1,383 @@
+"""One execution of a job: the moves that the driver's algorithm is made of.
+
+Each public method is one line of `driver.train`. They talk to the pools, measure, and
+write records; they decide nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import ray
+from pydantic import TypeAdapter
+
+from raytrain_opt.clock import Parts, monotonic_s
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import DivergedError
+from raytrain_opt.paths import RunPaths, write_json
+from raytrain_opt.pools.commands import (
+    Evaluate,
+    MainTrain,
+    MainTrainReply,
+    Pretrain,
+    Progress,
+    ShareState,
+    StateRef,
+    TakeState,
+)
+from raytrain_opt.pools.pool import Pool, Vault
+from raytrain_opt.search.fixed import FoundSchedule
+from raytrain_opt.search.policy import CandidateResult, Plan, Policy, Round, is_finite
+from raytrain_opt.telemetry.records import EpochRecord, Recorder
+from raytrain_opt.telemetry.terminal import Terminal
+from raytrain_opt.train.checkpoint import Checkpoints, Commit, read_checkpoint
+from raytrain_opt.train.totals import EvalTotals, TrainTotals
+
+_HISTORY = TypeAdapter(tuple[Round, ...])
+
+
+@dataclass(frozen=True)
+class Position:
+    """From where a run goes on: the epoch that is next, and the decisions so far."""
+
+    next_epoch: int = 1
+    history: tuple[Round, ...] = ()
+    lrs: tuple[float, ...] = ()
+    search_samples: int = 0
+    main_samples: int = 0
+
+    def to_plain(self) -> dict[str, Any]:
+        """Numbers, texts, lists and dicts only."""
+        return {**vars(self), "lrs": list(self.lrs), "history": _HISTORY.dump_python(self.history)}
+
+    @classmethod
+    def from_plain(cls, value: dict[str, Any]) -> Position:
+        """The inverse of `to_plain`."""
+        history = _HISTORY.validate_python(value["history"])
+        return cls(**{**value, "lrs": tuple(value["lrs"]), "history": history})
+
+
+@dataclass
+class Startup:
+    """Seconds from the beginning of the run to each mark; monotonic."""
+
+    began_s: float
+    marks_s: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        """Reached now, for the first time."""
+        self.marks_s.setdefault(name, monotonic_s() - self.began_s)
+
+
+@dataclass
+class _EpochInHand:
+    """What is measured of the present epoch until it is written down."""
+
+    started_s: float
+    parts: Parts = field(default_factory=Parts)
+    round_record: dict[str, Any] | None = None
+    lrs: list[float] = field(default_factory=list)
+    train: TrainTotals | None = None
+    test: EvalTotals | None = None
+
+
+class TrainingRun:
+    """Everything alive of one run. Made by `start.open_run`."""
+
+    def __init__(
+        self,
+        job: Job,
+        paths: RunPaths,
+        policy: Policy,
+        steps_per_epoch: int,
+        workers: Pool,
+        slots: Pool | None,
+        vault: Vault,
+        terminal: Terminal,
+        startup: Startup,
+        uses_gpu: bool,
+    ) -> None:
+        self.job, self.paths, self.policy = job, paths, policy
+        self.steps_per_epoch = steps_per_epoch
+        self.workers, self.slots, self.vault = workers, slots, vault
+        self.terminal, self.startup, self.uses_gpu = terminal, startup, uses_gpu
+        self.recorder = Recorder(paths)
+        self.checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
+        self.position = Position()
+        self._epoch = _EpochInHand(monotonic_s())
+        self._commits = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        self._pending_commit: Future[Commit] | None = None
+        self._workers_ready = False
+        self._first_step = workers.mailbox.first_step.remote()
+        for pool in (workers, slots):
+            if pool is not None:
+                pool.on_wait = self._on_wait
+
+    # The moves, in the order in which the algorithm makes them.
+
+    def initial_state(self) -> StateRef:
+        """The state that all start from: the last commit's, or else slot 0's or rank 0's, so
+        that equal seeds need not give equal weights in every process.
+        """
+        self.terminal.phase("starting", 0, self.job.epochs)
+        if self.slots is not None:
+            self.slots.wait_until_ready(self.job.limits.start_s)
+            self.startup.mark("slots_ready_s")
+            self.workers.start()
+        if self.checkpoints.latest is not None:
+            return self._resumed_state(self.checkpoints.latest)
+        pool = self.slots or self._ready_workers()
+        state: StateRef = pool.command(ShareState(), expected=range(1))[0]
+        self.vault.hold(state)
+        return state
+
+    def pretrain(self, state: StateRef, plan: Plan) -> list[CandidateResult]:
+        """Every candidate from the same state on the same batches, over the slots in waves."""
+        assert self.slots is not None
+        self._begin(plan, f"pre-train {len(plan.candidates)} candidates")
+        with self._epoch.parts.measure("pretrain_s"):
+            replies = self.slots.command(_pretrain_command(state, plan, self.slots.size))
+        results = [result for reply in replies.values() for result in reply.results]
+        results.sort(key=lambda result: result.candidate.index)
+        self._add_samples(search=sum(result.samples for result in results))
+        slowest = max(
+            replies.values(), key=lambda reply: sum(result.seconds for result in reply.results)
+        )
+        self._epoch.parts.seconds["longest_slot_s"] = sum(r.seconds for r in slowest.results)
+        return results
+
+    def take_state(
+        self, start: StateRef, plan: Plan, results: Sequence[CandidateResult], choice: Round
+    ) -> StateRef:
+        """The winner's state, from the slot that trained it from `start`."""
+        assert self.slots is not None
+        assert choice.winner is not None
+        winner, slot = choice.winner.candidate, choice.winner.slot
+        with self._epoch.parts.measure("take_state_s"):
+            command = TakeState(_pretrain_command(start, plan, self.slots.size), winner, slot)
+            state: StateRef = self.slots.command(command, range(slot, slot + 1))[slot]
+            self.vault.hold(state)
+        self._epoch.lrs = [winner.lr] * plan.pretrain_steps
+        self._epoch.round_record = _round_record(plan, results, choice, state.sha256)
+        return state
+
+    def record_lost_round(
+        self, plan: Plan, results: Sequence[CandidateResult], choice: Round
+    ) -> None:
+        """A round that nobody won: written down, and said."""
+        record = _round_record(plan, results, choice, None)
+        self._write_round({**record, "loaded_sha256": [], "parts_s": self._epoch.parts.seconds})
+        self.terminal.note(f"epoch {plan.epoch}: {choice.reason}")
+
+    def main_train(self, state: StateRef, plan: Plan, lrs: tuple[float, ...]) -> StateRef:
+        """All workers together, from `state`, the rest of the epoch at these rates."""
+        self._ready_workers()
+        self._begin(plan, "main train")
+        first_step = self.steps_per_epoch - len(lrs)
+        with self._epoch.parts.measure("main_train_s"):
+            command = MainTrain(state, plan.epoch, first_step, lrs)
+            replies: dict[int, MainTrainReply] = self.workers.command(command)
+        trained = replies[0]
+        assert trained.state is not None
+        self.vault.hold(trained.state)
+        self._epoch.train = trained.totals
+        self._epoch.lrs.extend(lrs)
+        self._note_main_parts(list(replies.values()))
+        self._add_samples(main=self.steps_per_epoch * self.job.global_batch_size)
+        self._finish_round(replies)
+        self._refuse_when_diverged(plan, trained.totals, lrs)
+        return trained.state
+
+    def evaluate(self, state: StateRef, plan: Plan) -> None:
+        """Top-1 and top-5 on the test split, when the job wants it after this epoch."""
+        due = plan.epoch % self.job.evaluate.every_epochs == 0 or plan.epoch == self.job.epochs
+        if not due:
+            return
+        self.terminal.phase("evaluate", plan.epoch, self.job.epochs)
+        with self._epoch.parts.measure("evaluate_s"):
+            replies = self.workers.command(Evaluate(state))
+        self._epoch.test = replies[0].totals
+
+    def commit(self, state: StateRef, plan: Plan, history: tuple[Round, ...]) -> None:
+        """Write the epoch down, and its state beside the next epoch's training."""
+        record = self._epoch_record(plan)
+        self.position = Position(
+            plan.epoch + 1,
+            history,
+            (*self.position.lrs, *self._epoch.lrs),
+            self.position.search_samples,
+            self.position.main_samples,
+        )
+        self.recorder.epoch(record, plan.epoch * self.steps_per_epoch)
+        schedule = FoundSchedule(self.steps_per_epoch, self.position.lrs)
+        write_json(self.paths.schedule, schedule.to_json())
+        if plan.epoch % self.job.checkpoint.every_epochs == 0 or plan.epoch == self.job.epochs:
+            self._save(state, plan.epoch, record.test_accuracy)
+        self.terminal.epoch(record, self.job.epochs)
+        self._epoch = _EpochInHand(monotonic_s())
+
+    def restarts(self) -> dict[str, int]:
+        """How often a process of each pool was started again."""
+        pools = [self.workers] if self.slots is None else [self.workers, self.slots]
+        return {pool.name: pool.restarts() for pool in pools}
+
+    def wait_for_commit(self) -> None:
+        """Until the commit under way is on disk. Raises CommitError when it could not be."""
+        if self._pending_commit is not None:
+            pending, self._pending_commit = self._pending_commit, None
+            pending.result()
+
+    def how_to_resume(self, what: str) -> str:
+        """For a run that ends early: what is kept, and the command to go on."""
+        self.wait_for_commit()
+        latest = self.checkpoints.latest
+        if latest is None:
+            return f"{what} before the first commit: nothing to resume in {self.paths.shown}"
+        return (
+            f"{what}; kept up to epoch {latest.epoch} of {self.job.epochs}. Go on with: "
+            f"raytrain-opt run --resume {self.paths.shown}"
+        )
+
+    def close(self) -> None:
+        """End what is ours here; a commit under way is finished first."""
+        self._commits.shutdown(wait=True)
+        self.recorder.close()
+
+    # How they do it.
+
+    def _ready_workers(self) -> Pool:
+        if not self._workers_ready:
+            self.workers.wait_until_ready(self.job.limits.start_s)
+            self.startup.mark("workers_ready_s")
+            self._workers_ready = True
+        return self.workers
+
+    def _resumed_state(self, commit: Commit) -> StateRef:
+        state, position = read_checkpoint(self.paths.checkpoints / commit.folder)
+        self.position = Position.from_plain(position)
+        self.recorder.forget_from(self.position.next_epoch)
+        self.terminal.note(f"resumed after epoch {commit.epoch}")
+        return self.vault.put(f"epoch {commit.epoch}", state)
+
+    def _on_wait(self, pool: str, progress: Progress | None) -> None:
+        """About four times a second while a pool works."""
+        if "first_step_s" not in self.startup.marks_s:
+            self._mark_first_step()
+        if progress is not None and pool == self.workers.name:
+            done = len(self._epoch.lrs) + max(progress.done, 0)
+            self.terminal.advance(self.position.next_epoch - 1 + done / self.steps_per_epoch)
+
+    def _mark_first_step(self) -> None:
+        if ray.wait([self._first_step], timeout=0)[0]:
+            self.startup.mark("first_step_s")
+
+    def _begin(self, plan: Plan, phase: str) -> None:
+        self.terminal.phase(phase, plan.epoch, self.job.epochs)
+        self.terminal.advance(plan.epoch - 1)
+
+    def _add_samples(self, search: int = 0, main: int = 0) -> None:
+        at = self.position
+        self.position = Position(
+            at.next_epoch,
+            at.history,
+            at.lrs,
+            at.search_samples + search,
+            at.main_samples + main,
+        )
+
+    def _note_main_parts(self, replies: list[MainTrainReply]) -> None:
+        seconds = self._epoch.parts.seconds
+        seconds["main_compute_s"] = max(reply.totals.seconds for reply in replies)
+        seconds["main_data_wait_s"] = max(reply.totals.data_wait_s for reply in replies)
+        for name in ("load_s", "average_s", "hand_over_s"):
+            seconds[f"main_{name}"] = max(reply.parts_s.get(name, 0.0) for reply in replies)
+
+    def _finish_round(self, replies: dict[int, MainTrainReply]) -> None:
+        if self._epoch.round_record is None:
+            return
+        loaded = [reply.loaded_sha256 for _, reply in sorted(replies.items())]
+        parts = dict(self._epoch.parts.seconds)
+        self._write_round({**self._epoch.round_record, "loaded_sha256": loaded, "parts_s": parts})
+
+    def _write_round(self, record: dict[str, Any]) -> None:
+        self.recorder.round(record, (record["epoch"] - 1) * self.steps_per_epoch)
+
+    def _refuse_when_diverged(self, plan: Plan, totals: TrainTotals, lrs: Sequence[float]) -> None:
+        if is_finite(totals.loss):
+            return
+        latest = self.checkpoints.latest
+        kept = f"the last commit is epoch {latest.epoch}" if latest else "there is no commit yet"
+        raise DivergedError(
+            f"epoch {plan.epoch}: the training loss is {totals.loss} at learning rates "
+            f"{min(lrs, default=0):.4g} to {max(lrs, default=0):.4g}; {kept} in "
+            f"{self.paths.shown}. Lower learning_rate.initial or add a warm-up "
+            "(learning_rate.warmup)."
+        )
+
+    def _epoch_record(self, plan: Plan) -> EpochRecord:
+        train, test = self._epoch.train, self._epoch.test
+        assert train is not None
+        seconds = monotonic_s() - self._epoch.started_s
+        return EpochRecord(
+            epoch=plan.epoch,
+            lr=self._epoch.lrs[-1],
+            lr_first=self._epoch.lrs[0],
+            train_loss=train.loss,
+            train_accuracy=train.accuracy,
+            test_loss=test.loss if test else None,
+            test_accuracy=test.accuracy if test else None,
+            test_top5=test.top5 if test else None,
+            test_samples=test.samples if test else 0,
+            samples=train.samples,
+            samples_per_s=train.samples / train.seconds if train.seconds else 0.0,
+            skipped=train.skipped,
+            seconds=seconds,
+            parts_s=dict(self._epoch.parts.seconds),
+        )
+
+    def _save(self, state: StateRef, epoch: int, accuracy: float | None) -> None:
+        self.wait_for_commit()
+        view, position = self.vault.view(state), self.position.to_plain()
+
+        def save() -> Commit:
+            commit = self.checkpoints.save(epoch, view, position, accuracy)
+            self.paths.publish()
+            return commit
+
+        self._pending_commit = self._commits.submit(save)
+
+
+def _pretrain_command(state: StateRef, plan: Plan, slots: int) -> Pretrain:
+    return Pretrain(state, plan.epoch, 0, plan.pretrain_steps, plan.candidates, slots)
+
+
+def _round_record(
+    plan: Plan, results: Sequence[CandidateResult], choice: Round, sha256: str | None
+) -> dict[str, Any]:
+    """A line of rounds.jsonl, but for what only the workers know."""
+    candidates = [
+        {
+            **asdict(result.candidate),
+            "score": score,
+            "val_accuracy": result.val_accuracy,
+            "val_loss": result.val_loss,
+            "train_loss": result.train_loss,
+            "seconds": result.seconds,
+            "slot": result.slot,
+            "status": result.status,
+        }
+        for result, score in zip(results, choice.scores, strict=True)
+    ]
+    return {
+        "epoch": plan.epoch,
+        "base_lr": plan.base_lr,
+        "pretrain_steps": plan.pretrain_steps,
+        "candidates": candidates,
+        "winner": None if choice.winner is None else choice.winner.candidate.index,
+        "reason": choice.reason,
+        "next_base_lr": choice.next_base_lr,
+        "winner_sha256": sha256,
+    }

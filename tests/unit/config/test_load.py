@@ -1,0 +1,199 @@
+"""Job files from disk, text and mappings; dumping them; overrides; the schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_opt.config.load import dump_job, job_schema, load_job, parse_job
+from raytrain_opt.config.schema import ArraySetData, Job, SchedulePolicy, StptPolicy, Warmup
+from raytrain_opt.errors import JobError
+
+BASE: dict[str, Any] = {
+    "model": "resnet8",
+    "data": "digits",
+    "epochs": 2,
+    "global_batch_size": 8,
+}
+
+
+def a_function() -> None:
+    """Stands for a user's model, data set or loss."""
+
+
+def paths_of(error: JobError) -> list[str]:
+    return [problem.path for problem in error.problems]
+
+
+def test_a_short_file_becomes_a_job_with_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("model: resnet8\ndata: digits\nepochs: 2\nglobal_batch_size: 8\n")
+    job = load_job(file)
+    assert job.model.name == "resnet8"
+    assert isinstance(job.data, ArraySetData)
+    assert job.learning_rate == StptPolicy(policy="stpt")
+    assert job == parse_job(BASE) == load_job(str(file))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"learning_rate": {"policy": "stpt", "alpha": 200, "candidates": [2.0, 1.0]}},
+        {"learning_rate": {"policy": "stpt", "alpha": 1.0, "warmup": {"epochs": 1}}},
+        {"learning_rate": {"policy": "schedule", "shape": "multistep", "milestones": [1]}},
+        {"learning_rate": {"policy": "replay", "schedule": "schedule.json"}},
+        {"data": {"name": "cifar10", "normalize": [[0.5], [0.25]], "augment": {"flip": True}}},
+        {"data": {"name": "arrays", "train": ["a", "b"], "test": ["c", "d"]}},
+        {"data": {"name": "image_folder", "root": "~/images", "corrupt": "skip"}},
+        {"data": {"name": "my.data:sets", "args": {"size": 3, "split": [1e-3, "1e-3"]}}},
+        {"optimizer": {"name": "AdamW", "args": {"betas": [0.9, 0.95], "eps": 1e-8}}},
+        {"optimizer": "Adam", "loss": "my.losses:focal", "checkpoint": {"keep": "all"}},
+        {"workers": {"count": 2, "use_gpu": False, "resources": {"CPU": 0.5}}, "name": "1e3"},
+    ],
+)
+def test_a_dumped_job_is_read_back_equal(changes: dict[str, Any]) -> None:
+    job = parse_job({**BASE, **changes})
+    text = dump_job(job)
+    assert parse_job(text) == job
+    assert dump_job(parse_job(text)) == text
+
+
+def test_functions_are_dumped_by_name() -> None:
+    names = {key: {"name": a_function} for key in ("model", "data", "loss")}
+    job = parse_job({**BASE, **names, "optimizer": {"args": {"of": a_function}}})
+    assert job.model.name is a_function
+    reread = parse_job(dump_job(job))
+    name = f"{__name__}:a_function"
+    assert (reread.model.name, reread.data.name, reread.loss.name) == (name, name, name)
+    assert reread.optimizer.args == {"of": name}
+
+
+def test_a_function_alone_stands_for_its_section() -> None:
+    job = parse_job({**BASE, "model": a_function, "data": a_function, "loss": a_function})
+    assert job.model.name is job.data.name is job.loss.name is a_function
+
+
+def test_arguments_yaml_cannot_hold_are_named() -> None:
+    job = parse_job({**BASE, "model": {"name": "resnet8", "args": {"a": [1, object()]}}})
+    with pytest.raises(JobError, match=r"model\.args\.a\.1: cannot be written"):
+        dump_job(job)
+
+
+def test_a_path_is_dumped_as_text(tmp_path: Path) -> None:
+    job = parse_job({**BASE, "model": {"name": "resnet8", "args": {"weights": tmp_path}}})
+    assert parse_job(dump_job(job)).model.args == {"weights": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"# nothing\n", "is empty"),
+        (b"- a\n- b\n", "must be keys and values (given: ['a', 'b'])"),
+        (b"just text", "must be keys and values (given: 'just text')"),
+        (b"name: \xff\n", "is not UTF-8 text: byte 6 is 0xff"),
+        (b"name: [", "line 1, column 8"),
+    ],
+)
+def test_files_that_hold_no_job(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_bytes(content)
+    with pytest.raises(JobError) as caught:
+        load_job(file)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"{file}: 1 problem")
+
+
+def test_a_missing_file_names_the_one_meant(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").touch()
+    with pytest.raises(JobError, match=r"does not exist; did you mean 'quickstart\.yaml'"):
+        load_job(tmp_path / "quikstart.yaml")
+
+
+def test_a_folder_is_no_job_file(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="cannot be read: Is a directory"):
+        load_job(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("epochs=3", lambda job: job.epochs == 3),
+        ("name=x=y", None),
+        ("model.name=vgg16_bn", lambda job: job.model.name == "vgg16_bn"),
+        ("model.args.width=8", lambda job: job.model.args == {"width": 8}),
+        ("model.args={width: 8}", lambda job: job.model.args == {"width": 8}),
+        ("data.selection_max_samples=9", lambda job: job.data.selection_max_samples == 9),
+        ("optimizer.args.lr_decay=1e-3", lambda job: job.optimizer.args == {"lr_decay": 1e-3}),
+        ("learning_rate.candidates.1=3", lambda job: job.learning_rate.candidates == [2, 3]),
+        ("learning_rate.candidates=wide", lambda job: job.learning_rate.candidates == "wide"),
+        (
+            "learning_rate.warmup.epochs=1",
+            lambda job: job.learning_rate.warmup == Warmup(epochs=1),
+        ),
+        ("workers.count=2", lambda job: job.workers.count == 2),
+        ("slots.count=", lambda job: job.slots.count is None),
+        (
+            "learning_rate={policy: schedule, shape: linear}",
+            lambda job: job.learning_rate == SchedulePolicy(policy="schedule", shape="linear"),
+        ),
+    ],
+)
+def test_overrides(override: str, read: Any) -> None:
+    given = {**BASE, "learning_rate": {"policy": "stpt", "candidates": [2, 1]}}
+    if read is None:
+        with pytest.raises(JobError, match=r"name: must be text of the form .* \(given: 'x=y'\)"):
+            parse_job(given, overrides=[override])
+    else:
+        assert read(parse_job(given, overrides=[override]))
+
+
+def test_later_overrides_win_and_the_given_mapping_stays() -> None:
+    given = {**BASE, "workers": {"count": 1}}
+    job = parse_job(given, overrides=["workers.count=2", "workers.count=4"])
+    assert job.workers.count == 4
+    assert given == {**BASE, "workers": {"count": 1}}
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "words"),
+    [
+        ("epochs", "--set", "the form section.key=value"),
+        ("=3", "--set", "the form section.key=value"),
+        ("workers..count=3", "--set", "the form section.key=value"),
+        ("epochs=[", "--set epochs", "expected the node content"),
+        ("epochs=!!int 3", "--set epochs", "tags"),
+        ("epochs.count=3", "--set epochs.count", "epochs is a single value"),
+        ("epochs.count.x=3", "--set epochs.count.x", "epochs is a single value"),
+        ("learning_rate.candidates.2=3", "--set learning_rate.candidates.2", "from 0 to 1"),
+        ("learning_rate.candidates.x=3", "--set learning_rate.candidates.x", "is a list"),
+        ("epoch=3", "epoch", "did you mean 'epochs'?"),
+        ("workers.cout=3", "workers.cout", "did you mean 'count'?"),
+        ("slot.count=3", "slot", "did you mean 'slots'?"),
+    ],
+)
+def test_wrong_overrides(override: str, path: str, words: str) -> None:
+    given = {**BASE, "learning_rate": {"policy": "stpt", "candidates": [2, 1]}}
+    with pytest.raises(JobError) as caught:
+        parse_job(given, overrides=[override])
+    assert paths_of(caught.value) == [path]
+    assert words in str(caught.value)
+
+
+def test_wrong_overrides_and_wrong_fields_come_together() -> None:
+    with pytest.raises(JobError) as caught:
+        parse_job({**BASE, "epochs": 0}, overrides=["seed", "precision=fp8"])
+    assert paths_of(caught.value) == ["--set", "epochs", "precision"]
+
+
+def test_the_schema_names_every_field_with_its_meaning() -> None:
+    schema = job_schema()
+    assert set(schema["properties"]) == set(Job.model_fields)
+    for field in schema["properties"].values():
+        section = field.get("$ref", "#/$defs/").removeprefix("#/$defs/")
+        assert "description" in field or "description" in schema["$defs"][section]
+    assert schema["required"] == ["model", "data", "epochs", "global_batch_size"]
+    assert schema["additionalProperties"] is False

@@ -1,0 +1,156 @@
+"""Schedules against written-out tables, against torch's, and by their laws."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from raytrain_opt.config import schema
+from raytrain_opt.optim.schedules import (
+    Constant,
+    Cosine,
+    Linear,
+    MultiStep,
+    Polynomial,
+    Schedule,
+    Step,
+    Warmup,
+    build_schedule,
+    warmup_lrs,
+)
+
+
+def rates(schedule: Schedule, steps: int) -> list[float]:
+    return [schedule.lr(step) for step in range(steps)]
+
+
+R = math.sqrt(0.5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "table"),
+    [
+        (Constant(0.3), [0.3, 0.3, 0.3]),
+        (Step(0.8, 0.5, every=2), [0.8, 0.8, 0.4, 0.4, 0.2]),
+        (MultiStep(1.0, 0.1, (1, 3)), [1.0, 0.1, 0.1, 0.01, 0.01]),
+        (Linear(0.4, 0.0, steps=4), [0.4, 0.3, 0.2, 0.1, 0.0, 0.0]),
+        (Linear(0.4, 0.2, steps=2), [0.4, 0.3, 0.2, 0.2]),
+        (Polynomial(1.6, 0.0, steps=4, power=2.0), [1.6, 0.9, 0.4, 0.1, 0.0, 0.0]),
+        (Polynomial(1.7, 0.1, steps=4, power=2.0), [1.7, 1.0, 0.5, 0.2, 0.1]),
+        (Cosine(2.0, 0.0, steps=4), [2.0, 1 + R, 1.0, 1 - R, 0.0, 0.0]),
+        (Cosine(2.0, 1.0, steps=2), [2.0, 1.5, 1.0, 1.0]),
+        (
+            Warmup(0.1, 0.5, 4, "linear", Linear(0.5, 0.0, 2), origin=4),
+            [0.1, 0.2, 0.3, 0.4, 0.5, 0.25, 0.0],
+        ),
+        (Warmup(0.1, 0.5, 2, "constant", Step(0.5, 0.1, 3), origin=0), [0.1, 0.1, 0.5, 0.05]),
+    ],
+)
+def test_schedule_follows_its_table(schedule: Schedule, table: list[float]) -> None:
+    assert rates(schedule, len(table)) == pytest.approx(table)
+
+
+def torchs(make: Any, steps: int, lr: float = 0.4) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = make(optimizer)
+    found = []
+    for _ in range(steps):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Constant(0.4), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
+        (Step(0.4, 0.3, every=5), lambda o: lr_scheduler.StepLR(o, 5, gamma=0.3)),
+        (MultiStep(0.4, 0.3, (3, 9)), lambda o: lr_scheduler.MultiStepLR(o, [3, 9], gamma=0.3)),
+        (Linear(0.4, 0.1, 12), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.25, total_iters=12)),
+        (Polynomial(0.4, 0.0, 12, 3.0), lambda o: lr_scheduler.PolynomialLR(o, 12, power=3.0)),
+        (Cosine(0.4, 0.05, 12), lambda o: lr_scheduler.CosineAnnealingLR(o, 12, eta_min=0.05)),
+        (
+            Warmup(0.1, 0.4, 6, "linear", Constant(0.4), origin=6),
+            lambda o: lr_scheduler.LinearLR(o, 0.25, 1.0, total_iters=6),
+        ),
+        (
+            Warmup(0.1, 0.4, 6, "constant", Constant(0.4), origin=6),
+            lambda o: lr_scheduler.ConstantLR(o, 0.25, total_iters=6),
+        ),
+    ],
+)
+def test_schedule_equals_torchs(ours: Schedule, theirs: Any) -> None:
+    assert rates(ours, 13) == pytest.approx(torchs(theirs, 13), abs=1e-12)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "step": {"every_epochs": 2},
+    "multistep": {"milestones": [2, 4]},
+    "linear": {"final": 0.01},
+    "polynomial": {"final": 0.01, "power": 3.0},
+    "cosine": {"final": 0.01},
+}
+
+
+def policy(shape: str, warmup_epochs: int = 0, kind: str = "linear") -> schema.SchedulePolicy:
+    warmup = {"epochs": warmup_epochs, "lr": 0.02, "shape": kind}
+    values = {"policy": "schedule", "initial": 0.2, "shape": shape, "warmup": warmup}
+    return schema.SchedulePolicy.model_validate({**values, **SHAPES[shape]})
+
+
+@pytest.mark.parametrize("warmup_epochs", [0, 1, 6])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_built_schedule_survives_pickling(shape: str, warmup_epochs: int) -> None:
+    schedule = build_schedule(policy(shape, warmup_epochs), epochs=6, steps_per_epoch=5)
+    assert rates(pickle.loads(pickle.dumps(schedule)), 40) == rates(schedule, 40)
+
+
+@pytest.mark.parametrize("warmup_epochs", [0, 2])
+@pytest.mark.parametrize("shape", ["linear", "polynomial", "cosine"])
+def test_decay_runs_over_what_the_warmup_leaves(shape: str, warmup_epochs: int) -> None:
+    schedule = build_schedule(policy(shape, warmup_epochs), epochs=6, steps_per_epoch=5)
+    start, end = warmup_epochs * 5, 6 * 5
+    found = rates(schedule, end + 2)
+    assert found[start] == pytest.approx(0.2)
+    assert found[end - 1] > 0.01
+    assert found[end:] == pytest.approx([0.01, 0.01])
+    falls = [before - after for before, after in pairwise(found[start : end + 1])]
+    assert min(falls) > 0
+
+
+@pytest.mark.parametrize("warmup_epochs", [0, 1])
+@pytest.mark.parametrize("shape", ["step", "multistep"])
+def test_drops_count_epochs_from_the_start_of_training(shape: str, warmup_epochs: int) -> None:
+    schedule = build_schedule(policy(shape, warmup_epochs), epochs=6, steps_per_epoch=5)
+    expected = [0.2] * 10 + [0.02] * 10 + [0.002] * 10
+    first = warmup_epochs * 5
+    assert rates(schedule, 30)[first:] == pytest.approx(expected[first:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [("linear", [0.02, 0.065, 0.11, 0.155]), ("constant", [0.02, 0.02, 0.02, 0.02])],
+)
+def test_warmup_alone_and_before_a_schedule(kind: Any, table: list[float]) -> None:
+    section = schema.Warmup(epochs=2, lr=0.02, shape=kind)
+    assert warmup_lrs(section, 0.2, steps_per_epoch=2) == pytest.approx(table)
+    schedule = build_schedule(policy("cosine", 2, kind), epochs=6, steps_per_epoch=2)
+    assert rates(schedule, 5) == pytest.approx([*table, 0.2])
+
+
+def test_no_warmup_has_no_steps() -> None:
+    assert warmup_lrs(schema.Warmup(epochs=0), 0.2, steps_per_epoch=9) == ()
+
+
+def test_training_that_is_all_warmup_ends_at_final() -> None:
+    schedule = build_schedule(policy("cosine", 6), epochs=6, steps_per_epoch=2)
+    assert schedule.lr(11) == pytest.approx(0.185)
+    assert schedule.lr(12) == 0.01

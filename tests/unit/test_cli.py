@@ -1,0 +1,203 @@
+"""The command line: exit codes, messages, and what it imports when."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from raytrain_opt import cli, clock
+from raytrain_opt.errors import DataError, JobError, PoolError, Problem
+
+ROOT = Path(cli.__file__).parents[1]
+Outcome = Callable[[], object]
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> str:
+    file = tmp_path / "job.yaml"
+    file.write_text("model: resnet8\ndata: digits\nepochs: 2\nglobal_batch_size: 8\n")
+    return str(file)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outcome], list[dict[str, Any]]]:
+    """Puts a driver in place whose run notes its call and does `outcome`."""
+
+    def put(outcome: Outcome) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = []
+
+        def run(job: object, **options: object) -> object:
+            calls.append({"job": job, **options})
+            return outcome()
+
+        fake = ModuleType("raytrain_opt.driver")
+        fake.__dict__["run"] = run
+        monkeypatch.setitem(sys.modules, "raytrain_opt.driver", fake)
+        return calls
+
+    return put
+
+
+def fails(error: BaseException) -> Outcome:
+    def outcome() -> object:
+        raise error
+
+    return outcome
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, arguments)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_run_hands_the_job_to_the_driver(job_file: str, driver: Any) -> None:
+    calls = driver(lambda: None)
+    options = ("--set", "epochs=3", "--set", "workers.count=2", "--address", "auto", "--verbose")
+    result = invoke("run", job_file, *options)
+    assert result.exit_code == 0
+    (call,) = calls
+    assert (call["job"].epochs, call["job"].workers.count) == (3, 2)
+    assert (call["address"], call["verbose"]) == ("auto", True)
+    assert call["started_s"] == clock.PROCESS_STARTED_S
+
+
+def test_run_defaults(job_file: str, driver: Any) -> None:
+    calls = driver(lambda: None)
+    assert invoke("run", job_file).exit_code == 0
+    assert (calls[0]["address"], calls[0]["verbose"]) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DataError("no image found"), 2),
+        (JobError([Problem("slots", "do not fit")]), 2),
+        (PoolError("worker 1 is silent"), 1),
+    ],
+)
+def test_our_errors_are_a_message_and_a_code(
+    job_file: str, driver: Any, error: Exception, code: int
+) -> None:
+    driver(fails(error))
+    result = invoke("run", job_file)
+    assert result.exit_code == code
+    assert result.stderr == f"error: {error}\n"
+
+
+def test_verbose_shows_the_traceback_too(job_file: str, driver: Any) -> None:
+    driver(fails(PoolError("worker 1 is silent")))
+    result = invoke("run", job_file, "--verbose")
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.endswith("error: worker 1 is silent\n")
+
+
+def test_other_errors_stay_loud(job_file: str, driver: Any) -> None:
+    driver(fails(ZeroDivisionError("a bug")))
+    assert isinstance(invoke("run", job_file).exception, ZeroDivisionError)
+
+
+def test_ctrl_c_exits_130(job_file: str, driver: Any) -> None:
+    driver(fails(KeyboardInterrupt()))
+    assert invoke("run", job_file).exit_code == 130
+
+
+@pytest.mark.parametrize("command", ["run", "validate"])
+def test_a_broken_job_exits_2_with_every_problem(job_file: str, driver: Any, command: str) -> None:
+    calls = driver(lambda: None)
+    result = invoke(command, job_file, "--set", "epochs=0", "--set", "precison=fp32")
+    assert result.exit_code == 2
+    assert f"error: {job_file}: 2 problems" in result.stderr
+    assert "epochs: must be more than 0" in result.stderr
+    assert "did you mean 'precision'?" in result.stderr
+    assert result.stdout == ""
+    assert calls == []
+
+
+def test_validate_sums_the_job_up(job_file: str) -> None:
+    result = invoke("validate", job_file, "--set", "workers.count=2")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"{job_file}: valid\n")
+    assert "8 = 2 workers x 4" in result.stdout
+    assert "stpt from 0.1, candidates mix, alpha 0.08" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("{policy: schedule, shape: linear}", "linear from 0.1"),
+        ("{policy: stpt, candidates: [2, 1], alpha: 200}", "candidates [2.0, 1.0], alpha 200"),
+    ],
+)
+def test_the_summary_tells_the_policy(job_file: str, policy: str, words: str) -> None:
+    assert words in invoke("validate", job_file, "--set", f"learning_rate={policy}").stdout
+
+
+def test_validate_looks_beyond_the_schema(job_file: str) -> None:
+    result = invoke("validate", job_file, "--set", "optimizer.name=SDG", "--set", "loss.name=x")
+    assert result.exit_code == 2
+    assert f"{job_file}: 2 problems" in result.stderr
+    assert "optimizer.name" in result.stderr
+
+
+def test_validate_without_a_file(tmp_path: Path) -> None:
+    result = invoke("validate", str(tmp_path / "none.yaml"))
+    assert result.exit_code == 2
+    assert "does not exist" in result.stderr
+
+
+def test_schema_is_json() -> None:
+    result = invoke("schema")
+    assert result.exit_code == 0
+    assert "global_batch_size" in json.loads(result.stdout)["properties"]
+
+
+def test_help_names_the_commands() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in ("run", "validate", "schema"))
+
+
+def test_the_module_is_the_command() -> None:
+    result = python("-m", "raytrain_opt", "schema")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == json.loads(invoke("schema").stdout)
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """Top-level modules that are loaded when the command line has done `arguments`."""
+    code = (
+        "import sys; from raytrain_opt.cli import main\n"
+        f"main({list(arguments)!r}, standalone_mode=False)\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    return set(result.stderr.split())
+
+
+@pytest.mark.parametrize("arguments", [("schema",), ("--help",), ("run", "--help")])
+def test_light_commands_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    heavy = {"torch", "torchvision", "ray", "sklearn", "numpy"}
+    assert imported_by(*arguments) & heavy == set()
+
+
+def test_help_does_not_even_read_the_schema() -> None:
+    assert "pydantic" not in imported_by("--help")
+
+
+def test_validate_leaves_ray_alone(job_file: str) -> None:
+    modules = imported_by("validate", job_file)
+    assert "raytrain_opt.check" in modules
+    assert "ray" not in modules
