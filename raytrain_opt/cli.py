@@ -38,21 +38,36 @@ def main() -> None:
 
 
 @main.command()
-@_job_file
+@click.argument("job_file", metavar="JOB.yaml", required=False)
 @_overrides
+@click.option("--resume", metavar="RUN_DIR", help="Go on from the last commit of this run.")
 @click.option("--address", metavar="ADDR", help="Ray cluster; default: RAY_ADDRESS, else local.")
 @click.option("--verbose", is_flag=True, help="Show Ray's own messages and tracebacks.")
-def run(job_file: str, overrides: tuple[str, ...], address: str | None, verbose: bool) -> None:
-    """Train as the job file says."""
+def run(
+    job_file: str | None,
+    overrides: tuple[str, ...],
+    resume: str | None,
+    address: str | None,
+    verbose: bool,
+) -> None:
+    """Train as the job file says, or go on with a run that ended early (--resume)."""
+    if (job_file is None) == (resume is None):
+        raise click.UsageError("give either JOB.yaml or --resume RUN_DIR")
     with _errors_told(verbose):
         from raytrain_opt.config.load import load_job
 
-        job = load_job(job_file, overrides)
+        job = load_job(job_file or f"{resume}/job.yaml", overrides)
 
         # Imported after the job is known to be well-formed: this loads Ray.
         from raytrain_opt.driver import run as run_job
 
-        run_job(job, address=address, verbose=verbose, started_s=clock.PROCESS_STARTED_S)
+        run_job(
+            job,
+            address=address,
+            verbose=verbose,
+            resume=resume,
+            started_s=clock.PROCESS_STARTED_S,
+        )
 
 
 @main.command()
@@ -91,7 +106,6 @@ def _errors_told(verbose: bool) -> Iterator[None]:
         click.echo(f"error: {error}", err=True)
         raise SystemExit(error.exit_code) from error
     except KeyboardInterrupt as interrupt:
-        click.echo("interrupted", err=True)
         raise SystemExit(EXIT_INTERRUPTED) from interrupt
 
 

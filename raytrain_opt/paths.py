@@ -16,7 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from raytrain_opt.errors import CommitError, JobError, Problem
+
+# A full disk: torch.save raises RuntimeError, and safetensors an error of its own.
+_WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 class RunPaths:
@@ -125,7 +130,7 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except _WRITE_ERRORS as error:
         temporary.unlink(missing_ok=True)
         raise CommitError(f"{path} cannot be written: {error}") from error
 

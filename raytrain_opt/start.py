@@ -18,15 +18,19 @@ from raytrain_opt.data.array_sets import Arrays
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.paths import RunPaths, write_text
+from raytrain_opt.pools.host import Host
 from raytrain_opt.pools.mailbox import Mailbox
+from raytrain_opt.pools.pool import Pool, Vault, running
 from raytrain_opt.pools.resources import PoolPlan, plan_pools
 from raytrain_opt.pools.session import cpu_count, free_resources, ray_session
+from raytrain_opt.pools.setup import Setup
 from raytrain_opt.search import build_policy, most_candidates
 from raytrain_opt.telemetry.terminal import Terminal, open_terminal
+from raytrain_opt.train.checkpoint import read_index
 from raytrain_opt.training_run import Startup, TrainingRun
 
 # When Ray is ours it is shut down anyway; no need to wait long for the pools to leave.
-_OWN_RAY_STOP_S = 5.0
+_OWN_RAY_STOP_S = 1.0
 
 
 @contextmanager
@@ -46,12 +50,15 @@ def open_run(
         terminal.note(f"run directory: {paths.shown}")
         terminal.phase("starting", 0, job.epochs)
         reading = reader.submit(_read_data, job)
-        with ray_session(address, verbose=verbose) as owned:
-            startup.mark("ray_connected_s")
-            stop_s = _OWN_RAY_STOP_S if owned else job.limits.stop_s
-            with _training_run(job, paths, terminal, startup, stop_s, reading.result) as this:
-                write_text(paths.job, dump_job(job))
-                yield this
+        try:
+            with ray_session(address, verbose=verbose) as owned:
+                startup.mark("ray_connected_s")
+                with _training_run(job, paths, terminal, startup, owned, reading.result) as this:
+                    write_text(paths.job, dump_job(job))
+                    yield this
+        except KeyboardInterrupt:
+            terminal.note(f"interrupted; {how_to_resume(paths)}")
+            raise
 
 
 @contextmanager
@@ -60,30 +67,30 @@ def _training_run(
     paths: RunPaths,
     terminal: Terminal,
     startup: Startup,
-    stop_s: float,
+    owned: bool,
     data: Callable[[], _Data],
 ) -> Iterator[TrainingRun]:
-    # Imported here: Ray Train and Ray Tune read an environment that `ray_session` sets, and
-    # cost seconds of import during which Ray is already starting processes.
-    from raytrain_opt.pools.pool import Pool, Vault, running
-    from raytrain_opt.pools.setup import Setup
-    from raytrain_opt.pools.slots import run_slots
-    from raytrain_opt.pools.workers import run_workers
-
     plan = plan_pools(job, free_resources(), most_candidates(job))
     for note in plan.notes:
         terminal.note(note)
     mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, max_concurrency=10_000).remote()
+    crowded = _crowded(plan)
+    host: Any = (
+        ray.remote(Host)
+        .options(num_cpus=0, max_concurrency=2, label_selector=_this_node())
+        .remote(local=owned, start_s=job.limits.start_s, import_all=not crowded)
+    )
     setup = Setup(job, plan, paths.run_id, mailbox, paths.ray_storage)
     vault, limit_s = Vault(), job.limits.command_s
     workers = Pool(
-        "worker", job.workers.count, lambda: run_workers(setup), mailbox, vault, limit_s
+        "worker", plan.workers, lambda: host.run_workers.remote(setup), mailbox, vault, limit_s
     )
-    slots = Pool("slot", plan.slots, lambda: run_slots(setup), mailbox, vault, limit_s)
+    slots = Pool("slot", plan.slots, lambda: host.run_slots.remote(setup), mailbox, vault, limit_s)
     pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
-    with running(*pools, stop_s=stop_s):
+    stop_s = _OWN_RAY_STOP_S if owned else job.limits.stop_s
+    with running(*pools, host=host, stop_s=stop_s):
         pools[0].start()
-        if not _crowded(plan):
+        if not crowded:
             workers.start()
         read = data()
         startup.mark("data_read_s")
@@ -103,11 +110,19 @@ def _training_run(
         )
         try:
             yield this
-        except KeyboardInterrupt:
-            terminal.note(this.how_to_resume("interrupted"))
-            raise
         finally:
             this.close()
+
+
+def how_to_resume(paths: RunPaths) -> str:
+    """What is kept of a run that ended early, and the command to go on."""
+    commits = read_index(paths.checkpoints)
+    if not commits:
+        return f"nothing was committed yet to {paths.shown}"
+    return (
+        f"kept up to epoch {commits[-1].epoch}; go on with: "
+        f"raytrain-opt run --resume {paths.shown}"
+    )
 
 
 @dataclass(frozen=True)
@@ -138,6 +153,11 @@ def _crowded(plan: PoolPlan) -> bool:
     start beside the first round.
     """
     return cpu_count() < plan.slots + plan.workers
+
+
+def _this_node() -> dict[str, str]:
+    """Ray's label of the driver's node."""
+    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
 
 
 def _steps_per_epoch(job: Job, info: DataInfo) -> int:

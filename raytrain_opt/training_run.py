@@ -230,17 +230,6 @@ class TrainingRun:
             pending, self._pending_commit = self._pending_commit, None
             pending.result()
 
-    def how_to_resume(self, what: str) -> str:
-        """For a run that ends early: what is kept, and the command to go on."""
-        self.wait_for_commit()
-        latest = self.checkpoints.latest
-        if latest is None:
-            return f"{what} before the first commit: nothing to resume in {self.paths.shown}"
-        return (
-            f"{what}; kept up to epoch {latest.epoch} of {self.job.epochs}. Go on with: "
-            f"raytrain-opt run --resume {self.paths.shown}"
-        )
-
     def close(self) -> None:
         """End what is ours here; a commit under way is finished first."""
         self._commits.shutdown(wait=True)

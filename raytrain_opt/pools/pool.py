@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ray
@@ -74,31 +73,21 @@ class Vault:
 
 @dataclass
 class Pool:
-    """One resident pool. `run` blocks while the pool lives; it gets a thread of its own."""
+    """One resident pool. `run` starts it and returns a reference to its end."""
 
     name: str
     size: int
-    run: Callable[[], None]
+    run: Callable[[], Any]
     mailbox: Any  # handle of the Mailbox actor
     vault: Vault
     limit_s: float
     on_wait: OnWait = lambda _pool, _progress: None
-    _thread: threading.Thread | None = None
-    _error: list[BaseException] = field(default_factory=list)
+    _ended: Any = None
 
     def start(self) -> None:
         """Begin starting the members; returns at once. Once is enough: more do nothing."""
-        if self._thread is not None:
-            return
-
-        def run() -> None:
-            try:
-                self.run()
-            except BaseException as error:  # carried to the driver's thread  # noqa: BLE001
-                self._error.append(error)
-
-        self._thread = threading.Thread(target=run, daemon=True, name=f"{self.name}-pool")
-        self._thread.start()
+        if self._ended is None:
+            self._ended = self.run()
 
     def wait_until_ready(self, limit_s: float) -> list[Member]:
         """All members, when they have joined. Raises PoolError saying who is missing."""
@@ -153,10 +142,14 @@ class Pool:
 
     def raise_if_ended(self) -> None:
         """Raises PoolError when the pool is no longer there."""
-        if self._thread is None or self._thread.is_alive():
+        if self._ended is None or not ray.wait([self._ended], timeout=0)[0]:
             return
-        cause = self._error[0] if self._error else None
-        why = f": {cause}" if cause else ""
+        try:
+            ray.get(self._ended)
+            cause = None
+        except Exception as error:  # noqa: BLE001 - whatever ended it is the cause we report
+            cause = error
+        why = f": {type(cause).__name__}: {cause}" if cause else ""
         raise PoolError(
             f"the {self.name} pool ended before the training did{why}. Processes of it may have "
             "been killed (out of memory?); Ray's session logs tell more; limits.max_restarts "
@@ -183,17 +176,17 @@ class Pool:
         """Ask the members to leave; does not wait."""
         self.mailbox.post.remote(self.name, Close())
 
-    def join(self, limit_s: float) -> None:
-        """Wait for the pool to end, but not longer than this."""
-        if self._thread is not None:
-            self._thread.join(limit_s)
+    def has_ended(self, limit_s: float) -> bool:
+        """Wait for the end of the pool, but not longer than this."""
+        return self._ended is None or bool(ray.wait([self._ended], timeout=limit_s)[0])
 
 
 @contextmanager
-def running(*pools: Pool, stop_s: float) -> Iterator[None]:
-    """The pools live inside this block, once somebody starts them. Leaving it tells their
-    members to leave, which they do or are ended by their own watch, and waits for that no
-    longer than `stop_s`.
+def running(*pools: Pool, host: Any, stop_s: float) -> Iterator[None]:
+    """The pools live inside this block, once somebody starts them.
+
+    Leaving it tells their members to leave; whatever has not within `stop_s` is killed, and
+    with it all that the pools ever started.
     """
     try:
         yield
@@ -201,5 +194,6 @@ def running(*pools: Pool, stop_s: float) -> Iterator[None]:
         for pool in pools:
             pool.tell_to_close()
         deadline_s = monotonic_s() + stop_s
-        for pool in pools:
-            pool.join(max(0.0, deadline_s - monotonic_s()))
+        ended = [pool.has_ended(max(0.0, deadline_s - monotonic_s())) for pool in pools]
+        if not all(ended):
+            ray.kill(host)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from raytrain_opt.config.schema import Job, ReplayPolicy, StptPolicy
@@ -12,6 +11,9 @@ from raytrain_opt.optim.schedules import build_schedule
 from raytrain_opt.search.fixed import FixedSchedule, FoundSchedule
 from raytrain_opt.search.policy import Policy
 from raytrain_opt.search.stpt import Stpt
+
+# Longer than any epoch, and exact as a float.
+_ENDLESS_STEPS = 2**53
 
 
 def build_policy(job: Job, steps_per_epoch: int) -> Policy:
@@ -41,6 +43,6 @@ def most_candidates(job: Job) -> int:
     section = job.learning_rate
     if not isinstance(section, StptPolicy):
         return 0
-    stpt = Stpt(section, job.epochs, steps_per_epoch=sys.maxsize)
+    stpt = Stpt(section, job.epochs, steps_per_epoch=_ENDLESS_STEPS)
     rounds = range(stpt.warmup.epochs + 1, job.epochs + 1)
     return max((len(stpt.multipliers(epoch)) for epoch in rounds), default=0)

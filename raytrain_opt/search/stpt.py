@@ -59,7 +59,7 @@ class Stpt:
         """The set in force in `epoch` (from 1), with the guards of `include` added."""
         given = self.section.candidates
         base = given if isinstance(given, list) else LR_SETS[self._set_name(epoch)]
-        return (*base, *(m for m in self.section.include if m not in base))
+        return tuple(dict.fromkeys((*base, *self.section.include)))
 
     def _set_name(self, epoch: int) -> str:
         name = str(self.section.candidates)

@@ -66,9 +66,11 @@ class Recorder:
         """Drop lines of epochs that were not committed: a resumed run writes them again."""
         for path in (self.paths.rounds, self.paths.epochs):
             if path.exists():
-                lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if json.loads(line)["epoch"] < epoch]
-                write_text(path, "".join(f"{line}\n" for line in kept))
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+                # A line without an end was cut off when the run died.
+                whole = (line for line in lines if line.endswith("\n"))
+                kept = [line for line in whole if json.loads(line)["epoch"] < epoch]
+                write_text(path, "".join(kept))
 
     def result(self, record: Mapping[str, Any]) -> None:
         """result.json."""

@@ -61,8 +61,8 @@ class Checkpoints:
         write_checkpoint(self.folder / commit.folder, state, position)
         kept = self._kept([*self.commits, commit])
         dropped = [c for c in self.commits if c not in kept]
-        self.commits = kept
         write_json(self.folder / "index.json", {"commits": [vars(c) for c in kept]})
+        self.commits = kept
         for old in dropped:
             remove_tree(self.folder / old.folder)
         return commit

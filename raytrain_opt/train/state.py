@@ -54,7 +54,10 @@ class HostTensor:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             flat = torch.from_numpy(self.data)
-        tensor = flat.view(getattr(torch, self.dtype)).reshape(self.shape)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        # Memory of no bytes cannot be viewed as another type.
+        values = flat.view(dtype) if self.data.size else torch.empty(0, dtype=dtype)
+        tensor = values.reshape(self.shape)
         back = _TO_LOGICAL_ORDER.get(self.order)
         return tensor if back is None else tensor.permute(back)
 
