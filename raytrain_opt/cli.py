@@ -55,8 +55,9 @@ def run(
         raise click.UsageError("give either JOB.yaml or --resume RUN_DIR")
     with _errors_told(verbose):
         from raytrain_opt.config.load import load_job
+        from raytrain_opt.paths import RunPaths
 
-        job = load_job(job_file or f"{resume}/job.yaml", overrides)
+        job = load_job(job_file or RunPaths.existing(str(resume)).job, overrides)
 
         # Imported after the job is known to be well-formed: this loads Ray.
         from raytrain_opt.driver import run as run_job

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pyarrow import fs
 from safetensors import SafetensorError
 
 from raytrain_opt.errors import CommitError, JobError, Problem
@@ -30,6 +31,8 @@ class RunPaths:
     def __init__(self, local: Path, remote: str | None = None) -> None:
         self.local = local
         self.remote = remote
+        # What is at the remote place, as it was here when it was sent.
+        self._published: dict[Path, tuple[int, int]] = {}
 
     @classmethod
     def create(cls, storage_path: str, name: str) -> RunPaths:
@@ -48,12 +51,18 @@ class RunPaths:
 
     @classmethod
     def existing(cls, run_dir: str) -> RunPaths:
-        """The directory of an earlier run. Raises JobError when there is nothing to resume."""
-        local = Path(run_dir).expanduser().absolute()
+        """The directory of an earlier run; one under a URI is copied here first.
+
+        Raises JobError when there is nothing to resume.
+        """
+        local, remote = Path(run_dir).expanduser().absolute(), None
+        if "://" in run_dir:
+            local, remote = Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir.rstrip("/")
+            _fetch(remote, local)
         if not (local / "checkpoints" / "index.json").is_file():
             rule = "holds no commit of a run (checkpoints/index.json)"
             raise JobError([Problem("--resume", rule, repr(run_dir))], "arguments")
-        return cls(local)
+        return cls(local, remote)
 
     @property
     def shown(self) -> str:
@@ -106,16 +115,47 @@ class RunPaths:
         return self.local / "checkpoints"
 
     def publish(self) -> None:
-        """Send what is new to the remote storage. Raises CommitError; nothing to do locally."""
+        """Send what is new to the remote storage, and remove there what was removed here.
+
+        The index of commits goes last, so that it never names what is not there yet. Raises
+        CommitError; nothing to do for a local run.
+        """
         if self.remote is None:
             return
-        from pyarrow import fs
-
+        files = {path: _version(path) for path in self._files()}
+        new = [path for path, changed in files.items() if self._published.get(path) != changed]
+        gone = [path for path in self._published if path not in files]
         try:
-            target, path = fs.FileSystem.from_uri(self.remote)
-            fs.copy_files(str(self.local), path, destination_filesystem=target)
+            target, root = fs.FileSystem.from_uri(self.remote)
+            for path in sorted(new, key=lambda path: (path.name == "index.json", path)):
+                there = f"{root}/{path.relative_to(self.local)}"
+                target.create_dir(there.rsplit("/", 1)[0])
+                fs.copy_files(str(path), there, destination_filesystem=target)
+            for path in gone:
+                target.delete_file(f"{root}/{path.relative_to(self.local)}")
         except (OSError, ValueError) as error:
             raise CommitError(f"{self.remote} cannot be written: {error}") from error
+        self._published = files
+
+    def _files(self) -> list[Path]:
+        """All that is whole: a file that is just being written begins with a point."""
+        found = self.local.rglob("*")
+        return [path for path in found if path.is_file() and not path.name.startswith(".")]
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Changes when the file does: time of the last change (ns) and size (bytes)."""
+    at = path.stat()
+    return at.st_mtime_ns, at.st_size
+
+
+def _fetch(uri: str, local: Path) -> None:
+    try:
+        source, root = fs.FileSystem.from_uri(uri)
+        fs.copy_files(root, str(local), source_filesystem=source)
+    except (OSError, ValueError) as error:
+        problem = Problem("--resume", f"cannot be read: {error}", repr(uri))
+        raise JobError([problem], "arguments") from error
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:

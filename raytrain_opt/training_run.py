@@ -6,6 +6,7 @@ write records; they decide nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -217,7 +218,8 @@ class TrainingRun:
         if plan.epoch % self.job.checkpoint.every_epochs == 0 or plan.epoch == self.job.epochs:
             self._save(state, plan.epoch, record.test_accuracy)
         self.terminal.epoch(record, self.job.epochs)
-        self._epoch = _EpochInHand(monotonic_s())
+        # From where this record's time ends: no second between two epochs is lost.
+        self._epoch = _EpochInHand(self._epoch.started_s + record.seconds)
 
     def restarts(self) -> dict[str, int]:
         """How often a process of each pool was started again."""
@@ -314,8 +316,9 @@ class TrainingRun:
             epoch=plan.epoch,
             lr=self._epoch.lrs[-1],
             lr_first=self._epoch.lrs[0],
-            train_loss=train.loss,
-            train_accuracy=train.accuracy,
+            # A pre-training as long as an epoch leaves main train nothing to measure.
+            train_loss=train.loss if train.samples else math.nan,
+            train_accuracy=train.accuracy if train.samples else math.nan,
             test_loss=test.loss if test else None,
             test_accuracy=test.accuracy if test else None,
             test_top5=test.top5 if test else None,

@@ -7,7 +7,7 @@ so that `raytrain-opt validate` finds everything that can be found without data 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -52,6 +52,11 @@ class Section(BaseModel):
     """A part of the job file: unknown keys are refused, values never change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    if TYPE_CHECKING:
+        # Values are given as in the job file (`model="resnet8"`), which is more than the types
+        # of the fields allow; pydantic checks them.
+        def __init__(self, **values: Any) -> None: ...
 
 
 class _Named(Section):
@@ -240,8 +245,18 @@ class Warmup(Section):
     """A gentle start: the rate climbs to learning_rate.initial, or stays low, then jumps."""
 
     epochs: NonNegativeInt = Field(0, description="Whole epochs; 0: none.")
-    lr: PositiveFloat = Field(0.005, description="Rate at the start (linear) or all along.")
+    lr: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Rate at the start (linear) or all along. Default: a twentieth of "
+            "learning_rate.initial, the paper's 0.005 for 0.1."
+        ),
+    )
     shape: Literal["linear", "constant"] = Field("linear", description="How it gets there.")
+
+    def start_lr(self, initial: float) -> float:
+        """The rate it starts at, on its way to `initial`."""
+        return initial / 20 if self.lr is None else self.lr
 
 
 class StptPolicy(Section):
@@ -309,7 +324,7 @@ class SchedulePolicy(Section):
     )
     power: PositiveFloat = Field(2.0, description="Exponent (polynomial).")
     warmup: Warmup = Field(
-        default_factory=lambda: Warmup(epochs=0, lr=0.005, shape="linear"),
+        default_factory=lambda: Warmup(epochs=0, lr=None, shape="linear"),
         description="The gentle start.",
     )
 

@@ -153,7 +153,7 @@ def build_schedule(
         return after
     counts_from_start = policy.shape in ("step", "multistep")
     return Warmup(
-        start_lr=policy.warmup.lr,
+        start_lr=policy.warmup.start_lr(policy.initial),
         target_lr=policy.initial,
         steps=warmup_steps,
         shape=policy.warmup.shape,
@@ -182,8 +182,10 @@ def _after_warmup(policy: schema.SchedulePolicy, steps: int, steps_per_epoch: in
 def warmup_lrs(warmup: schema.Warmup, target_lr: float, steps_per_epoch: int) -> tuple[float, ...]:
     """The rate of each step of a warm-up alone; empty if it has no epochs.
 
-    Linear: from `warmup.lr` towards `target_lr`, which the step after the last would have.
+    Linear: from its starting rate towards `target_lr`, which the step after the last would have.
     """
     steps = warmup.epochs * steps_per_epoch
-    climb = Warmup(warmup.lr, target_lr, steps, warmup.shape, Constant(target_lr), steps)
+    climb = Warmup(
+        warmup.start_lr(target_lr), target_lr, steps, warmup.shape, Constant(target_lr), steps
+    )
     return tuple(climb.lr(step) for step in range(steps))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray import ObjectRef
 
-from raytrain_opt.search.policy import Candidate
+from raytrain_opt.search.policy import Candidate, CandidateResult
 from raytrain_opt.train.totals import EvalTotals, TrainTotals
 
 
@@ -76,6 +76,14 @@ class Close:
 
 
 Command = ShareState | Pretrain | TakeState | MainTrain | Evaluate | Close
+
+
+@dataclass(frozen=True)
+class PretrainReply:
+    """A slot's answer: the results of its candidates, and seconds by part."""
+
+    results: tuple[CandidateResult, ...]
+    parts_s: dict[str, float]
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ class Mailbox:
         pool = self._pool(member.pool)
         pool.members[member.index] = member
         pool.joins += 1
+        # It answered before it died, perhaps; what it answered with may be gone.
+        pool.replies.pop(member.index, None)
         await self._notify()
 
     async def members(self, pool: str, count: int) -> list[Member]:

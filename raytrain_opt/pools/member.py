@@ -28,6 +28,10 @@ from raytrain_opt.train.state import HostState
 
 _PROGRESS_EVERY_S = 0.5
 
+# A worker whose peer died fails in its next collective, with an error that nothing tells from
+# one of the user's. Ray Train ends the whole group within seconds; who lives on was not hit.
+_PEER_GRACE_S = 15.0
+
 
 # Called before each step with the steps done and their number; raises to stop.
 OnStep = Callable[[int, int], None]
@@ -52,6 +56,7 @@ class Post:
     mailbox: Any  # handle of the Mailbox actor
     member: Member
     leave_s: float
+    has_peers: bool = False
 
     def serve(self, handler: Handler) -> None:
         """Obey until told to close; a member that has not left `leave_s` later (a hung
@@ -81,6 +86,8 @@ class Post:
                 # A reply, not a restart: doing the same again would fail again.
                 if closed.is_set():  # the others left first, and a collective broke
                     return
+                if self.has_peers and isinstance(error, RuntimeError):
+                    closed.wait(_PEER_GRACE_S)
                 value = failure(error)
             self.mailbox.reply.remote(pool, index, done, value)
 

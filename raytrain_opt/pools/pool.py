@@ -24,6 +24,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
     TakeState,
 )
+from raytrain_opt.pools.session import placement_groups, remove_placement_groups
 from raytrain_opt.train.state import HostState
 
 _POLL_S = 0.25
@@ -83,6 +84,7 @@ class Pool:
     limit_s: float
     on_wait: OnWait = lambda _pool, _progress: None
     _ended: Any = None
+    _ready: bool = False
 
     def start(self) -> None:
         """Begin starting the members; returns at once. Once is enough: more do nothing."""
@@ -98,7 +100,9 @@ class Pool:
             missing = sorted(set(range(self.size)) - {member.index for member in joined})
             return f"{self._names(missing)} did not start (limits.start_s)"
 
-        return cast("list[Member]", self._wait(ref, limit_s, who))
+        members = cast("list[Member]", self._wait(ref, limit_s, who))
+        self._ready = True
+        return members
 
     def command(self, command: Command, expected: range | None = None) -> dict[int, Any]:
         """Post it, and return the replies of the expected members (default: all).
@@ -176,24 +180,29 @@ class Pool:
         """Ask the members to leave; does not wait."""
         self.mailbox.post.remote(self.name, Close())
 
-    def has_ended(self, limit_s: float) -> bool:
-        """Wait for the end of the pool, but not longer than this."""
-        return self._ended is None or bool(ray.wait([self._ended], timeout=limit_s)[0])
+    def wait_for_end(self, limit_s: float) -> None:
+        """Until the pool has ended, but not longer than this, and only if it ever was ready."""
+        if self._ready and self._ended is not None:
+            ray.wait([self._ended], timeout=limit_s)
 
 
 @contextmanager
 def running(*pools: Pool, host: Any, stop_s: float) -> Iterator[None]:
     """The pools live inside this block, once somebody starts them.
 
-    Leaving it tells their members to leave; whatever has not within `stop_s` is killed, and
-    with it all that the pools ever started.
+    Leaving it tells their members to leave and gives them `stop_s` for it; a pool that is
+    still starting gets no time. Then the host is killed, and with it all that it ever
+    started; Ray would keep the placement groups until the driver ends, so they are removed.
     """
+    before = placement_groups()
     try:
         yield
     finally:
         for pool in pools:
             pool.tell_to_close()
         deadline_s = monotonic_s() + stop_s
-        ended = [pool.has_ended(max(0.0, deadline_s - monotonic_s())) for pool in pools]
-        if not all(ended):
-            ray.kill(host)
+        for pool in pools:
+            pool.wait_for_end(max(0.0, deadline_s - monotonic_s()))
+        ray.kill(host)
+        ray.kill(pools[0].mailbox)
+        remove_placement_groups(placement_groups() - before)

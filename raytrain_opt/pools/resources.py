@@ -42,6 +42,8 @@ def plan_pools(job: Job, nodes: Sequence[Mapping[str, float]], candidates: int) 
     use_gpu = _use_gpu(job, nodes)
     worker = dict(job.workers.resources or _default(job, nodes, use_gpu, _WORKER_PART))
     slot = dict(job.slots.resources or _default(job, nodes, use_gpu, _SLOT_PART))
+    _require_gpu("workers.resources", worker, use_gpu)
+    _require_gpu("slots.resources", slot, use_gpu)
     free = [_Node(node) for node in nodes]
     placed = _place(free, worker, job.workers.count)
     if placed < job.workers.count:
@@ -75,13 +77,23 @@ def plan_pools(job: Job, nodes: Sequence[Mapping[str, float]], candidates: int) 
 
 
 def _use_gpu(job: Job, nodes: Sequence[Mapping[str, float]]) -> bool:
-    wanted = job.workers.use_gpu
+    wanted, given = job.workers.use_gpu, job.workers.resources
     has_gpu = any(node.get("GPU", 0) > 0 for node in nodes)
     if wanted is True and not has_gpu:
         raise ResourcesError(
             f"workers.use_gpu: true, but no node has a GPU ({_describe(nodes)}); use auto or false"
         )
-    return has_gpu if wanted == "auto" else bool(wanted)
+    if wanted != "auto":
+        return wanted
+    return has_gpu and (given is None or given.get("GPU", 0) > 0)
+
+
+def _require_gpu(path: str, resources: Resources, use_gpu: bool) -> None:
+    if use_gpu and not resources.get("GPU"):
+        raise ResourcesError(
+            f"{path}: the job trains on GPUs, but {_text(resources)} has none; add GPU, or say "
+            "workers.use_gpu: false"
+        )
 
 
 def _default(

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray._raylet import PlacementGroupID
+from ray.util import placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from raytrain_opt.errors import PoolError
 
@@ -61,3 +64,17 @@ def cpu_count() -> float:
 def free_resources() -> list[dict[str, float]]:
     """Resources of each node that is alive."""
     return [dict(node["Resources"]) for node in alive_nodes()]
+
+
+def placement_groups() -> set[str]:
+    """Those of this driver that hold or wait for resources, by hexadecimal identity."""
+    job = ray.get_runtime_context().get_job_id()
+    table: dict[str, dict[str, Any]] = placement_group_table()
+    # An identity ends with that of the Ray job that made it.
+    return {name for name, at in table.items() if name.endswith(job) and at["state"] != "REMOVED"}
+
+
+def remove_placement_groups(names: set[str]) -> None:
+    """Give back what they hold."""
+    for name in names:
+        remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(name)))

@@ -1,32 +1,13 @@
-"""The resident Ray Train workers: data-parallel main training and sharded evaluation."""
+"""The resident Ray Train workers, seen from where they are started."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import ray.train
-import ray.train.torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from raytrain_opt.clock import Parts
-from raytrain_opt.pools.commands import (
-    Command,
-    Evaluate,
-    EvaluateReply,
-    MainTrain,
-    MainTrainReply,
-    ShareState,
-    StateRef,
-)
-from raytrain_opt.pools.member import OnStep, Post, describe_self, fetch, hand_over
-from raytrain_opt.pools.setup import Setup, threads_for
-from raytrain_opt.train.group import distribute, use_threads
-from raytrain_opt.train.learner import Learner, Shares, reduce_sums
-from raytrain_opt.train.totals import TrainTotals
-
-POOL = "worker"
+from raytrain_opt.pools.setup import Setup
 
 
 def run_workers(setup: Setup) -> None:
@@ -56,93 +37,6 @@ def run_workers(setup: Setup) -> None:
 
 
 def _worker_main(config: dict[str, Any]) -> None:
-    setup: Setup = config["setup"]
-    context = ray.train.get_context()
-    parts = Parts()
-    with parts.measure("build_s"):
-        use_threads(threads_for(setup.job.workers.threads, context.get_local_world_size()))
-        learner = Learner(
-            setup.job, setup.fetch_shared(), ray.train.torch.get_device(), distribute
-        )
-    member = describe_self(POOL, context.get_world_rank(), parts.seconds)
-    try:
-        worker = Worker(learner, member.index, setup.job.workers.count)
-        Post(setup.mailbox, member, setup.leave_s).serve(worker)
-    finally:
-        learner.close()
+    from raytrain_opt.pools.worker import serve
 
-
-class Worker:
-    """One rank. The state it holds has an identity, so that it is loaded only when another
-    is wanted.
-    """
-
-    def __init__(self, learner: Learner, rank: int, world_size: int) -> None:
-        self.learner, self.rank, self.world_size = learner, rank, world_size
-        self._live_id = ""
-
-    def handle(self, command: Command, on_step: OnStep) -> Any:
-        """Do one command; see `pools.commands`."""
-        match command:
-            case MainTrain():
-                return self._main_train(command, on_step)
-            case Evaluate():
-                return self._evaluate(command, on_step)
-            case ShareState():
-                return hand_over(self.learner, "initial") if self.rank == 0 else None
-        raise TypeError(f"a worker cannot do {type(command).__name__}")
-
-    def _load(self, state: StateRef) -> str | None:
-        """Returns the digest of what was loaded, read back; None when it was there already."""
-        if state.id == self._live_id:
-            return None
-        self.learner.load(fetch(state))
-        self._live_id = state.id
-        return self.learner.state(copy=False).digest()
-
-    def _main_train(self, command: MainTrain, on_step: OnStep) -> MainTrainReply:
-        parts = Parts()
-        with parts.measure("load_s"):
-            loaded_sha256 = self._load(command.state)
-        self._live_id = ""
-        totals = self.learner.train(
-            command.epoch,
-            command.first_step,
-            command.lrs,
-            Shares(range(self.rank, self.rank + 1), self.world_size),
-            on_step=lambda done: on_step(done, len(command.lrs)),
-        )
-        with parts.measure("average_s"):
-            self.learner.average_buffers()
-            totals = self._over_all_workers(totals)
-        self._live_id = f"{command.epoch}.{command.first_step + len(command.lrs)}"
-        with parts.measure("hand_over_s"):
-            state = hand_over(self.learner, self._live_id) if self.rank == 0 else None
-        return MainTrainReply(totals, loaded_sha256, parts.seconds, state)
-
-    def _over_all_workers(self, totals: TrainTotals) -> TrainTotals:
-        sums = [totals.loss_sum, totals.samples, totals.correct, totals.skipped]
-        loss_sum, samples, correct, skipped = reduce_sums(sums, self.learner.device)
-        return replace(
-            totals,
-            loss_sum=loss_sum,
-            samples=int(samples),
-            correct=int(correct),
-            skipped=int(skipped),
-        )
-
-    def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvaluateReply:
-        self._load(command.state)
-        totals = self.learner.evaluate("test", self.rank, self.world_size, on_step)
-        self.learner.release_memory()
-        sums = [totals.loss_sum, totals.samples, totals.correct, totals.correct_top5]
-        loss_sum, samples, correct, top5 = reduce_sums(sums, self.learner.device)
-        return EvaluateReply(
-            replace(
-                totals,
-                loss_sum=loss_sum,
-                samples=int(samples),
-                correct=int(correct),
-                correct_top5=int(top5),
-            )
-        )
+    serve(config["setup"])

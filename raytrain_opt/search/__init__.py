@@ -45,4 +45,5 @@ def most_candidates(job: Job) -> int:
         return 0
     stpt = Stpt(section, job.epochs, steps_per_epoch=_ENDLESS_STEPS)
     rounds = range(stpt.warmup.epochs + 1, job.epochs + 1)
-    return max((len(stpt.multipliers(epoch)) for epoch in rounds), default=0)
+    most = max((len(stpt.multipliers(epoch)) for epoch in rounds), default=0)
+    return most if most > 1 else 0

@@ -78,6 +78,8 @@ class Stpt:
         """
         if epoch <= self.warmup.epochs:
             return self._warmup_plan(epoch)
+        if len(self.multipliers(epoch)) == 1:
+            return self._only_plan(epoch)
         self._refuse_when_hopeless(epoch, history)
         base_lr = history[-1].next_base_lr if history else self.section.initial
         candidates = tuple(
@@ -86,6 +88,13 @@ class Stpt:
         )
         reason = f"pre-train {len(candidates)} candidates for {self.alpha_steps} iterations"
         return Plan(epoch, base_lr, reason, candidates, self.alpha_steps)
+
+    def _only_plan(self, epoch: int) -> Plan:
+        """m = 1 is no search: nothing to compare, and the multiplier still accumulates."""
+        (multiplier,) = self.multipliers(epoch)
+        lr = self.section.initial * multiplier ** (epoch - self.warmup.epochs)
+        lrs = (lr,) * self.steps_per_epoch
+        return Plan(epoch, lr, "a single candidate: no search", lrs=lrs)
 
     def _warmup_plan(self, epoch: int) -> Plan:
         lrs = warmup_lrs(self.warmup, self.section.initial, self.steps_per_epoch)

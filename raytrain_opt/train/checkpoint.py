@@ -40,11 +40,6 @@ class Checkpoints:
         self.commits = read_index(folder)
 
     @property
-    def best(self) -> Commit | None:
-        """The one with the best test accuracy; the earlier of equals."""
-        return max(self.commits, key=_quality, default=None)
-
-    @property
     def latest(self) -> Commit | None:
         """The last whole one."""
         return self.commits[-1] if self.commits else None
@@ -70,14 +65,14 @@ class Checkpoints:
     def _kept(self, commits: list[Commit]) -> list[Commit]:
         if self.section.keep == "all":
             return commits
-        latest = commits[-self.section.keep :]
-        best = max(commits, key=_quality)
-        return [c for c in commits if c in latest or (self.section.keep_best and c == best)]
+        best = _best(commits) if self.section.keep_best else None
+        return [c for c in commits if c in commits[-self.section.keep :] or c == best]
 
 
-def _quality(commit: Commit) -> tuple[float, int]:
-    accuracy = commit.test_accuracy
-    return (-1.0 if accuracy is None else accuracy, -commit.epoch)
+def _best(commits: list[Commit]) -> Commit | None:
+    """The best test accuracy; the earlier of equals; None when none was measured."""
+    measured = [(c.test_accuracy, -c.epoch, c) for c in commits if c.test_accuracy is not None]
+    return max(measured, key=lambda entry: entry[:2])[2] if measured else None
 
 
 def write_checkpoint(folder: Path, state: HostState, position: dict[str, Any]) -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from inspect import signature
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+# torch 2.15 gave `broadcast_buffers` a new name and warns about the old one.
+_SYNC_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
 
 
 def distribute(model: nn.Module) -> nn.Module:
@@ -14,7 +24,7 @@ def distribute(model: nn.Module) -> nn.Module:
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
+        **_SYNC_BUFFERS,
     )
 
 

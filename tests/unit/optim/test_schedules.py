@@ -154,3 +154,9 @@ def test_training_that_is_all_warmup_ends_at_final() -> None:
     schedule = build_schedule(policy("cosine", 6), epochs=6, steps_per_epoch=2)
     assert schedule.lr(11) == pytest.approx(0.185)
     assert schedule.lr(12) == 0.01
+
+
+def test_a_warm_up_starts_at_a_twentieth_of_the_rate_unless_given() -> None:
+    assert warmup_lrs(schema.Warmup(epochs=1), 0.1, 2) == pytest.approx((0.005, 0.0525))
+    assert warmup_lrs(schema.Warmup(epochs=1), 0.001, 1) == pytest.approx((0.00005,))
+    assert warmup_lrs(schema.Warmup(epochs=1, lr=0.02), 0.1, 1) == pytest.approx((0.02,))

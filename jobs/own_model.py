@@ -1,0 +1,52 @@
+"""A network and a data set of one's own, for jobs/own_model.yaml: two small functions.
+
+Points of a plane lie on three spiral arms; the network says on which.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+ARMS = 3
+
+
+class Spirals(Dataset[tuple[Tensor, int]]):
+    """Sample i: a point [2] and the number of its arm. Each reading adds fresh noise, which
+    depends on the job's seed, the epoch and i alone, so that a run can be repeated.
+    """
+
+    num_classes = ARMS
+
+    def __init__(self, size: int, noise: float) -> None:
+        self.size, self.noise = size, noise
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        arm, along = index % ARMS, index / self.size
+        angle = 2 * math.pi * (along + arm / ARMS)
+        point = (0.2 + along) * torch.tensor([math.cos(angle), math.sin(angle)])
+        return point + self.noise * torch.randn(2), arm
+
+
+def make_data(train_size: int, test_size: int, noise: float = 0.02) -> tuple[Spirals, Spirals]:
+    """Called in every process with `data.args`; returns (train, test)."""
+    return Spirals(train_size, noise), Spirals(test_size, noise)
+
+
+def make_model(num_classes: int, sample_shape: tuple[int, ...], width: int) -> nn.Module:
+    """Called with `model.args`, and with the two sizes because they stand in the signature."""
+    return nn.Sequential(
+        nn.Linear(sample_shape[0], width),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        nn.Linear(width, num_classes),
+    )

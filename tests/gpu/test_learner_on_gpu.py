@@ -1,0 +1,86 @@
+"""One process on a GPU: training, moving the state, the data kept on the device. No Ray.
+
+make test-gpu      or, in an environment with torch and without Ray:
+python -m pytest -m gpu tests/gpu
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.data import load_shared
+from raytrain_opt.train.learner import Learner, Shares
+
+pytestmark = pytest.mark.gpu
+
+ONE = Shares(range(1), 1)
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def learner(device: torch.device, **changes: Any) -> Learner:
+    values = {
+        "model": "small_cnn",
+        "data": {"name": "digits", "augment": {"crop_padding": 1, "flip": True}},
+        "epochs": 2,
+        "global_batch_size": 64,
+    }
+    job = Job.model_validate(values | changes)
+    return Learner(job, load_shared(job.data), device)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_digits_are_learnt(precision: str) -> None:
+    on_gpu = learner(CUDA, precision=precision)
+    steps = on_gpu.info.steps_per_epoch(64)
+    for epoch in range(1, 7):
+        totals = on_gpu.train(epoch, 0, [0.1] * steps, ONE)
+    assert totals.samples == steps * 64
+    assert on_gpu.evaluate("test").accuracy > 0.9
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_state_moves_bit_exactly(channels_last: bool) -> None:
+    first = learner(CUDA, channels_last=channels_last)
+    first.train(1, 0, [0.1] * 5, ONE)
+    state = first.state(copy=False)
+    second = learner(CUDA, channels_last=channels_last, seed=1)
+    second.load(state)
+    assert second.state(copy=False).digest() == state.digest()
+
+
+def test_the_batches_are_those_of_the_cpu() -> None:
+    on_gpu, on_cpu = learner(CUDA), learner(CPU)
+    batches = zip(
+        on_gpu.data.train(1, range(3), range(2), 2, 64),
+        on_cpu.data.train(1, range(3), range(2), 2, 64),
+        strict=True,
+    )
+    for gpu, cpu in batches:
+        assert gpu.x.is_cuda
+        assert torch.equal(gpu.y.cpu(), cpu.y)
+        torch.testing.assert_close(gpu.x.cpu(), cpu.x)
+
+
+def test_no_step_waits_for_the_device() -> None:
+    on_gpu = learner(CUDA)
+    on_gpu.train(1, 0, [0.1] * 3, ONE)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchroniz") as caught:
+            on_gpu.train(1, 3, [0.1] * 8, ONE)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # The sums are read once, at the end; copies of batches come from pinned memory.
+    assert len(caught) <= 2
+
+
+def test_memory_goes_back_to_the_other_pool() -> None:
+    on_gpu = learner(CUDA)
+    on_gpu.train(1, 0, [0.1] * 3, ONE)
+    before = torch.cuda.memory_reserved()
+    on_gpu.release_memory()
+    assert torch.cuda.memory_reserved() <= before

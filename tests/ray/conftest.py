@@ -1,0 +1,20 @@
+"""One local Ray per test file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """Ray with two logical CPUs, however many there are; its processes find tests/support."""
+    support = str(Path(__file__).parents[1] / "support")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", support)
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        yield
+        ray.shutdown()

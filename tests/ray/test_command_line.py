@@ -1,0 +1,109 @@
+"""The command as a user runs it: a process, its output, its exit code, Ctrl-C, resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from small_jobs import read_lines, without_times
+
+from raytrain_opt.train.checkpoint import read_index, read_weights
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).parents[2]
+JOB, EPOCHS = "jobs/quickstart.yaml", 8
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "raytrain_opt", "run", *arguments]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    # A session of its own, so that a Ctrl-C reaches it as it would from a terminal.
+    return subprocess.Popen(
+        command(*arguments),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    yield from process.stdout
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    """The quickstart as it stands; and once more, cut after its second epoch and resumed."""
+    before = _ray_processes()
+    whole = _run(JOB, "--set", f"storage_path={tmp_path / 'whole'}")
+    (whole_dir,) = (tmp_path / "whole").iterdir()
+    assert read_lines(str(whole_dir), "epochs")[-1]["test_accuracy"] >= 0.95
+    assert "candidates tried" in whole
+    assert f"{whole_dir}/result.json" in whole
+    assert "Trial" not in whole
+    assert _ray_processes() <= before
+
+    process = start(JOB, "--set", f"storage_path={tmp_path / 'cut'}", "--set", "epochs=500")
+    output = []
+    for line in lines_of(process):
+        output.append(line)
+        if line.startswith("epoch 2/"):
+            os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    (cut_dir,) = (tmp_path / "cut").iterdir()
+    assert f"raytrain-opt run --resume {cut_dir}" in "".join(output)
+    assert "Traceback" not in "".join(output)
+    assert _ray_processes() <= before
+    done = read_index(cut_dir / "checkpoints")[-1].epoch
+    assert 2 <= done < EPOCHS
+
+    resumed = _run("--resume", str(cut_dir), "--set", f"epochs={EPOCHS}")
+    assert f"resumed after epoch {done}" in resumed
+    assert _numbers(cut_dir) == _numbers(whole_dir)
+    last = f"checkpoints/epoch-{EPOCHS:04d}"
+    mine, other = read_weights(cut_dir / last), read_weights(whole_dir / last)
+    assert all(mine[name].equal(other[name]) for name in other)
+
+
+def test_a_wrong_job_ends_with_2_and_no_traceback(tmp_path: Path) -> None:
+    wrong = ["--set", "epochs=0", "--set", "model=resnet9", "--set", f"storage_path={tmp_path}"]
+    done = subprocess.run(
+        command("jobs/quickstart.yaml", *wrong), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "epochs" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def _run(*arguments: str) -> str:
+    done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _numbers(run_dir: Path) -> list[dict[str, object]]:
+    return without_times(read_lines(str(run_dir), "rounds"))
+
+
+def _ray_processes() -> set[int]:
+    """Processes of any Ray on this machine, but for those that have ended already."""
+    found = set()
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if process.info["status"] != psutil.STATUS_ZOMBIE and (
+            "ray::" in line or "raylet" in line
+        ):
+            found.add(process.pid)
+    return found

@@ -1,0 +1,147 @@
+"""The main job on a real local Ray: what it decides, records and leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from small_jobs import read_lines, small_job, without_times
+
+from raytrain_opt import RunResult, load_job, run
+from raytrain_opt.train.checkpoint import read_index, read_rest, read_weights
+from raytrain_opt.train.learner import Learner
+
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def finished(local_ray: None, storage: Path) -> RunResult:
+    """One whole run, looked at by many tests."""
+    return run(small_job(storage))
+
+
+def test_the_winner_is_the_best_score_and_sets_the_next_base(finished: RunResult) -> None:
+    rounds = read_lines(finished.run_dir, "rounds")
+    assert [line["epoch"] for line in rounds] == [1, 2, 3]
+    for line in rounds:
+        scores = [candidate["score"] for candidate in line["candidates"]]
+        winner = line["candidates"][line["winner"]]
+        assert winner["score"] == max(scores)
+        assert line["next_base_lr"] == winner["lr"] == line["base_lr"] * winner["multiplier"]
+    for line, following in zip(rounds, rounds[1:], strict=False):
+        assert following["base_lr"] == line["next_base_lr"]
+
+
+def test_every_worker_loaded_the_winners_state(finished: RunResult) -> None:
+    for line in read_lines(finished.run_dir, "rounds"):
+        assert len(line["winner_sha256"]) == 64
+        assert line["loaded_sha256"] == [line["winner_sha256"]] * 2
+
+
+def test_epochs_and_result_agree(finished: RunResult) -> None:
+    epochs = read_lines(finished.run_dir, "epochs")
+    result = json.loads((Path(finished.run_dir) / "result.json").read_text())
+    assert [line["epoch"] for line in epochs] == [1, 2, 3]
+    assert all(line["test_samples"] == 359 for line in epochs)
+    assert result["final"]["test_accuracy"] == epochs[-1]["test_accuracy"]
+    assert result["best"]["test_accuracy"] == max(line["test_accuracy"] for line in epochs)
+    assert result["search"]["samples"] == 3 * 2 * 5 * 64
+    steps = result["steps_per_epoch"]
+    assert result["search"]["fraction_of_training"] == pytest.approx(2 * 5 / steps)
+    assert 0 < result["time_to_first_step_s"] <= result["wall_s"]
+    assert result["versions"]["torch"] == torch.__version__.split("+")[0]
+
+
+def test_the_schedule_is_the_rate_of_every_step(finished: RunResult) -> None:
+    schedule = json.loads((Path(finished.run_dir) / "schedule.json").read_text())
+    rounds = read_lines(finished.run_dir, "rounds")
+    steps = schedule["steps_per_epoch"]
+    assert len(finished.lrs) == schedule["steps"] == 3 * steps
+    for number, line in enumerate(rounds):
+        mine = finished.lrs[number * steps : (number + 1) * steps]
+        assert set(mine) == {line["next_base_lr"]}
+
+
+def test_the_checkpoint_gives_the_recorded_accuracy(finished: RunResult, storage: Path) -> None:
+    folder = Path(finished.run_dir) / "checkpoints"
+    commits = read_index(folder)
+    assert commits[-1].epoch == 3
+    learner = Learner(small_job(storage), None, torch.device("cpu"))
+    learner.model.load_state_dict(read_weights(folder / commits[-1].folder))
+    assert learner.evaluate("test").accuracy == finished.test_accuracy
+    assert read_rest(folder / commits[-1].folder)["position"]["next_epoch"] == 4
+
+
+def test_the_resolved_job_and_the_events_are_there(finished: RunResult) -> None:
+    folder = Path(finished.run_dir)
+    resolved = load_job(folder / "job.yaml")
+    assert resolved.model.args == {"width": 8}
+    assert any((folder / "tensorboard").glob("events.*"))
+
+
+def test_nothing_of_ours_stays_alive(finished: RunResult) -> None:
+    ours = ("Host", "Mailbox", "RayTrainWorker", "ImplicitFunc", "TrainController")
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s:
+        titles = {process.name().removeprefix("ray::") for process in _descendants()}
+        # All CPUs are free again when the placement groups are gone.
+        free = ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
+        if free and not any(title.startswith(ours) for title in titles):
+            return
+        time.sleep(0.2)
+    pytest.fail(f"still there: {titles}, CPUs free: {free}")
+
+
+def test_the_same_seed_gives_the_same_numbers(finished: RunResult, storage: Path) -> None:
+    again = run(small_job(storage))
+    first = without_times(read_lines(finished.run_dir, "rounds"))
+    assert without_times(read_lines(again.run_dir, "rounds")) == first
+    assert _weights_digest(again) == _weights_digest(finished)
+
+
+def test_a_found_schedule_can_be_replayed(finished: RunResult, storage: Path) -> None:
+    path = f"{finished.run_dir}/schedule.json"
+    job = small_job(storage, learning_rate={"policy": "replay", "schedule": path})
+    replayed = run(job)
+    assert replayed.lrs == finished.lrs
+    assert not (Path(replayed.run_dir) / "rounds.jsonl").exists()
+    assert replayed.summary["search"]["samples"] == 0
+    # The first alpha steps ran on two workers now: the same samples, not the same rounding.
+    assert replayed.test_accuracy == pytest.approx(finished.test_accuracy, abs=0.1)
+
+
+def test_waves_over_one_slot_find_the_same(finished: RunResult, storage: Path) -> None:
+    """Candidates that share a slot, one after the other, do not change the result; nor does
+    a storage that is named by a URI.
+    """
+    waves = run(small_job(storage, slots={"count": 1}, epochs=2, storage_path=f"file://{storage}"))
+    expected = without_times(read_lines(finished.run_dir, "rounds"))[:2]
+    found = without_times(read_lines(waves.run_dir.removeprefix("file://"), "rounds"))
+    for line in (*expected, *found):
+        for candidate in line["candidates"]:
+            del candidate["slot"]
+    assert found == expected
+
+
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _weights_digest(result: RunResult) -> str:
+    folder = Path(result.run_dir) / "checkpoints" / "epoch-0003"
+    sha = hashlib.sha256()
+    for name, tensor in sorted(read_weights(folder).items()):
+        sha.update(name.encode() + np.ascontiguousarray(tensor.numpy()).tobytes())
+    return sha.hexdigest()

@@ -1,0 +1,187 @@
+"""The mailbox without Ray: coroutines stand for the driver and the members."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from raytrain_opt.pools.commands import Close, Failure, Member, Progress, ShareState, StateLost
+from raytrain_opt.pools.mailbox import Mailbox
+
+T = TypeVar("T")
+LIMIT_S = 5.0
+
+
+def play(scene: Callable[[Mailbox], Awaitable[T]]) -> T:
+    """Run a scene with a new mailbox; one that hangs fails."""
+
+    async def limited() -> T:
+        return await asyncio.wait_for(scene(Mailbox()), LIMIT_S)
+
+    return asyncio.run(limited())
+
+
+async def waiting(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Started, and shown to be waiting for something that has not happened."""
+    task = asyncio.create_task(work)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+def member(index: int, pid: int = 1) -> Member:
+    return Member("slot", index, "node", pid, "log")
+
+
+def test_members_are_given_when_all_have_joined_in_order() -> None:
+    async def scene(box: Mailbox) -> list[Member]:
+        asked = await waiting(box.members("slot", 2))
+        await box.join(member(1))
+        assert await box.joined("slot") == [member(1)]
+        assert not asked.done()
+        await box.join(member(0))
+        return await asked
+
+    assert play(scene) == [member(0), member(1)]
+
+
+def test_a_command_goes_out_and_replies_come_back() -> None:
+    async def scene(box: Mailbox) -> dict[int, Any]:
+        idle = await waiting(box.next_command("slot", 0))
+        number = await box.post("slot", ShareState())
+        assert await idle == (number, ShareState())
+        collected = await waiting(box.collect("slot", number, range(2)))
+        await box.reply("slot", 1, number, "b")
+        assert await box.missing("slot", range(2)) == [0]
+        await waiting(box.next_command("slot", number))
+        assert not collected.done()
+        await box.reply("slot", 0, number, "a")
+        return await collected
+
+    assert play(scene) == {0: "a", 1: "b"}
+
+
+def test_pools_do_not_hear_each_other() -> None:
+    async def scene(box: Mailbox) -> None:
+        number = await box.post("slot", ShareState())
+        await waiting(box.next_command("worker", 0))
+        collected = await waiting(box.collect("slot", number, range(1)))
+        await box.post("worker", ShareState())
+        await box.reply("worker", 0, 1, "of another pool")
+        await asyncio.sleep(0)
+        assert not collected.done()
+        assert await box.missing("slot", range(1)) == [0]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("value", [Failure(RuntimeError("boom"), "trace"), StateLost("3")])
+def test_who_cannot_answer_ends_the_wait_at_once(value: object) -> None:
+    async def scene(box: Mailbox) -> dict[int, Any]:
+        number = await box.post("slot", ShareState())
+        collected = await waiting(box.collect("slot", number, range(3)))
+        await box.reply("slot", 2, number, value)
+        return await collected
+
+    assert play(scene) == {2: value}
+
+
+def test_a_late_reply_to_an_earlier_command_is_dropped() -> None:
+    async def scene(box: Mailbox) -> dict[int, Any]:
+        first = await box.post("slot", ShareState())
+        second = await box.post("slot", ShareState())
+        assert second > first
+        collected = await waiting(box.collect("slot", second, range(1)))
+        await box.reply("slot", 0, first, "late")
+        assert await box.missing("slot", range(1)) == [0]
+        await box.reply("slot", 0, second, "now")
+        return await collected
+
+    assert play(scene) == {0: "now"}
+
+
+def test_replies_to_one_command_are_gone_with_the_next() -> None:
+    async def scene(box: Mailbox) -> list[int]:
+        number = await box.post("slot", ShareState())
+        await box.reply("slot", 0, number, "done")
+        await box.post("slot", ShareState())
+        return await box.missing("slot", range(1))
+
+    assert play(scene) == [0]
+
+
+def test_a_collect_of_an_earlier_command_does_not_wait_forever() -> None:
+    async def scene(box: Mailbox) -> dict[int, Any]:
+        number = await box.post("slot", ShareState())
+        collected = await waiting(box.collect("slot", number, range(1)))
+        await box.post("slot", ShareState())
+        return await collected
+
+    assert play(scene) == {}
+
+
+def test_who_was_started_again_joins_anew_and_gets_the_present_command() -> None:
+    async def scene(box: Mailbox) -> tuple[int, list[Member], int]:
+        await box.join(member(0, pid=1))
+        await box.join(member(1, pid=2))
+        before = await box.restarts("slot")
+        number = await box.post("slot", ShareState())
+        await box.join(member(0, pid=3))
+        assert await box.next_command("slot", 0) == (number, ShareState())
+        return before, await box.members("slot", 2), await box.restarts("slot")
+
+    assert play(scene) == (0, [member(0, pid=3), member(1, pid=2)], 1)
+
+
+def test_close_is_heard_by_members_that_wait_for_it_alone() -> None:
+    async def scene(box: Mailbox) -> bool:
+        closed = await waiting(box.closed("slot"))
+        await box.post("slot", ShareState())
+        await box.post("worker", Close())
+        await waiting(box.closed("slot"))
+        assert not closed.done()
+        await box.post("slot", Close())
+        return await closed
+
+    assert play(scene) is True
+
+
+def test_progress_is_that_of_the_member_furthest_behind() -> None:
+    async def scene(box: Mailbox) -> list[Progress | None]:
+        seen = [await box.progress("slot")]
+        await box.post("slot", ShareState())
+        await box.report_progress("slot", 0, Progress(5, 10))
+        await box.report_progress("slot", 1, Progress(8, 20))
+        seen.append(await box.progress("slot"))
+        await box.report_progress("slot", 1, Progress(15, 20))
+        seen.append(await box.progress("slot"))
+        await box.post("slot", ShareState())
+        return [*seen, await box.progress("slot")]
+
+    assert play(scene) == [None, Progress(8, 20), Progress(5, 10), None]
+
+
+def test_the_first_step_of_anybody_is_told_once_and_remembered() -> None:
+    async def scene(box: Mailbox) -> bool:
+        first = await waiting(box.first_step())
+        await box.report_progress("slot", 0, Progress(0, 10))
+        await waiting(box.first_step())
+        await box.report_progress("slot", 0, Progress(1, 10))
+        assert await first
+        await box.post("slot", ShareState())
+        return await box.first_step()
+
+    assert play(scene) is True
+
+
+def test_shared_data_wait_for_the_driver_even_when_they_are_none() -> None:
+    async def scene(box: Mailbox) -> list[Any]:
+        asked = await waiting(box.shared_data())
+        await box.share_data([None])
+        return await asked
+
+    assert play(scene) == [None]

@@ -1,0 +1,81 @@
+"""From the job to its policy, and how many candidates to make room for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError
+from raytrain_opt.paths import write_json
+from raytrain_opt.search import build_policy, most_candidates
+from raytrain_opt.search.fixed import FixedSchedule, FoundSchedule
+from raytrain_opt.search.stpt import Stpt
+
+
+def job(epochs: int = 4, **learning_rate: Any) -> Job:
+    given = {"learning_rate": learning_rate} if learning_rate else {}
+    return Job.model_validate(
+        {"model": "small_cnn", "data": "digits", "epochs": epochs, "global_batch_size": 8, **given}
+    )
+
+
+def test_stpt_is_the_default() -> None:
+    policy = build_policy(job(), steps_per_epoch=25)
+    assert isinstance(policy, Stpt)
+    assert (policy.epochs, policy.alpha_steps) == (4, 2)
+
+
+def test_alpha_is_checked_against_the_data() -> None:
+    with pytest.raises(JobError, match=r"learning_rate\.alpha"):
+        build_policy(job(policy="stpt", alpha=26), steps_per_epoch=25)
+
+
+def test_a_schedule_covers_the_whole_training() -> None:
+    given = {"policy": "schedule", "shape": "linear", "initial": 0.4}
+    policy = build_policy(job(epochs=2, **given), steps_per_epoch=2)
+    assert isinstance(policy, FixedSchedule)
+    lrs = policy.plan(1, ()).lrs + policy.plan(2, ()).lrs
+    assert lrs == pytest.approx((0.4, 0.3, 0.2, 0.1))
+
+
+def test_replay_reads_the_file_of_an_earlier_run(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    write_json(path, FoundSchedule(2, (0.1, 0.2, 0.3, 0.3)).to_json())
+    policy = build_policy(job(epochs=2, policy="replay", schedule=str(path)), steps_per_epoch=2)
+    assert policy.plan(2, ()).lrs == (0.3, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), ("{", "cannot be read"), ("[1]", r"not a schedule\.json")],
+)
+def test_replay_says_what_is_wrong_with_the_file(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    path = tmp_path / "schedule.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(JobError, match=message) as error:
+        build_policy(job(policy="replay", schedule=str(path)), steps_per_epoch=2)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "section", "expected"),
+    [
+        (40, {"policy": "stpt"}, 8),
+        (40, {"policy": "stpt", "include": [1.3]}, 9),
+        (4, {"policy": "stpt", "candidates": [2.0, 1.0, 0.5]}, 3),
+        (4, {"policy": "stpt", "candidates": [2.0, 0.5], "include": [1.0, 2.0]}, 3),
+        (4, {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 1.0}, 2),
+        (4, {"policy": "stpt", "candidates": [1.0], "alpha": 10**6}, 0),
+        (4, {"policy": "stpt", "warmup": {"epochs": 4}}, 0),
+        (4, {"policy": "schedule"}, 0),
+        (4, {"policy": "replay", "schedule": "not read here"}, 0),
+    ],
+)
+def test_most_candidates(epochs: int, section: dict[str, Any], expected: int) -> None:
+    assert most_candidates(job(epochs, **section)) == expected

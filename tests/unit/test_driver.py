@@ -1,0 +1,241 @@
+"""The algorithm itself, on a run that only pretends: which moves, in which order, with what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.driver import lrs_after, train
+from raytrain_opt.errors import DivergedError
+from raytrain_opt.search import build_policy
+from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round
+from raytrain_opt.training_run import Position
+
+STEPS = 10
+
+
+# Of a learning rate; None: training at it diverges.
+Accuracy = Callable[[float], float | None]
+
+
+def best_near(rate: float) -> Accuracy:
+    """Accuracy falls with the distance from the rate, in factors."""
+    return lambda lr: 1 / (1 + abs(math.log(lr / rate)))
+
+
+BEST_NEAR_A_TENTH = best_near(0.1)
+
+
+class Move(NamedTuple):
+    """One call of the driver, with what tells it from others."""
+
+    name: str
+    epoch: int = 0
+    state: str = ""
+    lrs: tuple[float, ...] = ()
+
+
+class PretendedRun:
+    """The moves of `TrainingRun`; its states are texts of all that was done to them."""
+
+    def __init__(self, job: Job, accuracy: Accuracy) -> None:
+        self.job, self.policy, self.steps_per_epoch = job, build_policy(job, STEPS), STEPS
+        self.accuracy = accuracy
+        self.resumes_at = self.position = Position()
+        self.moves: list[Move] = []
+        self.commits: list[tuple[Round, ...]] = []
+
+    def initial_state(self) -> str:
+        self.moves.append(Move("initial_state"))
+        self.position = self.resumes_at
+        return "s"
+
+    def pretrain(self, state: str, plan: Plan) -> list[CandidateResult]:
+        lrs = tuple(candidate.lr for candidate in plan.candidates)
+        self.moves.append(Move("pretrain", plan.epoch, state, lrs))
+        return [self._result(candidate) for candidate in plan.candidates]
+
+    def _result(self, candidate: Candidate) -> CandidateResult:
+        reached = self.accuracy(candidate.lr)
+        status, accuracy = ("diverged", math.nan) if reached is None else ("ok", reached)
+        return CandidateResult(candidate, status, accuracy, 1.0, 1.0, 8, 1.0, 0.1, slot=0)
+
+    def take_state(
+        self, start: str, plan: Plan, results: Sequence[CandidateResult], choice: Round
+    ) -> str:
+        assert choice.winner in results
+        assert choice.winner is not None
+        lr = choice.winner.candidate.lr
+        self.moves.append(Move("take_state", plan.epoch, start, (lr,)))
+        return f"{start} {plan.epoch}:pre@{lr:g}x{plan.pretrain_steps}"
+
+    def record_lost_round(
+        self, plan: Plan, results: Sequence[CandidateResult], choice: Round
+    ) -> None:
+        assert choice.winner is None
+        assert len(results) == len(plan.candidates)
+        self.moves.append(Move("record_lost_round", plan.epoch, lrs=(plan.base_lr,)))
+
+    def main_train(self, state: str, plan: Plan, lrs: tuple[float, ...]) -> str:
+        self.moves.append(Move("main_train", plan.epoch, state, lrs))
+        at = f"@{lrs[0]:g}" if lrs else ""
+        return f"{state} {plan.epoch}:main{at}x{len(lrs)}"
+
+    def evaluate(self, state: str, plan: Plan) -> None:
+        self.moves.append(Move("evaluate", plan.epoch, state))
+
+    def commit(self, state: str, plan: Plan, history: tuple[Round, ...]) -> None:
+        self.moves.append(Move("commit", plan.epoch, state))
+        self.commits.append(history)
+
+    def named(self, name: str) -> list[Move]:
+        return [move for move in self.moves if move.name == name]
+
+
+def trained(
+    accuracy: Accuracy = BEST_NEAR_A_TENTH,
+    epochs: int = 1,
+    resumes_at: Position | None = None,
+    **learning_rate: Any,
+) -> PretendedRun:
+    """A finished run of the driver's algorithm."""
+    run = prepared(accuracy, epochs, **learning_rate)
+    run.resumes_at = resumes_at or Position()
+    train(run.job, run)  # type: ignore[arg-type]
+    return run
+
+
+def prepared(accuracy: Accuracy, epochs: int, **learning_rate: Any) -> PretendedRun:
+    section = {"policy": "stpt", "candidates": [2.0, 1.0, 0.5], "alpha": 3, **learning_rate}
+    if section["policy"] != "stpt":
+        section = learning_rate
+    values = {"model": "small_cnn", "data": "digits", "epochs": epochs, "global_batch_size": 8}
+    return PretendedRun(Job.model_validate({**values, "learning_rate": section}), accuracy)
+
+
+def test_an_epoch_is_the_published_sequence_of_moves() -> None:
+    run = trained(best_near(0.2), initial=0.1)
+    after_round, after_main = "s 1:pre@0.2x3", "s 1:pre@0.2x3 1:main@0.2x7"
+    assert run.moves == [
+        Move("initial_state"),
+        Move("pretrain", 1, "s", (0.2, 0.1, 0.05)),
+        Move("take_state", 1, "s", (0.2,)),
+        Move("main_train", 1, after_round, (0.2,) * 7),
+        Move("evaluate", 1, after_main),
+        Move("commit", 1, after_main),
+    ]
+
+
+def test_the_next_epoch_starts_from_the_main_trainings_weights_at_the_winners_rate() -> None:
+    run = trained(best_near(0.8), epochs=3, initial=0.1)
+    assert run.named("pretrain") == [
+        Move("pretrain", 1, "s", (0.2, 0.1, 0.05)),
+        Move("pretrain", 2, "s 1:pre@0.2x3 1:main@0.2x7", (0.4, 0.2, 0.1)),
+        Move("pretrain", 3, run.named("commit")[1].state, (0.8, 0.4, 0.2)),
+    ]
+    assert [len(history) for history in run.commits] == [1, 2, 3]
+
+
+def test_warm_up_epochs_have_no_round() -> None:
+    warmup = {"epochs": 2, "lr": 0.01, "shape": "constant"}
+    run = trained(epochs=3, initial=0.1, warmup=warmup)
+    names = [(move.name, move.epoch) for move in run.moves[1:]]
+    assert names == [
+        ("main_train", 1),
+        ("evaluate", 1),
+        ("commit", 1),
+        ("main_train", 2),
+        ("evaluate", 2),
+        ("commit", 2),
+        ("pretrain", 3),
+        ("take_state", 3),
+        ("main_train", 3),
+        ("evaluate", 3),
+        ("commit", 3),
+    ]
+    assert [move.lrs for move in run.named("main_train")[:2]] == [(0.01,) * STEPS] * 2
+    assert [len(history) for history in run.commits] == [0, 0, 1]
+
+
+def test_a_schedule_trains_whole_epochs_at_its_rates() -> None:
+    run = trained(epochs=2, policy="schedule", shape="linear", initial=0.2)
+    assert not run.named("pretrain")
+    first, second = (move.lrs for move in run.named("main_train"))
+    assert (*first, *second) == pytest.approx([0.2 * (1 - step / 20) for step in range(20)])
+
+
+def test_a_lost_round_is_repeated_at_half_the_rate_from_the_same_state() -> None:
+    def accuracy(lr: float) -> float | None:
+        return None if lr > 0.15 else best_near(0.1)(lr)
+
+    run = trained(accuracy, initial=0.8)
+    assert [(m.name, m.state, m.lrs) for m in run.moves[1:7]] == [
+        ("pretrain", "s", (1.6, 0.8, 0.4)),
+        ("record_lost_round", "", (0.8,)),
+        ("pretrain", "s", (0.8, 0.4, 0.2)),
+        ("record_lost_round", "", (0.4,)),
+        ("pretrain", "s", (0.4, 0.2, 0.1)),
+        ("take_state", "s", (0.1,)),
+    ]
+    [history] = run.commits
+    assert [choice.winner is None for choice in history] == [True, True, False]
+    assert history[-1].next_base_lr == 0.1
+
+
+@pytest.mark.parametrize("halvings", [0, 2, 5])
+def test_when_all_is_lost_the_error_lists_what_was_tried(halvings: int) -> None:
+    run = prepared(lambda _: None, epochs=2, initial=0.8, max_halvings=halvings)
+    rates = ", ".join(f"{0.8 / 2**i:.4g}" for i in range(halvings + 1))
+    with pytest.raises(DivergedError, match=rf"epoch 1: .*: {rates} \("):
+        train(run.job, run)  # type: ignore[arg-type]
+    assert len(run.named("pretrain")) == len(run.named("record_lost_round")) == halvings + 1
+    assert not run.named("main_train")
+    assert not run.named("commit")
+
+
+def test_one_candidate_is_no_search_but_the_same_steps() -> None:
+    run = trained(epochs=2, initial=0.3, candidates=[1.0])
+    assert run.named("pretrain") == []
+    assert {move.lrs for move in run.named("main_train")} == {(0.3,) * STEPS}
+
+
+@pytest.mark.parametrize("alpha", [1.0, STEPS])
+def test_pre_training_may_take_the_whole_epoch(alpha: float) -> None:
+    run = trained(best_near(0.2), epochs=2, initial=0.1, alpha=alpha)
+    assert [move.lrs for move in run.named("main_train")] == [(), ()]
+    assert run.named("commit")[0].state == "s 1:pre@0.2x10 1:mainx0"
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped() -> None:
+    """Also in an epoch right after a lost round, whose halved rate stays in force."""
+
+    def accuracy(lr: float) -> float | None:
+        return None if lr > 0.5 else best_near(0.8)(lr)
+
+    whole = trained(accuracy, epochs=5, initial=4.0)
+    for done in range(1, 5):
+        position = Position(next_epoch=done + 1, history=whole.commits[done - 1])
+        rest = trained(accuracy, epochs=5, initial=4.0, resumes_at=position)
+        later = [move for move in whole.moves if move.epoch > done]
+        assert [(m.name, m.epoch, m.lrs) for m in rest.moves[1:]] == [
+            (m.name, m.epoch, m.lrs) for m in later
+        ]
+
+
+def test_a_finished_run_that_is_resumed_trains_no_more() -> None:
+    run = trained(epochs=2, resumes_at=Position(next_epoch=3))
+    assert run.moves == [Move("initial_state")]
+
+
+def test_rates_after_a_round_are_the_winners_for_the_steps_left() -> None:
+    winner = CandidateResult(Candidate(0, 2.0, 0.2), "ok", 0.5, 1.0, 1.0, 8, 1.0, 0.1, 0)
+    lost = Round(1, 0.1, (), None, 0.05, "")
+    won = Round(1, 0.05, (0.5,), winner, 0.2, "")
+    searched = Plan(1, 0.1, "", (winner.candidate,), pretrain_steps=4)
+    assert lrs_after(searched, (lost, won), 6) == (0.2, 0.2)
+    assert lrs_after(searched, (won,), 4) == ()
+    assert lrs_after(Plan(1, 0.1, "", lrs=(0.3, 0.4)), (won,), 2) == (0.3, 0.4)

@@ -1,0 +1,217 @@
+"""Capture and restore: every bit arrives, nothing is shared, and the digest tells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raytrain_opt.train.state import HostState, HostTensor, capture, model_tensors, restore
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True),
+}
+
+
+class Training:
+    """A small convolutional net in training, on random data of its own."""
+
+    def __init__(self, make: MakeOptimizer, seed: int, channels_last: bool = True) -> None:
+        torch.manual_seed(seed)
+        self.model: nn.Module = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 4 * 4, 5)
+        )
+        if channels_last:
+            self.model = self.model.to(memory_format=torch.channels_last)
+        self.optimizer = make(self.model)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0 * (seed + 1))
+
+    def step(self, seed: int, count: int = 2) -> Training:
+        random = torch.Generator().manual_seed(seed)
+        for _ in range(count):
+            x = torch.randn(6, 3, 6, 6, generator=random)
+            self.optimizer.zero_grad()
+            self.scaler.scale(self.model(x).square().mean()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return self
+
+    def capture(self, *, copy: bool = True) -> HostState:
+        return capture(self.model, self.optimizer, self.scaler, copy=copy)
+
+    def restore(self, state: HostState) -> Training:
+        restore(state, self.model, self.optimizer, self.scaler)
+        return self
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of model and optimiser, live."""
+        moments = [
+            value
+            for values in self.optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, Tensor)
+        ]
+        return [*self.model.state_dict().values(), *moments]
+
+
+def frozen(state: HostState) -> HostState:
+    """The same in memory that nobody may write to, as Ray's object store gives it."""
+    tensors = {}
+    for name, tensor in state.tensors.items():
+        data = tensor.data.copy()
+        data.flags.writeable = False
+        tensors[name] = replace(tensor, data=data)
+    return HostState(tensors, state.plain)
+
+
+def assert_same(a: Training, b: Training) -> None:
+    for left, right in zip(a.tensors(), b.tensors(), strict=True):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+        assert left.stride() == right.stride()
+    assert a.scaler.state_dict() == b.scaler.state_dict()
+    groups = [[{**g, "params": None} for g in t.optimizer.param_groups] for t in (a, b)]
+    assert groups[0] == groups[1]
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_another_training_goes_on_bit_by_bit_the_same(
+    make: MakeOptimizer, channels_last: bool
+) -> None:
+    first = Training(make, 0, channels_last).step(1)
+    second = Training(make, 7, channels_last).step(8, count=3)
+    state = first.capture()
+    second.restore(frozen(state))
+    assert_same(first, second)
+    assert second.capture().digest() == state.digest()
+    assert_same(first.step(2), second.step(2))
+
+
+def test_a_training_goes_back_to_where_it_was() -> None:
+    """Also to before its optimiser had any state."""
+    training = Training(OPTIMIZERS["adamw"], 0)
+    start = training.capture()
+    once = training.step(1).capture().digest()
+    assert training.restore(start).capture().digest() == start.digest()
+    assert training.step(1).capture().digest() == once
+
+
+def test_the_rate_and_the_scale_travel() -> None:
+    first, second = (Training(OPTIMIZERS["momentum"], seed) for seed in (0, 1))
+    first.optimizer.param_groups[0]["lr"] = 0.123
+    second.restore(first.capture())
+    assert second.optimizer.param_groups[0]["lr"] == 0.123
+    assert second.scaler.get_scale() == first.scaler.get_scale() == 8.0
+
+
+def test_parameters_stay_the_same_objects_in_the_same_place() -> None:
+    training = Training(OPTIMIZERS["adamw"], 0).step(1)
+    before = [(id(p), p.data_ptr()) for p in training.model.parameters()]
+    training.restore(Training(OPTIMIZERS["adamw"], 1).step(2).capture())
+    assert [(id(p), p.data_ptr()) for p in training.model.parameters()] == before
+    optimized = [id(p) for group in training.optimizer.param_groups for p in group["params"]]
+    assert optimized == [id(p) for p in training.model.parameters()]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_what_was_restored_never_writes_to_its_source(make: MakeOptimizer) -> None:
+    state = Training(make, 0).step(1).capture()
+    digest = state.digest()
+    other = Training(make, 1).restore(state)
+    other.step(3)
+    assert state.digest() == digest
+    assert other.capture().digest() != digest
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_copy_stays_as_it_was_while_training_goes_on(channels_last: bool) -> None:
+    training = Training(OPTIMIZERS["adamw"], 0, channels_last).step(1)
+    copied, live = training.capture(copy=True), training.capture(copy=False)
+    assert copied.digest() == live.digest()
+    training.step(2)
+    assert copied.digest() != live.digest() == training.capture().digest()
+
+
+def test_without_a_copy_no_memory_is_taken() -> None:
+    training = Training(OPTIMIZERS["adamw"], 0).step(1)
+    places = {tensor.data_ptr() for tensor in training.tensors()}
+    state = training.capture(copy=False)
+    assert {value.data.ctypes.data for value in state.tensors.values()} == places
+    assert state.nbytes == sum(t.numel() * t.element_size() for t in training.tensors())
+
+
+def test_every_single_bit_counts_in_the_digest() -> None:
+    state = Training(OPTIMIZERS["momentum"], 0).step(1).capture()
+    digests = {state.digest()}
+    for name, tensor in state.tensors.items():
+        data = tensor.data.copy()
+        data[-1] ^= 1
+        digests.add(HostState({**state.tensors, name: replace(tensor, data=data)}, {}).digest())
+    assert len(digests) == len(state.tensors) + 1
+
+
+@pytest.mark.parametrize("other", [{"shape": (4, 3)}, {"dtype": "int32"}])
+def test_the_digest_tells_shapes_and_types_apart(other: dict[str, Any]) -> None:
+    tensor = HostTensor.of(torch.zeros(3, 4), copy=True)
+    digests = [HostState({"t": t}, {}).digest() for t in (tensor, replace(tensor, **other))]
+    assert digests[0] != digests[1]
+
+
+def test_names_count_in_the_digest_and_their_order_does_not() -> None:
+    a, b = (HostTensor.of(torch.full((2,), value), copy=True) for value in (1.0, 2.0))
+    digest = HostState({"a": a, "b": b}, {}).digest()
+    assert HostState({"b": b, "a": a}, {}).digest() == digest
+    assert HostState({"a": b, "b": a}, {}).digest() != digest
+
+
+@pytest.mark.parametrize(
+    ("tensor", "order"),
+    [
+        (torch.randn(2, 3, 4, 5), "contiguous"),
+        (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "channels_last"),
+        (torch.randn(2, 3, 2, 4, 5).to(memory_format=torch.channels_last_3d), "channels_last_3d"),
+        (torch.randn(4, 6).t(), "contiguous"),
+        (torch.randn(8)[::2], "contiguous"),
+        (torch.tensor(7), "contiguous"),
+        (torch.empty(0, 3), "contiguous"),
+        (torch.randn(5).to(torch.bfloat16), "contiguous"),
+        (torch.randn(5).to(torch.float16), "contiguous"),
+        (torch.tensor([True, False]), "contiguous"),
+        (torch.tensor([math.nan, math.inf, -0.0]), "contiguous"),
+        (torch.arange(3, dtype=torch.float64), "contiguous"),
+    ],
+)
+@pytest.mark.parametrize("copy", [True, False])
+def test_any_tensor_comes_back(tensor: Tensor, order: str, copy: bool) -> None:
+    held = HostTensor.of(tensor, copy)
+    assert held.order == order
+    assert held.data.flags.c_contiguous
+    assert held.data.dtype == np.uint8
+    back = held.tensor()
+    assert (back.shape, back.dtype) == (tensor.shape, tensor.dtype)
+    assert torch.equal(back.nan_to_num(99.0), tensor.nan_to_num(99.0))
+
+
+def test_a_model_that_does_not_fit_is_refused_by_torch() -> None:
+    state = Training(OPTIMIZERS["sgd"], 0).capture()
+    other = Training(OPTIMIZERS["sgd"], 0)
+    other.model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.restore(state)
+
+
+def test_model_tensors_have_the_models_names() -> None:
+    training = Training(OPTIMIZERS["adamw"], 0).step(1)
+    tensors = model_tensors(training.capture())
+    assert list(tensors) == list(training.model.state_dict())
