@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+_LANES = 4
 _TO_MEMORY_ORDER = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4, 1)}
 _TO_LOGICAL_ORDER = {"channels_last": (0, 3, 1, 2), "channels_last_3d": (0, 4, 1, 2, 3)}
 
@@ -75,13 +77,27 @@ class HostState:
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
 
     def digest(self) -> str:
-        """SHA-256 over names and contents, in the order of the names; hexadecimal."""
-        sha = hashlib.sha256()
+        """SHA-256 over names and contents, in the order of the names; hexadecimal.
+
+        Of a few lanes, hashed at the same time (hashing leaves Python's lock to others), and
+        then of their digests: which lane a tensor is in depends on the sizes only.
+        """
+        size = self.nbytes / _LANES + 1
+        lanes: list[list[str]] = [[] for _ in range(_LANES)]
+        seen = 0
         for name in sorted(self.tensors):
+            lanes[int(seen / size)].append(name)
+            seen += self.tensors[name].data.nbytes
+        with ThreadPoolExecutor(_LANES) as pool:
+            return hashlib.sha256(b"".join(pool.map(self._lane_digest, lanes))).hexdigest()
+
+    def _lane_digest(self, names: list[str]) -> bytes:
+        sha = hashlib.sha256()
+        for name in names:
             tensor = self.tensors[name]
             sha.update(f"{name} {tensor.dtype} {tensor.order} {tensor.shape}".encode())
             sha.update(tensor.data.data)
-        return sha.hexdigest()
+        return sha.digest()
 
 
 def capture(
@@ -108,16 +124,19 @@ def to_host(
     tensors = {
         name: HostTensor.of(tensor, copy) for name, tensor in _named_tensors(model, optimizer)
     }
-    plain_state = {
-        index: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-        for index, values in optimizer["state"].items()
-    }
     plain = {
-        "optimizer_state": plain_state,
+        "optimizer_state": _plain_state(optimizer),
         "param_groups": optimizer["param_groups"],
         "scaler": dict(scaler),
     }
     return HostState(tensors, plain)
+
+
+def _plain_state(optimizer: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    return {
+        index: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+        for index, values in optimizer["state"].items()
+    }
 
 
 def _named_tensors(
@@ -142,8 +161,35 @@ def restore(
     """
     with torch.no_grad():
         model.load_state_dict(model_tensors(state))
-        optimizer.load_state_dict(optimizer_state_dict(state))
+        if not _copied_in_place(state, optimizer):
+            optimizer.load_state_dict(optimizer_state_dict(state))
     scaler.load_state_dict(state.plain["scaler"])
+
+
+def _copied_in_place(state: HostState, optimizer: torch.optim.Optimizer) -> bool:
+    """Fill the optimiser's own tensors, when it has just those of the state: new ones would
+    cost as much again in page faults.
+    """
+    live = optimizer.state_dict()
+    own = dict(_named_tensors({}, live))
+    wanted = {n: t.tensor() for n, t in state.tensors.items() if n.startswith("optimizer.")}
+    same = (
+        {name: tensor.shape for name, tensor in own.items()}
+        == {name: tensor.shape for name, tensor in wanted.items()}
+        and _plain_state(live) == state.plain["optimizer_state"]
+        and _settings(live["param_groups"]) == _settings(state.plain["param_groups"])
+    )
+    if same:
+        for name, tensor in own.items():
+            tensor.copy_(wanted[name])
+        for group, saved in zip(optimizer.param_groups, state.plain["param_groups"], strict=True):
+            group["lr"] = saved["lr"]
+    return same
+
+
+def _settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What two optimisers must agree on; the rate is set before every step."""
+    return [{key: str(value) for key, value in g.items() if key != "lr"} for g in groups]
 
 
 def model_tensors(state: HostState) -> dict[str, Tensor]:
