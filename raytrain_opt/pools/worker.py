@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +54,7 @@ class Worker:
     def __init__(self, learner: Learner, rank: int, world_size: int) -> None:
         self.learner, self.rank, self.world_size = learner, rank, world_size
         self._live_id = ""
+        self._hasher = ThreadPoolExecutor(1)
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Do one command; see `pools.commands`."""
@@ -65,18 +67,21 @@ class Worker:
                 return hand_over(self.learner, "initial") if self.rank == 0 else None
         raise TypeError(f"a worker cannot do {type(command).__name__}")
 
-    def _load(self, state: StateRef) -> str | None:
-        """Returns the digest of what was loaded, read back; None when it was there already."""
+    def _load(self, state: StateRef) -> bool:
+        """Whether it had to be loaded; not when it was there already."""
         if state.id == self._live_id:
-            return None
+            return False
         self.learner.load(fetch(state))
         self._live_id = state.id
-        return self.learner.state(copy=False).digest()
+        return True
 
     def _main_train(self, command: MainTrain, on_step: OnStep) -> MainTrainReply:
         parts = Parts()
+        digest: Future[str] | None = None
         with parts.measure("load_s"):
-            loaded_sha256 = self._load(command.state)
+            if self._load(command.state):
+                # Read back and copied, so that it is hashed while the training goes on.
+                digest = self._hasher.submit(self.learner.state(copy=True).digest)
         self._live_id = ""
         totals = self.learner.train(
             command.epoch,
@@ -91,6 +96,7 @@ class Worker:
         self._live_id = f"{command.epoch}.{command.first_step + len(command.lrs)}"
         with parts.measure("hand_over_s"):
             state = hand_over(self.learner, self._live_id) if self.rank == 0 else None
+        loaded_sha256 = None if digest is None else digest.result()
         return MainTrainReply(totals, loaded_sha256, parts.seconds, state)
 
     def _over_all_workers(self, totals: TrainTotals) -> TrainTotals:
