@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +17,13 @@ from small_jobs import read_lines, without_times
 
 from raytrain_opt.train.checkpoint import read_index, read_weights
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 JOB, EPOCHS = "jobs/quickstart.yaml", 8
+# All that a command starts inherits this mark.
+MARK = "RAYTRAIN_OPT_TEST"
+ENVIRONMENT = {**os.environ, MARK: uuid.uuid4().hex}
 
 
 def command(*arguments: str) -> list[str]:
@@ -30,6 +35,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command(*arguments),
         cwd=ROOT,
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -45,26 +51,26 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     """The quickstart as it stands; and once more, cut after its second epoch and resumed."""
-    before = _ray_processes()
     whole = _run(JOB, "--set", f"storage_path={tmp_path / 'whole'}")
     (whole_dir,) = (tmp_path / "whole").iterdir()
     assert read_lines(str(whole_dir), "epochs")[-1]["test_accuracy"] >= 0.95
     assert "candidates tried" in whole
     assert f"{whole_dir}/result.json" in whole
     assert "Trial" not in whole
-    assert _ray_processes() <= before
+    assert _still_there() == []
 
-    process = start(JOB, "--set", f"storage_path={tmp_path / 'cut'}", "--set", "epochs=500")
     output = []
-    for line in lines_of(process):
-        output.append(line)
-        if line.startswith("epoch 2/"):
-            os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(60) == 130
+    cut = ["--set", f"storage_path={tmp_path / 'cut'}", "--set", "epochs=500"]
+    with start(JOB, *cut) as process:
+        for line in lines_of(process):
+            output.append(line)
+            if line.startswith("epoch 2/"):
+                os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130
     (cut_dir,) = (tmp_path / "cut").iterdir()
     assert f"raytrain-opt run --resume {cut_dir}" in "".join(output)
     assert "Traceback" not in "".join(output)
-    assert _ray_processes() <= before
+    assert _still_there() == []
     done = read_index(cut_dir / "checkpoints")[-1].epoch
     assert 2 <= done < EPOCHS
 
@@ -88,7 +94,9 @@ def test_a_wrong_job_ends_with_2_and_no_traceback(tmp_path: Path) -> None:
 
 
 def _run(*arguments: str) -> str:
-    done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command(*arguments), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -97,13 +105,19 @@ def _numbers(run_dir: Path) -> list[dict[str, object]]:
     return without_times(read_lines(str(run_dir), "rounds"))
 
 
-def _ray_processes() -> set[int]:
-    """Processes of any Ray on this machine, but for those that have ended already."""
-    found = set()
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if process.info["status"] != psutil.STATUS_ZOMBIE and (
-            "ray::" in line or "raylet" in line
-        ):
-            found.add(process.pid)
-    return found
+def _still_there() -> list[str]:
+    """What the commands started and left, after some seconds in which it may end."""
+    deadline_s = time.monotonic() + 20
+    while left := [p.name() for p in psutil.process_iter() if _is_ours(p)]:
+        if time.monotonic() > deadline_s:
+            return left
+        time.sleep(0.2)
+    return []
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        ended = process.status() == psutil.STATUS_ZOMBIE
+        return not ended and process.environ().get(MARK) == ENVIRONMENT[MARK]
+    except psutil.Error:
+        return False
