@@ -254,7 +254,7 @@ class TrainingRun:
         return self.vault.put(f"epoch {commit.epoch}", state)
 
     def _on_wait(self, pool: str, progress: Progress | None) -> None:
-        """About four times a second while a pool works."""
+        """About twice a second while a pool works."""
         if "first_step_s" not in self.startup.marks_s:
             self._mark_first_step()
         if progress is not None and pool == self.workers.name:

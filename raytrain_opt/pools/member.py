@@ -26,7 +26,7 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.state import HostState
 
-_PROGRESS_EVERY_S = 0.5
+_PROGRESS_EVERY_S = 1.0
 
 # A worker whose peer died fails in its next collective, with an error that nothing tells from
 # one of the user's. Ray Train ends the whole group within seconds; who lives on was not hit.

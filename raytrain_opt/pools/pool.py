@@ -27,9 +27,9 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.session import placement_groups, remove_placement_groups
 from raytrain_opt.train.state import HostState
 
-_POLL_S = 0.25
+_POLL_S = 0.5
 
-# Called about four times a second while waiting; gets the progress of the pool at work.
+# Called about twice a second while waiting; gets the progress of the pool at work.
 OnWait = Callable[[str, Progress | None], None]
 
 

@@ -16,7 +16,7 @@ def run_workers(setup: Setup) -> None:
     Raises whatever Ray Train raises when a worker dies more often than the job allows.
     """
     job = setup.job
-    TorchTrainer(
+    _Trainer(
         _worker_main,
         train_loop_config={"setup": setup},
         torch_config=TorchConfig(
@@ -34,6 +34,21 @@ def run_workers(setup: Setup) -> None:
             failure_config=FailureConfig(max_failures=job.limits.max_restarts),
         ),
     ).fit()
+
+
+# Each keeps an idle process on the head node, which wakes many times a second; where workers
+# occupy every core, that costs them. We hand no Ray datasets to the trainer, and remove
+# placement groups ourselves (`pool.running`).
+_UNUSED_CALLBACKS = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
+
+
+class _Trainer(TorchTrainer):
+    """Without the helpers of Ray Train that a run of ours has no use for."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        # Not public in Ray. Should it go, nothing breaks: the helpers are back.
+        callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
+        return [c for c in callbacks if type(c).__name__ not in _UNUSED_CALLBACKS]
 
 
 def _worker_main(config: dict[str, Any]) -> None:
