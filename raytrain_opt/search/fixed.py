@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.schedules import Schedule
 from raytrain_opt.search.policy import NoCandidates, Plan, Round
+
+# More than any training has; a damaged file must not fill the memory.
+_MOST_STEPS = 10**9
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,18 @@ class FoundSchedule:
     def from_json(cls, value: object, source: str) -> FoundSchedule:
         """Raises JobError when it is not a schedule.json of a run."""
         try:
-            assert isinstance(value, dict)
-            lrs = [
-                float(segment["lr"])
-                for segment in value["segments"]
-                for _ in range(int(segment["steps"]))
-            ]
-            return cls(int(value["steps_per_epoch"]), tuple(lrs))
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            if not isinstance(value, dict):
+                raise TypeError("not a JSON object")
+            segments = [(float(at["lr"]), int(at["steps"])) for at in value["segments"]]
+            found = cls(int(value["steps_per_epoch"]), ())
+        except (KeyError, TypeError, ValueError) as error:
             rule = f"{source} is not a schedule.json of a run ({error!r})"
             raise JobError([Problem("learning_rate.schedule", rule)]) from error
+        steps = sum(count for _, count in segments)
+        if steps > _MOST_STEPS or any(count < 1 for _, count in segments):
+            rule = f"{source} has {steps} steps; each segment has at least one, all at most 10^9"
+            raise JobError([Problem("learning_rate.schedule", rule)])
+        return replace(found, lrs=tuple(lr for lr, count in segments for _ in range(count)))
 
     def policy(self, epochs: int, steps_per_epoch: int) -> FixedSchedule:
         """Replay it. Raises JobError unless the trainings have the same length."""
