@@ -15,13 +15,14 @@ handing over the state and writing records (the evaluation after the last epoch 
 off); on the other side the reduction of the sums. Start-up counts on neither side.
 
 The runs alternate, and so does the order within a pair, so that a drift of the machine hits
-both. All our runs share one Ray session, which stays up, idle, during the other side's.
+both. All our runs share one Ray session, which stays up, idle, during the other side's; it is
+set up like one that a run starts itself (no watcher for preempted nodes).
 Ray lowers the priority of its worker processes by 15 (RAY_worker_niceness); the other
 side's are lowered by as much, otherwise a busy machine would favour them. And glibc hands
 the memory that a process' main thread has freed back to the system in every step (9,000 page
-faults a step for the default model), but not that of a Ray worker, whose training runs in
-another thread. The other side gets MALLOC_* settings that keep it too (then 200 faults), so
-that loops are compared and not allocators.
+faults a step for the default model). Our workers are started with MALLOC_* settings that keep
+it; `--tuned-malloc` gives the other side such settings too (then 200 faults), which torchrun
+does not, and so compares the loops alone.
 
 Measure on a machine with nothing else to do: beside other work, the kernel's share-out between
 sessions (sched_autogroup) decides more than either loop.
@@ -44,6 +45,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from common import machine, made_up_images
 
 from raytrain_opt import Job, run
 from raytrain_opt.pools.session import ray_session
@@ -78,6 +80,7 @@ class Speed:
 
 def main() -> None:
     args = _arguments()
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     with tempfile.TemporaryDirectory() as folder, ray_session(None, verbose=False):
         files = write_images(Path(folder), args.samples)
         sides = {
@@ -132,12 +135,13 @@ def plain(args: argparse.Namespace, files: tuple[str, str]) -> Speed:
         "--threads": args.threads,
         "--lr": LR,
     }
+    memory = KEEP_FREED_MEMORY if args.tuned_malloc else {}
     launcher = ["nice", "-n", str(niceness), sys.executable, "-m", "torch.distributed.run"]
     processes = ["--standalone", f"--nproc-per-node={args.workers}", str(PLAIN_SCRIPT)]
     given = [str(part) for option in options.items() for part in option]
     done = subprocess.run(
         [*launcher, *processes, *given],
-        env={**os.environ, **KEEP_FREED_MEMORY, "OMP_NUM_THREADS": str(args.threads)},
+        env={**os.environ, **memory, "OMP_NUM_THREADS": str(args.threads)},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -163,31 +167,15 @@ def report(args: argparse.Namespace, pairs: Sequence[dict[str, Speed]]) -> dict[
         "epochs_timed": args.epochs - 1,
         "workers": args.workers,
         "threads": args.threads,
+        "tuned_malloc": args.tuned_malloc,
         "machine": machine(),
         "versions": versions(),
     }
 
 
-def machine() -> dict[str, object]:
-    """Processor and cores of this host; the GPU's name when there is one."""
-    import torch
-
-    names = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    cpu = {"cpu": names[0] if names else "unknown", "cores": len(os.sched_getaffinity(0))}
-    return {**cpu, "gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else cpu
-
-
 def write_images(folder: Path, samples: int) -> tuple[str, str]:
-    """Images that are noise around a pattern per class, so that training behaves as usual."""
-    random = np.random.default_rng(0)
-    labels = random.integers(0, CLASSES, samples)
-    patterns = random.integers(64, 192, (CLASSES, *IMAGE_SHAPE))
-    noise = random.normal(0, 48, (samples, *IMAGE_SHAPE))
-    images = np.clip(patterns[labels] + noise, 0, 255).astype(np.uint8)
+    """Made-up images and their labels, as .npy files."""
+    images, labels = made_up_images(samples, IMAGE_SHAPE, CLASSES)
     np.save(folder / "x.npy", images)
     np.save(folder / "y.npy", labels)
     return str(folder / "x.npy"), str(folder / "y.npy")
@@ -202,6 +190,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--global-batch-size", type=int, default=128)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each worker, on CPU")
+    parser.add_argument(
+        "--tuned-malloc", action="store_true", help="MALLOC_* settings for the other side too"
+    )
     args = parser.parse_args()
     if args.epochs < 2 or args.pairs < 1:
         parser.error("--epochs must be at least 2 (the first is not timed), --pairs at least 1")

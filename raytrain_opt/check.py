@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.schema import (
     ArraysData,
     ArraySetData,
     DatasetData,
     ImageFolderData,
     Job,
-    ReplayPolicy,
 )
 from raytrain_opt.errors import JobError, Problem
 

@@ -1,4 +1,4 @@
-"""The command line: `raytrain-opt run | validate | schema`.
+"""The command line: `raytrain-opt run | batch-size | validate | schema`.
 
 Heavy imports stand inside the commands, so that help and checks answer at once.
 """
@@ -31,6 +31,15 @@ _overrides = click.option(
 )
 
 
+_fresh = click.option("--fresh", is_flag=True, help="Search the batch size again.")
+_address = click.option(
+    "--address", metavar="ADDR", help="Ray cluster; default: RAY_ADDRESS, else local."
+)
+_verbose_ray = click.option(
+    "--verbose", is_flag=True, help="Show Ray's own messages and tracebacks."
+)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="raytrain_opt", prog_name="raytrain-opt")
 def main() -> None:
@@ -41,12 +50,14 @@ def main() -> None:
 @click.argument("job_file", metavar="JOB.yaml", required=False)
 @_overrides
 @click.option("--resume", metavar="RUN_DIR", help="Go on from the last commit of this run.")
-@click.option("--address", metavar="ADDR", help="Ray cluster; default: RAY_ADDRESS, else local.")
-@click.option("--verbose", is_flag=True, help="Show Ray's own messages and tracebacks.")
+@_fresh
+@_address
+@_verbose_ray
 def run(
     job_file: str | None,
     overrides: tuple[str, ...],
     resume: str | None,
+    fresh: bool,
     address: str | None,
     verbose: bool,
 ) -> None:
@@ -67,8 +78,36 @@ def run(
             address=address,
             verbose=verbose,
             resume=resume,
+            fresh=fresh,
             started_s=clock.PROCESS_STARTED_S,
         )
+
+
+@main.command("batch-size")
+@_job_file
+@_overrides
+@_fresh
+@click.option("--trace", is_flag=True, help="Write a Chrome trace of the chosen size.")
+@_address
+@_verbose_ray
+def batch_size(
+    job_file: str,
+    overrides: tuple[str, ...],
+    fresh: bool,
+    trace: bool,
+    address: str | None,
+    verbose: bool,
+) -> None:
+    """Choose the batch size by probes, without training."""
+    with _errors_told(verbose):
+        from raytrain_opt.config.load import load_job
+
+        job = load_job(job_file, overrides)
+
+        from raytrain_opt.batch_size import find_batch_size
+
+        found = find_batch_size(job, address=address, verbose=verbose, fresh=fresh, trace=trace)
+        click.echo(f"train with it: raytrain-opt run {found.run_dir}/job.yaml")
 
 
 @main.command()
@@ -121,7 +160,8 @@ def _summary(job: Job) -> str:
         "optimizer": job.optimizer.name,
         "training": f"{job.epochs} epochs, {job.precision}, seed {job.seed}",
         "global batch": f"{job.global_batch_size} = {job.workers.count} workers x "
-        f"{job.batch_size_per_worker}",
+        f"{job.batch_size_per_worker}"
+        + (f", before {search.strategy}" if (search := job.batch_size_search) else ""),
         "slots": "none" if job.learning_rate.policy != "stpt" else slots,
         "results": job.storage_path,
     }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raytrain_opt.batch_size import with_batch_size
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
 from raytrain_opt.result import RunResult, finish
 from raytrain_opt.search.policy import Plan, Round
-from raytrain_opt.start import open_run
+from raytrain_opt.start import open_run, open_session
 from raytrain_opt.training_run import TrainingRun
 
 
@@ -18,6 +19,7 @@ def run(
     address: str | None = None,
     verbose: bool = False,
     resume: str | None = None,
+    fresh: bool = False,
     started_s: float | None = None,
 ) -> RunResult:
     """Train as the job says; returns when done.
@@ -25,13 +27,19 @@ def run(
     `address`: a Ray cluster ("auto", "ray://…", host:port); default: the one of RAY_ADDRESS,
     else Ray is started on this machine and ended afterwards. A Ray that the caller has
     initialised is used and left as it is. `resume`: the run directory of an earlier run of
-    this job, to go on from its last commit. `started_s` (monotonic): from when the start-up
-    time counts. Raises RaytrainOptError; what was committed stays in the run directory.
+    this job, to go on from its last commit. `fresh`: where the job asks for a batch-size
+    search, do not take the kept answer of an earlier one. `started_s` (monotonic): from when
+    the start-up time counts. Raises RaytrainOptError; what was committed stays in the run
+    directory.
     """
     began_s = monotonic_s() if started_s is None else started_s
-    with open_run(job, address=address, verbose=verbose, began_s=began_s, resume=resume) as this:
-        train(job, this)
-        return finish(this)
+    with open_session(
+        job, address=address, verbose=verbose, began_s=began_s, resume=resume
+    ) as session:
+        job = with_batch_size(job, session, fresh=fresh)
+        with open_run(job, session) as this:
+            train(job, this)
+            return finish(this)
 
 
 def train(job: Job, this: TrainingRun) -> None:

@@ -95,6 +95,21 @@ class RunPaths:
         return self.local / "epochs.jsonl"
 
     @property
+    def batch_sizes(self) -> Path:
+        """One JSON line a batch-size probe."""
+        return self.local / "batch_size.jsonl"
+
+    @property
+    def batch_size(self) -> Path:
+        """The chosen batch size, and what followed from it."""
+        return self.local / "batch_size.json"
+
+    @property
+    def trace(self) -> Path:
+        """Chrome trace of training steps at the chosen batch size."""
+        return self.local / "trace.json"
+
+    @property
     def schedule(self) -> Path:
         """The learning rate of every step."""
         return self.local / "schedule.json"
@@ -156,6 +171,38 @@ def _fetch(uri: str, local: Path) -> None:
     except (OSError, ValueError) as error:
         problem = Problem("--resume", f"cannot be read: {error}", repr(uri))
         raise JobError([problem], "arguments") from error
+
+
+def read_stored(storage_path: str, name: str) -> bytes | None:
+    """A file directly under a storage path, local or a URI; None when it is not there.
+
+    Raises CommitError when the storage cannot be read.
+    """
+    try:
+        storage, root = _storage(storage_path)
+        if storage.get_file_info(f"{root}/{name}").type != fs.FileType.File:
+            return None
+        with storage.open_input_file(f"{root}/{name}") as file:
+            return bytes(file.read())
+    except (OSError, ValueError) as error:
+        raise CommitError(f"{storage_path}/{name} cannot be read: {error}") from error
+
+
+def write_stored(storage_path: str, name: str, content: bytes) -> None:
+    """The inverse of `read_stored`; raises CommitError."""
+    try:
+        storage, root = _storage(storage_path)
+        storage.create_dir(f"{root}/{name}".rsplit("/", 1)[0])
+        with storage.open_output_stream(f"{root}/{name}") as file:
+            file.write(content)
+    except (OSError, ValueError) as error:
+        raise CommitError(f"{storage_path}/{name} cannot be written: {error}") from error
+
+
+def _storage(path: str) -> tuple[fs.FileSystem, str]:
+    local = path if "://" in path else str(Path(path).expanduser().absolute())
+    storage, root = fs.FileSystem.from_uri(local)
+    return storage, root.rstrip("/")
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:

@@ -1,4 +1,6 @@
-"""From a job to a run with both pools starting, and back to a clean machine."""
+"""From a job to a session, from that to a run with both pools starting; and back to a clean
+machine.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from raytrain_opt.data.array_sets import Arrays
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.paths import RunPaths, write_text
-from raytrain_opt.pools.host import Host
+from raytrain_opt.pools.host import Host, environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.pool import Pool, Vault, running
 from raytrain_opt.pools.resources import PoolPlan, plan_pools
@@ -33,13 +35,23 @@ from raytrain_opt.training_run import Startup, TrainingRun
 _OWN_RAY_STOP_S = 1.0
 
 
-@contextmanager
-def open_run(
-    job: Job, *, address: str | None, verbose: bool, began_s: float, resume: str | None
-) -> Iterator[TrainingRun]:
-    """Validate, connect, start both pools at once, and read the data meanwhile.
+@dataclass(frozen=True)
+class Session:
+    """A job that was found valid, a run directory for it, and Ray connected."""
 
-    Leaving the block ends the pools; a Ray that was started here is ended too.
+    paths: RunPaths
+    terminal: Terminal
+    startup: Startup
+    owned: bool  # Ray was started here, and runs on this machine alone
+    data: Callable[[], Data]  # waits until they are read
+
+
+@contextmanager
+def open_session(
+    job: Job, *, address: str | None, verbose: bool, began_s: float, resume: str | None = None
+) -> Iterator[Session]:
+    """Validate, connect, and read the data meanwhile. A Ray that was started here is ended
+    when the block is left.
     """
     problems = check_job(job)
     if problems:
@@ -53,59 +65,62 @@ def open_run(
         try:
             with ray_session(address, verbose=verbose) as owned:
                 startup.mark("ray_connected_s")
-                with _training_run(job, paths, terminal, startup, owned, reading.result) as this:
-                    write_text(paths.job, dump_job(job))
-                    yield this
+                yield Session(paths, terminal, startup, owned, reading.result)
         except KeyboardInterrupt:
             terminal.note(f"interrupted; {how_to_resume(paths)}")
             raise
 
 
+def start_host(*, local: bool, start_s: float, import_all: bool) -> Any:
+    """The actor on this node that keeps the pools, and probes batch sizes; see `pools.host`."""
+    return (
+        ray.remote(Host)
+        .options(
+            num_cpus=0,
+            max_concurrency=2,
+            label_selector=_this_node(),
+            runtime_env={"env_vars": environment(local=local, start_s=start_s)},
+        )
+        .remote(import_all=import_all)
+    )
+
+
 @contextmanager
-def _training_run(
-    job: Job,
-    paths: RunPaths,
-    terminal: Terminal,
-    startup: Startup,
-    owned: bool,
-    data: Callable[[], _Data],
-) -> Iterator[TrainingRun]:
+def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
+    """Start both pools; leaving the block ends them."""
     plan = plan_pools(job, free_resources(), most_candidates(job))
     for note in plan.notes:
-        terminal.note(note)
+        session.terminal.note(note)
     mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, max_concurrency=10_000).remote()
     crowded = _crowded(plan)
-    host: Any = (
-        ray.remote(Host)
-        .options(num_cpus=0, max_concurrency=2, label_selector=_this_node())
-        .remote(local=owned, start_s=job.limits.start_s, import_all=not crowded)
-    )
-    setup = Setup(job, plan, paths.run_id, mailbox, paths.ray_storage)
+    host = start_host(local=session.owned, start_s=job.limits.start_s, import_all=not crowded)
+    setup = Setup(job, plan, session.paths.run_id, mailbox, session.paths.ray_storage)
     vault, limit_s = Vault(), job.limits.command_s
     workers = Pool(
         "worker", plan.workers, lambda: host.run_workers.remote(setup), mailbox, vault, limit_s
     )
     slots = Pool("slot", plan.slots, lambda: host.run_slots.remote(setup), mailbox, vault, limit_s)
     pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
-    stop_s = _OWN_RAY_STOP_S if owned else job.limits.stop_s
+    stop_s = _OWN_RAY_STOP_S if session.owned else job.limits.stop_s
     with running(*pools, host=host, stop_s=stop_s):
         pools[0].start()
         if not crowded:
             workers.start()
-        read = data()
-        startup.mark("data_read_s")
+        read = session.data()
+        session.startup.mark("data_read_s")
         ray.get(mailbox.share_data.remote([ray.put(read.shared)]))
+        write_text(session.paths.job, dump_job(job))
         steps = _steps_per_epoch(job, read.info)
         this = TrainingRun(
             job,
-            paths,
+            session.paths,
             build_policy(job, steps),
             steps,
             workers,
             slots if plan.slots else None,
             vault,
-            terminal,
-            startup,
+            session.terminal,
+            session.startup,
             plan.use_gpu,
         )
         try:
@@ -126,12 +141,14 @@ def how_to_resume(paths: RunPaths) -> str:
 
 
 @dataclass(frozen=True)
-class _Data:
+class Data:
+    """What the driver read: arrays to share (in-memory sets only), and sizes."""
+
     shared: Arrays | None
     info: DataInfo
 
 
-def _read_data(job: Job) -> _Data:
+def _read_data(job: Job) -> Data:
     """In a thread, while Ray starts."""
     import torch
 
@@ -144,7 +161,7 @@ def _read_data(job: Job) -> _Data:
         channels_last=job.channels_last,
     )
     data.close()
-    return _Data(shared, data.info)
+    return Data(shared, data.info)
 
 
 def _crowded(plan: PoolPlan) -> bool:

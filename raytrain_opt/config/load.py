@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from raytrain_opt.config.messages import nearest, problems_of, shown
 from raytrain_opt.config.overrides import apply_overrides
-from raytrain_opt.config.schema import ARRAY_SETS, Job, function_name
+from raytrain_opt.config.schema import ARRAY_SETS, Job
+from raytrain_opt.config.section import function_name
 from raytrain_opt.config.strict_yaml import read_yaml, write_yaml
 from raytrain_opt.errors import JobError, Problem
 
@@ -51,7 +52,12 @@ def dump_job(job: Job) -> str:
     A function given from Python stands there as module:qualname. Raises JobError when an
     argument is nothing that YAML can hold.
     """
-    return write_yaml(_plain(job.model_dump(), ""))
+    return write_yaml(plain_job(job))
+
+
+def plain_job(job: Job) -> dict[str, Any]:
+    """The same as mappings, lists and scalars. Raises JobError like `dump_job`."""
+    return {key: _plain(value, key) for key, value in job.model_dump().items()}
 
 
 def job_schema() -> dict[str, Any]:

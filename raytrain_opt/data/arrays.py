@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from raytrain_opt.config.schema import ArraysData, ArraySetData, Augment
 from raytrain_opt.data import order, pixels
 from raytrain_opt.data.array_sets import Array, Arrays, load_arrays
-from raytrain_opt.data.base import Batch, DataInfo, Split
+from raytrain_opt.data.base import Batch, DataInfo, Split, nothing
 from raytrain_opt.data.order import Indices
 from raytrain_opt.errors import DataError
 
@@ -49,6 +49,7 @@ class ArrayData:
         self.info = DataInfo(
             arrays.num_classes, shape, len(train), len(self._selection), len(arrays.test_x)
         )
+        self.on_copy: Callable[[], None] = nothing
         self._seed = seed
         self._augment = _augment(section, images)
         self._orders = order.EpochOrders(train, seed)
@@ -70,7 +71,7 @@ class ArrayData:
             draws = self._draws(epoch, step, global_batch_size)
             for share in shares:
                 places = order.share_places(share, num_shares, global_batch_size)
-                x, y = self._train.take(of_step[places])
+                x, y = self._train.take(of_step[places], self.on_copy)
                 if draws is not None:
                     x = pixels.crop_and_flip(x, draws.take(places), self._augment.crop_padding)
                 yield Batch(self._prepare(x), y)
@@ -83,7 +84,7 @@ class ArrayData:
         indices = self._selection if split == "selection" else np.arange(self.info.test_size)
         part = order.rank_indices(indices, rank, world_size)
         for start in range(0, len(part), batch_size):
-            x, y = store.take(part[start : start + batch_size])
+            x, y = store.take(part[start : start + batch_size], self.on_copy)
             yield Batch(self._prepare(x), y)
 
     def close(self) -> None:
@@ -103,7 +104,9 @@ class Store(Protocol):
 
     def __init__(self, x: Array, y: Array, device: torch.device) -> None: ...
 
-    def take(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(
+        self, indices: Indices, on_copy: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x and y of the samples, on the device, as new tensors."""
         ...
 
@@ -114,10 +117,13 @@ class HostStore:
     def __init__(self, x: Array, y: Array, device: torch.device) -> None:
         self._x, self._y, self._device = x, y, device
 
-    def take(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(
+        self, indices: Indices, on_copy: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = torch.from_numpy(self._x[indices]), torch.from_numpy(self._y[indices])
         if self._device.type == "cuda":
             x, y = x.pin_memory(), y.pin_memory()
+        on_copy()
         return x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
 
 
@@ -127,7 +133,10 @@ class DeviceStore:
     def __init__(self, x: Array, y: Array, device: torch.device) -> None:
         self._x, self._y, self._device = _uploaded(x, device), _uploaded(y, device), device
 
-    def take(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(
+        self, indices: Indices, on_copy: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        on_copy()
         chosen = torch.from_numpy(indices).to(self._device, non_blocking=True)
         return self._x.index_select(0, chosen), self._y.index_select(0, chosen)
 

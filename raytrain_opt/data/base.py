@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -44,6 +44,8 @@ class TrainingData(Protocol):
     """Training, selection and test data. One iterator at a time; any phase can be repeated."""
 
     info: DataInfo
+    # Called for each batch between reading it and moving it to the device; probes take times.
+    on_copy: Callable[[], None]
 
     def train(
         self, epoch: int, steps: range, shares: range, num_shares: int, global_batch_size: int
@@ -64,3 +66,7 @@ class TrainingData(Protocol):
     def close(self) -> None:
         """End loader processes, if there are any."""
         ...
+
+
+def nothing() -> None:
+    """The `on_copy` of data that nobody measures."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from raytrain_opt.config.schema import DatasetData, ImageFolderData
 from raytrain_opt.data import order, pixels
-from raytrain_opt.data.base import Batch, DataInfo, Split
+from raytrain_opt.data.base import Batch, DataInfo, Split, nothing
 from raytrain_opt.data.folders import FolderSource
 from raytrain_opt.data.loading import BatchReader, BatchRequest, Loaded, Part, only_request
 from raytrain_opt.data.order import Indices, Purpose
@@ -44,6 +44,7 @@ class LoaderData:
             source.num_classes, shape, len(train), len(self._selection), len(self._test)
         )
         self._orders = order.EpochOrders(train, seed)
+        self.on_copy: Callable[[], None] = nothing
         self._device = device
         self._loader = _Loader(
             section, BatchReader(source, seed, section.corrupt == "skip"), device
@@ -93,6 +94,7 @@ class LoaderData:
         for loaded in self._loader.load(requests):
             if loaded.error is not None:
                 raise DataError(loaded.error)
+            self.on_copy()
             x = loaded.x.to(self._device, non_blocking=True)
             y = loaded.y.to(self._device, non_blocking=True)
             yield Batch(self._prepare(x), y, loaded.skipped)

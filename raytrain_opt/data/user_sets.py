@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from raytrain_opt.config.functions import resolve_function
-from raytrain_opt.config.schema import DatasetData, function_name
+from raytrain_opt.config.schema import DatasetData
+from raytrain_opt.config.section import function_name
 from raytrain_opt.data.loading import Part, Sample, cause, random_state_kept, seed_all
 from raytrain_opt.data.order import Purpose, sample_seed
 from raytrain_opt.errors import DataError

@@ -24,7 +24,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from raytrain_opt.config import schema
+from raytrain_opt.config.learning_rate import SchedulePolicy
+from raytrain_opt.config.learning_rate import Warmup as WarmupSection
 
 
 class Schedule(Protocol):
@@ -138,9 +139,7 @@ def _progress(step: int, steps: int) -> float:
     return 1.0 if step >= steps else step / steps
 
 
-def build_schedule(
-    policy: schema.SchedulePolicy, *, epochs: int, steps_per_epoch: int
-) -> Schedule:
+def build_schedule(policy: SchedulePolicy, *, epochs: int, steps_per_epoch: int) -> Schedule:
     """The schedule of a whole training of `epochs` x `steps_per_epoch` updates.
 
     A decay (linear, polynomial, cosine) runs over the steps that the warm-up leaves. Drops
@@ -162,7 +161,7 @@ def build_schedule(
     )
 
 
-def _after_warmup(policy: schema.SchedulePolicy, steps: int, steps_per_epoch: int) -> Schedule:
+def _after_warmup(policy: SchedulePolicy, steps: int, steps_per_epoch: int) -> Schedule:
     match policy.shape:
         case "constant":
             return Constant(policy.initial)
@@ -179,7 +178,7 @@ def _after_warmup(policy: schema.SchedulePolicy, steps: int, steps_per_epoch: in
             return Cosine(policy.initial, policy.final, steps)
 
 
-def warmup_lrs(warmup: schema.Warmup, target_lr: float, steps_per_epoch: int) -> tuple[float, ...]:
+def warmup_lrs(warmup: WarmupSection, target_lr: float, steps_per_epoch: int) -> tuple[float, ...]:
     """The rate of each step of a warm-up alone; empty if it has no epochs.
 
     Linear: from its starting rate towards `target_lr`, which the step after the last would have.

@@ -23,13 +23,13 @@ def run_slots(setup: Setup) -> None:
             name=f"slots-{setup.run_id}",
             storage_path=setup.ray_storage_path,
             failure_config=FailureConfig(max_failures=setup.job.limits.max_restarts),
-            callbacks=[_Silence()],
+            callbacks=[Silence()],
             verbose=0,
         ),
     ).fit()
 
 
-class _Silence(TrialProgressCallback):
+class Silence(TrialProgressCallback):
     """Tune prints a line for every trial that ends, whatever its verbosity, unless a callback
     of this kind is there already. Slots are no trials that a user wants to hear of.
     """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from raytrain_opt.config.schema import Job, ReplayPolicy, StptPolicy
+from raytrain_opt.config.learning_rate import ReplayPolicy, StptPolicy
+from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.schedules import build_schedule
 from raytrain_opt.search.fixed import FixedSchedule, FoundSchedule

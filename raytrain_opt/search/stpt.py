@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain_opt.config.schema import LR_SETS, StptPolicy, Warmup
+from raytrain_opt.config.learning_rate import LR_SETS, StptPolicy, Warmup
 from raytrain_opt.errors import DivergedError, JobError, Problem
 from raytrain_opt.optim.schedules import warmup_lrs
 from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round, is_finite

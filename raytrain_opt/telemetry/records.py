@@ -47,7 +47,7 @@ class Recorder:
 
     def round(self, record: Mapping[str, Any], step: int) -> None:
         """A line of rounds.jsonl, and every candidate's score over its learning rate."""
-        line = {"schema_version": SCHEMA_VERSION, **_finite(record)}
+        line = {"schema_version": SCHEMA_VERSION, **finite(record)}
         append_json_line(self.paths.rounds, line)
         for candidate in line["candidates"]:
             name = f"round/candidate_{candidate['index']}"
@@ -56,7 +56,7 @@ class Recorder:
 
     def epoch(self, record: EpochRecord, step: int) -> None:
         """A line of epochs.jsonl, and the same as scalars."""
-        line = {"schema_version": SCHEMA_VERSION, **_finite(vars(record))}
+        line = {"schema_version": SCHEMA_VERSION, **finite(vars(record))}
         append_json_line(self.paths.epochs, line)
         names = ("lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "test_top5")
         self._scalars(step, {f"epoch/{name}": line[name] for name in names})
@@ -74,7 +74,7 @@ class Recorder:
 
     def result(self, record: Mapping[str, Any]) -> None:
         """result.json."""
-        line = {"schema_version": SCHEMA_VERSION, "finished_utc": utc_now(), **_finite(record)}
+        line = {"schema_version": SCHEMA_VERSION, "finished_utc": utc_now(), **finite(record)}
         write_json(self.paths.result, line)
 
     def _scalars(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -87,14 +87,14 @@ class Recorder:
         self._events.close()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no infinity: it becomes null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

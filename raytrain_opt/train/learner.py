@@ -131,7 +131,7 @@ class Learner:
 
     def _accumulate(self, batch: Batch, share_count: int) -> Tensor:
         """Forward and backward of one share; returns [sum of losses, hits] on the device."""
-        with self._autocast():
+        with self.autocast():
             output = self.forward(batch.x)
             loss = self.loss(output, batch.y)
         scaled = loss if share_count == 1 else loss / share_count
@@ -157,7 +157,7 @@ class Learner:
         total = math.ceil(split_size / (world_size * batch_size))
         for done, batch in enumerate(self.data.evaluate(split, rank, world_size, batch_size)):
             on_step(done, total)
-            with self._autocast():
+            with self.autocast():
                 output = self.model(batch.x)
                 loss = self.loss(output, batch.y)
             guesses = output.topk(min(5, output.shape[1]), dim=1).indices
@@ -183,7 +183,8 @@ class Learner:
         """End the loader processes."""
         self.data.close()
 
-    def _autocast(self) -> torch.autocast:
+    def autocast(self) -> torch.autocast:
+        """The job's precision, for a forward pass."""
         dtype = _AMP_DTYPE.get(self.job.precision)
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from raytrain_opt import Job
@@ -66,3 +67,21 @@ class _BreaksInTraining(nn.Module):
 def make_breaking_model() -> nn.Module:
     """A user's model function."""
     return _BreaksInTraining()
+
+
+class _FitsSixteen(nn.Module):
+    """Says that memory is out as CUDA does, for batches above 16 in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training and len(x) > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return self.linear(x.flatten(1))
+
+
+def make_model_for_16_samples() -> nn.Module:
+    """A user's model function."""
+    return _FitsSixteen()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +71,25 @@ def test_run_hands_the_job_to_the_driver(job_file: str, driver: Any) -> None:
     assert (call["job"].epochs, call["job"].workers.count) == (3, 2)
     assert (call["address"], call["verbose"]) == ("auto", True)
     assert call["started_s"] == clock.PROCESS_STARTED_S
+
+
+def test_batch_size_searches_and_says_what_to_run(
+    job_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def find(job: object, **options: object) -> object:
+        calls.append({"job": job, **options})
+        return SimpleNamespace(run_dir="runs/found")
+
+    fake = ModuleType("raytrain_opt.batch_size")
+    fake.__dict__["find_batch_size"] = find
+    monkeypatch.setitem(sys.modules, "raytrain_opt.batch_size", fake)
+    result = invoke("batch-size", job_file, "--fresh", "--trace", "--set", "epochs=7")
+    assert result.exit_code == 0
+    assert "raytrain-opt run runs/found/job.yaml" in result.stdout
+    assert calls[0]["job"].epochs == 7
+    assert (calls[0]["fresh"], calls[0]["trace"]) == (True, True)
 
 
 def test_run_defaults(job_file: str, driver: Any) -> None:
@@ -144,6 +163,12 @@ def test_the_summary_tells_the_policy(job_file: str, policy: str, words: str) ->
     assert words in invoke("validate", job_file, "--set", f"learning_rate={policy}").stdout
 
 
+def test_the_summary_tells_that_the_batch_size_is_searched(job_file: str) -> None:
+    search = "batch_size_search={strategy: throughput_knee}"
+    result = invoke("validate", job_file, "--set", search)
+    assert "8 = 1 workers x 8, before throughput_knee" in result.stdout
+
+
 def test_validate_looks_beyond_the_schema(job_file: str) -> None:
     result = invoke("validate", job_file, "--set", "optimizer.name=SDG", "--set", "loss.name=x")
     assert result.exit_code == 2
@@ -166,7 +191,7 @@ def test_schema_is_json() -> None:
 def test_help_names_the_commands() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    assert all(command in result.stdout for command in ("run", "validate", "schema"))
+    assert all(command in result.stdout for command in ("run", "batch-size", "validate", "schema"))
 
 
 def test_the_module_is_the_command() -> None:

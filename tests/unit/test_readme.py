@@ -15,7 +15,7 @@ from raytrain_opt.errors import JobError
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMAND = re.compile(r"(?:raytrain-opt|-m raytrain_opt) ([a-z]+)([^`#\n]*)")
+COMMAND = re.compile(r"(?:raytrain-opt|-m raytrain_opt) ([a-z-]+)([^`#\n]*)")
 
 
 def blocks(language: str) -> list[str]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from raytrain_opt.config.learning_rate import SchedulePolicy, StptPolicy, Warmup
 from raytrain_opt.config.load import dump_job, job_schema, load_job, parse_job
-from raytrain_opt.config.schema import ArraySetData, Job, SchedulePolicy, StptPolicy, Warmup
+from raytrain_opt.config.schema import ArraySetData, Job
 from raytrain_opt.errors import JobError
 
 BASE: dict[str, Any] = {

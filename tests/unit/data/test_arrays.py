@@ -230,7 +230,12 @@ def test_a_set_on_the_device_gives_the_same_samples_as_one_on_the_host() -> None
     arrays = numbered(train=5000)
     indices = np.array([4999, 0, 4096, 7])
     makers: list[Callable[..., HostStore | DeviceStore]] = [HostStore, DeviceStore]
-    (x, y), (x2, y2) = (m(arrays.train_x, arrays.train_y, CPU).take(indices) for m in makers)
+    copied: list[str] = []
+    (x, y), (x2, y2) = (
+        m(arrays.train_x, arrays.train_y, CPU).take(indices, lambda: copied.append("now"))
+        for m in makers
+    )
+    assert copied == ["now", "now"]
     np.testing.assert_array_equal(x.numpy(), arrays.train_x[indices])
     assert torch.equal(x, x2)
     assert torch.equal(y, y2)

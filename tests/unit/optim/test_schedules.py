@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from raytrain_opt.config import schema
+from raytrain_opt.config.learning_rate import SchedulePolicy
+from raytrain_opt.config.learning_rate import Warmup as WarmupSection
 from raytrain_opt.optim.schedules import (
     Constant,
     Cosine,
@@ -100,10 +101,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def policy(shape: str, warmup_epochs: int = 0, kind: str = "linear") -> schema.SchedulePolicy:
+def policy(shape: str, warmup_epochs: int = 0, kind: str = "linear") -> SchedulePolicy:
     warmup = {"epochs": warmup_epochs, "lr": 0.02, "shape": kind}
     values = {"policy": "schedule", "initial": 0.2, "shape": shape, "warmup": warmup}
-    return schema.SchedulePolicy.model_validate({**values, **SHAPES[shape]})
+    return SchedulePolicy.model_validate({**values, **SHAPES[shape]})
 
 
 @pytest.mark.parametrize("warmup_epochs", [0, 1, 6])
@@ -140,14 +141,14 @@ def test_drops_count_epochs_from_the_start_of_training(shape: str, warmup_epochs
     [("linear", [0.02, 0.065, 0.11, 0.155]), ("constant", [0.02, 0.02, 0.02, 0.02])],
 )
 def test_warmup_alone_and_before_a_schedule(kind: Any, table: list[float]) -> None:
-    section = schema.Warmup(epochs=2, lr=0.02, shape=kind)
+    section = WarmupSection(epochs=2, lr=0.02, shape=kind)
     assert warmup_lrs(section, 0.2, steps_per_epoch=2) == pytest.approx(table)
     schedule = build_schedule(policy("cosine", 2, kind), epochs=6, steps_per_epoch=2)
     assert rates(schedule, 5) == pytest.approx([*table, 0.2])
 
 
 def test_no_warmup_has_no_steps() -> None:
-    assert warmup_lrs(schema.Warmup(epochs=0), 0.2, steps_per_epoch=9) == ()
+    assert warmup_lrs(WarmupSection(epochs=0), 0.2, steps_per_epoch=9) == ()
 
 
 def test_training_that_is_all_warmup_ends_at_final() -> None:
@@ -157,6 +158,6 @@ def test_training_that_is_all_warmup_ends_at_final() -> None:
 
 
 def test_a_warm_up_starts_at_a_twentieth_of_the_rate_unless_given() -> None:
-    assert warmup_lrs(schema.Warmup(epochs=1), 0.1, 2) == pytest.approx((0.005, 0.0525))
-    assert warmup_lrs(schema.Warmup(epochs=1), 0.001, 1) == pytest.approx((0.00005,))
-    assert warmup_lrs(schema.Warmup(epochs=1, lr=0.02), 0.1, 1) == pytest.approx((0.02,))
+    assert warmup_lrs(WarmupSection(epochs=1), 0.1, 2) == pytest.approx((0.005, 0.0525))
+    assert warmup_lrs(WarmupSection(epochs=1), 0.001, 1) == pytest.approx((0.00005,))
+    assert warmup_lrs(WarmupSection(epochs=1, lr=0.02), 0.1, 1) == pytest.approx((0.02,))

@@ -63,8 +63,16 @@ def test_replay_refuses_a_training_of_another_length(epochs: int, steps_per_epoc
         {"steps_per_epoch": 3, "segments": [{"steps": 3}]},
         {"steps_per_epoch": 3, "segments": [{"steps": "many", "lr": 0.1}]},
         {"steps_per_epoch": None, "segments": []},
+        {"steps_per_epoch": 3, "segments": [["steps", 3]]},
     ],
 )
 def test_what_is_no_schedule_is_refused_by_name(value: Any) -> None:
     with pytest.raises(JobError, match=r"found\.json is not a schedule\.json of a run"):
+        FoundSchedule.from_json(value, "found.json")
+
+
+@pytest.mark.parametrize("steps", [0, -1, 10**10])
+def test_segments_of_impossible_length_are_refused(steps: int) -> None:
+    value = {"steps_per_epoch": 3, "segments": [{"steps": steps, "lr": 0.1}]}
+    with pytest.raises(JobError, match="each segment has at least one"):
         FoundSchedule.from_json(value, "found.json")

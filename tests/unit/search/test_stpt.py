@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.config.schema import StptPolicy, Warmup
+from raytrain_opt.config.learning_rate import StptPolicy, Warmup
 from raytrain_opt.errors import DivergedError, JobError
 from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round
 from raytrain_opt.search.stpt import Stpt

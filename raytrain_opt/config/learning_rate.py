@@ -1,0 +1,130 @@
+"""The part of the job file that says how the learning rate is chosen."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from raytrain_opt.config.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+LR_SETS: dict[str, tuple[float, ...]] = {
+    "alpha_study": (10.0, 5.0, 3.0, 1.5, 1.0, 0.9, 0.5, 0.4),
+    "narrow": (1.25, 1.17, 1.08, 1.00, 0.95, 0.90, 0.85, 0.80),
+    "middle": (2.50, 2.00, 1.50, 1.00, 0.85, 0.70, 0.55, 0.40),
+    "wide": (5.00, 3.67, 2.33, 1.00, 0.80, 0.60, 0.40, 0.20),
+}
+
+
+class Warmup(Section):
+    """A gentle start: the rate climbs to learning_rate.initial, or stays low, then jumps."""
+
+    epochs: NonNegativeInt = Field(0, description="Whole epochs; 0: none.")
+    lr: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Rate at the start (linear) or all along. Default: a twentieth of "
+            "learning_rate.initial, the paper's 0.005 for 0.1."
+        ),
+    )
+    shape: Literal["linear", "constant"] = Field("linear", description="How it gets there.")
+
+    def start_lr(self, initial: float) -> float:
+        """The rate it starts at, on its way to `initial`."""
+        return initial / 20 if self.lr is None else self.lr
+
+
+class StptPolicy(Section):
+    """Choose the rate each epoch by short pre-training of candidates (Yamada et al.)."""
+
+    policy: Literal["stpt"]
+    initial: PositiveFloat = Field(0.1, description="Base learning rate of the first round.")
+    candidates: Literal["narrow", "middle", "wide", "alpha_study", "mix"] | list[PositiveFloat] = (
+        Field(
+            "mix",
+            description=(
+                "Multipliers of the base rate: one of the paper's sets, its Mix schedule "
+                "(boundaries scaled to the number of epochs), or your own list."
+            ),
+        )
+    )
+    include: list[PositiveFloat] = Field(
+        default_factory=list, description="Multipliers always among the candidates, e.g. [1.0]."
+    )
+    alpha: PositiveInt | Annotated[float, Field(gt=0, le=1)] = Field(
+        0.08,
+        description="Length of a pre-training: iterations (200) or share of an epoch (0.08).",
+    )
+    candidate_batch: Literal["global", "local"] = Field(
+        "global",
+        description=(
+            "global: a candidate processes the whole global batch each iteration; local: one "
+            "worker's share of it, with the rate scaled linearly."
+        ),
+    )
+    score: Literal["val_accuracy", "val_loss"] = Field(
+        "val_accuracy", description="What ranks the candidates, on the selection split."
+    )
+    max_halvings: NonNegativeInt = Field(
+        5, description="Rounds repeated at half the base rate when every candidate diverges."
+    )
+    warmup: Warmup | None = Field(
+        None,
+        description="Epochs without candidates. Default: 4/40 of the epochs for mix, else none.",
+    )
+
+    @field_validator("candidates")
+    @classmethod
+    def _some_and_distinct(cls, value: Any) -> Any:
+        if isinstance(value, list) and (not value or len(set(value)) != len(value)):
+            raise ValueError("give at least one multiplier, each once")
+        return value
+
+
+class SchedulePolicy(Section):
+    """A learning rate written down beforehand; no candidates."""
+
+    policy: Literal["schedule"]
+    initial: PositiveFloat = Field(0.1, description="Rate after the warm-up; the schedule's peak.")
+    shape: Literal["constant", "step", "multistep", "linear", "polynomial", "cosine"] = Field(
+        "cosine", description="How the rate falls after the warm-up."
+    )
+    final: NonNegativeFloat = Field(
+        0.0, description="Rate at the end (linear, polynomial, cosine)."
+    )
+    gamma: PositiveFloat = Field(0.1, description="Factor at each step (step, multistep).")
+    every_epochs: PositiveInt = Field(30, description="Epochs between steps (step).")
+    milestones: list[PositiveInt] = Field(
+        default_factory=list, description="Epochs after which the rate is multiplied (multistep)."
+    )
+    power: PositiveFloat = Field(2.0, description="Exponent (polynomial).")
+    warmup: Warmup = Field(
+        default_factory=lambda: Warmup(epochs=0, lr=None, shape="linear"),
+        description="The gentle start.",
+    )
+
+    @model_validator(mode="after")
+    def _milestones_where_needed(self) -> SchedulePolicy:
+        if (self.shape == "multistep") != bool(self.milestones):
+            raise ValueError("milestones go with shape multistep, and it needs at least one")
+        if self.milestones != sorted(set(self.milestones)):
+            raise ValueError("milestones must increase")
+        return self
+
+
+class ReplayPolicy(Section):
+    """Train with the schedule that an earlier run found; no candidates."""
+
+    policy: Literal["replay"]
+    schedule: str = Field(description="Path of that run's schedule.json.")
+
+
+LearningRateSection = Annotated[
+    StptPolicy | SchedulePolicy | ReplayPolicy, Field(discriminator="policy")
+]

@@ -1,0 +1,51 @@
+"""What every part of the job file is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+# A name, or (from Python only) the function itself.
+NameOrFunction = Annotated[
+    str | Callable[..., Any],
+    Field(
+        json_schema_extra={"type": "string"},
+    ),
+]
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """`package.module:function`, the form in which a function stands in a job file."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+class Section(BaseModel):
+    """A part of the job file: unknown keys are refused, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    if TYPE_CHECKING:
+        # Values are given as in the job file (`model="resnet8"`), which is more than the types
+        # of the fields allow; pydantic checks them.
+        def __init__(self, **values: Any) -> None: ...
+
+
+class NamedSection(Section):
+    """A section that may be written as a bare name: `model: resnet8`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) or callable(value) else value
+
+    @field_serializer("name", check_fields=False)
+    def _name_as_text(self, name: str | Callable[..., Any]) -> str:
+        return name if isinstance(name, str) else function_name(name)

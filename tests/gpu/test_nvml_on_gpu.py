@@ -1,0 +1,79 @@
+"""NVML against CUDA: the same device, its load and its energy. No Ray.
+
+make test-gpu      or, in an environment with torch and without Ray:
+python -m pytest -m gpu tests/gpu
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from raytrain_opt.config.batch_size import UtilizationSection
+from raytrain_opt.telemetry.nvml import NvmlSampler
+from raytrain_opt.telemetry.utilization import UtilizationMonitor, open_sampler
+
+pytest.importorskip("pynvml")
+pytestmark = pytest.mark.gpu
+
+LOAD_S = 3.0
+
+
+def uuid_of(ordinal: int) -> str:
+    return str(torch.cuda.get_device_properties(ordinal).uuid)
+
+
+@pytest.fixture
+def sampler() -> Iterator[NvmlSampler]:
+    opened = NvmlSampler.open(0, uuid_of(0))
+    yield opened
+    opened.close()
+
+
+def keep_busy(seconds: float) -> None:
+    """Products of matrices, at most a few queued at a time."""
+    x = torch.rand(4096, 4096, device="cuda:0")
+    started_s = time.monotonic()
+    while time.monotonic() - started_s < seconds:
+        for _ in range(10):
+            x @ x
+        torch.cuda.synchronize(0)
+
+
+def test_the_device_is_that_of_cuda() -> None:
+    for ordinal in range(torch.cuda.device_count()):
+        sampler = NvmlSampler.open(ordinal, uuid_of(ordinal))
+        assert sampler.uuid == f"GPU-{uuid_of(ordinal)}"
+        sampler.close()
+
+
+def test_the_only_kind_of_gpu_is_found_without_its_uuid() -> None:
+    count = torch.cuda.device_count()
+    if len({torch.cuda.get_device_name(ordinal) for ordinal in range(count)}) > 1:
+        pytest.skip("unequal GPUs")
+    sampler = NvmlSampler.open(count - 1)
+    assert sampler.uuid == f"GPU-{uuid_of(count - 1)}"
+    sampler.close()
+
+
+def test_load_raises_the_utilisation_and_the_energy(sampler: NvmlSampler) -> None:
+    keep_busy(1.0)
+    with UtilizationMonitor(sampler, period_s=0.2) as monitor:
+        keep_busy(LOAD_S)
+    assert monitor.top_half_mean_pct > 50
+    assert len(monitor.samples) > 5
+    if sampler.energy_j() is None:
+        pytest.skip("this GPU does not count its energy")
+    assert monitor.energy_j is not None
+    assert monitor.energy_j > 10 * LOAD_S
+
+
+def test_a_job_on_a_gpu_gets_nvml() -> None:
+    section = UtilizationSection(sampler="auto")
+    sampler = open_sampler(section, use_gpu=True, threads=1, gpu_uuid=uuid_of(0))
+    assert isinstance(sampler, NvmlSampler)
+    assert 0 <= sampler.sample() <= 100
+    sampler.close()

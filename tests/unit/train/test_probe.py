@@ -1,0 +1,232 @@
+"""A probe: what it measures, by a clock of ours, and that it leaves everything as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from raytrain_opt.config.batch_size import GpuUsageMaximizeSearch, ThroughputKneeSearch
+from raytrain_opt.data.base import Batch
+from raytrain_opt.telemetry.utilization import ScriptedSampler
+from raytrain_opt.train import timing
+from raytrain_opt.train.probe import Subject, is_out_of_memory, mean_and_error, measure
+
+CPU = torch.device("cpu")
+SECTION = ThroughputKneeSearch(strategy="throughput_knee", max_seconds=0.2, memory_reserve=0.0)
+
+
+class Net(nn.Module):
+    """Raises `error` when a batch has more than `largest` samples."""
+
+    def __init__(self, largest: int = 1000, error: Exception | None = None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)
+        )
+        self.largest, self.error = largest, error or torch.OutOfMemoryError("CUDA out of memory")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.largest:
+            raise self.error
+        out: Tensor = self.layers(x)
+        return out
+
+
+def batches(size: int, on_copy: Callable[[], None]) -> Iterator[Batch]:
+    while True:
+        np.random.random()  # a pipeline draws from every generator
+        random.random()
+        x, y = torch.randn(size, 6), torch.randint(3, (size,))
+        on_copy()
+        yield Batch(x, y)
+
+
+def subject(net: Net | None = None, **changes: Any) -> Subject:
+    net = net or Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    made = Subject(net, optimizer, cross_entropy, batches, CPU, nullcontext, scaler)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def sampler() -> ScriptedSampler:
+    return ScriptedSampler([10.0, 90.0] * 500)
+
+
+def train(of: Subject, steps: int) -> None:
+    for batch, _ in zip(batches(4, lambda: None), range(steps), strict=False):
+        of.optimizer.zero_grad()
+        of.loss(of.model(batch.x), batch.y).backward()
+        of.optimizer.step()
+
+
+def everything(of: Subject) -> list[Any]:
+    """All that a training goes on from, as plain values."""
+    optimizer = of.optimizer.state_dict()
+    buffers = [
+        (index, key, value.tolist() if isinstance(value, Tensor) else value)
+        for index, values in optimizer["state"].items()
+        for key, value in values.items()
+    ]
+    return [
+        {name: tensor.tolist() for name, tensor in of.model.state_dict().items()},
+        buffers,
+        optimizer["param_groups"],
+        [None if p.grad is None else p.grad.tolist() for p in of.model.parameters()],
+        [module.training for module in of.model.modules()],
+        torch.get_rng_state().tolist(),
+        np.random.get_state()[1].tolist(),  # type: ignore[union-attr, index]
+        random.getstate(),
+    ]
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.parametrize("training", [True, False])
+def test_everything_is_bit_identical_afterwards(steps_before: int, training: bool) -> None:
+    it = subject()
+    train(it, steps_before)
+    it.model.train(training)
+    before = everything(it)
+    assert measure(it, 8, SECTION, sampler()).status == "ok"
+    assert everything(it) == before
+
+
+def test_it_trains_for_real() -> None:
+    seen: list[float] = []
+    it = subject()
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        seen.append(float(next(it.model.parameters()).detach().sum()))
+        return cross_entropy(output, y)
+
+    it.loss = loss
+    probe = measure(it, 8, SECTION, sampler())
+    assert len(seen) == probe.steps + SECTION.warmup_steps
+    assert len(set(seen)) > len(seen) / 2  # the weights move (a sum may come again)
+
+
+def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks at 0, 1, 3, 6, 10, 15 | 16, 18, 21, 25, 30 |: parts of 1 to 5 s, 15 s a step."""
+    gaps = (part for _ in count() for part in (1.0, 2.0, 3.0, 4.0, 5.0))
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += next(gaps)
+        return now
+
+    section = SECTION.model_copy(update={"warmup_steps": 2, "max_seconds": 1e6})
+    with monkeypatch.context() as patch:
+        patch.setattr(timing, "monotonic_s", clock)
+        probe = measure(subject(), 30, section, sampler())
+    assert probe.steps == section.min_steps
+    assert sorted(probe.parts_s.values()) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert tuple(probe.parts_s) == timing.PARTS
+    assert sum(probe.parts_s.values()) * probe.steps == probe.seconds
+    assert probe.samples_per_s == 30 / 15
+    assert probe.samples_per_s_error == 0
+
+
+def test_a_noisy_probe_takes_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise, now = np.random.default_rng(0), 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += float(noise.uniform(0.5, 1.5))
+        return now
+
+    monkeypatch.setattr(timing, "monotonic_s", clock)
+    section = SECTION.model_copy(update={"precision": 0.01, "max_seconds": 1e6})
+    probe = measure(subject(), 8, section, sampler())
+    assert probe.steps > 20
+    assert probe.samples_per_s_error <= 0.01 * probe.samples_per_s
+
+
+def test_a_slow_probe_ends_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count(0.0, 10.0)
+    monkeypatch.setattr(timing, "monotonic_s", lambda: next(ticks))
+    section = SECTION.model_copy(update={"min_steps": 2, "precision": 1e-9, "max_seconds": 90.0})
+    assert measure(subject(), 8, section, sampler()).steps == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if …"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_is_a_result_and_leaves_no_trace(error: Exception) -> None:
+    it = subject(Net(largest=16, error=error))
+    train(it, 2)
+    before = everything(it)
+    probe = measure(it, 17, SECTION, sampler())
+    assert probe.status == "out_of_memory"
+    assert probe.why
+    assert everything(it) == before
+    assert measure(it, 16, SECTION, sampler()).status == "ok"
+
+
+def test_other_errors_are_raised_and_leave_no_trace() -> None:
+    it = subject(Net(largest=16, error=RuntimeError("shapes do not match")))
+    before = everything(it)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        measure(it, 17, SECTION, sampler())
+    assert everything(it) == before
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_a_size_that_uses_up_the_reserve_does_not_fit() -> None:
+    section = SECTION.model_copy(update={"memory_reserve": 0.999})
+    probe = measure(subject(), 8, section, sampler())
+    assert probe.status == "out_of_memory"
+    assert "memory_reserve" in probe.why
+
+
+def test_utilisation_is_sampled_as_long_as_the_strategy_needs() -> None:
+    section = GpuUsageMaximizeSearch(
+        strategy="gpu_usage_maximize",
+        utilization={"sampler": "cpu", "period_s": 0.05},
+        precision=0.9,
+        memory_reserve=0.0,
+    )
+    probe = measure(subject(), 8, section, sampler())
+    assert probe.seconds >= 0.15
+    assert probe.utilization_samples >= 2
+    assert probe.utilization_pct > probe.utilization_mean_pct
+
+
+def test_the_check_takes_more_steps_and_evaluates() -> None:
+    evaluated: list[int] = []
+    it = subject(evaluate=evaluated.append)
+    section = SECTION.model_copy(update={"precision": 0.99})
+    assert measure(it, 8, section, sampler(), steps_factor=3).steps >= 3 * section.min_steps
+    assert evaluated == [8]
+
+
+def test_a_trace_shows_forward_and_backward(tmp_path: Any) -> None:
+    path = tmp_path / "trace.json"
+    measure(subject(), 8, SECTION, sampler(), trace=str(path))
+    text = path.read_text()
+    assert "aten::linear" in text
+    assert "Backward" in text
+
+
+def test_mean_and_error() -> None:
+    assert mean_and_error([2.0, 4.0, 2.0]) == (pytest.approx(8 / 3), float("inf"))
+    few = [2.0, 4.0, 2.0, 4.0, 2.0, 4.0]
+    assert mean_and_error(few) == (3.0, pytest.approx((6 / 5 / 6) ** 0.5 * (5 / 3) ** 0.5))
