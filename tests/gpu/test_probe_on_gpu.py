@@ -27,7 +27,8 @@ def network() -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, padding=1)]
     for convolution in convolutions:
         layers += [convolution, nn.BatchNorm2d(64), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).to(CUDA)
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
+    return nn.Sequential(*layers).to(CUDA)
 
 
 def data(samples: int) -> TensorDataset:

@@ -42,7 +42,8 @@ def setup(**search: Any) -> ProbeSetup:
     )
     section = job.batch_size_search
     assert section is not None
-    return ProbeSetup(job, section, Limits(512, 512), False, 1, {"CPU": 1}, [None], "it", "", False)
+    limits = Limits(512, 512)
+    return ProbeSetup(job, section, limits, False, 1, {"CPU": 1}, [None], "it", "", False)
 
 
 @pytest.fixture
