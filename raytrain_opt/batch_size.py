@@ -14,9 +14,16 @@ import ray
 from raytrain_opt.batch_size_cache import Answer, Cache
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection, ThroughputKneeSearch
+from raytrain_opt.config.learning_rate import (
+    HorizonPolicy,
+    ReplayPolicy,
+    SchedulePolicy,
+    StptPolicy,
+)
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, PoolError, Problem
+from raytrain_opt.optim.scaling import scale_lr
 from raytrain_opt.paths import append_json_line, write_json, write_text
 from raytrain_opt.pools.probes import Found, ProbeRecord, ProbeSetup
 from raytrain_opt.pools.resources import PoolPlan, plan_pools
@@ -83,24 +90,37 @@ def with_batch_size(job: Job, session: Session, *, fresh: bool) -> Job:
 
 
 def with_choice(job: Job, batch_size: int) -> Job:
-    """The job with `batch_size` samples per worker, its learning rate rescaled by its rule.
-
-    Source: Goyal et al. 2017 (linear), Krizhevsky 2014 (square root).
+    """The job with `batch_size` samples per worker, its learning rate rescaled: by the search's
+    rule, or by `learning_rate.scaling` where the job has that.
     """
-    section = job.batch_size_search
-    given = job.global_batch_size
+    section, policy, given = job.batch_size_search, _policy(job), job.global_batch_size
     chosen = batch_size * job.workers.count
-    policy: Any = job.learning_rate
-    factor = {"linear": chosen / given, "sqrt": (chosen / given) ** 0.5, "none": 1.0}
+    job = job.model_copy(update={"global_batch_size": chosen, "batch_size_search": None})
+    if policy.scaling is not None:
+        return with_scaled_lr(job)
     rule = "none" if section is None else section.lr_rule
-    policy = policy.model_copy(update={"initial": policy.initial * factor[rule]})
-    return job.model_copy(
-        update={
-            "global_batch_size": chosen,
-            "learning_rate": policy,
-            "batch_size_search": None,
-        }
-    )
+    return _at_rate(job, scale_lr(rule, policy.initial, given, chosen))
+
+
+def with_scaled_lr(job: Job) -> Job:
+    """The job with `learning_rate.scaling` applied to its rate, and then without it."""
+    scaling = getattr(job.learning_rate, "scaling", None)
+    if scaling is None:
+        return job
+    lr = _policy(job).initial
+    batch, reference = job.global_batch_size, scaling.reference_batch_size
+    return _at_rate(job, scale_lr(scaling.rule, lr, reference, batch))
+
+
+def _at_rate(job: Job, initial: float) -> Job:
+    policy = _policy(job).model_copy(update={"initial": initial, "scaling": None})
+    return job.model_copy(update={"learning_rate": policy})
+
+
+def _policy(job: Job) -> StptPolicy | HorizonPolicy | SchedulePolicy:
+    """Of a job that has a rate: a replayed schedule has none, and allows no search."""
+    assert not isinstance(job.learning_rate, ReplayPolicy)
+    return job.learning_rate
 
 
 def _search(
@@ -229,12 +249,11 @@ def probe_line(number: int, record: ProbeRecord) -> dict[str, Any]:
 
 def _tell(job: Job, result: BatchSizeResult, session: Session) -> None:
     """batch_size.json, the table and the verdict."""
-    chosen, answer = result.job, result.answer
-    lr = {
-        "rule": job.batch_size_search.lr_rule if job.batch_size_search else "none",
-        "from": job.learning_rate.model_dump().get("initial"),
-        "to": chosen.learning_rate.model_dump().get("initial"),
-    }
+    chosen, answer, scaling = result.job, result.answer, _policy(job).scaling
+    searched = job.batch_size_search
+    rule = scaling.rule if scaling else searched.lr_rule if searched else "none"
+    before, after = _policy(with_scaled_lr(job)).initial, _policy(chosen).initial
+    lr = {"rule": rule, "from": before, "to": after}
     summary = {
         "batch_size_per_worker": answer.batch_size,
         "global_batch_size": {"from": job.global_batch_size, "to": chosen.global_batch_size},
@@ -250,6 +269,6 @@ def _tell(job: Job, result: BatchSizeResult, session: Session) -> None:
     session.terminal.note(
         f"batch size {answer.batch_size} per worker ({answer.samples_per_s:,.0f} samples/s): "
         f"{answer.reason}; global_batch_size {job.global_batch_size} -> "
-        f"{chosen.global_batch_size}, learning_rate.initial {lr['from']:.4g} -> {lr['to']:.4g} "
-        f"({lr['rule']}); {len(answer.probes)} probes, {result.seconds:.1f} s"
+        f"{chosen.global_batch_size}, learning_rate.initial {before:.4g} -> {after:.4g} "
+        f"({rule}); {len(answer.probes)} probes, {result.seconds:.1f} s"
     )

@@ -162,7 +162,7 @@ def _summary(job: Job) -> str:
         "global batch": f"{job.global_batch_size} = {job.workers.count} workers x "
         f"{job.batch_size_per_worker}"
         + (f", before {search.strategy}" if (search := job.batch_size_search) else ""),
-        "slots": "none" if job.learning_rate.policy != "stpt" else slots,
+        "slots": slots if job.learning_rate.policy in ("stpt", "stpt_horizon") else "none",
         "results": job.storage_path,
     }
     return "\n".join(f"  {name:14} {text}" for name, text in lines.items())
@@ -174,4 +174,6 @@ def _learning_rate(job: Job) -> str:
         return f"replay of {policy.schedule}"
     if policy.policy == "schedule":
         return f"{policy.shape} from {policy.initial:g}"
+    if policy.policy == "stpt_horizon":
+        return f"{policy.shape} decay; its peak is searched, from {policy.initial:g} on"
     return f"stpt from {policy.initial:g}, candidates {policy.candidates}, alpha {policy.alpha:g}"

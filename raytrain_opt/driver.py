@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from raytrain_opt.batch_size import with_batch_size
+from raytrain_opt.batch_size import with_batch_size, with_scaled_lr
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
 from raytrain_opt.result import RunResult, finish
-from raytrain_opt.search.policy import Plan, Round
 from raytrain_opt.start import open_run, open_session
 from raytrain_opt.training_run import TrainingRun
 
@@ -36,7 +33,7 @@ def run(
     with open_session(
         job, address=address, verbose=verbose, began_s=began_s, resume=resume
     ) as session:
-        job = with_batch_size(job, session, fresh=fresh)
+        job = with_scaled_lr(with_batch_size(job, session, fresh=fresh))
         with open_run(job, session) as this:
             train(job, this)
             return finish(this)
@@ -52,21 +49,8 @@ def train(job: Job, this: TrainingRun) -> None:
             results = this.pretrain(state, plan)
             choice = this.policy.choose(plan, results)
             history = (*history, choice)
-            if choice.winner is not None:
-                state = this.take_state(state, plan, results, choice)
-                break
-            this.record_lost_round(plan, results, choice)
+            state = this.take_state(state, plan, results, choice)
             plan = this.policy.plan(epoch, history)
-        lrs = lrs_after(plan, history, this.steps_per_epoch)
-        state = this.main_train(state, plan, lrs)
+        state = this.main_train(state, plan)
         this.evaluate(state, plan)
         this.commit(state, plan, history)
-
-
-def lrs_after(plan: Plan, history: Sequence[Round], steps_per_epoch: int) -> tuple[float, ...]:
-    """The rates of the main training: the plan's, or the winner's for the beta steps left."""
-    if not plan.candidates:
-        return plan.lrs
-    winner = history[-1].winner
-    assert winner is not None
-    return (winner.candidate.lr,) * (steps_per_epoch - plan.pretrain_steps)

@@ -61,7 +61,7 @@ def _summary(this: TrainingRun, epochs: Sequence[dict[str, Any]], wall_s: float)
         "job": this.job.name,
         "run_dir": this.paths.shown,
         "epochs": this.job.epochs,
-        "steps_per_epoch": this.steps_per_epoch,
+        "steps_per_epoch": this.steps.first,
         "final": {key: epochs[-1][key] for key in keys},
         "best": {key: best[key] for key in keys} if best else None,
         "search": {
@@ -74,6 +74,7 @@ def _summary(this: TrainingRun, epochs: Sequence[dict[str, Any]], wall_s: float)
         "wall_s": wall_s,
         "time_to_first_step_s": this.startup.marks_s.get("first_step_s"),
         "startup_s": this.startup.marks_s,
+        "parallel": this.parallel,
         "restarts": this.restarts(),
         "versions": versions(),
         "hardware": _hardware(this),

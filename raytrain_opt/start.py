@@ -18,7 +18,8 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared, open_data
 from raytrain_opt.data.array_sets import Arrays
 from raytrain_opt.data.base import DataInfo
-from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.errors import JobError
+from raytrain_opt.optim.batch_ramp import epoch_steps
 from raytrain_opt.paths import RunPaths, write_text
 from raytrain_opt.pools.host import Host, environment
 from raytrain_opt.pools.mailbox import Mailbox
@@ -110,7 +111,7 @@ def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
         session.startup.mark("data_read_s")
         ray.get(mailbox.share_data.remote([ray.put(read.shared)]))
         write_text(session.paths.job, dump_job(job))
-        steps = _steps_per_epoch(job, read.info)
+        steps = epoch_steps(read.info.train_size, job.global_batch_size, job.batch_ramp)
         this = TrainingRun(
             job,
             session.paths,
@@ -175,14 +176,3 @@ def _crowded(plan: PoolPlan) -> bool:
 def _this_node() -> dict[str, str]:
     """Ray's label of the driver's node."""
     return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-
-
-def _steps_per_epoch(job: Job, info: DataInfo) -> int:
-    steps = info.steps_per_epoch(job.global_batch_size)
-    if steps == 0:
-        rule = (
-            f"larger than the training set, which has {info.train_size} samples "
-            f"(and {info.selection_size} more in the selection split)"
-        )
-        raise JobError([Problem("global_batch_size", rule, str(job.global_batch_size))])
-    return steps

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from raytrain_opt.clock import Parts, monotonic_s
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import DivergedError
+from raytrain_opt.optim.batch_ramp import EpochSteps, ramp_factor
 from raytrain_opt.paths import RunPaths, write_json
 from raytrain_opt.pools.commands import (
     Evaluate,
@@ -93,7 +94,7 @@ class TrainingRun:
         job: Job,
         paths: RunPaths,
         policy: Policy,
-        steps_per_epoch: int,
+        steps: EpochSteps,
         workers: Pool,
         slots: Pool | None,
         vault: Vault,
@@ -102,12 +103,13 @@ class TrainingRun:
         uses_gpu: bool,
     ) -> None:
         self.job, self.paths, self.policy = job, paths, policy
-        self.steps_per_epoch = steps_per_epoch
+        self.steps = steps
         self.workers, self.slots, self.vault = workers, slots, vault
         self.terminal, self.startup, self.uses_gpu = terminal, startup, uses_gpu
         self.recorder = Recorder(paths)
         self.checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
         self.position = Position()
+        self.parallel: dict[str, object] = {}  # how gradients travelled, of the latest epoch
         self._epoch = _EpochInHand(monotonic_s())
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._pending_commit: Future[Commit] | None = None
@@ -153,41 +155,46 @@ class TrainingRun:
     def take_state(
         self, start: StateRef, plan: Plan, results: Sequence[CandidateResult], choice: Round
     ) -> StateRef:
-        """The winner's state, from the slot that trained it from `start`."""
+        """The winner's state after the steps that are kept, from the slot that trained it from
+        `start`; `start` itself where nobody won or nothing is kept.
+        """
+        if choice.winner is None or plan.kept_steps == 0:
+            return self._leave_state(start, plan, results, choice)
         assert self.slots is not None
-        assert choice.winner is not None
         winner, slot = choice.winner.candidate, choice.winner.slot
         with self._epoch.parts.measure("take_state_s"):
             command = TakeState(_pretrain_command(start, plan, self.slots.size), winner, slot)
             state: StateRef = self.slots.command(command, range(slot, slot + 1))[slot]
             self.vault.hold(state)
-        self._epoch.lrs = [winner.lr] * plan.pretrain_steps
+        self._epoch.lrs = list(winner.lrs(plan)[: plan.kept_steps])
         self._epoch.round_record = _round_record(plan, results, choice, state.sha256)
         return state
 
-    def record_lost_round(
-        self, plan: Plan, results: Sequence[CandidateResult], choice: Round
-    ) -> None:
-        """A round that nobody won: written down, and said."""
+    def _leave_state(
+        self, start: StateRef, plan: Plan, results: Sequence[CandidateResult], choice: Round
+    ) -> StateRef:
         record = _round_record(plan, results, choice, None)
         self._write_round({**record, "loaded_sha256": [], "parts_s": self._epoch.parts.seconds})
         self.terminal.note(f"epoch {plan.epoch}: {choice.reason}")
+        return start
 
-    def main_train(self, state: StateRef, plan: Plan, lrs: tuple[float, ...]) -> StateRef:
-        """All workers together, from `state`, the rest of the epoch at these rates."""
+    def main_train(self, state: StateRef, plan: Plan) -> StateRef:
+        """All workers together, from `state`, the rest of the epoch at the plan's rates."""
+        lrs = plan.lrs
         self._ready_workers()
         self._begin(plan, "main train")
-        first_step = self.steps_per_epoch - len(lrs)
+        first_step = self.steps(plan.epoch) - len(lrs)
         with self._epoch.parts.measure("main_train_s"):
             command = MainTrain(state, plan.epoch, first_step, lrs)
             replies: dict[int, MainTrainReply] = self.workers.command(command)
         trained = replies[0]
         assert trained.state is not None
         self.vault.hold(trained.state)
-        self._epoch.train = trained.totals
+        self._epoch.train, self.parallel = trained.totals, trained.parallel
         self._epoch.lrs.extend(lrs)
         self._note_main_parts(list(replies.values()))
-        self._add_samples(main=self.steps_per_epoch * self.job.global_batch_size)
+        factor = ramp_factor(self.job.batch_ramp, plan.epoch)
+        self._add_samples(main=self.steps(plan.epoch) * self.job.global_batch_size * factor)
         self._finish_round(replies)
         self._refuse_when_diverged(plan, trained.totals, lrs)
         return trained.state
@@ -212,8 +219,9 @@ class TrainingRun:
             self.position.search_samples,
             self.position.main_samples,
         )
-        self.recorder.epoch(record, plan.epoch * self.steps_per_epoch)
-        schedule = FoundSchedule(self.steps_per_epoch, self.position.lrs)
+        self.recorder.epoch(record, self.steps.before(plan.epoch + 1))
+        done = tuple(self.steps(epoch) for epoch in range(1, plan.epoch + 1))
+        schedule = FoundSchedule(done, self.position.lrs)
         write_json(self.paths.schedule, schedule.to_json())
         if plan.epoch % self.job.checkpoint.every_epochs == 0 or plan.epoch == self.job.epochs:
             self._save(state, plan.epoch, record.test_accuracy)
@@ -258,8 +266,8 @@ class TrainingRun:
         if "first_step_s" not in self.startup.marks_s:
             self._mark_first_step()
         if progress is not None and pool == self.workers.name:
-            done = len(self._epoch.lrs) + max(progress.done, 0)
-            self.terminal.advance(self.position.next_epoch - 1 + done / self.steps_per_epoch)
+            done, epoch = len(self._epoch.lrs) + max(progress.done, 0), self.position.next_epoch
+            self.terminal.advance(epoch - 1 + done / self.steps(epoch))
 
     def _mark_first_step(self) -> None:
         if ray.wait([self._first_step], timeout=0)[0]:
@@ -294,7 +302,7 @@ class TrainingRun:
         self._write_round({**self._epoch.round_record, "loaded_sha256": loaded, "parts_s": parts})
 
     def _write_round(self, record: dict[str, Any]) -> None:
-        self.recorder.round(record, (record["epoch"] - 1) * self.steps_per_epoch)
+        self.recorder.round(record, self.steps.before(record["epoch"]))
 
     def _refuse_when_diverged(self, plan: Plan, totals: TrainTotals, lrs: Sequence[float]) -> None:
         if is_finite(totals.loss):
@@ -343,7 +351,7 @@ class TrainingRun:
 
 
 def _pretrain_command(state: StateRef, plan: Plan, slots: int) -> Pretrain:
-    return Pretrain(state, plan.epoch, 0, plan.pretrain_steps, plan.candidates, slots)
+    return Pretrain(state, plan, slots)
 
 
 def _round_record(
@@ -365,8 +373,10 @@ def _round_record(
     ]
     return {
         "epoch": plan.epoch,
+        "stage": plan.stage,
         "base_lr": plan.base_lr,
         "pretrain_steps": plan.pretrain_steps,
+        "kept_steps": plan.kept_steps,
         "candidates": candidates,
         "winner": None if choice.winner is None else choice.winner.candidate.index,
         "reason": choice.reason,

@@ -42,9 +42,11 @@ class _BatchSizeSearch(Section):
         ),
     )
     warmup_steps: PositiveInt = Field(
-        3, description="Steps of a probe that are not timed; slow ones may be fewer."
+        3, description="Steps of a probe that are not timed; fewer after half a second."
     )
-    min_steps: PositiveInt = Field(5, description="Timed steps of a probe, at least.")
+    min_steps: PositiveInt = Field(
+        5, description="Timed steps of a probe, at least; after a second two are enough."
+    )
     precision: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.01,
         description="A probe ends when the standard error of its samples/s is this share of it,",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from raytrain_opt.config.section import (
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -40,11 +41,27 @@ class Warmup(Section):
         return initial / 20 if self.lr is None else self.lr
 
 
+class Scaling(Section):
+    """`initial` is meant for another global batch; the job's own follows by a rule."""
+
+    reference_batch_size: PositiveInt = Field(
+        description="Global batch that `initial` is meant for; 256 for ImageNet's usual 0.1."
+    )
+    rule: Literal["linear", "sqrt"] = Field(
+        "linear",
+        description="initial x (global_batch_size / reference_batch_size), or its square root.",
+    )
+
+
+_SCALING = "Scale `initial` to the job's global batch. Default: it is taken as it stands."
+
+
 class StptPolicy(Section):
     """Choose the rate each epoch by short pre-training of candidates (Yamada et al.)."""
 
     policy: Literal["stpt"]
     initial: PositiveFloat = Field(0.1, description="Base learning rate of the first round.")
+    scaling: Scaling | None = Field(None, description=_SCALING)
     candidates: Literal["narrow", "middle", "wide", "alpha_study", "mix"] | list[PositiveFloat] = (
         Field(
             "mix",
@@ -87,14 +104,48 @@ class StptPolicy(Section):
         return value
 
 
+class HorizonPolicy(Section):
+    """Find the peak of a warm-up and decay by trying whole schedules, squeezed into few steps.
+
+    Ours, after Yamada et al. and against the short-horizon bias (Wu et al., ICLR 2018).
+    """
+
+    policy: Literal["stpt_horizon"]
+    initial: PositiveFloat = Field(
+        0.1, description="Where the search begins; it may be wrong by a factor of 100."
+    )
+    scaling: Scaling | None = Field(None, description=_SCALING)
+    shape: Literal["linear", "cosine"] = Field(
+        "linear", description="How the rate falls from its peak to 0, after the warm-up."
+    )
+    warmup_share: Fraction = Field(
+        0.1, description="Share of the training in which the rate climbs from 0 to its peak."
+    )
+    horizon: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5,
+        description="Length of a candidate's squeezed schedule, in epochs, where budget allows.",
+    )
+    budget: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.2, description="What the search may cost: share of the training's samples."
+    )
+    rounds_at: list[Fraction] = Field(
+        default_factory=lambda: [0.125, 0.25, 0.5],
+        description=(
+            "Shares of the training after which half and twice the rate are tried, for as long "
+            "as that changes something and the budget lasts; []: never."
+        ),
+    )
+
+
 class SchedulePolicy(Section):
     """A learning rate written down beforehand; no candidates."""
 
     policy: Literal["schedule"]
     initial: PositiveFloat = Field(0.1, description="Rate after the warm-up; the schedule's peak.")
-    shape: Literal["constant", "step", "multistep", "linear", "polynomial", "cosine"] = Field(
-        "cosine", description="How the rate falls after the warm-up."
-    )
+    scaling: Scaling | None = Field(None, description=_SCALING)
+    shape: Literal[
+        "constant", "step", "multistep", "linear", "polynomial", "cosine", "arc_cotangent"
+    ] = Field("cosine", description="How the rate falls after the warm-up.")
     final: NonNegativeFloat = Field(
         0.0, description="Rate at the end (linear, polynomial, cosine)."
     )
@@ -104,6 +155,16 @@ class SchedulePolicy(Section):
         default_factory=list, description="Epochs after which the rate is multiplied (multistep)."
     )
     power: PositiveFloat = Field(2.0, description="Exponent (polynomial).")
+    half_epoch: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Epoch, from the start of training, at which the rate is half of `initial` "
+            "(arc_cotangent). Default: the middle of what the warm-up leaves."
+        ),
+    )
+    steepness: PositiveFloat = Field(
+        0.2, description="k of f(x) = k x, x in epochs (arc_cotangent): larger falls faster."
+    )
     warmup: Warmup = Field(
         default_factory=lambda: Warmup(epochs=0, lr=None, shape="linear"),
         description="The gentle start.",
@@ -117,6 +178,15 @@ class SchedulePolicy(Section):
             raise ValueError("milestones must increase")
         return self
 
+    @model_validator(mode="after")
+    def _falls_after_the_warmup(self) -> SchedulePolicy:
+        if self.half_epoch is not None and self.half_epoch <= self.warmup.epochs:
+            raise ValueError(
+                f"half_epoch: {self.half_epoch:g} lies within the warm-up of "
+                f"{self.warmup.epochs} epochs"
+            )
+        return self
+
 
 class ReplayPolicy(Section):
     """Train with the schedule that an earlier run found; no candidates."""
@@ -126,5 +196,5 @@ class ReplayPolicy(Section):
 
 
 LearningRateSection = Annotated[
-    StptPolicy | SchedulePolicy | ReplayPolicy, Field(discriminator="policy")
+    StptPolicy | SchedulePolicy | ReplayPolicy | HorizonPolicy, Field(discriminator="policy")
 ]

@@ -6,12 +6,19 @@ so that `raytrain-opt validate` finds everything that can be found without data 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.learning_rate import LearningRateSection, StptPolicy
+from raytrain_opt.config.optimizer import (
+    BatchNormSection,
+    OptimizerSection,
+    ParallelSection,
+    RampStep,
+)
 from raytrain_opt.config.section import (
     Fraction,
     NamedSection,
@@ -151,30 +158,6 @@ DataSection = Annotated[
 ]
 
 
-class OptimizerSection(NamedSection):
-    """Any optimiser of torch.optim; its learning rate is what the policy sets."""
-
-    name: str = Field("SGD", description="Class name in torch.optim.")
-    args: dict[str, Any] = Field(
-        default_factory=lambda: {"momentum": 0.9, "weight_decay": 1e-4},
-        description="Its keyword arguments, all but lr.",
-    )
-
-    @field_validator("args")
-    @classmethod
-    def _no_lr(cls, args: dict[str, Any]) -> dict[str, Any]:
-        if "lr" in args:
-            raise ValueError("lr is set by the learning-rate policy: use learning_rate.initial")
-        return args
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_are_sgds(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "args" not in value and value.get("name", "SGD") != "SGD":
-            return {**value, "args": {}}
-        return value
-
-
 class LossSection(NamedSection):
     """What is minimised."""
 
@@ -282,6 +265,21 @@ class Job(Section):
     optimizer: OptimizerSection = Field(
         default_factory=OptimizerSection, description="How gradients become updates."
     )
+    batch_norm: BatchNormSection = Field(
+        default_factory=lambda: BatchNormSection(momentum=None),
+        description="Batch normalisation over several workers.",
+    )
+    batch_ramp: list[RampStep] = Field(
+        default_factory=list,
+        description="Grow the global batch at these epochs (Smith et al.). Default: never.",
+    )
+    ramp_by: Literal["accumulation", "worker"] = Field(
+        "accumulation",
+        description=(
+            "accumulation: a worker's batch stays, several make one update; worker: its batch "
+            "grows, which needs the memory."
+        ),
+    )
     loss: LossSection = Field(default_factory=LossSection, description="What is minimised.")
     seed: NonNegativeInt = Field(0, description="Of weights, order, augmentation and splits.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
@@ -291,6 +289,9 @@ class Job(Section):
     compile: bool = Field(False, description="Run the model through torch.compile.")
     workers: WorkersSection = Field(
         default_factory=WorkersSection, description="Data-parallel processes."
+    )
+    parallel: ParallelSection = Field(
+        default_factory=ParallelSection, description="How they exchange gradients."
     )
     slots: SlotsSection = Field(default_factory=SlotsSection, description="Candidate processes.")
     storage_path: str = Field(
@@ -329,11 +330,32 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
-    def _candidates_have_a_split(self) -> Job:
-        if self.learning_rate.policy == "stpt" and self.data.selection_fraction == 0:
+    def _ramp_rises_after_the_warmup(self) -> Job:
+        ramp = self.batch_ramp
+        for before, after in pairwise(ramp):
+            if after.epoch <= before.epoch or after.factor <= before.factor:
+                raise ValueError(
+                    "batch_ramp: epochs and factors must rise from one entry to the next"
+                )
+        if ramp and ramp[-1].epoch > self.epochs:
             raise ValueError(
-                "data.selection_fraction: policy stpt scores candidates on this split; give it "
-                "more than 0"
+                f"batch_ramp: epoch {ramp[-1].epoch} is after the last of the job's {self.epochs}"
+            )
+        warmup = getattr(self.learning_rate, "warmup", None)
+        if ramp and warmup is not None and ramp[0].epoch <= warmup.epochs:
+            raise ValueError(
+                f"batch_ramp: begins in epoch {ramp[0].epoch}, within the warm-up of "
+                f"{warmup.epochs} epochs; let it begin later"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _candidates_have_a_split(self) -> Job:
+        policy = self.learning_rate.policy
+        if policy in ("stpt", "stpt_horizon") and self.data.selection_fraction == 0:
+            raise ValueError(
+                f"data.selection_fraction: policy {policy} scores candidates on this split; give "
+                "it more than 0"
             )
         return self
 

@@ -1,13 +1,12 @@
-"""Optimizers of torch.optim by name. Their learning rate belongs to the training loop."""
+"""Optimizers by name, torch's and ours. Their learning rate belongs to the training loop."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from raytrain_opt.config.schema import OptimizerSection
+from raytrain_opt.config.optimizer import OptimizerSection
 from raytrain_opt.errors import JobError, Problem
 
 if TYPE_CHECKING:
@@ -26,6 +25,10 @@ _UNFIT_ARGS = {
 }
 
 
+# Of RMSpropWarmup: its times are epochs in a job, the paper's where none are given.
+_EPOCHS = {"center_epochs": 10.0, "period_epochs": 5.0}
+
+
 def check_optimizer(section: OptimizerSection) -> list[Problem]:
     """Every problem of the section: unknown class or argument, values the class refuses.
 
@@ -42,20 +45,29 @@ def check_optimizer(section: OptimizerSection) -> list[Problem]:
     )
 
 
-def build_optimizer(section: OptimizerSection, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The optimizer over `parameters`, all in one group, at learning rate 0: see `set_lr`.
+def build_optimizer(
+    section: OptimizerSection, model: nn.Module, *, steps_per_epoch: int
+) -> Optimizer:
+    """The optimizer of `model`'s parameters, at learning rate 0: see `set_lr`.
 
-    The foreach implementation (all tensors in few kernels) is used where the class has one and
-    the arguments choose no other. Raises JobError: anything `check_optimizer` finds, or the
-    class refuses these parameters.
+    Which parameters are left out of weight decay is the section's `exclude`. Epochs among the
+    arguments become updates, `steps_per_epoch` each. The foreach implementation (all tensors in
+    few kernels) is used where the class has one and the arguments choose no other. Raises
+    JobError: anything `check_optimizer` finds, or the class refuses these parameters.
     """
+    from raytrain_opt.optim.parameter_groups import parameter_groups
+
     problems = check_optimizer(section)
     if problems:
         raise JobError(problems)
     optimizer_class = _classes()[section.name]
-    args = {**_fast(optimizer_class, section.args), **section.args}
+    groups = parameter_groups(model, exclude_bias_and_norm=section.excludes_bias_and_norm)
+    args = {
+        **_fast(optimizer_class, section.args),
+        **_arguments(optimizer_class, section.args, steps_per_epoch),
+    }
     try:
-        optimizer: Optimizer = optimizer_class(parameters, lr=0.0, **args)
+        optimizer: Optimizer = optimizer_class(groups, lr=0.0, **args)
     except (TypeError, ValueError, RuntimeError) as error:
         rule = f"{section.name} refuses this model's parameters: {error}"
         raise JobError([Problem("optimizer", rule)]) from error
@@ -78,15 +90,38 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def _classes() -> dict[str, Any]:
-    """Name to class of every optimizer in torch.optim. Any: their constructors differ."""
+    """Name to class of torch's optimizers and ours. Any: their constructors differ."""
     import torch
 
+    from raytrain_opt.optim.lars import LARS
+    from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
+
     base = torch.optim.Optimizer
-    return {
+    theirs = {
         name: value
         for name, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, base) and value is not base
     }
+    return {**theirs, "LARS": LARS, "RMSpropWarmup": RMSpropWarmup}
+
+
+def _arguments(
+    optimizer_class: type[Optimizer], args: dict[str, Any], steps_per_epoch: int
+) -> dict[str, Any]:
+    """Those of the class for those of a job."""
+    if optimizer_class.__name__ != "RMSpropWarmup":
+        return args
+    given = {**_EPOCHS, **args}
+    epochs = {key.replace("epochs", "steps"): given.pop(key) for key in _EPOCHS}
+    return {**given, **{key: value * steps_per_epoch for key, value in epochs.items()}}
+
+
+def _argument_names(optimizer_class: type[Optimizer]) -> list[str]:
+    """Those that a job may give."""
+    names = [key for key in inspect.signature(optimizer_class).parameters if key != "params"]
+    if optimizer_class.__name__ == "RMSpropWarmup":
+        names = [key.replace("steps", "epochs") for key in names]
+    return [key for key in names if key not in _UNFIT_ARGS]
 
 
 def _fast(optimizer_class: type[Optimizer], args: dict[str, Any]) -> dict[str, Any]:
@@ -98,13 +133,12 @@ def _unknown_class(name: str, valid: list[str]) -> Problem:
     lower_case = {candidate.lower(): candidate for candidate in valid}
     near = get_close_matches(name.lower(), lower_case, n=2)
     hint = f"did you mean {' or '.join(lower_case[match] for match in near)}?" if near else None
-    rule = "must be a class of torch.optim"
+    rule = "must be a class of torch.optim, LARS or RMSpropWarmup"
     return Problem("optimizer.name", rule, repr(name), hint or f"these work: {', '.join(valid)}")
 
 
 def _argument_problems(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:
-    names = inspect.signature(optimizer_class).parameters
-    valid = [name for name in names if name != "params" and name not in _UNFIT_ARGS]
+    valid = _argument_names(optimizer_class)
     problems = []
     for key, value in args.items():
         path = f"optimizer.args.{key}"
@@ -157,7 +191,7 @@ def _refusal(optimizer_class: Any, args: dict[str, Any]) -> str | None:
 
 def _complaint(optimizer_class: Any, args: dict[str, Any]) -> str | None:
     try:
-        optimizer_class([], lr=0.0, **args)
+        optimizer_class([], lr=0.0, **_arguments(optimizer_class, args, 1))
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         return str(error) or type(error).__name__
     return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray import ObjectRef
 
-from raytrain_opt.search.policy import Candidate, CandidateResult
+from raytrain_opt.search.policy import Candidate, CandidateResult, Plan
 from raytrain_opt.train.totals import EvalTotals, TrainTotals
 
 
@@ -31,22 +31,22 @@ class ShareState:
 
 @dataclass(frozen=True)
 class Pretrain:
-    """Slots: train these candidates from `state` for `steps` iterations, and score them.
+    """Slots: train the plan's candidates from `state`, from the epoch's first step on, and score
+    them.
 
     Slot i takes candidates i, i + slots, i + 2 x slots, ... one after the other (waves).
     """
 
     state: StateRef
-    epoch: int
-    first_step: int
-    steps: int
-    candidates: tuple[Candidate, ...]
+    plan: Plan
     slots: int
 
 
 @dataclass(frozen=True)
 class TakeState:
-    """The slot that trained this candidate in this round: hand over its state."""
+    """The slot that trained this candidate in this round: hand over its state after the steps
+    that are kept.
+    """
 
     round: Pretrain
     candidate: Candidate
@@ -90,12 +90,14 @@ class PretrainReply:
 class MainTrainReply:
     """One worker's answer. Totals are summed over all workers; `loaded_sha256` is the digest
     of what it loaded (None when the state was there already); `state` comes from rank 0.
+    `parallel`: how gradients travelled (`train.group`).
     """
 
     totals: TrainTotals
     loaded_sha256: str | None
     parts_s: dict[str, float]
     state: StateRef | None
+    parallel: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

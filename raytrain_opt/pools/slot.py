@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray
@@ -21,7 +22,7 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.pools.member import OnStep, Post, describe_self, fetch, hand_over
 from raytrain_opt.pools.setup import Setup, threads_for
-from raytrain_opt.search.policy import Candidate, CandidateResult
+from raytrain_opt.search.policy import Candidate, CandidateResult, Plan
 from raytrain_opt.train.group import use_threads
 from raytrain_opt.train.learner import Learner, Shares
 from raytrain_opt.train.state import HostState
@@ -64,66 +65,91 @@ class Slot:
         raise TypeError(f"a slot cannot do {type(command).__name__}")
 
     def _pretrain(self, command: Pretrain, on_step: OnStep) -> PretrainReply:
-        parts = Parts()
+        parts, plan = Parts(), command.plan
         self._stashed.clear()
         self._live = -1
         with parts.measure("load_s"):
             start = fetch(command.state)
-        mine = command.candidates[self.index :: command.slots]
+        mine = plan.candidates[self.index :: command.slots]
         results = []
         for number, candidate in enumerate(mine):
             with parts.measure("load_s"):
                 self.learner.load(start)
-            offset = number * command.steps
-            total = len(mine) * command.steps
-            results.append(self._candidate(command, candidate, on_step, offset, total))
-            self._live = candidate.index
-            if number + 1 < len(mine):  # the last one's state stays in the live model
-                with parts.measure("stash_s"):
-                    self._stashed[candidate.index] = self.learner.state(copy=True)
+            offset, total = number * plan.pretrain_steps, len(mine) * plan.pretrain_steps
+            is_last = number + 1 == len(mine)
+            results.append(self._candidate(plan, candidate, on_step, offset, total, parts))
+            if plan.kept_steps == plan.pretrain_steps:
+                self._live = candidate.index
+                if not is_last:  # the last one's state stays in the live model
+                    self._stash(candidate, parts)
         return PretrainReply(tuple(results), parts.seconds)
 
     def _candidate(
-        self, command: Pretrain, candidate: Candidate, on_step: OnStep, offset: int, total: int
+        self,
+        plan: Plan,
+        candidate: Candidate,
+        on_step: OnStep,
+        offset: int,
+        total: int,
+        parts: Parts,
     ) -> CandidateResult:
-        trained = self._train(command, candidate, lambda done: on_step(offset + done, total))
-        scored = self.learner.evaluate("selection")
-        fine = math.isfinite(trained.loss) and math.isfinite(scored.loss)
+        """Train the steps that are kept, then those that only serve the score, and score."""
+        trained = []
+        for first, end in ((0, plan.kept_steps), (plan.kept_steps, plan.pretrain_steps)):
+            if first == end:
+                continue
+            if first:
+                self._stash(candidate, parts)
+            told = partial(_tell, on_step, offset + first, total)
+            trained.append(self._train(plan, candidate, first, end, told))
+        scored = self.learner.evaluate("selection", blocks=plan.paired)
+        train_loss = sum(t.loss_sum for t in trained) / max(sum(t.samples for t in trained), 1)
+        fine = math.isfinite(train_loss) and math.isfinite(scored.loss)
         return CandidateResult(
             candidate,
             "ok" if fine else "diverged",
             val_accuracy=scored.accuracy,
             val_loss=scored.loss,
-            train_loss=trained.loss,
-            samples=trained.samples,
-            train_s=trained.seconds,
+            train_loss=train_loss,
+            samples=sum(t.samples for t in trained),
+            train_s=sum(t.seconds for t in trained),
             score_s=scored.seconds,
             slot=self.index,
+            val_losses=scored.block_losses,
         )
 
-    def _train(
-        self, command: Pretrain, candidate: Candidate, on_step: Callable[[int], None]
-    ) -> TrainTotals:
-        shares, lr = self._shares_and_lr(candidate)
-        lrs = [lr] * command.steps
-        return self.learner.train(command.epoch, command.first_step, lrs, shares, on_step)
+    def _stash(self, candidate: Candidate, parts: Parts) -> None:
+        with parts.measure("stash_s"):
+            self._stashed[candidate.index] = self.learner.state(copy=True)
 
-    def _shares_and_lr(self, candidate: Candidate) -> tuple[Shares, float]:
+    def _train(
+        self,
+        plan: Plan,
+        candidate: Candidate,
+        first: int,
+        end: int,
+        on_step: Callable[[int], None],
+    ) -> TrainTotals:
+        shares, factor = self._shares_and_factor()
+        lrs = [factor * lr for lr in candidate.lrs(plan)[first:end]]
+        return self.learner.train(plan.epoch, plan.first_step + first, lrs, shares, on_step)
+
+    def _shares_and_factor(self) -> tuple[Shares, float]:
         """global: all shares, at the candidate's rate. local: one share, at the rate that a
         batch so much smaller needs (linear scaling).
         """
         count = self.learner.job.workers.count
         section = self.learner.job.learning_rate
         if section.policy == "stpt" and section.candidate_batch == "local":
-            return Shares(range(1), count), candidate.lr / count
-        return Shares(range(count), count), candidate.lr
+            return Shares(range(1), count), 1 / count
+        return Shares(range(count), count), 1.0
 
     def _take_state(self, command: TakeState) -> StateRef | None:
         if command.slot != self.index:
             self.learner.release_memory()
             return None
         self._make_live(command)
-        state = self._hand_over(f"{command.round.epoch}.candidate{command.candidate.index}")
+        state = self._hand_over(f"{command.round.plan.epoch}.candidate{command.candidate.index}")
         self.learner.release_memory()
         return state
 
@@ -135,8 +161,9 @@ class Slot:
         if wanted.index in self._stashed:
             self.learner.load(self._stashed[wanted.index])
         else:
+            plan = command.round.plan
             self.learner.load(fetch(command.round.state))
-            self._train(command.round, wanted, lambda _: None)
+            self._train(plan, wanted, 0, plan.kept_steps, lambda _: None)
         self._live = wanted.index
 
     def _hand_over(self, state_id: str) -> StateRef:
@@ -146,3 +173,7 @@ class Slot:
             digest = pool.submit(state.digest)
             ref = ray.put(state)
             return StateRef(state_id, ref, digest.result())
+
+
+def _tell(on_step: OnStep, offset: int, total: int, done: int) -> None:
+    on_step(offset + done, total)

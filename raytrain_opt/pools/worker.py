@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray.train
 import ray.train.torch
+from torch import nn
 
-from raytrain_opt.clock import Parts
+from raytrain_opt.clock import Parts, monotonic_s
+from raytrain_opt.config.optimizer import ParallelSection
 from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
@@ -21,7 +24,8 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.pools.member import OnStep, Post, describe_self, fetch, hand_over
 from raytrain_opt.pools.setup import Setup, threads_for
-from raytrain_opt.train.group import distribute, use_threads
+from raytrain_opt.train.connection import begin_connection
+from raytrain_opt.train.group import Parallel, distribute, use_threads
 from raytrain_opt.train.learner import Learner, Shares, reduce_sums
 from raytrain_opt.train.totals import TrainTotals
 
@@ -31,15 +35,19 @@ POOL = "worker"
 def serve(setup: Setup) -> None:
     """The life of a worker, inside the function that Ray Train runs."""
     context = ray.train.get_context()
-    parts = Parts()
+    parts, device = Parts(), ray.train.torch.get_device()
+    connection = begin_connection(setup.job.parallel, device)
+
+    def join(model: nn.Module, section: ParallelSection) -> Parallel:
+        connection.wait()
+        return distribute(model, section)
+
     with parts.measure("build_s"):
         use_threads(threads_for(setup.job.workers.threads, context.get_local_world_size()))
-        learner = Learner(
-            setup.job, setup.fetch_shared(), ray.train.torch.get_device(), distribute
-        )
+        learner = Learner(setup.job, setup.fetch_shared(), device, join)
     member = describe_self(POOL, context.get_world_rank(), parts.seconds)
     try:
-        worker = Worker(learner, member.index, setup.job.workers.count)
+        worker = Worker(learner, member.index, setup.job.workers.count, connection.wait())
         peers = setup.job.workers.count > 1
         Post(setup.mailbox, member, setup.leave_s, has_peers=peers).serve(worker)
     finally:
@@ -51,8 +59,11 @@ class Worker:
     is wanted.
     """
 
-    def __init__(self, learner: Learner, rank: int, world_size: int) -> None:
+    def __init__(self, learner: Learner, rank: int, world_size: int, connect_s: float) -> None:
         self.learner, self.rank, self.world_size = learner, rank, world_size
+        self._connect_s = connect_s
+        self._began_s: float | None = None
+        self._first_step_s: float | None = None
         self._live_id = ""
         self._hasher = ThreadPoolExecutor(1)
 
@@ -88,16 +99,31 @@ class Worker:
             command.first_step,
             command.lrs,
             Shares(range(self.rank, self.rank + 1), self.world_size),
-            on_step=lambda done: on_step(done, len(command.lrs)),
+            on_step=partial(self._before_step, on_step, len(command.lrs)),
         )
         with parts.measure("average_s"):
-            self.learner.average_buffers()
+            self.learner.settle_statistics()
             totals = self._over_all_workers(totals)
         self._live_id = f"{command.epoch}.{command.first_step + len(command.lrs)}"
         with parts.measure("hand_over_s"):
             state = hand_over(self.learner, self._live_id) if self.rank == 0 else None
         loaded_sha256 = None if digest is None else digest.result()
-        return MainTrainReply(totals, loaded_sha256, parts.seconds, state)
+        parallel = {
+            **self.learner.parallel.report(),
+            "connect_s": self._connect_s,
+            "first_step_s": self._first_step_s,
+        }
+        return MainTrainReply(totals, loaded_sha256, parts.seconds, state, parallel)
+
+    def _before_step(self, on_step: OnStep, total: int, done: int) -> None:
+        """The first step of all is timed: connections, kernels and caches are made in it."""
+        if self._first_step_s is None:
+            if done == 1 and self._began_s is not None:
+                self.learner.wait_for_device()
+                self._first_step_s = monotonic_s() - self._began_s
+            elif done == 0:
+                self._began_s = monotonic_s()
+        on_step(done, total)
 
     def _over_all_workers(self, totals: TrainTotals) -> TrainTotals:
         sums = [totals.loss_sum, totals.samples, totals.correct, totals.skipped]

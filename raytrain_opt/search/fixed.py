@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.optim.batch_ramp import EpochSteps
 from raytrain_opt.optim.schedules import Schedule
 from raytrain_opt.search.policy import NoCandidates, Plan, Round
 
@@ -15,15 +16,21 @@ _MOST_STEPS = 10**9
 
 @dataclass(frozen=True)
 class FixedSchedule(NoCandidates):
-    """Train each epoch at the schedule's rates."""
+    """Train each epoch at the schedule's rates.
+
+    The schedule counts steps as if all epochs had as many as the first: one with fewer, larger
+    batches goes through as much of it.
+    """
 
     schedule: Schedule
-    steps_per_epoch: int
+    steps: EpochSteps
 
     def plan(self, epoch: int, history: Sequence[Round]) -> Plan:
         """The epoch's rates, read off the schedule."""
-        first = (epoch - 1) * self.steps_per_epoch
-        lrs = tuple(self.schedule.lr(first + step) for step in range(self.steps_per_epoch))
+        first, steps = (epoch - 1) * self.steps.first, self.steps(epoch)
+        lrs = tuple(
+            self.schedule.lr(first + step * self.steps.first / steps) for step in range(steps)
+        )
         return Plan(epoch, lrs[0], "schedule", lrs=lrs)
 
 
@@ -31,7 +38,7 @@ class FixedSchedule(NoCandidates):
 class FoundSchedule:
     """The rates of a whole training, one a step: what a run leaves as schedule.json."""
 
-    steps_per_epoch: int
+    epoch_steps: tuple[int, ...]
     lrs: tuple[float, ...]
 
     def to_json(self) -> dict[str, object]:
@@ -44,7 +51,7 @@ class FoundSchedule:
                 segments.append({"steps": 1, "lr": lr})
         return {
             "schema_version": 1,
-            "steps_per_epoch": self.steps_per_epoch,
+            "epoch_steps": list(self.epoch_steps),
             "steps": len(self.lrs),
             "segments": segments,
         }
@@ -56,7 +63,7 @@ class FoundSchedule:
             if not isinstance(value, dict):
                 raise TypeError("not a JSON object")
             segments = [(float(at["lr"]), int(at["steps"])) for at in value["segments"]]
-            found = cls(int(value["steps_per_epoch"]), ())
+            found = cls(tuple(int(steps) for steps in value["epoch_steps"]), ())
         except (KeyError, TypeError, ValueError) as error:
             rule = f"{source} is not a schedule.json of a run ({error!r})"
             raise JobError([Problem("learning_rate.schedule", rule)]) from error
@@ -64,24 +71,39 @@ class FoundSchedule:
         if steps > _MOST_STEPS or any(count < 1 for _, count in segments):
             rule = f"{source} has {steps} steps; each segment has at least one, all at most 10^9"
             raise JobError([Problem("learning_rate.schedule", rule)])
-        return replace(found, lrs=tuple(lr for lr, count in segments for _ in range(count)))
-
-    def policy(self, epochs: int, steps_per_epoch: int) -> FixedSchedule:
-        """Replay it. Raises JobError unless the trainings have the same length."""
-        if (self.steps_per_epoch, len(self.lrs)) != (steps_per_epoch, epochs * steps_per_epoch):
-            found = len(self.lrs) // max(self.steps_per_epoch, 1)
+        if steps != sum(found.epoch_steps):
             rule = (
-                f"the schedule is for {found} epochs of {self.steps_per_epoch} steps, this job "
-                f"has {epochs} of {steps_per_epoch}; use the same data, selection_fraction, "
-                "global_batch_size and epochs"
+                f"{source}: its segments have {steps} steps, its epochs {sum(found.epoch_steps)}"
             )
             raise JobError([Problem("learning_rate.schedule", rule)])
-        return FixedSchedule(_Written(self.lrs), steps_per_epoch)
+        return replace(found, lrs=tuple(lr for lr, count in segments for _ in range(count)))
+
+    def policy(self, epochs: int, steps: EpochSteps) -> Replay:
+        """Replay it. Raises JobError unless the trainings have the same length."""
+        if self.epoch_steps != tuple(steps(epoch) for epoch in range(1, epochs + 1)):
+            rule = (
+                f"the schedule is for {len(self.epoch_steps)} epochs of "
+                f"{_span(self.epoch_steps)} steps, this job has {epochs} of {steps.first}; use "
+                "the same data, selection_fraction, global_batch_size, batch_ramp and epochs"
+            )
+            raise JobError([Problem("learning_rate.schedule", rule)])
+        return Replay(self, steps)
 
 
 @dataclass(frozen=True)
-class _Written:
-    lrs: tuple[float, ...]
+class Replay(NoCandidates):
+    """Train each step at the rate that an earlier run found."""
 
-    def lr(self, step: int) -> float:
-        return self.lrs[step]
+    found: FoundSchedule
+    steps: EpochSteps
+
+    def plan(self, epoch: int, history: Sequence[Round]) -> Plan:
+        """The epoch's part of the rates."""
+        first = self.steps.before(epoch)
+        lrs = self.found.lrs[first : first + self.steps(epoch)]
+        return Plan(epoch, lrs[0], "replay", lrs=lrs)
+
+
+def _span(steps: Sequence[int]) -> str:
+    low, high = min(steps, default=0), max(steps, default=0)
+    return str(low) if low == high else f"{low} to {high}"

@@ -1,8 +1,8 @@
 """What a learning-rate policy is: results so far in, a decision with its reason out.
 
-Policies are pure. `plan` says what an epoch does next: either train all of it at given
-rates, or first try candidates. `choose` says which candidate won. The history that `plan`
-reads is the tuple of what `choose` returned, so a run can be resumed from its records.
+Policies are pure. `plan` says what an epoch does next: try candidates, or train the rest of it
+at given rates. `choose` says which candidate won. The history that `plan` reads is the tuple of
+what `choose` returned, so a run can be resumed from its records.
 """
 
 from __future__ import annotations
@@ -21,26 +21,46 @@ class Candidate:
     multiplier: float
     lr: float
 
+    def lrs(self, plan: Plan) -> tuple[float, ...]:
+        """The rate of each step of its pre-training."""
+        return tuple(self.lr * share for share in plan.shape)
+
 
 @dataclass(frozen=True)
 class Plan:
     """What to do next in `epoch`.
 
-    With candidates: pre-train each for `pretrain_steps` from the same state. Without:
-    `lrs` holds the rate of every step of the epoch.
+    With candidates: pre-train each from the same state, at step i with `shape[i]` times its
+    rate, and score it (with `paired`, block by block of the selection split, so that candidates
+    can be compared on the same samples). The winner's state goes on as it was after `kept_steps`.
+    Where none are kept, candidates may be trained from `first_step` of the epoch on, to see other
+    batches. `stage` names what is asked; `earlier` are the decisions of this epoch so far.
+    Without: train the rest of the epoch at `lrs`, a rate for each step.
     """
 
     epoch: int
     base_lr: float
     reason: str
     candidates: tuple[Candidate, ...] = ()
-    pretrain_steps: int = 0
+    shape: tuple[float, ...] = ()
+    kept_steps: int = 0
+    paired: bool = False
     lrs: tuple[float, ...] = ()
+    first_step: int = 0
+    stage: str = ""
+    earlier: tuple[Round, ...] = ()
+
+    @property
+    def pretrain_steps(self) -> int:
+        """Iterations of a candidate."""
+        return len(self.shape)
 
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """What came of one candidate. `status` ok or diverged; times in seconds."""
+    """What came of one candidate. `status` ok or diverged; times in seconds. `val_losses`: mean
+    loss of each block of the selection split, where the plan is `paired`.
+    """
 
     candidate: Candidate
     status: str
@@ -51,6 +71,7 @@ class CandidateResult:
     train_s: float
     score_s: float
     slot: int
+    val_losses: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -60,7 +81,11 @@ class CandidateResult:
 
 @dataclass(frozen=True)
 class Round:
-    """The decision over one set of candidates. `winner` is None when all diverged."""
+    """The decision over one set of candidates. `winner` is None when another round has to
+    follow: all diverged, or nothing is decided yet. It may come from an earlier round of the
+    epoch where no steps are kept. `tried`: what later rounds of the epoch compare with; `stage`
+    and `steps` of each candidate are those of the plan.
+    """
 
     epoch: int
     base_lr: float
@@ -68,6 +93,9 @@ class Round:
     winner: CandidateResult | None
     next_base_lr: float
     reason: str
+    stage: str = ""
+    steps: int = 0
+    tried: tuple[CandidateResult, ...] = ()
 
 
 class Policy(Protocol):
@@ -83,6 +111,11 @@ class Policy(Protocol):
     def choose(self, plan: Plan, results: Sequence[CandidateResult]) -> Round:
         """Decide over the results of the plan's candidates."""
         ...
+
+
+def is_decided(history: Sequence[Round], epoch: int) -> bool:
+    """Whether the last round of this epoch has a winner."""
+    return bool(history) and history[-1].epoch == epoch and history[-1].winner is not None
 
 
 class NoCandidates:

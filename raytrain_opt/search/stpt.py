@@ -7,7 +7,7 @@ comment says what we do.
 | paper        | here                                                              |
 |--------------|-------------------------------------------------------------------|
 | m            | number of candidates                                              |
-| alpha, beta  | `alpha_steps`, `steps_per_epoch - alpha_steps`                    |
+| alpha, beta  | `alpha_steps`, `steps - alpha_steps`                              |
 | LR candidate | multiplier; effective LR = base LR x multiplier                   |
 | best LR      | `Round.winner.candidate.lr`; the next epoch's base LR             |
 | Mix          | warm-up, then narrow, middle, wide at scaled epoch boundaries     |
@@ -20,8 +20,16 @@ from dataclasses import dataclass
 
 from raytrain_opt.config.learning_rate import LR_SETS, StptPolicy, Warmup
 from raytrain_opt.errors import DivergedError, JobError, Problem
+from raytrain_opt.optim.batch_ramp import EpochSteps
 from raytrain_opt.optim.schedules import warmup_lrs
-from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round, is_finite
+from raytrain_opt.search.policy import (
+    Candidate,
+    CandidateResult,
+    Plan,
+    Round,
+    is_decided,
+    is_finite,
+)
 
 # Table 4 of the paper, for 40 epochs: last epoch of the warm-up, of narrow and of middle.
 _MIX_EPOCHS, _MIX_WARMUP, _MIX_NARROW, _MIX_MIDDLE = 40, 4, 19, 29
@@ -33,19 +41,19 @@ class Stpt:
 
     section: StptPolicy
     epochs: int
-    steps_per_epoch: int
+    steps: EpochSteps
 
     def __post_init__(self) -> None:
-        if self.alpha_steps > self.steps_per_epoch:
-            rule = f"longer than an epoch, which has {self.steps_per_epoch} iterations"
+        least = self.steps(self.epochs)
+        if self.alpha_steps(self.epochs) > least:
+            rule = f"longer than an epoch, which has {least} iterations"
             problem = Problem("learning_rate.alpha", rule, str(self.section.alpha))
             raise JobError([problem])
 
-    @property
-    def alpha_steps(self) -> int:
-        """Iterations of a pre-training: given, or a share of an epoch (at least one)."""
+    def alpha_steps(self, epoch: int) -> int:
+        """Iterations of a pre-training: given, or a share of the epoch (at least one)."""
         alpha = self.section.alpha
-        return alpha if isinstance(alpha, int) else max(1, round(alpha * self.steps_per_epoch))
+        return alpha if isinstance(alpha, int) else max(1, round(alpha * self.steps(epoch)))
 
     @property
     def warmup(self) -> Warmup:
@@ -80,30 +88,38 @@ class Stpt:
             return self._warmup_plan(epoch)
         if len(self.multipliers(epoch)) == 1:
             return self._only_plan(epoch)
+        if is_decided(history, epoch):
+            return self._main_plan(epoch, history[-1])
         self._refuse_when_hopeless(epoch, history)
         base_lr = history[-1].next_base_lr if history else self.section.initial
         candidates = tuple(
             Candidate(index, multiplier, base_lr * multiplier)
             for index, multiplier in enumerate(self.multipliers(epoch))
         )
-        reason = f"pre-train {len(candidates)} candidates for {self.alpha_steps} iterations"
-        return Plan(epoch, base_lr, reason, candidates, self.alpha_steps)
+        alpha = self.alpha_steps(epoch)
+        reason = f"pre-train {len(candidates)} candidates for {alpha} iterations"
+        return Plan(epoch, base_lr, reason, candidates, (1.0,) * alpha, kept_steps=alpha)
 
     def _only_plan(self, epoch: int) -> Plan:
         """m = 1 is no search: nothing to compare, and the multiplier still accumulates."""
         (multiplier,) = self.multipliers(epoch)
         lr = self.section.initial * multiplier ** (epoch - self.warmup.epochs)
-        lrs = (lr,) * self.steps_per_epoch
+        lrs = (lr,) * self.steps(epoch)
         return Plan(epoch, lr, "a single candidate: no search", lrs=lrs)
 
+    def _main_plan(self, epoch: int, choice: Round) -> Plan:
+        """The beta iterations that are left, all at the winner's rate."""
+        lr, beta = choice.next_base_lr, self.steps(epoch) - self.alpha_steps(epoch)
+        return Plan(epoch, lr, choice.reason, lrs=(lr,) * beta)
+
     def _warmup_plan(self, epoch: int) -> Plan:
-        lrs = warmup_lrs(self.warmup, self.section.initial, self.steps_per_epoch)
-        first = (epoch - 1) * self.steps_per_epoch
+        lrs = warmup_lrs(self.warmup, self.section.initial, self.steps.first)
+        first = (epoch - 1) * self.steps.first
         return Plan(
             epoch,
             self.section.initial,
             f"warm-up epoch {epoch} of {self.warmup.epochs}",
-            lrs=tuple(lrs[first : first + self.steps_per_epoch]),
+            lrs=tuple(lrs[first : first + self.steps.first]),
         )
 
     def _refuse_when_hopeless(self, epoch: int, history: Sequence[Round]) -> None:

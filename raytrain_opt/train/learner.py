@@ -8,25 +8,35 @@ a phase.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.optimizer import ParallelSection
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import TrainingData, open_data
 from raytrain_opt.data.array_sets import Arrays
 from raytrain_opt.data.base import Batch, DataInfo, Split
 from raytrain_opt.models import build_model, check_output
+from raytrain_opt.optim.batch_ramp import ramp_factor
 from raytrain_opt.optim.build import build_optimizer, set_lr
-from raytrain_opt.train.batchnorm import average_buffers
+from raytrain_opt.train.batchnorm import (
+    batches_seen,
+    count_positions,
+    pool_statistics,
+    prepare,
+    recalibrate,
+)
+from raytrain_opt.train.group import Parallel, alone
 from raytrain_opt.train.loss import build_loss
 from raytrain_opt.train.state import HostState, capture, restore
-from raytrain_opt.train.totals import EvalTotals, TrainTotals
+from raytrain_opt.train.totals import BLOCK, EvalTotals, TrainTotals
 
 _AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,12 +51,25 @@ class Shares:
     mine: range
     count: int
 
+    def cut(self, parts: int) -> Shares:
+        """The same samples in `parts` times as many shares."""
+        return Shares(range(self.mine.start * parts, self.mine.stop * parts), self.count * parts)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """What was trained last: `seen` are the BatchNorm layers' counts at its start."""
+
+    epoch: int
+    shares: Shares
+    seen: dict[str, int]
+
 
 class Learner:
     """Model, optimiser, loss and data of one process.
 
-    `distribute` may wrap the model for the forward pass (DDP); state always refers to the
-    bare model.
+    `distribute` says how it works with others (`train.group`); state always refers to the bare
+    model.
     """
 
     def __init__(
@@ -54,17 +77,22 @@ class Learner:
         job: Job,
         shared: Arrays | None,
         device: torch.device,
-        distribute: Callable[[nn.Module], nn.Module] | None = None,
+        distribute: Callable[[nn.Module, ParallelSection], Parallel] = alone,
     ) -> None:
         self.job, self.device = job, device
         self.data: TrainingData = open_data(
             job.data, shared, seed=job.seed, device=device, channels_last=job.channels_last
         )
-        self.model = _build(job, self.info, device)
-        self.forward: nn.Module = self.model if distribute is None else distribute(self.model)
-        self.optimizer = build_optimizer(job.optimizer, self.model.parameters())
+        self.model, self._positions = _build(job, self.info, device)
+        self.parallel = distribute(self.model, job.parallel)
+        self.optimizer = build_optimizer(
+            job.optimizer,
+            self.model,
+            steps_per_epoch=self.info.steps_per_epoch(job.global_batch_size),
+        )
         self.loss = build_loss(job.loss)
         self.scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
+        self._phase = _Phase(1, Shares(range(1), 1), batches_seen(self.model))
 
     @property
     def info(self) -> DataInfo:
@@ -94,30 +122,27 @@ class Learner:
         the same result, whatever ran before.
         """
         started_s, wait_s, samples, skipped = monotonic_s(), 0.0, 0, 0
+        shares = self._ramped(epoch, shares)
+        self._phase = _Phase(epoch, shares, batches_seen(self.model))
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
-        seed = f"{self.job.seed} {epoch} {first_step} {shares.mine.start}"
-        torch.manual_seed(_seed_of(seed))
-        self.forward.train()
-        batches = self.data.train(
-            epoch,
-            range(first_step, first_step + len(lrs)),
-            shares.mine,
-            shares.count,
-            self.job.global_batch_size,
-        )
+        self._seed(f"{self.job.seed} {epoch} {first_step} {shares.mine.start}")
+        self.parallel.forward.train()
+        batches = self._batches(range(first_step, first_step + len(lrs)))
         for done, lr in enumerate(lrs):
             on_step(done)
             set_lr(self.optimizer, lr)
             self.optimizer.zero_grad(set_to_none=True)
-            for _ in shares.mine:
+            for share in shares.mine:
                 asked_s = monotonic_s()
                 batch = next(batches)
                 wait_s += monotonic_s() - asked_s
-                sums += self._accumulate(batch, len(shares.mine))
+                with self.parallel.accumulate(last=share == shares.mine[-1]):
+                    sums += self._accumulate(batch, len(shares.mine))
                 samples += len(batch.y)
                 skipped += batch.skipped
             self.scaler.step(self.optimizer)
             self.scaler.update()
+            self.parallel.after_step()
         loss_sum, correct = sums.tolist()
         return TrainTotals(
             steps=len(lrs),
@@ -132,7 +157,7 @@ class Learner:
     def _accumulate(self, batch: Batch, share_count: int) -> Tensor:
         """Forward and backward of one share; returns [sum of losses, hits] on the device."""
         with self.autocast():
-            output = self.forward(batch.x)
+            output = self.parallel.forward(batch.x)
             loss = self.loss(output, batch.y)
         scaled = loss if share_count == 1 else loss / share_count
         self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
@@ -147,9 +172,14 @@ class Learner:
         rank: int = 0,
         world_size: int = 1,
         on_step: Callable[[int, int], None] = lambda _done, _total: None,
+        *,
+        blocks: bool = False,
     ) -> EvalTotals:
-        """This rank's part of the split, each sample once; loss and top-1 and top-5 hits."""
+        """This rank's part of the split, each sample once; loss and top-1 and top-5 hits. With
+        `blocks` also the loss of each block of samples, by which two models can be compared.
+        """
         started_s, samples = monotonic_s(), 0
+        block_losses: list[Tensor] = []
         sums = torch.zeros(3, device=self.device, dtype=torch.float64)
         self.model.eval()
         batch_size = self._eval_batch_size()
@@ -166,13 +196,54 @@ class Learner:
                 (loss.double() * len(batch.y), hits[:, 0].sum().double(), hits.sum().double())
             )
             samples += len(batch.y)
+            if blocks:
+                parts = zip(torch.split(output, BLOCK), torch.split(batch.y, BLOCK), strict=True)
+                block_losses += [self.loss(some, labels).double() for some, labels in parts]
         loss_sum, correct, top5 = sums.tolist()
+        by_block = torch.stack(block_losses).tolist() if block_losses else []
         seconds = monotonic_s() - started_s
-        return EvalTotals(samples, loss_sum, int(correct), int(top5), seconds)
+        return EvalTotals(samples, loss_sum, int(correct), int(top5), seconds, tuple(by_block))
 
-    def average_buffers(self) -> None:
-        """See `train.batchnorm.average_buffers`."""
-        average_buffers(self.model)
+    def settle_statistics(self) -> None:
+        """After a phase that was trained together: one set of BatchNorm statistics for all, that
+        of the phase, or taken anew from the first batches of its epoch (`train.batchnorm`).
+        """
+        at, wanted = self._phase, self.job.batch_norm.recalibrate_batches
+        if not wanted:
+            size = self._global_batch_size(at.epoch) // at.shares.count
+            pool_statistics(self.model, size, self._positions, at.seen)
+            return
+        self._seed(f"{self.job.seed} {at.epoch} recalibrate {at.shares.mine.start}")
+        steps = self.info.steps_per_epoch(self._global_batch_size(at.epoch))
+        batches = islice(self._batches(range(steps)), wanted)
+        with self.autocast():
+            recalibrate(self.model, (batch.x for batch in batches), self._positions)
+
+    def _batches(self, steps: range) -> Iterator[Batch]:
+        """This process's shares of these steps of the present phase's epoch."""
+        at = self._phase
+        size = self._global_batch_size(at.epoch)
+        return self.data.train(at.epoch, steps, at.shares.mine, at.shares.count, size)
+
+    def _global_batch_size(self, epoch: int) -> int:
+        return self.job.global_batch_size * ramp_factor(self.job.batch_ramp, epoch)
+
+    def _ramped(self, epoch: int, shares: Shares) -> Shares:
+        """A larger batch in more shares, or in as many larger ones."""
+        if self.job.ramp_by == "worker":
+            return shares
+        return shares.cut(ramp_factor(self.job.batch_ramp, epoch))
+
+    @staticmethod
+    def _seed(text: str) -> None:
+        """The same random numbers in every process for the same text (unlike `hash`)."""
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+
+    def wait_for_device(self) -> None:
+        """Until what was asked of it is done; for measuring."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def release_memory(self) -> None:
         """Give cached device memory back while the other pool computes on the same GPU."""
@@ -193,7 +264,8 @@ class Learner:
         return given or max(self.job.batch_size_per_worker, 256)
 
 
-def _build(job: Job, info: DataInfo, device: torch.device) -> nn.Module:
+def _build(job: Job, info: DataInfo, device: torch.device) -> tuple[nn.Module, dict[str, float]]:
+    """The model, and the positions in its BatchNorm layers (see `count_positions`)."""
     model = build_model(
         job.model,
         num_classes=info.num_classes,
@@ -202,15 +274,13 @@ def _build(job: Job, info: DataInfo, device: torch.device) -> nn.Module:
     ).to(device)
     if job.channels_last and len(info.sample_shape) == 3:
         model = model.to(memory_format=torch.channels_last)
-    check_output(model, info.sample_shape, info.num_classes, device)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    model = prepare(model, job.batch_norm, world_size=world_size)
+    with count_positions(model) as positions:
+        check_output(model, info.sample_shape, info.num_classes, device)
     if job.compile:
         model.compile()
-    return model
-
-
-def _seed_of(text: str) -> int:
-    """A seed from text, the same in every process (unlike `hash`)."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return model, positions
 
 
 def reduce_sums(values: Sequence[float], device: torch.device) -> list[float]:

@@ -34,7 +34,10 @@ from raytrain_opt.train.untouched import untouched
 
 _MIB = 1024**2
 _EVALUATION_STEPS = 3
-_LEAST_STEPS = 4  # fewer tell nothing of their own spread
+# Slow steps: so many seconds of warming up, or timed, are enough, but that many steps.
+_WARM_S, _TIMED_S, _LEAST_STEPS = 0.5, 1.0, 2
+# What is believed of the spread of steps before any is seen, and how many steps that counts for.
+_USUAL_SPREAD, _USUAL_WEIGHT = 0.03, 3
 # How torch, cuDNN, cuBLAS and the CPU allocator say that memory is out, apart from
 # torch.OutOfMemoryError.
 _MEMORY_TEXTS = (
@@ -83,7 +86,7 @@ def subject_of(learner: Learner) -> Subject:
                     learner.loss(learner.model(batch.x), batch.y)
 
     return Subject(
-        learner.forward,
+        learner.model,
         learner.optimizer,
         learner.loss,
         batches,
@@ -154,15 +157,14 @@ def _measured(
     memory = _Memory(subject.device, section.memory_reserve)
     loop = _Loop(subject, batch_size)
     subject.model.train()
-    # Slow steps need fewer to warm up: the first one takes what is paid once.
-    loop.run(section.warmup_steps, section.max_seconds / 4)
+    loop.run(section.warmup_steps, _WARM_S)
     with ExitStack() as stack:
         if trace is not None:
             stack.enter_context(_traced(subject.device, trace))
         monitor = stack.enter_context(UtilizationMonitor(sampler, section.utilization.period_s))
         loop.begin()
         while not _enough(loop.step_seconds(), section, steps_factor):
-            loop.run(section.min_steps, section.max_seconds, least=_LEAST_STEPS)
+            loop.run(section.min_steps, _TIMED_S, least=_LEAST_STEPS)
     step_s, parts_s = loop.step_seconds(), loop.part_seconds()
     if steps_factor > 1:
         subject.model.eval()
@@ -235,15 +237,17 @@ class _Loop:
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean and its standard error; infinite for fewer than four values.
+    """Mean and its standard error; infinite for a single value.
 
-    The spread of a few values is itself uncertain: the error is the standard deviation of
-    Student's t distribution, which for many values is the usual one.
+    The spread of a few values is itself uncertain: the usual spread of steps counts as a few
+    more of them, which matters less the more there are.
     """
     mean, n = float(np.mean(values)) if values else math.nan, len(values)
     if n < _LEAST_STEPS:
         return mean, math.inf
-    return mean, float(np.std(values, ddof=1)) / math.sqrt(n) * math.sqrt((n - 1) / (n - 3))
+    usual = _USUAL_WEIGHT * (_USUAL_SPREAD * mean) ** 2
+    variance = (usual + (n - 1) * float(np.var(values, ddof=1))) / (_USUAL_WEIGHT + n - 1)
+    return mean, math.sqrt(variance / n)
 
 
 def _enough(step_s: list[float], section: BatchSizeSection, factor: int) -> bool:
@@ -258,7 +262,8 @@ def _enough(step_s: list[float], section: BatchSizeSection, factor: int) -> bool
     least_s = 3 * section.utilization.period_s if looks else 0.0
     mean_s, error_s = mean_and_error(step_s)
     known = error_s <= section.precision * mean_s
-    return known and total_s >= least_s and len(step_s) >= section.min_steps * factor
+    many = len(step_s) >= section.min_steps * factor or total_s >= _TIMED_S * factor
+    return known and total_s >= least_s and many
 
 
 class _Memory:

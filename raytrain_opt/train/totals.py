@@ -28,15 +28,22 @@ class TrainTotals:
         return self.correct / max(self.samples, 1)
 
 
+# So few that a split has many blocks, so many that their losses take little time.
+BLOCK = 16
+
+
 @dataclass(frozen=True)
 class EvalTotals:
-    """Sums over the samples of one evaluation; every sample counts exactly once."""
+    """Sums over the samples of one evaluation; every sample counts exactly once. `block_losses`:
+    the mean loss of each block of BLOCK samples, when they were asked for.
+    """
 
     samples: int
     loss_sum: float
     correct: int
     correct_top5: int
     seconds: float
+    block_losses: tuple[float, ...] = ()
 
     @property
     def loss(self) -> float:

@@ -7,18 +7,17 @@ one process and no group is what the others are compared with.
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from ranks import gloo_group
 from torch import Tensor, nn
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared
 from raytrain_opt.data.array_sets import Arrays
-from raytrain_opt.train.group import distribute, use_threads
+from raytrain_opt.train.group import alone, distribute, use_threads
 from raytrain_opt.train.learner import Learner, Shares, reduce_sums
 
 CPU = torch.device("cpu")
@@ -73,7 +72,7 @@ def evaluated(learner: Learner, rank: int, world_size: int) -> dict[str, Any]:
 
 def phases(model: Any, arrays: Arrays, rank: int, world_size: int) -> dict[str, Any]:
     """Two phases of training, the second one twice from the same state, and an evaluation."""
-    learner = Learner(job(model), arrays, CPU, distribute if world_size > 1 else None)
+    learner = Learner(job(model), arrays, CPU, distribute if world_size > 1 else alone)
     for buffer in learner.model.buffers():
         if not buffer.is_floating_point():
             buffer.fill_(BATCHES_BEFORE)
@@ -81,13 +80,13 @@ def phases(model: Any, arrays: Arrays, rank: int, world_size: int) -> dict[str, 
     shares = Shares(mine, WORKERS)
     totals = learner.train(1, 0, FIRST, shares)
     own = buffers(learner)
-    learner.average_buffers()
+    learner.settle_statistics()
     middle = learner.state(copy=True)
     reached = []
     for _ in range(2):
         learner.load(middle)
         learner.train(1, len(FIRST), SECOND, shares)
-        learner.average_buffers()
+        learner.settle_statistics()
         reached.append(learner.state(copy=True).digest())
     return {
         "totals": {"samples": totals.samples, "loss_sum": totals.loss_sum},
@@ -107,22 +106,13 @@ def phases(model: Any, arrays: Arrays, rank: int, world_size: int) -> dict[str, 
 def main(rank: int, world_size: int, folder: Path) -> None:
     use_threads(1)
     arrays = digits()
-    if world_size > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/meeting-point",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=60),
-        )
-    found = {
-        "plain": phases(plain_net, arrays, rank, world_size),
-        "small_cnn": phases("small_cnn", arrays, rank, world_size),
-        "reduced": reduce_sums([rank + 1.0, 1e15 + rank], CPU),
-    }
+    with gloo_group(rank, world_size, folder):
+        found = {
+            "plain": phases(plain_net, arrays, rank, world_size),
+            "small_cnn": phases("small_cnn", arrays, rank, world_size),
+            "reduced": reduce_sums([rank + 1.0, 1e15 + rank], CPU),
+        }
     torch.save(found, folder / f"rank-{rank}.pt")
-    if world_size > 1:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

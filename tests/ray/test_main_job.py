@@ -67,7 +67,7 @@ def test_epochs_and_result_agree(finished: RunResult) -> None:
 def test_the_schedule_is_the_rate_of_every_step(finished: RunResult) -> None:
     schedule = json.loads((Path(finished.run_dir) / "schedule.json").read_text())
     rounds = read_lines(finished.run_dir, "rounds")
-    steps = schedule["steps_per_epoch"]
+    steps = schedule["epoch_steps"][0]
     assert len(finished.lrs) == schedule["steps"] == 3 * steps
     for number, line in enumerate(rounds):
         mine = finished.lrs[number * steps : (number + 1) * steps]
@@ -133,6 +133,32 @@ def test_waves_over_one_slot_find_the_same(finished: RunResult, storage: Path) -
         for candidate in line["candidates"]:
             del candidate["slot"]
     assert found == expected
+
+
+def test_the_large_batch_kit_trains_together(storage: Path) -> None:
+    kit = {
+        "optimizer": {"name": "LARS", "args": {"momentum": 0.9, "trust_coefficient": 0.01}},
+        "learning_rate": {
+            "policy": "schedule",
+            "shape": "arc_cotangent",
+            "initial": 0.5,
+            "scaling": {"reference_batch_size": 32},
+        },
+        "batch_norm": {"momentum": 0.2, "recalibrate_batches": 4},
+        "batch_ramp": [{"epoch": 2, "factor": 2}],
+        "parallel": {"buckets": "growing", "compression": "bf16"},
+        "loss": {"name": "cross_entropy", "label_smoothing": 0.1},
+    }
+    result = run(small_job(storage, **kit))
+    first, *later = json.loads((Path(result.run_dir) / "schedule.json").read_text())["epoch_steps"]
+    assert later == [first // 2] * 2
+    assert max(result.lrs) <= 1.0 < 2 * max(result.lrs)
+    parallel = result.summary["parallel"]
+    assert (parallel["buckets"], parallel["compression"]) == ("growing", "bf16")
+    assert parallel["connect_s"] > 0
+    assert parallel["first_step_s"] > 0
+    assert result.test_accuracy is not None
+    assert result.test_accuracy > 0.8
 
 
 def _descendants() -> list[psutil.Process]:

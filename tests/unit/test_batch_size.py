@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raytrain_opt import Job
-from raytrain_opt.batch_size import with_batch_size, with_choice
+from raytrain_opt.batch_size import with_batch_size, with_choice, with_scaled_lr
 from raytrain_opt.batch_size_cache import Answer, Cache
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import CommitError, JobError
@@ -40,6 +40,21 @@ def test_batch_and_rate_follow_the_choice(rule: str, lr: float, policy: Any) -> 
     assert chosen.global_batch_size == 256
     assert chosen.learning_rate.model_dump()["initial"] == pytest.approx(lr)
     assert chosen.batch_size_search is None
+
+
+@pytest.mark.parametrize(("rule", "lr"), [("linear", 0.025), ("sqrt", 0.05)])
+def test_a_rate_for_another_batch_is_scaled_to_the_jobs(rule: str, lr: float) -> None:
+    policy = {**STPT, "scaling": {"reference_batch_size": 256, "rule": rule}}
+    scaled = with_scaled_lr(job(learning_rate=policy)).learning_rate.model_dump()
+    assert scaled["initial"] == pytest.approx(lr)
+    assert scaled["scaling"] is None
+
+
+def test_a_chosen_batch_is_scaled_by_the_jobs_own_rule() -> None:
+    policy = {**STPT, "scaling": {"reference_batch_size": 256, "rule": "sqrt"}}
+    chosen = with_choice(job({"lr_rule": "none"}, learning_rate=policy), 512)
+    assert chosen.learning_rate.model_dump()["initial"] == pytest.approx(0.2)
+    assert with_scaled_lr(chosen) == chosen
 
 
 def test_a_replayed_schedule_keeps_its_batch_size() -> None:

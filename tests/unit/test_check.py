@@ -93,5 +93,5 @@ def test_a_replayed_schedule_must_be_one(tmp_path: Path, content: str) -> None:
 def test_a_found_schedule_passes(tmp_path: Path) -> None:
     file = tmp_path / "schedule.json"
     segments = [{"steps": 4, "lr": 0.1}]
-    file.write_text(json.dumps({"steps_per_epoch": 2, "steps": 4, "segments": segments}))
+    file.write_text(json.dumps({"epoch_steps": [2, 2], "steps": 4, "segments": segments}))
     assert problems(learning_rate={"policy": "replay", "schedule": str(file)}) == []

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from raytrain_opt.config.schema import Job
-from raytrain_opt.driver import lrs_after, train
+from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
+from raytrain_opt.optim.batch_ramp import EpochSteps
 from raytrain_opt.search import build_policy
 from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round
 from raytrain_opt.training_run import Position
@@ -43,7 +44,8 @@ class PretendedRun:
     """The moves of `TrainingRun`; its states are texts of all that was done to them."""
 
     def __init__(self, job: Job, accuracy: Accuracy) -> None:
-        self.job, self.policy, self.steps_per_epoch = job, build_policy(job, STEPS), STEPS
+        self.steps = EpochSteps(STEPS)
+        self.job, self.policy = job, build_policy(job, self.steps)
         self.accuracy = accuracy
         self.resumes_at = self.position = Position()
         self.moves: list[Move] = []
@@ -62,25 +64,25 @@ class PretendedRun:
     def _result(self, candidate: Candidate) -> CandidateResult:
         reached = self.accuracy(candidate.lr)
         status, accuracy = ("diverged", math.nan) if reached is None else ("ok", reached)
-        return CandidateResult(candidate, status, accuracy, 1.0, 1.0, 8, 1.0, 0.1, slot=0)
+        return CandidateResult(candidate, status, accuracy, -accuracy, 1.0, 8, 1.0, 0.1, slot=0)
 
     def take_state(
         self, start: str, plan: Plan, results: Sequence[CandidateResult], choice: Round
     ) -> str:
+        assert len(results) == len(plan.candidates)
+        if choice.winner is None:
+            self.moves.append(Move("lost", plan.epoch, lrs=(plan.base_lr,)))
+            return start
+        if plan.kept_steps == 0:
+            self.moves.append(Move("decided", plan.epoch, start, (choice.next_base_lr,)))
+            return start
         assert choice.winner in results
-        assert choice.winner is not None
         lr = choice.winner.candidate.lr
         self.moves.append(Move("take_state", plan.epoch, start, (lr,)))
-        return f"{start} {plan.epoch}:pre@{lr:g}x{plan.pretrain_steps}"
+        return f"{start} {plan.epoch}:pre@{lr:g}x{plan.kept_steps}"
 
-    def record_lost_round(
-        self, plan: Plan, results: Sequence[CandidateResult], choice: Round
-    ) -> None:
-        assert choice.winner is None
-        assert len(results) == len(plan.candidates)
-        self.moves.append(Move("record_lost_round", plan.epoch, lrs=(plan.base_lr,)))
-
-    def main_train(self, state: str, plan: Plan, lrs: tuple[float, ...]) -> str:
+    def main_train(self, state: str, plan: Plan) -> str:
+        lrs = plan.lrs
         self.moves.append(Move("main_train", plan.epoch, state, lrs))
         at = f"@{lrs[0]:g}" if lrs else ""
         return f"{state} {plan.epoch}:main{at}x{len(lrs)}"
@@ -175,9 +177,9 @@ def test_a_lost_round_is_repeated_at_half_the_rate_from_the_same_state() -> None
     run = trained(accuracy, initial=0.8)
     assert [(m.name, m.state, m.lrs) for m in run.moves[1:7]] == [
         ("pretrain", "s", (1.6, 0.8, 0.4)),
-        ("record_lost_round", "", (0.8,)),
+        ("lost", "", (0.8,)),
         ("pretrain", "s", (0.8, 0.4, 0.2)),
-        ("record_lost_round", "", (0.4,)),
+        ("lost", "", (0.4,)),
         ("pretrain", "s", (0.4, 0.2, 0.1)),
         ("take_state", "s", (0.1,)),
     ]
@@ -192,7 +194,7 @@ def test_when_all_is_lost_the_error_lists_what_was_tried(halvings: int) -> None:
     rates = ", ".join(f"{0.8 / 2**i:.4g}" for i in range(halvings + 1))
     with pytest.raises(DivergedError, match=rf"epoch 1: .*: {rates} \("):
         train(run.job, run)  # type: ignore[arg-type]
-    assert len(run.named("pretrain")) == len(run.named("record_lost_round")) == halvings + 1
+    assert len(run.named("pretrain")) == len(run.named("lost")) == halvings + 1
     assert not run.named("main_train")
     assert not run.named("commit")
 
@@ -208,6 +210,24 @@ def test_pre_training_may_take_the_whole_epoch(alpha: float) -> None:
     run = trained(best_near(0.2), epochs=2, initial=0.1, alpha=alpha)
     assert [move.lrs for move in run.named("main_train")] == [(), ()]
     assert run.named("commit")[0].state == "s 1:pre@0.2x10 1:mainx0"
+
+
+def test_a_horizon_aware_search_leaves_the_state_and_its_later_rounds_do_not() -> None:
+    run = trained(best_near(0.3), epochs=64, policy="stpt_horizon", horizon=1.0)
+    first = [move for move in run.moves[1:] if move.epoch == 1]
+    *rounds, decided, trains, _, _ = first
+    assert {(move.name, move.state) for move in rounds[::2]} == {("pretrain", "s")}
+    assert {move.name for move in rounds[1::2]} == {"lost"}
+    assert decided == Move("decided", 1, "s", decided.lrs)
+    assert decided.lrs[0] == pytest.approx(0.316, rel=0.01)
+    assert (trains.state, len(trains.lrs)) == ("s", STEPS)
+    [tries] = [move for move in run.named("pretrain") if move.epoch > 1]
+    assert (tries.epoch, len(tries.lrs)) == (9, 3)
+    [taken] = run.named("take_state")
+    assert taken.lrs == decided.lrs
+    main = next(move for move in run.named("main_train") if move.epoch == 9)
+    assert main.state == f"{tries.state} 9:pre@{taken.lrs[0]:g}x4"
+    assert len(main.lrs) == STEPS - 4
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped() -> None:
@@ -229,13 +249,3 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped() -> None:
 def test_a_finished_run_that_is_resumed_trains_no_more() -> None:
     run = trained(epochs=2, resumes_at=Position(next_epoch=3))
     assert run.moves == [Move("initial_state")]
-
-
-def test_rates_after_a_round_are_the_winners_for_the_steps_left() -> None:
-    winner = CandidateResult(Candidate(0, 2.0, 0.2), "ok", 0.5, 1.0, 1.0, 8, 1.0, 0.1, 0)
-    lost = Round(1, 0.1, (), None, 0.05, "")
-    won = Round(1, 0.05, (0.5,), winner, 0.2, "")
-    searched = Plan(1, 0.1, "", (winner.candidate,), pretrain_steps=4)
-    assert lrs_after(searched, (lost, won), 6) == (0.2, 0.2)
-    assert lrs_after(searched, (won,), 4) == ()
-    assert lrs_after(Plan(1, 0.1, "", lrs=(0.3, 0.4)), (won,), 2) == (0.3, 0.4)

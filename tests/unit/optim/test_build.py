@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain_opt.config.schema import OptimizerSection
+from raytrain_opt import optim
+from raytrain_opt.config.optimizer import OptimizerSection
 from raytrain_opt.errors import JobError
+from raytrain_opt.optim import LARS, RMSpropWarmup
 from raytrain_opt.optim.build import build_optimizer, check_optimizer, set_lr
 
 WORKING = [
@@ -44,6 +46,10 @@ def train(optimizer: torch.optim.Optimizer, weight: nn.Parameter, lrs: list[floa
         optimizer.step()
 
 
+def build(given: OptimizerSection, *weights: nn.Parameter) -> torch.optim.Optimizer:
+    return build_optimizer(given, nn.ParameterList(weights), steps_per_epoch=7)
+
+
 def new_weight() -> nn.Parameter:
     return nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 0.5]]))
 
@@ -52,7 +58,7 @@ def new_weight() -> nn.Parameter:
 def test_every_class_trains_at_the_rate_that_is_set(name: str) -> None:
     assert check(name) == {}
     weight, reference = new_weight(), new_weight()
-    train(build_optimizer(section(name), [weight]), weight, [0.02, 0.02, 0.02])
+    train(build(section(name), weight), weight, [0.02, 0.02, 0.02])
     theirs = getattr(torch.optim, name)([reference], lr=0.02)
     for _ in range(3):
         theirs.zero_grad()
@@ -64,7 +70,7 @@ def test_every_class_trains_at_the_rate_that_is_set(name: str) -> None:
 
 def test_rate_is_zero_until_it_is_set() -> None:
     weight = new_weight()
-    optimizer = build_optimizer(OptimizerSection(), [weight])
+    optimizer = build(OptimizerSection(), weight)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert torch.equal(weight, new_weight())
@@ -72,12 +78,12 @@ def test_rate_is_zero_until_it_is_set() -> None:
 
 def test_rate_of_each_step_counts() -> None:
     weight = new_weight()
-    train(build_optimizer(section("SGD"), [weight]), weight, [0.1, 0.25])
+    train(build(section("SGD"), weight), weight, [0.1, 0.25])
     torch.testing.assert_close(weight, new_weight() * 0.8 * 0.5)
 
 
 def test_arguments_reach_the_class() -> None:
-    optimizer = build_optimizer(section("AdamW", betas=[0.5, 0.9], eps=1e-3), [new_weight()])
+    optimizer = build(section("AdamW", betas=[0.5, 0.9], eps=1e-3), new_weight())
     group = optimizer.param_groups[0]
     assert (list(group["betas"]), group["eps"]) == ([0.5, 0.9], 1e-3)
 
@@ -87,7 +93,7 @@ def test_arguments_reach_the_class() -> None:
     [({}, True), ({"foreach": False}, False), ({"foreach": None}, None), ({"fused": True}, None)],
 )
 def test_foreach_unless_the_user_chose(args: dict[str, Any], foreach: bool | None) -> None:
-    optimizer = build_optimizer(section("SGD", **args), [new_weight()])
+    optimizer = build(section("SGD", **args), new_weight())
     assert optimizer.param_groups[0]["foreach"] is foreach
 
 
@@ -100,9 +106,79 @@ def test_set_lr_fills_a_tensor_in_place_and_reaches_every_group() -> None:
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.25]
 
 
+def norm_and_matrix() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "exclude", "sizes"),
+    [
+        ("LARS", "auto", [1, 3]),
+        ("LARS", "none", [4]),
+        ("SGD", "auto", [4]),
+        ("SGD", "bias_and_norm", [1, 3]),
+        ("RMSpropWarmup", "auto", [4]),
+        ("RMSpropWarmup", "bias_and_norm", [1, 3]),
+    ],
+)
+def test_biases_and_normalisation_are_left_out_as_the_job_says(
+    name: str, exclude: Any, sizes: list[int]
+) -> None:
+    given = OptimizerSection(name=name, args={"weight_decay": 0.25}, exclude=exclude)
+    optimizer = build_optimizer(given, norm_and_matrix(), steps_per_epoch=7)
+    groups = optimizer.param_groups
+    assert [len(group["params"]) for group in groups] == sizes
+    assert [group["weight_decay"] for group in groups] == [0.25, 0.0][: len(groups)]
+    if name == "LARS":
+        assert [group["adapt"] for group in groups] == [True, False][: len(groups)]
+
+
+def test_lars_is_that_of_the_package() -> None:
+    assert check("LARS", momentum=0.8, nesterov=True, clip=True) == {}
+    optimizer = build(section("LARS", momentum=0.8), new_weight())
+    assert isinstance(optimizer, LARS)
+    assert optimizer.param_groups[0]["momentum"] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("args", "steps"),
+    [({}, (70.0, 35.0)), ({"center_epochs": 2, "period_epochs": 0.5}, (14.0, 3.5))],
+)
+def test_the_times_of_rmsprop_warmup_are_epochs(
+    args: dict[str, Any], steps: tuple[float, float]
+) -> None:
+    assert check("RMSpropWarmup", **args) == {}
+    optimizer = build(section("RMSpropWarmup", **args), new_weight())
+    assert isinstance(optimizer, RMSpropWarmup)
+    group = optimizer.param_groups[0]
+    assert (group["center_steps"], group["period_steps"]) == steps
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "path", "message"),
+    [
+        ("LARS", {"momentum": -1.0}, "momentum", "at least 0"),
+        ("LARS", {"nesterov": True, "dampening": 0.5}, "", "nesterov"),
+        ("LARS", {"trust_coeff": 0.01}, "trust_coeff", "did you mean trust_coefficient"),
+        ("LARS", {"adapt": False}, "adapt", "no such argument"),
+        ("RMSpropWarmup", {"center_steps": 5}, "center_steps", "did you mean center_epochs"),
+        ("RMSpropWarmup", {"period_epochs": 0}, "period_epochs", "above 0"),
+        ("RMSpropWarmup", {"period_epochs": None}, "period_epochs", "refuses"),
+        ("RMSpropWarmup", {"center_epochs": "ten"}, "center_epochs", "refuses"),
+    ],
+)
+def test_wrong_arguments_of_our_own_classes(
+    name: str, args: dict[str, Any], path: str, message: str
+) -> None:
+    problems = check(name, **args)
+    assert list(problems) == [".".join(filter(None, ("optimizer.args", path)))]
+    assert message in next(iter(problems.values()))
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("lars", "did you mean LARS"),
         ("sgd", "did you mean SGD"),
         ("AdmaW", "did you mean AdamW"),
         ("Optimizer", "must be a class of torch.optim"),
@@ -138,7 +214,7 @@ def test_wrong_argument_names_its_path(args: dict[str, Any], path: str, message:
     assert list(problems) == [path]
     assert message in problems[path]
     with pytest.raises(JobError, match=path):
-        build_optimizer(section("SGD", **args), [new_weight()])
+        build(section("SGD", **args), new_weight())
 
 
 def test_all_unknown_arguments_come_at_once() -> None:
@@ -150,4 +226,9 @@ def test_all_unknown_arguments_come_at_once() -> None:
 
 def test_parameters_that_the_class_refuses() -> None:
     with pytest.raises(JobError, match=r"optimizer: SGD refuses this model's parameters"):
-        build_optimizer(section("SGD"), [])
+        build(section("SGD"))
+
+
+@pytest.mark.parametrize("name", optim.__all__)
+def test_every_promised_name_is_there(name: str) -> None:
+    assert getattr(optim, name).__name__ == name

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch.optim import lr_scheduler
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.config.learning_rate import Warmup as WarmupSection
 from raytrain_opt.optim.schedules import (
+    ArcCotangent,
     Constant,
     Cosine,
     Linear,
@@ -32,6 +34,7 @@ def rates(schedule: Schedule, steps: int) -> list[float]:
 
 
 R = math.sqrt(0.5)
+R3 = math.sqrt(3)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,18 @@ R = math.sqrt(0.5)
         (Polynomial(1.7, 0.1, steps=4, power=2.0), [1.7, 1.0, 0.5, 0.2, 0.1]),
         (Cosine(2.0, 0.0, steps=4), [2.0, 1 + R, 1.0, 1 - R, 0.0, 0.0]),
         (Cosine(2.0, 1.0, steps=2), [2.0, 1.5, 1.0, 1.0]),
+        # arccot 1 = pi/4, arccot 2 = 0.46364761, arccot 8 = 0.12435499; arccot -x = pi - arccot x
+        (
+            ArcCotangent(0.8, half=2, steepness=1.0),
+            [0.6819331, 0.6, 0.4, 0.2, 0.1180669, 0.08193311],
+        ),
+        (ArcCotangent(math.pi, half=1, steepness=2.0), [2.6779450, 1.5707963, 0.46364761]),
+        (ArcCotangent(1.0, half=1.5, steepness=2.0), [0.8975836, 0.75, 0.25, 0.1024164]),
+        (ArcCotangent(0.8, 1, 1.0, f=lambda x: x**3), [0.6, 0.4, 0.2, 0.03166674]),
+        (
+            Warmup(0.1, 0.8, 2, "linear", ArcCotangent(0.8, 3, 1.0), origin=0),
+            [0.1, 0.45, 0.6, 0.4, 0.2],
+        ),
         (
             Warmup(0.1, 0.5, 4, "linear", Linear(0.5, 0.0, 2), origin=4),
             [0.1, 0.2, 0.3, 0.4, 0.5, 0.25, 0.0],
@@ -55,6 +70,54 @@ R = math.sqrt(0.5)
 )
 def test_schedule_follows_its_table(schedule: Schedule, table: list[float]) -> None:
     assert rates(schedule, len(table)) == pytest.approx(table)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "table"),
+    [
+        (Constant(0.3), {0.5: 0.3}),
+        (Step(0.8, 0.5, every=2), {0.5: 0.8, 1.99: 0.8, 2.0: 0.4, 3.5: 0.4, 4.25: 0.2}),
+        (MultiStep(1.0, 0.1, (1, 3)), {0.99: 1.0, 1.5: 0.1, 2.99: 0.1, 3.0: 0.01}),
+        (Linear(0.4, 0.0, steps=4), {0.5: 0.35, 2.25: 0.175, 4.5: 0.0}),
+        (Polynomial(1.6, 0.0, steps=4, power=2.0), {0.5: 1.225, 3.5: 0.025, 4.5: 0.0}),
+        (Cosine(2.0, 0.0, steps=3), {0.5: 1 + R3 / 2, 1.5: 1.0, 2.5: 1 - R3 / 2, 3.5: 0.0}),
+        (ArcCotangent(0.8, half=2, steepness=2.0), {1.5: 0.6, 2.0: 0.4, 2.5: 0.2}),
+        (
+            Warmup(0.1, 0.5, 4, "linear", Linear(0.5, 0.0, 2), origin=4),
+            {0.5: 0.15, 3.75: 0.475, 4.5: 0.375},
+        ),
+        (Warmup(0.1, 0.5, 2, "constant", Constant(0.5), origin=2), {1.99: 0.1, 2.01: 0.5}),
+    ],
+)
+def test_schedule_goes_on_between_two_steps(schedule: Schedule, table: dict[float, float]) -> None:
+    assert {step: schedule.lr(step) for step in table} == pytest.approx(table)
+
+
+def _cube(x: float) -> float:
+    return x**3
+
+
+@pytest.mark.parametrize("f", [None, _cube, math.sinh, math.expm1])
+@pytest.mark.parametrize(("half", "steepness"), [(40, 0.2), (25.5, 0.05), (0, 0.1)])
+def test_arc_cotangent_is_half_at_e_and_falls_all_the_way(
+    f: Any, half: float, steepness: float
+) -> None:
+    given = {} if f is None else {"f": f}
+    schedule = ArcCotangent(0.8, half, steepness, **given)
+    assert schedule.lr(half) == pytest.approx(0.4)
+    if f is not math.expm1:  # The others are odd.
+        for x in (0.25, 1, 7, 30):
+            assert schedule.lr(half - x) + schedule.lr(half + x) == pytest.approx(0.8)
+    found = rates(schedule, 81)
+    assert all(before > after for before, after in pairwise(found))
+    assert max(found) < 0.8
+    assert min(found) > 0
+
+
+def test_arc_cotangent_keeps_its_digits_far_out() -> None:
+    schedule = ArcCotangent(math.pi, half=0, steepness=1.0)
+    assert schedule.lr(1e12) == pytest.approx(1e-12, rel=1e-12)
+    assert schedule.lr(-1e12) == pytest.approx(math.pi)
 
 
 def torchs(make: Any, steps: int, lr: float = 0.4) -> list[float]:
@@ -98,13 +161,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "linear": {"final": 0.01},
     "polynomial": {"final": 0.01, "power": 3.0},
     "cosine": {"final": 0.01},
+    "arc_cotangent": {"half_epoch": 4.0, "steepness": 1.5},
 }
 
 
 def policy(shape: str, warmup_epochs: int = 0, kind: str = "linear") -> SchedulePolicy:
     warmup = {"epochs": warmup_epochs, "lr": 0.02, "shape": kind}
     values = {"policy": "schedule", "initial": 0.2, "shape": shape, "warmup": warmup}
-    return SchedulePolicy.model_validate({**values, **SHAPES[shape]})
+    given = dict(SHAPES[shape])
+    if warmup_epochs >= given.get("half_epoch", math.inf):
+        del given["half_epoch"]
+    return SchedulePolicy.model_validate({**values, **given})
 
 
 @pytest.mark.parametrize("warmup_epochs", [0, 1, 6])
@@ -137,6 +204,33 @@ def test_drops_count_epochs_from_the_start_of_training(shape: str, warmup_epochs
 
 
 @pytest.mark.parametrize(
+    ("warmup_epochs", "half_epoch", "half"),
+    [(0, None, 15), (2, None, 20), (1, None, 17.5), (0, 4.0, 20), (2, 4.0, 20), (2, 4.5, 22.5)],
+)
+def test_arc_cotangent_is_half_at_its_epoch_from_the_start_of_training(
+    warmup_epochs: int, half_epoch: float | None, half: float
+) -> None:
+    section = policy("arc_cotangent", warmup_epochs).model_copy(update={"half_epoch": half_epoch})
+    schedule = build_schedule(section, epochs=6, steps_per_epoch=5)
+    assert schedule.lr(half) == pytest.approx(0.1)
+    # k = 1.5 an epoch: two thirds of an epoch away f is 1, and arccot 1 is pi / 4.
+    away = 5 / 1.5
+    assert schedule.lr(half - away) == pytest.approx(0.15)
+    assert schedule.lr(half + away) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_comes_after_either_warm_up(shape: str) -> None:
+    bare = build_schedule(policy(shape), epochs=6, steps_per_epoch=5)
+    for kind, climb in (("linear", [0.02, 0.038, 0.056]), ("constant", [0.02] * 3)):
+        found = rates(build_schedule(policy(shape, 2, kind), epochs=6, steps_per_epoch=5), 30)
+        assert found[:3] == pytest.approx(climb)
+        assert found[9] == pytest.approx(0.182 if kind == "linear" else 0.02)
+        if shape in ("step", "multistep", "arc_cotangent"):
+            assert found[10:] == rates(bare, 30)[10:]
+
+
+@pytest.mark.parametrize(
     ("kind", "table"),
     [("linear", [0.02, 0.065, 0.11, 0.155]), ("constant", [0.02, 0.02, 0.02, 0.02])],
 )
@@ -161,3 +255,9 @@ def test_a_warm_up_starts_at_a_twentieth_of_the_rate_unless_given() -> None:
     assert warmup_lrs(WarmupSection(epochs=1), 0.1, 2) == pytest.approx((0.005, 0.0525))
     assert warmup_lrs(WarmupSection(epochs=1), 0.001, 1) == pytest.approx((0.00005,))
     assert warmup_lrs(WarmupSection(epochs=1, lr=0.02), 0.1, 1) == pytest.approx((0.02,))
+
+
+def test_an_arc_cotangent_falls_after_its_warm_up() -> None:
+    given = {"policy": "schedule", "shape": "arc_cotangent", "half_epoch": 4.0}
+    with pytest.raises(ValidationError, match="half_epoch: 4 lies within the warm-up of 6"):
+        SchedulePolicy.model_validate({**given, "warmup": {"epochs": 6}})

@@ -18,7 +18,7 @@ from raytrain_opt.pools.commands import (
     TakeState,
 )
 from raytrain_opt.pools.pool import Vault
-from raytrain_opt.search.policy import Candidate
+from raytrain_opt.search.policy import Candidate, Plan
 from raytrain_opt.train.state import HostState
 
 CANDIDATE = Candidate(0, 1.0, 0.1)
@@ -53,7 +53,8 @@ def stored(store: Store, number: int) -> StateRef:
 
 
 def pretrain(ref: StateRef) -> Pretrain:
-    return Pretrain(ref, 1, 0, 2, (CANDIDATE,), 1)
+    plan = Plan(1, 0.1, "", (CANDIDATE,), (1.0, 1.0), kept_steps=2)
+    return Pretrain(ref, plan, 1)
 
 
 def test_a_state_that_is_held_outlives_its_object(store: Store) -> None:

@@ -9,10 +9,12 @@ import pytest
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError
+from raytrain_opt.optim.batch_ramp import EpochSteps
 from raytrain_opt.paths import write_json
 from raytrain_opt.search import build_policy, most_candidates
 from raytrain_opt.search.fixed import FixedSchedule, FoundSchedule
 from raytrain_opt.search.stpt import Stpt
+from raytrain_opt.search.stpt_horizon import HorizonStpt
 
 
 def job(epochs: int = 4, **learning_rate: Any) -> Job:
@@ -23,19 +25,26 @@ def job(epochs: int = 4, **learning_rate: Any) -> Job:
 
 
 def test_stpt_is_the_default() -> None:
-    policy = build_policy(job(), steps_per_epoch=25)
+    policy = build_policy(job(), EpochSteps(25))
     assert isinstance(policy, Stpt)
-    assert (policy.epochs, policy.alpha_steps) == (4, 2)
+    assert (policy.epochs, policy.alpha_steps(1)) == (4, 2)
 
 
 def test_alpha_is_checked_against_the_data() -> None:
     with pytest.raises(JobError, match=r"learning_rate\.alpha"):
-        build_policy(job(policy="stpt", alpha=26), steps_per_epoch=25)
+        build_policy(job(policy="stpt", alpha=26), EpochSteps(25))
+
+
+def test_stpt_horizon_gets_the_training_as_it_is() -> None:
+    steps = EpochSteps(25, ((3, 12),))
+    policy = build_policy(job(policy="stpt_horizon", horizon=0.25), steps)
+    assert isinstance(policy, HorizonStpt)
+    assert (policy.section.horizon, policy.epochs, policy.steps) == (0.25, 4, steps)
 
 
 def test_a_schedule_covers_the_whole_training() -> None:
     given = {"policy": "schedule", "shape": "linear", "initial": 0.4}
-    policy = build_policy(job(epochs=2, **given), steps_per_epoch=2)
+    policy = build_policy(job(epochs=2, **given), EpochSteps(2))
     assert isinstance(policy, FixedSchedule)
     lrs = policy.plan(1, ()).lrs + policy.plan(2, ()).lrs
     assert lrs == pytest.approx((0.4, 0.3, 0.2, 0.1))
@@ -43,8 +52,8 @@ def test_a_schedule_covers_the_whole_training() -> None:
 
 def test_replay_reads_the_file_of_an_earlier_run(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
-    write_json(path, FoundSchedule(2, (0.1, 0.2, 0.3, 0.3)).to_json())
-    policy = build_policy(job(epochs=2, policy="replay", schedule=str(path)), steps_per_epoch=2)
+    write_json(path, FoundSchedule((2, 2), (0.1, 0.2, 0.3, 0.3)).to_json())
+    policy = build_policy(job(epochs=2, policy="replay", schedule=str(path)), EpochSteps(2))
     assert policy.plan(2, ()).lrs == (0.3, 0.3)
 
 
@@ -59,7 +68,7 @@ def test_replay_says_what_is_wrong_with_the_file(
     if content is not None:
         path.write_text(content)
     with pytest.raises(JobError, match=message) as error:
-        build_policy(job(policy="replay", schedule=str(path)), steps_per_epoch=2)
+        build_policy(job(policy="replay", schedule=str(path)), EpochSteps(2))
     assert str(path) in str(error.value)
 
 
@@ -73,9 +82,23 @@ def test_replay_says_what_is_wrong_with_the_file(
         (4, {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 1.0}, 2),
         (4, {"policy": "stpt", "candidates": [1.0], "alpha": 10**6}, 0),
         (4, {"policy": "stpt", "warmup": {"epochs": 4}}, 0),
+        (4, {"policy": "stpt_horizon"}, 7),
         (4, {"policy": "schedule"}, 0),
         (4, {"policy": "replay", "schedule": "not read here"}, 0),
     ],
 )
 def test_most_candidates(epochs: int, section: dict[str, Any], expected: int) -> None:
     assert most_candidates(job(epochs, **section)) == expected
+
+
+def test_a_horizon_aware_search_needs_the_split_that_it_scores_on() -> None:
+    with pytest.raises(ValueError, match="policy stpt_horizon scores candidates on this split"):
+        Job.model_validate(
+            {
+                "model": "small_cnn",
+                "data": {"name": "digits", "selection_fraction": 0},
+                "epochs": 4,
+                "global_batch_size": 8,
+                "learning_rate": {"policy": "stpt_horizon"},
+            }
+        )

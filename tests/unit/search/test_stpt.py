@@ -10,6 +10,7 @@ import pytest
 
 from raytrain_opt.config.learning_rate import StptPolicy, Warmup
 from raytrain_opt.errors import DivergedError, JobError
+from raytrain_opt.optim.batch_ramp import EpochSteps
 from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round
 from raytrain_opt.search.stpt import Stpt
 
@@ -20,7 +21,8 @@ WIDE = (5.00, 3.67, 2.33, 1.00, 0.80, 0.60, 0.40, 0.20)
 
 
 def stpt(epochs: int = 40, steps_per_epoch: int = 10, **section: Any) -> Stpt:
-    return Stpt(StptPolicy.model_validate({"policy": "stpt", **section}), epochs, steps_per_epoch)
+    given = StptPolicy.model_validate({"policy": "stpt", **section})
+    return Stpt(given, epochs, EpochSteps(steps_per_epoch))
 
 
 def plan(policy: Stpt, epoch: int = 40, *history: Round) -> Plan:
@@ -130,7 +132,7 @@ def test_alpha_is_iterations_or_a_share_of_the_epoch(
     alpha: float, steps_per_epoch: int, expected: int
 ) -> None:
     policy = stpt(steps_per_epoch=steps_per_epoch, alpha=alpha)
-    assert policy.alpha_steps == expected
+    assert policy.alpha_steps(1) == expected
     assert plan(policy).pretrain_steps == expected
 
 
@@ -236,7 +238,7 @@ def test_one_candidate_is_no_search_and_its_multiplier_accumulates() -> None:
     plans = [plan(policy, epoch) for epoch in (2, 3)]
     assert [made.candidates for made in plans] == [(), ()]
     assert [set(made.lrs) for made in plans] == [{0.4}, {0.2}]
-    assert {len(made.lrs) for made in plans} == {policy.steps_per_epoch}
+    assert {len(made.lrs) for made in plans} == {policy.steps.first}
 
 
 # Divergence.

@@ -19,6 +19,7 @@ from raytrain_opt.train.learner import Learner, Shares, reduce_sums
 
 CPU = torch.device("cpu")
 LRS = (0.1, 0.05, 0.02)
+RAMP = [{"epoch": 2, "factor": 2}]
 SIZE, TEST_SIZE, CLASSES = 80, 37, 7
 
 
@@ -131,6 +132,21 @@ def test_shares_of_several_processes_see_the_whole_batch_together() -> None:
     assert sum(part.samples for part in parts) == whole.samples == 16
     assert sum(part.loss_sum for part in parts) == pytest.approx(whole.loss_sum)
     assert sum(part.correct for part in parts) == whole.correct
+
+
+@pytest.mark.parametrize("ramp_by", ["accumulation", "worker"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_ramp_trains_at_the_larger_batch_from_its_epoch_on(ramp_by: str, workers: int) -> None:
+    ramped = learner(workers=workers, batch_ramp=RAMP, ramp_by=ramp_by)
+    before, after = learner(workers=workers), learner(workers=workers, global_batch_size=32)
+    ramped.train(1, 0, LRS, shares(workers))
+    before.train(1, 0, LRS, shares(workers))
+    assert_close(weights(ramped), weights(before))
+    after.load(before.state(copy=True))
+    totals = ramped.train(2, 0, LRS[:2], shares(workers))
+    after.train(2, 0, LRS[:2], shares(workers))
+    assert_close(weights(ramped), weights(after))
+    assert (totals.steps, totals.samples) == (2, 64)
 
 
 def test_a_phase_can_be_cut_anywhere() -> None:
@@ -312,6 +328,29 @@ def test_the_parts_of_all_ranks_are_the_whole(world_size: int, split: Any) -> No
     assert sum(part.correct for part in parts) == whole.correct
     assert sum(part.correct_top5 for part in parts) == whole.correct_top5
     assert sum(part.loss_sum for part in parts) == pytest.approx(whole.loss_sum)
+
+
+def test_statistics_are_taken_anew_from_training_batches() -> None:
+    made = learner(net_with_norm, batch_norm={"recalibrate_batches": 2}, batch_ramp=RAMP)
+    made.train(2, 0, LRS[:1], shares(1))
+    made.settle_statistics()
+    convolution, norm = made.model[0], made.model[1]  # type: ignore[index]
+    batches = made.data.train(2, range(2), range(2), 2, 32)
+    means = [convolution(next(batches).x).mean((0, 2, 3)) for _ in range(2)]
+    assert_close([norm.running_mean], [torch.stack(means).mean(0)])
+    assert norm.momentum == 0.1
+
+
+def test_blocks_tell_the_loss_of_the_same_samples_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_opt.train.learner.BLOCK", 3)
+    made = learner()
+    whole = made.evaluate("selection", blocks=True)
+    sizes = [3, 3, 2]
+    assert whole.samples == sum(sizes)
+    assert len(whole.block_losses) == len(sizes)
+    weighted = sum(n * loss for n, loss in zip(sizes, whole.block_losses, strict=True))
+    assert weighted == pytest.approx(whole.loss_sum)
+    assert made.evaluate("selection").block_losses == ()
 
 
 def test_the_selection_split_is_not_the_test_set() -> None:

@@ -1,0 +1,171 @@
+"""LARS on a GPU: the formula, few kernels, no waits, captured graphs, the compiler. No Ray.
+
+make test-gpu      or, in an environment with torch and without Ray:
+python -m pytest -m gpu tests/gpu
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from literal_lars import LiteralLARS
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from raytrain_opt.optim import LARS
+from raytrain_opt.optim.parameter_groups import parameter_groups
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = {"weight_decay": 0.01, "trust_coefficient": 0.1}
+
+
+def network(layers: int = 4, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Convolutions in channels_last, each with its normalisation, and a large matrix."""
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)]
+    model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(16 * 8 * 8, 300))
+    return model.to("cuda", dtype, memory_format=torch.channels_last)
+
+
+def optimizer_of(model: nn.Module, make: Any = LARS, lr: Any = 0.5, **settings: Any) -> Any:
+    groups = parameter_groups(model, exclude_bias_and_norm=True)
+    return make(groups, lr=lr, **{**SETTINGS, **settings})
+
+
+def fill_gradients(model: nn.Module, seed: int) -> None:
+    """In place where there are some already, as a captured graph needs."""
+    random = torch.Generator("cuda").manual_seed(seed)
+    for param in model.parameters():
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        param.grad.normal_(generator=random)
+
+
+def assert_same(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    torch.testing.assert_close(list(one.parameters()), list(other.parameters()), **tolerance)
+
+
+@pytest.mark.parametrize("changes", [{}, {"nesterov": True}, {"momentum": 0.0}, {"clip": True}])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 0.02)],
+)
+def test_every_step_is_the_literal_formula(
+    dtype: torch.dtype, tolerance: float, changes: dict[str, Any]
+) -> None:
+    ours, literal = network(dtype=dtype), network(dtype=dtype)
+    optimizers = optimizer_of(ours, **changes), optimizer_of(literal, LiteralLARS, **changes)
+    for seed in range(5):
+        for model, optimizer in zip((ours, literal), optimizers, strict=True):
+            fill_gradients(model, seed)
+            optimizer.step()
+    for mine, theirs in zip(ours.parameters(), literal.parameters(), strict=True):
+        assert (mine - theirs).norm() <= tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+def test_no_step_waits_for_the_device(lr: float | Tensor) -> None:
+    model = network()
+    optimizer = optimizer_of(model, lr=lr.cuda() if isinstance(lr, Tensor) else lr, clip=True)
+    fill_gradients(model, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def kernels_of_a_step(layers: int) -> int:
+    model = network(layers)
+    optimizer = optimizer_of(model)
+    for seed in range(2):
+        fill_gradients(model, seed)
+        optimizer.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        optimizer.step()
+        torch.cuda.synchronize()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    return sum(event.device_type == on_gpu for event in recorded.events())
+
+
+def test_more_layers_are_not_more_kernels() -> None:
+    assert 0 < kernels_of_a_step(20) == kernels_of_a_step(10) < 30
+
+
+def test_a_captured_step_is_replayed_at_the_rate_of_the_tensor() -> None:
+    captured, eager = network(), network()
+    rate = torch.tensor(0.5, device="cuda")
+    optimizer, other = optimizer_of(captured, lr=rate), optimizer_of(eager)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fill_gradients(captured, 0)
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    fill_gradients(eager, 0)
+    other.step()
+    for seed, lr in enumerate((0.5, 0.1, 2.0)):
+        fill_gradients(captured, seed)
+        rate.fill_(lr)
+        graph.replay()
+        fill_gradients(eager, seed)
+        for group in other.param_groups:
+            group["lr"] = lr
+        other.step()
+    assert_same(captured, eager, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_step_is_the_same() -> None:
+    compiled, eager = network(2), network(2)
+    optimizer, other = optimizer_of(compiled), optimizer_of(eager)
+    update = torch.compile(optimizer.step, fullgraph=True)
+    for seed in range(3):
+        fill_gradients(compiled, seed)
+        update()
+        fill_gradients(eager, seed)
+        other.step()
+    assert_same(compiled, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scaled_loss_gives_the_same_weights() -> None:
+    plain, scaled = network(), network()
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    optimizer, other = optimizer_of(plain), optimizer_of(scaled)
+    for seed in range(3):
+        random = torch.Generator("cuda").manual_seed(seed)
+        x = torch.randn(4, 16, 8, 8, device="cuda", generator=random)
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.step()
+        other.zero_grad()
+        scaler.scale(scaled(x).square().mean()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(other)
+        scaler.update()
+    assert_same(plain, scaled, rtol=1e-2, atol=1e-3)
+
+
+def test_the_state_moves_to_another_optimiser() -> None:
+    first, second = network(), network()
+    optimizer = optimizer_of(first)
+    for seed in range(2):
+        fill_gradients(first, seed)
+        optimizer.step()
+    second.load_state_dict(first.state_dict())
+    other = optimizer_of(second, lr=7.0)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for seed in range(3):
+        for model, its in ((first, optimizer), (second, other)):
+            fill_gradients(model, seed)
+            its.step()
+    assert_same(first, second, rtol=0.0, atol=0.0)

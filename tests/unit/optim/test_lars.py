@@ -1,0 +1,509 @@
+"""LARS step by step against the literal formula and timm, by its laws, and inside torch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from literal_lars import LiteralLARS
+from torch import Tensor, nn
+
+from raytrain_opt.optim import LARS, lars
+from raytrain_opt.optim.parameter_groups import parameter_groups
+from raytrain_opt.train.state import capture, restore
+
+SHAPES = [(8, 3, 3, 3), (40, 40), (5, 7), (1, 1), (6,), (1,)]
+LRS = [0.5, 2.0, 2.0, 0.1, 8.0]
+Grads = Sequence[Tensor | None]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1},
+    "nesterov": {"weight_decay": 0.1, "nesterov": True},
+    "dampening": {"weight_decay": 0.1, "dampening": 0.4},
+    "no momentum": {"weight_decay": 0.1, "momentum": 0.0},
+    "large trust": {"weight_decay": 0.01, "trust_coefficient": 0.5, "eps": 0.01},
+    "clip": {"weight_decay": 0.01, "trust_coefficient": 0.5, "clip": True},
+    "clip nesterov": {"trust_coefficient": 0.5, "clip": True, "nesterov": True, "eps": 0.0},
+}
+
+
+@pytest.fixture(params=["numbers", "layer by layer", "scratch", "lists"])
+def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How an update is computed: on CPU (by blocks or layers), on CUDA, on other devices."""
+    if request.param == "layer by layer":
+        monkeypatch.setattr(lars, "_BLOCK", 1)
+    if request.param in ("scratch", "lists"):
+        monkeypatch.setattr(lars, "_keeps_scratch", lambda _: request.param == "scratch")
+        monkeypatch.setattr(lars, "_takes_numbers", lambda _: False)
+    return str(request.param)
+
+
+def weights(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    random = torch.Generator().manual_seed(0)
+    scales = [0.01, 1.0, 30.0, 1.0, 1.0, 2.0]
+    return [
+        nn.Parameter((torch.randn(shape, generator=random, dtype=torch.float64) * scale).to(dtype))
+        for shape, scale in zip(SHAPES, scales, strict=True)
+    ]
+
+
+def random_grads(step: int, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
+    random = torch.Generator().manual_seed(step + 1)
+    scales = [1.0, 1e-3, 10.0, 1.0, 1.0, 0.1]
+    return [
+        (torch.randn(shape, generator=random, dtype=torch.float64) * scale).to(dtype)
+        for shape, scale in zip(SHAPES, scales, strict=True)
+    ]
+
+
+def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """The last two are biases."""
+    return [{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.0, "adapt": False}]
+
+
+def train(
+    make: Callable[..., torch.optim.Optimizer],
+    params: list[nn.Parameter],
+    grads: Sequence[Grads],
+    **settings: Any,
+) -> torch.optim.Optimizer:
+    optimizer = make(groups(params), lr=LRS[0], **settings)
+    for lr, step_grads in zip(LRS, grads, strict=False):
+        step(optimizer, params, step_grads, lr)
+    return optimizer
+
+
+def step(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], grads: Grads, lr: float
+) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = None if grad is None else grad.clone()
+    optimizer.step()
+
+
+def both(
+    dtype: torch.dtype, grads: Sequence[Grads], **settings: Any
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The weights after our steps, and after the literal formula's."""
+    ours, literal = weights(dtype), weights(dtype)
+    train(LARS, ours, grads, **settings)
+    train(LiteralLARS, literal, grads, **settings)
+    return ours, literal
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS)
+def test_every_step_is_the_literal_formula(settings: dict[str, Any]) -> None:
+    for steps in range(1, len(LRS) + 1):
+        ours, literal = both(torch.float64, [random_grads(s) for s in range(steps)], **settings)
+        torch.testing.assert_close(ours, literal, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_lower_precision_differs_by_rounding_only(
+    dtype: torch.dtype, settings: dict[str, Any]
+) -> None:
+    grads = [random_grads(s, dtype) for s in range(len(LRS))]
+    ours, literal = both(dtype, grads, **settings)
+    exact = [nn.Parameter(param.double()) for param in weights(dtype)]
+    train(LiteralLARS, exact, [[g.double() for g in some] for some in grads], **settings)  # type: ignore[union-attr]
+    for mine, theirs, true in zip(ours, literal, exact, strict=True):
+        assert mine.dtype == dtype
+        largest = true.abs().max().item()
+        allowed = 1.5 * (theirs.double() - true).abs().max() + torch.finfo(dtype).eps * largest
+        assert (mine.double() - true).abs().max() <= allowed
+
+
+@pytest.mark.usefixtures("route")
+def test_the_norms_of_low_precision_are_float32() -> None:
+    """In float16 they would overflow: 300^2 is more than 65504."""
+    param, copied = (nn.Parameter(torch.full((4, 4), 300.0, dtype=torch.float16)) for _ in "12")
+    for p, make in ((param, LARS), (copied, LiteralLARS)):
+        p.grad = torch.full((4, 4), 300.0, dtype=torch.float16)
+        make([p], lr=100.0, momentum=0.0).step()
+    assert param[0, 0].item() == copied[0, 0].item() == 270.0
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("settings", [OPTIONS["decay"], OPTIONS["clip"]], ids=["decay", "clip"])
+@pytest.mark.parametrize("value", [0.0, 1e30, -1e30, 1e-42, math.inf, math.nan])
+def test_extreme_gradients_are_the_literal_formula(value: float, settings: dict[str, Any]) -> None:
+    """In one layer, all elements or one; the other layers are as if it were not there."""
+    for element in (slice(None), (0, 0)):
+        grads = [random_grads(s, torch.float32) for s in range(3)]
+        special: Any = grads[1][1]
+        special[element] = value
+        ours, literal = both(torch.float32, grads, **settings)
+        torch.testing.assert_close(ours, literal, equal_nan=True)
+        ordinary, _ = both(
+            torch.float32, [random_grads(s, torch.float32) for s in range(3)], **settings
+        )
+        for layer in {*range(len(SHAPES))} - {1}:
+            assert torch.equal(ours[layer], ordinary[layer])
+
+
+def one_step(param: nn.Parameter, grad: Tensor, **settings: Any) -> Tensor:
+    """The change of a layer."""
+    before = param.detach().clone()
+    param.grad = grad
+    LARS([param], **settings).step()
+    return param.detach() - before
+
+
+@pytest.mark.usefixtures("route")
+def test_what_is_not_finite_is_not_hidden() -> None:
+    grad = torch.ones(3, 2)
+    grad[0, 0] = math.nan
+    assert one_step(nn.Parameter(torch.ones(3, 2)), grad, lr=1.0).isnan().all()
+    grad[0, 0] = math.inf
+    change = one_step(nn.Parameter(torch.ones(3, 2)), grad, lr=1.0)
+    assert change[0, 0].isnan()
+    assert change.flatten()[1:].tolist() == [0.0] * 5
+    too_large = torch.full((3, 2), 1e30)
+    assert not one_step(nn.Parameter(torch.ones(3, 2)), too_large, lr=1.0).any()
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("clip", [False, True])
+def test_without_weights_or_gradient_the_ratio_is_1(clip: bool) -> None:
+    settings = {"lr": 4.0, "clip": clip, "momentum": 0.0}
+    ones = torch.ones(3, 2)
+    change = one_step(nn.Parameter(0 * ones), ones, **settings)
+    torch.testing.assert_close(change, -4.0 * ones)
+    change = one_step(nn.Parameter(ones.clone()), 0 * ones, weight_decay=0.125, **settings)
+    torch.testing.assert_close(change, -0.5 * ones)
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e12])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_scale_of_a_layers_gradient_does_not_count_without_decay(
+    scale: float, nesterov: bool
+) -> None:
+    found = []
+    for factor in (1.0, scale):
+        grads = [random_grads(s, torch.float32) for s in range(len(LRS))]
+        for some in grads:
+            some[1] = some[1] * factor  # type: ignore[operator]
+        params = weights(torch.float32)
+        train(LARS, params, grads, eps=0.0, nesterov=nesterov)
+        found.append(params)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.usefixtures("route")
+def test_a_layer_moves_in_proportion_to_its_weights() -> None:
+    for param, grad in zip(weights()[:4], random_grads(0), strict=False):
+        norm = param.norm().item()
+        assert isinstance(grad, Tensor)
+        change = one_step(param, grad, lr=3.0, trust_coefficient=0.01, eps=0.0)
+        assert change.norm().item() == pytest.approx(3.0 * 0.01 * norm)
+
+
+@pytest.mark.usefixtures("route")
+def test_clipping_bounds_a_layers_rate() -> None:
+    """Ratios 0.01 and 100 at a rate of 0.1: rates 0.01, as it is, and 0.1."""
+    for size, expected in ((0.1, 0.01 * 10.0), (1000.0, 0.1 * 10.0)):
+        param, grad = nn.Parameter(torch.full((2, 2), size)), torch.full((2, 2), 10.0)
+        change = one_step(param, grad, lr=0.1, trust_coefficient=1.0, clip=True)
+        torch.testing.assert_close(change, torch.full((2, 2), -expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+def test_it_agrees_with_timm(weight_decay: float, clip: bool, nesterov: bool) -> None:
+    """Rates up to 1: above, timm clips the ratio 1 of a layer without gradient too."""
+    from timm.optim.lars import Lars
+
+    ours, theirs = weights(), weights()
+    shared = {"weight_decay": weight_decay, "momentum": 0.9, "nesterov": nesterov, "lr": 0.3}
+    mine = LARS(ours, **shared, trust_coefficient=0.02, clip=clip)
+    timms = Lars(theirs, **shared, trust_coeff=0.02, trust_clip=clip, always_adapt=True)
+    for seed in range(5):
+        for params, optimizer in ((ours, mine), (theirs, timms)):
+            step(optimizer, params, random_grads(seed), 0.3)
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS)
+def test_a_group_that_does_not_adapt_is_torchs_sgd(settings: dict[str, Any]) -> None:
+    ours, theirs = weights(torch.float32), weights(torch.float32)
+    sgd = {k: v for k, v in settings.items() if k not in ("trust_coefficient", "eps", "clip")}
+    mine = LARS([{"params": ours, "adapt": False}], lr=0.1, **settings)
+    torchs = torch.optim.SGD(theirs, lr=0.1, fused=True, **{"momentum": 0.9, **sgd})
+    for seed in range(4):
+        for params, optimizer in ((ours, mine), (theirs, torchs)):
+            step(optimizer, params, random_grads(seed, torch.float32), 0.1)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS)
+def test_parameters_without_gradient_wait(settings: dict[str, Any]) -> None:
+    """Some get their first gradient, and so their buffer, later; others lose theirs again."""
+    grads = [random_grads(s) for s in range(len(LRS))]
+    grads[0][1] = grads[0][5] = grads[2][0] = grads[3][0] = None
+    ours, literal = both(torch.float64, grads, **settings)
+    torch.testing.assert_close(ours, literal, rtol=1e-12, atol=1e-14)
+    nothing: list[Tensor | None] = [None] * len(SHAPES)
+    untouched = weights()
+    assert not train(LARS, untouched, [nothing]).state_dict()["state"]
+    assert all(map(torch.equal, untouched, weights()))
+
+
+@pytest.mark.usefixtures("route")
+def test_gradients_are_left_as_they_are() -> None:
+    params = weights()
+    train(LARS, params, [random_grads(0)], weight_decay=0.1)
+    for param, grad in zip(params, random_grads(0), strict=True):
+        assert torch.equal(param.grad, grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("route")
+def test_two_types_in_one_group() -> None:
+    found = []
+    for make in (LARS, LiteralLARS):
+        params = [*weights(torch.float64), *weights(torch.float32)]
+        optimizer = make(params, lr=0.5, weight_decay=0.1)
+        for seed in range(3):
+            step(optimizer, params, [*random_grads(seed), *random_grads(seed, torch.float32)], 0.5)
+        found.append(params)
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.usefixtures("route")
+def test_memory_layouts_may_differ() -> None:
+    """channels_last weights, gradients and a loaded buffer that are not."""
+    shape, found = (4, 6, 3, 3), []
+    for make in (LARS, LiteralLARS):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(shape).to(memory_format=torch.channels_last))
+        optimizer = make([param], lr=0.5, weight_decay=0.1)
+        buffer = {"state": {0: {"momentum_buffer": torch.randn(shape)}}}
+        optimizer.load_state_dict({**optimizer.state_dict(), **buffer})
+        for _ in range(3):
+            param.grad = torch.randn(shape)
+            optimizer.step()
+        found.append(param)
+    assert optimizer.state[param]["momentum_buffer"].is_contiguous()
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.usefixtures("route")
+def test_the_layout_may_change_during_training() -> None:
+    found = []
+    for make in (LARS, LiteralLARS):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(4, 6, 3, 3))
+        optimizer = make([param], lr=0.5, weight_decay=0.1)
+        for _ in range(3):
+            param.grad = torch.randn_like(param)
+            optimizer.step()
+            param.data = param.data.to(memory_format=torch.channels_last)
+            param.grad = None
+        found.append(param)
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.usefixtures("route")
+def test_a_loaded_buffer_lies_as_its_parameter() -> None:
+    param = nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last))
+    optimizer = LARS([param], lr=0.5)
+    buffer = torch.randn(param.shape)
+    state = {"state": {0: {"momentum_buffer": buffer}}}
+    optimizer.load_state_dict({**optimizer.state_dict(), **state})
+    loaded = optimizer.state[param]["momentum_buffer"]
+    assert torch.equal(loaded, buffer)
+    assert loaded.stride() == param.stride()
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("lr", [torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)])
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_rate_may_be_a_tensor_that_is_filled(lr: Tensor, clip: bool) -> None:
+    ours, numbers = weights(), weights()
+    settings = {"trust_coefficient": 0.5, "clip": clip, "nesterov": True}
+    mine = LARS(groups(ours), lr=lr.clone(), **settings)
+    other = LARS(groups(numbers), lr=0.5, **settings)
+    for seed, rate in enumerate(LRS):
+        for group in mine.param_groups:
+            group["lr"].fill_(rate)
+        for param, grad in zip(ours, random_grads(seed), strict=True):
+            param.grad = grad
+        mine.step()
+        step(other, numbers, random_grads(seed), rate)
+    torch.testing.assert_close(ours, numbers, rtol=1e-6, atol=1e-8)
+
+
+def saved_and_loaded(state: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS)
+def test_a_saved_state_goes_on_bit_by_bit_the_same(settings: dict[str, Any]) -> None:
+    first = weights(torch.float32)
+    optimizer = train(LARS, first, [random_grads(s, torch.float32) for s in range(2)], **settings)
+    second = [nn.Parameter(param.detach().clone()) for param in first]
+    other = LARS(groups(second), lr=7.0)
+    step(other, second, [torch.zeros_like(p) for p in second], 0.0)
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    copied = copy.deepcopy(optimizer)
+    third = [param for group in copied.param_groups for param in group["params"]]
+    for seed, lr in enumerate(LRS):
+        for params, its in ((first, optimizer), (second, other), (third, copied)):
+            step(its, params, random_grads(seed, torch.float32), lr)
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, third))
+
+
+@pytest.mark.usefixtures("route")
+def test_a_training_state_moves_to_another_process() -> None:
+    """Two groups and channels_last, through what workers and candidates exchange."""
+    trainings = [small_training(seed) for seed in (0, 1)]
+    scalers = [torch.amp.GradScaler("cpu", enabled=False) for _ in trainings]
+    for seed, (model, optimizer) in enumerate(trainings):
+        model_steps(model, optimizer, seeds=range(seed, seed + 2))
+    state = capture(*trainings[0], scalers[0], copy=True)
+    restore(state, *trainings[1], scalers[1])
+    for model, optimizer in trainings:
+        model_steps(model, optimizer, seeds=range(5, 8))
+    digests = [capture(*t, s, copy=True).digest() for t, s in zip(trainings, scalers, strict=True)]
+    assert digests[0] == digests[1] != state.digest()
+
+
+def small_training(seed: int) -> tuple[nn.Module, LARS]:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 4 * 4, 5)
+    )
+    model = model.to(memory_format=torch.channels_last)
+    grouped = parameter_groups(model, exclude_bias_and_norm=True)
+    return model, LARS(grouped, lr=0.5, weight_decay=0.01, trust_coefficient=0.1)
+
+
+def model_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    seeds: Sequence[int],
+    scaler: torch.amp.GradScaler | None = None,
+    update: Callable[[], object] | None = None,
+) -> None:
+    for seed in seeds:
+        x = torch.randn(6, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        if scaler is None:
+            loss.backward()
+            (update or optimizer.step)()
+        else:
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.usefixtures("route")
+def test_a_scaled_loss_gives_the_same_weights() -> None:
+    plain, scaled = small_training(0), small_training(0)
+    model_steps(*plain, seeds=range(3))
+    model_steps(*scaled, seeds=range(3), scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    torch.testing.assert_close(plain[0].state_dict(), scaled[0].state_dict())
+
+
+def test_a_scaler_skips_a_step_whose_gradient_overflowed() -> None:
+    param = nn.Parameter(torch.ones(2, 2))
+    optimizer, scaler = LARS([param], lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    scaler.scale((param * 1e30).sum()).backward()  # type: ignore[no-untyped-call]
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(param, torch.ones(2, 2))
+    assert scaler.get_scale() == 2.0**99
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_compiled_step_is_the_same_without_a_break(nesterov: bool, as_tensor: bool) -> None:
+    eager, compiled = small_training(0), small_training(0)
+    for _, optimizer in (eager, compiled):
+        for group in optimizer.param_groups:
+            group["nesterov"] = nesterov
+            group["lr"] = torch.tensor(0.5) if as_tensor else 0.5
+    update = torch.compile(compiled[1].step, backend="aot_eager", fullgraph=True)
+    model_steps(*eager, seeds=range(3))
+    model_steps(*compiled, seeds=range(3), update=update)
+    torch.testing.assert_close(eager[0].state_dict(), compiled[0].state_dict())
+
+
+@pytest.mark.usefixtures("route")
+def test_a_group_that_comes_later_trains_too() -> None:
+    ours, literal = weights(), weights()
+    optimizers = [LARS(ours[:1], lr=0.5), LiteralLARS(literal[:1], lr=0.5)]
+    for params, optimizer in zip((ours, literal), optimizers, strict=True):
+        step(optimizer, params, random_grads(0), 0.5)
+        optimizer.add_param_group({"params": params[1:], "weight_decay": 0.2})
+        step(optimizer, params, random_grads(1), 0.5)
+    torch.testing.assert_close(ours, literal, rtol=1e-12, atol=1e-14)
+
+
+def test_a_closure_is_called_with_gradients_on() -> None:
+    param = nn.Parameter(torch.ones(2, 2))
+    optimizer = LARS([param], lr=1.0)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 4.0
+    assert param[0, 0].item() == pytest.approx(0.999)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -0.1}, "lr must be at least 0"),
+        ({"lr": math.nan}, "lr must be at least 0 and finite, not nan"),
+        ({"lr": torch.tensor([0.1, 0.2])}, "one element, not 2"),
+        ({"momentum": -0.1}, "momentum"),
+        ({"dampening": -0.1}, "dampening"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"trust_coefficient": -0.1}, "trust_coefficient"),
+        ({"eps": math.inf}, "eps"),
+        ({"nesterov": True, "momentum": 0.0}, "nesterov"),
+        ({"nesterov": True, "dampening": 0.1}, "nesterov"),
+    ],
+)
+def test_values_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LARS(weights(), **{"lr": 0.1, **settings})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad"),
+    [
+        (torch.float32, torch.zeros(2, 2).to_sparse()),
+        (torch.complex64, torch.zeros(2, 2, dtype=torch.complex64)),
+    ],
+)
+def test_sparse_and_complex_gradients_are_refused(dtype: torch.dtype, grad: Tensor) -> None:
+    param = nn.Parameter(torch.ones(2, 2, dtype=dtype))
+    param.grad = grad
+    with pytest.raises(RuntimeError, match="dense real"):
+        LARS([param], lr=0.1).step()

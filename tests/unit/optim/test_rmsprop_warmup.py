@@ -1,0 +1,280 @@
+"""RMSprop warm-up: against its literal formula, torch's SGD afterwards, and through a resume."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raytrain_opt.optim.rmsprop_warmup import PAPER_SCALE, RMSpropWarmup, sgd_share
+from raytrain_opt.train.state import capture, restore
+
+SHAPES = [(3, 4), (5,), (2, 3, 2, 2), ()]
+SOON: dict[str, Any] = {"center_steps": 4, "period_steps": 4, "rmsprop_scale": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("epoch", "share"),
+    [
+        (0.0, 0.009157819444),
+        (5.0, 0.067667641618),
+        (7.5, 0.183939720586),
+        (9.999999, 0.4999998),
+        (10.0, 0.5),
+        (11.0, 0.7),
+        (12.0, 0.9),
+        (12.5, 1.0),
+        (13.0, 1.0),
+        (90.0, 1.0),
+    ],
+)
+def test_share_of_sgd_with_the_papers_centre_and_period(epoch: float, share: float) -> None:
+    assert sgd_share(epoch, 10, 5) == pytest.approx(share, abs=1e-10)
+    assert sgd_share(epoch * 16, 160, 80) == pytest.approx(share, abs=1e-10)
+
+
+def test_share_has_no_kink_at_the_centre() -> None:
+    before = (sgd_share(10, 10, 5) - sgd_share(10 - 1e-6, 10, 5)) / 1e-6
+    after = (sgd_share(10 + 1e-6, 10, 5) - sgd_share(10, 10, 5)) / 1e-6
+    assert before == pytest.approx(after, rel=1e-5)
+
+
+def test_the_paper_s_rate_comes_out_at_its_batch() -> None:
+    peak = 0.5 * 0.1 * 32768 / 256
+    assert peak * PAPER_SCALE == pytest.approx(3e-4)
+
+
+def weights(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in SHAPES]
+    return [nn.Parameter(tensor.to(dtype)) for tensor in drawn]
+
+
+def give_gradients(params: list[Tensor], step: int) -> None:
+    random = torch.Generator().manual_seed(1000 + step)
+    for param in params:
+        drawn = torch.randn(param.shape, generator=random, dtype=torch.float64)
+        param.grad = drawn.to(param.dtype)
+
+
+def literal_step(
+    w: list[Tensor], m: list[Tensor], d: list[Tensor], t: int, lr: float, decay: float
+) -> None:
+    """The paper's formulas as they stand (its delta points downhill), one layer at a time."""
+    x = 2 * (t - 4) / 4
+    a_sgd = math.exp(x) / 2 if t < 4 else 0.5 + (t - 4) / 4 if t < 6 else 1.0
+    a_rmsprop = (1 - a_sgd) * 0.02
+    for i, weight in enumerate(w):
+        assert weight.grad is not None
+        g = weight.grad + decay * weight.detach()
+        m[i] = 0.99 * m[i] + 0.01 * g**2
+        d[i] = 0.9 * d[i] - (a_sgd + a_rmsprop / (m[i].sqrt() + 1e-8)) * g
+        weight.data = weight.data + lr * d[i]
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 1e-2])
+def test_every_step_is_the_papers(decay: float, capturable: bool) -> None:
+    ours, literal = weights(), weights()
+    optimizer = RMSpropWarmup(ours, 0.1, weight_decay=decay, capturable=capturable, **SOON)
+    m, d = ([torch.zeros_like(w.data) for w in literal] for _ in range(2))
+    for t in range(10):
+        give_gradients(ours, t)
+        give_gradients(literal, t)
+        optimizer.param_groups[0]["lr"] = lr = 0.1 / (1 + t)
+        optimizer.step()
+        literal_step(literal, m, d, t, lr, decay)
+        # On the device the share is a float32.
+        close = {"rtol": 1e-6, "atol": 1e-7} if capturable else {"rtol": 1e-12, "atol": 1e-12}
+        torch.testing.assert_close(ours, literal, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_afterwards_it_is_torchs_momentum_sgd_bit_for_bit(
+    dtype: torch.dtype, capturable: bool
+) -> None:
+    ours = weights(dtype)
+    optimizer = RMSpropWarmup(ours, 0.1, weight_decay=1e-2, capturable=capturable, **SOON)
+    for t in range(6):
+        give_gradients(ours, t)
+        optimizer.step()
+    theirs = [nn.Parameter(w.detach().clone()) for w in ours]
+    sgd = torch.optim.SGD(theirs, lr=0.1, momentum=0.9, weight_decay=1e-2, foreach=True)
+    for mine, other in zip(ours, theirs, strict=True):
+        sgd.state[other]["momentum_buffer"] = optimizer.state[mine]["momentum_buffer"].clone()
+    for t in range(6, 12):
+        give_gradients(ours, t)
+        give_gradients(theirs, t)
+        optimizer.step()
+        sgd.step()
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_at_first_a_gradient_s_size_hardly_matters() -> None:
+    moves = []
+    for size in (1.0, 1000.0):
+        weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        late = {"center_steps": 100, "period_steps": 1, "rmsprop_scale": 1.0}
+        optimizer = RMSpropWarmup([weight], 0.1, **late)
+        weight.grad = torch.full_like(weight, size)
+        optimizer.step()
+        moves.append(weight.item())
+    assert moves[0] == pytest.approx(-0.1 / math.sqrt(0.01))
+    assert moves[0] == pytest.approx(moves[1])
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_rate_that_is_a_tensor_does_as_a_number(capturable: bool) -> None:
+    if not capturable:
+        with pytest.raises(ValueError, match="capturable=True"):
+            RMSpropWarmup(weights(), torch.tensor(0.1), **SOON)
+        return
+    number, tensor = weights(torch.float32), weights(torch.float32)
+    lr = torch.tensor(0.1)
+    plain = RMSpropWarmup(number, 0.1, **SOON)
+    graph = RMSpropWarmup(tensor, lr, capturable=True, **SOON)
+    for t in range(8):
+        give_gradients(number, t)
+        give_gradients(tensor, t)
+        plain.param_groups[0]["lr"] = 0.1 / (1 + t)
+        lr.fill_(0.1 / (1 + t))
+        plain.step()
+        graph.step()
+    torch.testing.assert_close(number, tensor)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("stop", [0, 3, 5, 8])
+def test_state_dict_carries_the_place_in_the_transition(stop: int, capturable: bool) -> None:
+    whole = weights()
+    first = RMSpropWarmup(whole, 0.1, capturable=capturable, **SOON)
+    for t in range(stop):
+        give_gradients(whole, t)
+        first.step()
+    resumed = [nn.Parameter(w.detach().clone()) for w in whole]
+    second = RMSpropWarmup(
+        resumed, 0.7, capturable=capturable, center_steps=50, period_steps=9, rmsprop_scale=3.0
+    )
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for t in range(stop, stop + 5):
+        for params, optimizer in ((whole, first), (resumed, second)):
+            give_gradients(params, t)
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_candidate_goes_on_from_the_captured_state_to_the_bit(capturable: bool) -> None:
+    def training() -> tuple[nn.Module, RMSpropWarmup]:
+        torch.manual_seed(3)
+        model = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)
+        )
+        model = model.to(memory_format=torch.channels_last)
+        settings: dict[str, Any] = {"capturable": capturable, **SOON}
+        return model, RMSpropWarmup(model.parameters(), 0.1, **settings)
+
+    def train(model: nn.Module, optimizer: RMSpropWarmup, steps: range) -> list[Tensor]:
+        for t in steps:
+            x = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(t))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return [tensor.clone() for tensor in model.state_dict().values()]
+
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    main, main_optimizer = training()
+    train(main, main_optimizer, range(3))
+    state = capture(main, main_optimizer, scaler, copy=True)
+    expected = train(main, main_optimizer, range(3, 7))
+    candidate, candidate_optimizer = training()
+    for _ in range(2):  # Into an optimiser without state, and over its own at another step.
+        restore(state, candidate, candidate_optimizer, scaler)
+        found = train(candidate, candidate_optimizer, range(3, 7))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_graph_is_not_captured_around_a_count_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    (weight, *_) = weights()
+    with pytest.raises(RuntimeError, match="capturable=True"):
+        RMSpropWarmup([weight], 0.1, **SOON).step()
+    RMSpropWarmup([weight], 0.1, capturable=True, **SOON).step()
+
+
+def test_groups_keep_their_settings_and_may_lack_gradients() -> None:
+    params = weights()
+    groups = [{"params": params[:2], "weight_decay": 0.5}, {"params": params[2:]}]
+    optimizer = RMSpropWarmup(groups, 0.1, **SOON)
+    before = [p.detach().clone() for p in params]
+    for param in params[1:]:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, params, strict=True)]
+    assert moved == [False, True, False, False]
+
+
+def test_time_passes_for_a_parameter_without_gradients() -> None:
+    late, other = weights()[:2]
+    optimizer = RMSpropWarmup([late, other], 0.1, **SOON)
+    for step in range(6):
+        other.grad = torch.ones_like(other) if step % 2 else None
+        optimizer.step()
+    late.grad = torch.ones_like(late)
+    before = late.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(late.detach(), before - 0.1, rtol=0, atol=1e-12)
+
+
+def test_closure_is_asked_with_gradients_on() -> None:
+    (weight, *_) = weights()
+    optimizer = RMSpropWarmup([weight], 0.1, **SOON)
+
+    def closure() -> float:
+        loss = weight.square().sum()
+        loss.backward()
+        return loss.item()
+
+    before = weight.detach().square().sum().item()
+    assert optimizer.step(closure) == pytest.approx(before)
+    assert weight.detach().square().sum().item() < before
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("lr", -0.1),
+        ("momentum", 1.0),
+        ("momentum", -0.1),
+        ("alpha", 1.0),
+        ("eps", 0.0),
+        ("weight_decay", -1e-4),
+        ("rmsprop_scale", -1.0),
+        ("center_steps", -1.0),
+        ("period_steps", 0.0),
+        ("lr", math.nan),
+        ("center_steps", math.inf),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(setting: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{setting} must be .*{value!r}"):
+        RMSpropWarmup(weights(), **{"lr": 0.1, **SOON, setting: value})
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_gradients_it_cannot_use_are_refused(kind: str) -> None:
+    dtype = torch.complex64 if kind == "complex" else torch.float32
+    weight = nn.Parameter(torch.ones(3, 2, dtype=dtype))
+    grad = torch.ones_like(weight)
+    weight.grad = grad.to_sparse() if kind == "sparse" else grad
+    with pytest.raises(RuntimeError, match="dense real gradients"):
+        RMSpropWarmup([weight], 0.1, **SOON).step()

@@ -1,0 +1,61 @@
+"""The scaling rules: published pairs, laws, refusals, and no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from raytrain_opt.optim.scaling import linear_scaling, scale_lr, sqrt_scaling
+
+RULES = ["linear", "sqrt", "none"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "lr", "from_size", "to_size", "expected"),
+    [
+        ("linear", 0.1, 256, 8192, 3.2),  # Goyal et al.
+        ("linear", 0.1, 256, 32768, 12.8),  # Akiba et al., who then train at half of it.
+        ("linear", 0.1, 256, 64, 0.025),
+        ("sqrt", 0.01, 128, 512, 0.02),
+        ("sqrt", 0.4, 1024, 64, 0.1),
+        ("none", 0.3, 256, 8192, 0.3),
+    ],
+)
+def test_rate_for_another_batch(
+    rule: Any, lr: float, from_size: int, to_size: int, expected: float
+) -> None:
+    assert scale_lr(rule, lr, from_size, to_size) == pytest.approx(expected, rel=1e-12)
+
+
+def test_each_rule_by_its_own_name() -> None:
+    assert linear_scaling(0.1, batch_size=1024, reference_batch_size=256) == pytest.approx(0.4)
+    assert sqrt_scaling(0.1, batch_size=1024, reference_batch_size=256) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_same_batch_changes_no_bit(rule: Any) -> None:
+    assert scale_lr(rule, 0.1, 384, 384) == 0.1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_two_steps_are_as_one_and_the_way_back_undoes_it(rule: Any) -> None:
+    there = scale_lr(rule, 0.1, 256, 6144)
+    by_way_of = scale_lr(rule, scale_lr(rule, 0.1, 256, 1000), 1000, 6144)
+    assert by_way_of == pytest.approx(there, rel=1e-12)
+    assert scale_lr(rule, there, 6144, 256) == pytest.approx(0.1, rel=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+@pytest.mark.parametrize(("from_size", "to_size"), [(0, 256), (256, 0), (-256, -512)])
+def test_a_batch_without_samples_is_refused(rule: Any, from_size: int, to_size: int) -> None:
+    with pytest.raises(ValueError, match=f"at least 1.*{to_size} and {from_size}"):
+        scale_lr(rule, 0.1, from_size, to_size)
+
+
+def test_schedules_and_scaling_do_without_torch() -> None:
+    code = "import raytrain_opt.optim.scaling, raytrain_opt.optim.schedules, sys; "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

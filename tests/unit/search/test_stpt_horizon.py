@@ -1,0 +1,602 @@
+"""stpt_horizon on made-up trainings: a loss surface of rate and steps, with noise."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raytrain_opt.config.learning_rate import HorizonPolicy
+from raytrain_opt.errors import DivergedError
+from raytrain_opt.optim.batch_ramp import EpochSteps
+from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round
+from raytrain_opt.search.squeezed import WholeSchedule
+from raytrain_opt.search.stpt_horizon import HorizonStpt
+
+BLOCKS = 100
+
+
+def horizon(epochs: int = 16, steps: int = 125, ramp: Any = (), **section: Any) -> HorizonStpt:
+    given = HorizonPolicy.model_validate({"policy": "stpt_horizon", **section})
+    return HorizonStpt(given, epochs, EpochSteps(steps, ramp))
+
+
+@dataclass
+class Surface:
+    """Training that is best at rate `best`, and with fewer than `unbiased_steps` at lower ones.
+
+    The loss grows with the square of the decades between. Each block of samples has a difficulty
+    that all candidates meet, and `noise` of its own for each rate; `exact`: but not in the mean.
+    `factor`: the one that later rounds of an epoch find best.
+    """
+
+    best: float = 0.1
+    diverges_from: float = math.inf
+    noise: float = 0.05
+    unbiased_steps: int = 1
+    exact: bool = False
+    seed: int = 0
+    factor: Callable[[int], float] = lambda epoch: 1.0
+
+    def result(self, plan: Plan, candidate: Candidate) -> CandidateResult:
+        noise = self._draw(f"{candidate.lr:.6g} {plan.pretrain_steps} {plan.first_step}")
+        noise -= noise.mean() if self.exact else 0
+        blocks = self.loss(plan, candidate) + self._draw("all") + self.noise * noise
+        lost = candidate.lr >= self.diverges_from
+        return result(candidate, [math.nan] * BLOCKS if lost else blocks.tolist())
+
+    def _draw(self, which: str) -> Any:
+        return np.random.default_rng(zlib.crc32(f"{self.seed} {which}".encode())).normal(
+            size=BLOCKS
+        )
+
+    def loss(self, plan: Plan, candidate: Candidate) -> float:
+        if plan.stage == "later":
+            return 1 + math.log10(candidate.multiplier / self.factor(plan.epoch)) ** 2
+        best = self.best * min(1.0, plan.pretrain_steps / self.unbiased_steps)
+        return 1 + math.log10(candidate.lr / best) ** 2
+
+
+def result(candidate: Candidate, blocks: list[float]) -> CandidateResult:
+    mean = sum(blocks) / len(blocks)
+    return CandidateResult(
+        candidate,
+        "diverged" if math.isnan(mean) else "ok",
+        val_accuracy=0.5,
+        val_loss=mean,
+        train_loss=mean,
+        samples=8,
+        train_s=1.0,
+        score_s=0.1,
+        slot=0,
+        val_losses=tuple(blocks),
+    )
+
+
+def always(factor: float) -> Surface:
+    return Surface(factor=lambda epoch: factor)
+
+
+@dataclass
+class Training:
+    """What the driver would have seen. `commits`: the history after each epoch."""
+
+    plans: list[Plan]
+    commits: list[tuple[Round, ...]]
+
+    @property
+    def asked(self) -> list[Plan]:
+        return [plan for plan in self.plans if plan.candidates]
+
+    @property
+    def opening(self) -> list[Plan]:
+        return [plan for plan in self.asked if plan.epoch == 1]
+
+    @property
+    def later(self) -> list[Plan]:
+        return [plan for plan in self.asked if plan.epoch > 1]
+
+    @property
+    def peak(self) -> float:
+        """That epoch 1 trains with."""
+        return self.commits[0][-1].next_base_lr
+
+    def lrs(self, policy: HorizonStpt) -> list[float]:
+        """Of every step of the training."""
+        lrs: list[float] = []
+        for plan, history in zip(self.mains, self.commits, strict=True):
+            last = history[-1] if history else None
+            asked = [p for p in self.asked if p.epoch == plan.epoch and p.kept_steps]
+            if asked and last is not None and last.winner is not None:
+                lrs.extend(last.winner.candidate.lrs(asked[-1])[: asked[-1].kept_steps])
+            lrs.extend(plan.lrs)
+        return lrs
+
+    @property
+    def mains(self) -> list[Plan]:
+        return [plan for plan in self.plans if plan.lrs]
+
+
+def trained(
+    policy: HorizonStpt, surface: Surface | None = None, history: tuple[Round, ...] = ()
+) -> Training:
+    """As the driver does it, on the epochs that the history leaves."""
+    surface = surface or Surface()
+    first = history[-1].epoch + 1 if history else 1
+    plans, commits = [], []
+    for epoch in range(first, policy.epochs + 1):
+        plan = policy.plan(epoch, history)
+        plans.append(plan)
+        while plan.candidates:
+            results = [surface.result(plan, candidate) for candidate in plan.candidates]
+            history = (*history, policy.choose(plan, results))
+            plan = policy.plan(epoch, history)
+            plans.append(plan)
+        commits.append(history)
+    return Training(plans, commits)
+
+
+def cost(training: Training, policy: HorizonStpt) -> float:
+    """Of the search: share of the training's samples."""
+    asked = sum(
+        len(p.candidates) * p.pretrain_steps / policy.steps(p.epoch) for p in training.asked
+    )
+    return asked / policy.epochs
+
+
+def rates(plan: Plan) -> list[float]:
+    return [candidate.lr for candidate in plan.candidates]
+
+
+# The schedule.
+
+
+def test_the_shares_of_a_small_schedule_written_out() -> None:
+    """Linear: 2 of 10 steps warm up, the middle of each step counts."""
+    schedule = WholeSchedule("linear", 0.2)
+    assert schedule.squeezed(10) == pytest.approx(
+        [0.25, 0.75, *(share / 16 for share in (15, 13, 11, 9, 7, 5, 3, 1))]
+    )
+    assert [schedule.at(done) for done in (0.0, 0.1, 0.2, 0.6, 1.0)] == pytest.approx(
+        [0, 0.5, 1, 0.5, 0]
+    )
+
+
+def test_cosine_has_the_same_ends_and_middle() -> None:
+    schedule = WholeSchedule("cosine", 0.2)
+    shares = [schedule.at(done) for done in (0.1, 0.2, 0.4, 0.6, 1.0)]
+    assert shares == pytest.approx([0.5, 1, (1 + math.sqrt(0.5)) / 2, 0.5, 0])
+
+
+def test_without_warm_up_it_begins_at_the_peak() -> None:
+    assert WholeSchedule("linear", 0.0).at(0) == 1
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_squeezed_it_has_the_same_mean_and_the_same_values(shape: Any) -> None:
+    schedule = WholeSchedule(shape, 0.1)
+    short, long = schedule.squeezed(20), schedule.squeezed(2000)
+    assert sum(short) / 20 == pytest.approx(sum(long) / 2000, abs=1e-3)
+    assert long[50::100] == pytest.approx(short, abs=0.01)
+    assert max(long) == pytest.approx(1, abs=0.01)
+    assert 0 < long[-1] < 1e-3
+
+
+def test_what_is_left_of_it_is_squeezed_from_there_on() -> None:
+    left = WholeSchedule("linear", 0.2).squeezed(2, done=0.6)
+    assert left == pytest.approx([0.375, 0.125])
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_training_runs_through_the_whole_schedule_at_the_peak_that_was_found(shape: Any) -> None:
+    policy = horizon(epochs=5, steps=80, shape=shape, warmup_share=0.2, rounds_at=[])
+    training = trained(policy)
+    whole = [training.peak * share for share in WholeSchedule(shape, 0.2).squeezed(400)]
+    assert training.lrs(policy) == pytest.approx(whole)
+    assert training.lrs(policy)[-1] < 0.01 * training.peak
+
+
+def test_epochs_with_fewer_and_larger_batches_go_through_as_much_of_it() -> None:
+    policy = horizon(epochs=4, steps=100, ramp=((3, 50),), rounds_at=[])
+    training = trained(policy)
+    assert [len(plan.lrs) for plan in training.mains] == [100, 100, 50, 50]
+    peak, schedule = training.peak, policy.schedule
+    third, fourth = training.mains[2].lrs, training.mains[3].lrs
+    assert third[0] == pytest.approx(peak * schedule.at(0.5 + 0.25 / 100))
+    assert fourth[-1] == pytest.approx(peak * schedule.at(1 - 0.25 / 100))
+
+
+# The first grid.
+
+
+def test_the_first_round_tries_whole_schedules_over_three_decades() -> None:
+    plan = horizon(initial=0.1).plan(1, ())
+    assert rates(plan) == pytest.approx([0.1 * 10 ** (i / 2) for i in range(-3, 4)])
+    assert [c.multiplier for c in plan.candidates] == pytest.approx(
+        [lr / 0.1 for lr in rates(plan)]
+    )
+    assert plan.shape == horizon().schedule.squeezed(16)
+    assert (plan.kept_steps, plan.paired, plan.first_step) == (0, True, 0)
+
+
+def test_the_second_round_tries_longer_schedules_from_the_best_upward() -> None:
+    training = trained(horizon(initial=0.1))
+    coarse, fine = training.opening[:2]
+    assert (coarse.stage, fine.stage) == ("coarse", "fine")
+    assert rates(fine) == pytest.approx([0.1, 0.178, 0.316], rel=0.01)
+    assert (coarse.pretrain_steps, fine.pretrain_steps) == (16, 60)
+    assert fine.shape == horizon().schedule.squeezed(60)
+
+
+def test_horizon_sets_how_long_the_fine_candidates_train() -> None:
+    training = trained(horizon(steps=1000, horizon=0.25))
+    assert [plan.pretrain_steps for plan in training.opening[:2]] == [62, 250]
+
+
+# What is chosen.
+
+
+@pytest.mark.parametrize("best", [0.003, 0.02, 0.1, 0.3, 2.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_peak_is_near_the_best(best: float, seed: int) -> None:
+    training = trained(horizon(), Surface(best, noise=0.1, seed=seed))
+    assert 0.5 < training.peak / best < 2.4
+
+
+def test_short_candidates_that_favour_small_rates_do_not_keep_the_large_ones_out() -> None:
+    """Best at 16 steps: 0.026; at 62: 0.1."""
+    training = trained(horizon(), Surface(0.1, unbiased_steps=62))
+    assert 0.5 < training.peak / 0.1 < 2.4
+
+
+def test_of_rates_within_noise_the_largest_is_taken_but_not_far_above_the_best() -> None:
+    flat = trained(horizon(), FlatAbove(0.1, exact=True))
+    assert flat.peak == pytest.approx(0.316, rel=0.01)
+    choice = flat.commits[0][-1]
+    assert "within noise" in choice.reason
+    # And nothing below the best is tried, although that is the lowest of the fine ones.
+    assert [plan.stage for plan in flat.opening] == ["coarse", "fine"]
+    assert min(rates(flat.opening[1])) == pytest.approx(0.1)
+
+
+class FlatAbove(Surface):
+    """Above the best hardly worse than there."""
+
+    def loss(self, plan: Plan, candidate: Candidate) -> float:
+        decades = math.log10(candidate.lr / self.best)
+        return 1 + (decades**2 if decades < 0 else 1e-5 * decades)
+
+
+@pytest.mark.parametrize("wrong_by", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize(
+    ("epochs", "steps"), [(4, 125), (4, 2500), (16, 32), (16, 125), (16, 2500), (90, 32)]
+)
+def test_a_start_that_is_wrong_by_100_ends_at_the_same_peak(
+    wrong_by: float, epochs: int, steps: int
+) -> None:
+    def found(initial: float) -> float:
+        policy = horizon(epochs, steps, initial=initial, rounds_at=[])
+        return trained(policy, Surface(0.15, diverges_from=30)).peak
+
+    assert found(0.1 * wrong_by) == pytest.approx(found(0.1))
+
+
+def test_a_start_between_the_points_of_the_lattice_ends_at_the_same_peak() -> None:
+    surface = Surface(0.15)
+    assert trained(horizon(initial=0.04), surface).peak == trained(horizon(), surface).peak
+
+
+@pytest.mark.parametrize(("best", "beyond"), [(3e-4, 3e-4), (50.0, 50.0)])
+def test_the_grid_is_extended_past_the_edge_where_the_best_is(best: float, beyond: float) -> None:
+    training = trained(horizon(), Surface(best))
+    first, second = training.opening[:2]
+    assert second.stage == "coarse"
+    assert len(second.candidates) == 3
+    assert not set(rates(first)) & set(rates(second))
+    assert min(rates(second)) < beyond < max(rates(second))
+    assert "edge" in training.commits[0][0].reason
+    assert 0.4 < training.peak / best < 2.5
+
+
+def test_candidates_are_numbered_through_the_epoch() -> None:
+    training = trained(horizon(), Surface(50.0))
+    numbers = [c.index for plan in training.opening for c in plan.candidates]
+    assert numbers == list(range(len(numbers)))
+
+
+def test_the_fine_grid_is_extended_too() -> None:
+    """The coarse stage is misled by much; the fine one climbs on from what it hands over."""
+    training = trained(horizon(epochs=90), Surface(0.8, unbiased_steps=62 * 4))
+    fine = [plan for plan in training.opening if plan.stage == "fine"]
+    assert len(fine) >= 2
+    assert max(rates(fine[-1])) > max(rates(fine[0]))
+    assert {plan.pretrain_steps for plan in fine} == {62}
+
+
+# Divergence.
+
+
+def test_diverging_rates_are_neither_chosen_nor_tried_longer() -> None:
+    training = trained(horizon(), Surface(0.2, diverges_from=0.6))
+    assert training.peak < 0.6
+    # 0.56 is not known to: 1 is.
+    assert all(max(rates(plan)) < 0.9 for plan in training.opening if plan.stage == "fine")
+
+
+def test_rates_that_did_worse_than_hardly_training_get_no_longer_schedule() -> None:
+    """0.316 is best, 1 did worse: 0.562, between them, is the last that is tried."""
+    fine = trained(horizon(), FiniteCliff(0.316)).opening[1]
+    assert rates(fine) == pytest.approx([0.178, 0.316, 0.562], rel=0.01)
+
+
+class FiniteCliff(Surface):
+    """The loss of large rates is large, but a number."""
+
+    def loss(self, plan: Plan, candidate: Candidate) -> float:
+        return 1e6 if candidate.lr > 0.9 else super().loss(plan, candidate)
+
+
+def test_the_best_below_the_cliff_still_has_company() -> None:
+    """At least three are compared."""
+    training = trained(horizon(), Surface(1.0, diverges_from=0.15))
+    assert rates(training.opening[1]) == pytest.approx([0.0562, 0.1, 0.178], rel=0.01)
+    assert training.peak == pytest.approx(0.1)
+
+
+def test_when_all_diverge_the_grid_goes_down() -> None:
+    training = trained(horizon(initial=1e4), Surface(0.1, diverges_from=0.5))
+    lost = training.commits[0][0]
+    assert (lost.winner, set(lost.scores)) == (None, {-math.inf})
+    assert 0.05 < training.peak < 0.5
+
+
+def test_when_all_diverge_again_and_again_the_error_lists_what_was_tried() -> None:
+    policy, surface = horizon(), Surface(diverges_from=0.0)
+    with pytest.raises(
+        DivergedError, match=r"epoch 1.*: 3\.16e-09.*, 0\.1, .*learning_rate\.initial"
+    ):
+        trained(policy, surface)
+
+
+def lost_rounds(
+    policy: HorizonStpt, epoch: int, count: int, history: tuple[Round, ...] = ()
+) -> tuple[Round, ...]:
+    """The history and as many rounds more in which all diverged."""
+    for _ in range(count):
+        plan = policy.plan(epoch, history)
+        gone = [result(candidate, [math.nan]) for candidate in plan.candidates]
+        history = (*history, policy.choose(plan, gone))
+    return history
+
+
+def test_the_last_lost_round_is_decided_before_plan_raises() -> None:
+    """So the driver has written it down when the run ends."""
+    policy = horizon()
+    history = lost_rounds(policy, 1, 5)
+    assert all(choice.winner is None and "all" in choice.reason for choice in history)
+    with pytest.raises(DivergedError):
+        policy.plan(1, history)
+
+
+# Repeats.
+
+
+def test_what_noise_leaves_open_is_repeated_on_other_batches() -> None:
+    trainings = [
+        trained(horizon(epochs=90, rounds_at=[]), Surface(0.13, noise=0.3, seed=seed))
+        for seed in range(10)
+    ]
+    repeats = [plan for t in trainings for plan in t.opening if plan.stage == "repeat"]
+    assert repeats
+    assert len(repeats) < len(trainings)
+    for plan in repeats:
+        assert (plan.first_step, plan.pretrain_steps) == (62, 62)
+        assert len(plan.candidates) >= 2
+
+
+def test_a_repeat_can_turn_the_choice_over() -> None:
+    """Within noise at first, but no more in the mean of both."""
+    policy = horizon(epochs=90, rounds_at=[])
+    history = trained(policy, RepeatTellsMore(0.1, noise=1.0, exact=True)).commits[0]
+    first, again = history[-2:]
+    assert (first.stage, again.stage) == ("fine", "repeat")
+    assert again.winner is not None
+    assert again.next_base_lr == pytest.approx(0.1)
+
+
+class RepeatTellsMore(Surface):
+    """0.178 is behind by 1.5 standard errors, and in the repeat by 7; all others by more."""
+
+    def loss(self, plan: Plan, candidate: Candidate) -> float:
+        decades = abs(math.log10(candidate.lr / self.best))
+        error = self.noise * math.sqrt(2 / BLOCKS)
+        if plan.stage == "fine" and candidate.lr == pytest.approx(0.178, rel=0.01):
+            return 1 + 1.5 * error
+        return 1 + 4 * 7 * error * decades
+
+
+# The budget.
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps"),
+    [(1, 1), (1, 5000), (4, 1), (4, 32), (4, 125), (4, 5000), (16, 7), (16, 32), (16, 125)]
+    + [(16, 1000), (90, 1), (90, 7), (90, 32), (90, 125)],
+)
+@pytest.mark.parametrize(
+    ("section", "noise"),
+    [({}, 0.01), ({}, 1.0), ({"horizon": 1.0}, 1.0), ({"budget": 0.05, "initial": 1e-3}, 0.01)],
+)
+def test_the_budget_is_kept(
+    epochs: int, steps: int, section: dict[str, Any], noise: float
+) -> None:
+    policy = horizon(epochs, steps, **section)
+    training = trained(policy, Surface(noise=noise, factor=lambda epoch: 2.0))
+    assert cost(training, policy) <= policy.section.budget
+    for plan in training.asked:
+        assert plan.first_step + plan.pretrain_steps <= policy.steps(plan.epoch)
+
+
+@pytest.mark.parametrize(("epochs", "steps", "most"), [(16, 125, 0.18), (90, 125, 0.06)])
+def test_what_a_search_costs_as_a_rule(epochs: int, steps: int, most: float) -> None:
+    policy = horizon(epochs, steps)
+    assert 0.02 < cost(trained(policy), policy) <= most
+
+
+def test_a_training_of_four_epochs_has_a_search_too() -> None:
+    training = trained(horizon(4, 125, initial=0.01), Surface(0.1))
+    assert {plan.stage for plan in training.opening} == {"coarse", "fine"}
+    assert 0.3 < training.peak / 0.1 < 3.2
+
+
+def test_a_training_that_is_too_short_for_any_search_uses_the_initial_rate() -> None:
+    policy = horizon(2, 20, initial=0.07)
+    training = trained(policy)
+    assert not training.asked
+    assert max(training.lrs(policy)) == pytest.approx(0.07, rel=0.2)
+    assert "learning_rate.budget" in training.plans[0].reason
+
+
+# Later rounds.
+
+
+def later_epochs(training: Training) -> list[int]:
+    return [plan.epoch for plan in training.later]
+
+
+def test_later_rounds_end_when_one_changed_nothing() -> None:
+    assert later_epochs(trained(horizon(96), always(1.0))) == [13]
+    assert later_epochs(trained(horizon(96), always(2.0))) == [13, 25, 49]
+    half_way = Surface(factor=lambda epoch: 2.0 if epoch == 13 else 1.0)
+    assert later_epochs(trained(horizon(96), half_way)) == [13, 25]
+
+
+def test_later_rounds_are_where_they_are_asked_for() -> None:
+    assert later_epochs(trained(horizon(96, rounds_at=[]), always(2.0))) == []
+    policy = horizon(96, rounds_at=[0.0, 0.3, 0.6])
+    assert later_epochs(trained(policy, always(2.0))) == [30, 59]
+
+
+def test_a_training_with_little_budget_left_has_none() -> None:
+    assert later_epochs(trained(horizon(16), always(2.0))) == []
+
+
+def test_the_factors_accumulate_and_the_rest_of_the_training_follows() -> None:
+    policy = horizon(96)
+    factors = {13: 0.5, 25: 0.5, 49: 2.0}
+    training = trained(policy, Surface(factor=factors.__getitem__))
+    peaks = [history[-1].next_base_lr / training.peak for history in training.commits]
+    assert [peaks[epoch - 1] for epoch in (12, 13, 25, 48, 49, 96)] == pytest.approx(
+        [1, 0.5, 0.25, 0.25, 0.5, 0.5]
+    )
+    whole = policy.schedule.squeezed(96 * 125)
+    in_force = [training.peak * peaks[step // 125] for step in range(96 * 125)]
+    assert training.lrs(policy) == pytest.approx(
+        [peak * share for peak, share in zip(in_force, whole, strict=True)]
+    )
+
+
+def test_a_candidate_trains_real_steps_and_then_the_rest_of_the_decay_squeezed() -> None:
+    policy = horizon(96)
+    (plan,) = trained(policy).later
+    assert [c.multiplier for c in plan.candidates] == [0.5, 1.0, 2.0]
+    assert rates(plan) == pytest.approx([plan.base_lr * f for f in (0.5, 1, 2)])
+    kept, whole = plan.kept_steps, policy.schedule.squeezed(96 * 125)
+    first = 12 * 125
+    assert plan.shape[:kept] == pytest.approx(whole[first : first + kept])
+    squeezed = plan.shape[kept:]
+    assert squeezed[0] == pytest.approx(plan.shape[kept - 1], rel=0.05)
+    assert squeezed[-1] < 0.05
+    assert list(squeezed) == sorted(squeezed, reverse=True)
+    # 0.5 epochs for a whole schedule: 7/8 of that for what is left of this one.
+    assert (kept, plan.pretrain_steps) == (27, 55)
+
+
+def choose_later(losses: dict[float, float]) -> Round:
+    """The decision over factors with these mean losses; NaN: diverged."""
+    policy = horizon(96)
+    history = trained(policy).commits[11]
+    plan = policy.plan(13, history)
+    draw = np.random.default_rng(0)
+    results = [
+        result(c, (losses[c.multiplier] + draw.normal(0, 0.1, BLOCKS)).tolist())
+        for c in plan.candidates
+    ]
+    return policy.choose(plan, results)
+
+
+@pytest.mark.parametrize(
+    ("losses", "factor"),
+    [
+        ({0.5: 1.0, 1.0: 1.0, 2.0: 1.0}, 1.0),
+        ({0.5: 0.99, 1.0: 1.0, 2.0: 1.1}, 1.0),
+        ({0.5: 0.9, 1.0: 1.0, 2.0: 1.1}, 0.5),
+        ({0.5: 0.9, 1.0: 1.0, 2.0: 0.8}, 2.0),
+        ({0.5: 1.2, 1.0: math.nan, 2.0: math.nan}, 0.5),
+        ({0.5: 1.2, 1.0: 1.0, 2.0: math.nan}, 1.0),
+    ],
+)
+def test_one_stays_unless_another_is_clearly_better(
+    losses: dict[float, float], factor: float
+) -> None:
+    choice = choose_later(losses)
+    assert choice.winner is not None
+    assert choice.winner.candidate.multiplier == factor
+    assert choice.next_base_lr == pytest.approx(choice.base_lr * factor)
+
+
+def test_lost_later_rounds_are_repeated_lower_and_then_refused() -> None:
+    policy = horizon(96)
+    before = trained(policy).commits[11]
+    history, peak = lost_rounds(policy, 13, 4, before), before[-1].next_base_lr
+    tried = [choice.base_lr for choice in history[len(before) :]]
+    assert tried == pytest.approx([peak, peak / 4, peak / 16, peak / 64])
+    with pytest.raises(DivergedError, match="epoch 13.*: 0.1, 0.025, "):
+        policy.plan(13, history)
+
+
+def test_a_later_round_after_a_lost_one_goes_on_from_its_rate() -> None:
+    policy = horizon(96)
+    history = lost_rounds(policy, 13, 1, trained(policy).commits[11])
+    plan = policy.plan(13, history)
+    choice = policy.choose(plan, [Surface().result(plan, c) for c in plan.candidates])
+    assert choice.next_base_lr == pytest.approx(history[-2].next_base_lr / 4)
+    assert len(policy.plan(13, (*history, choice)).lrs) == 125 - plan.kept_steps
+
+
+# Resuming.
+
+
+def test_a_resumed_run_plans_what_the_whole_one_did() -> None:
+    policy = horizon(32, budget=0.4)
+    surface = Surface(noise=0.2, factor=lambda epoch: 2.0)
+    whole = trained(policy, surface)
+    assert whole.later
+    for done in range(1, 32):
+        history = pickle.loads(pickle.dumps(whole.commits[done - 1]))
+        for epoch in range(done + 1, 33):
+            before = [plan for plan in whole.plans if plan.epoch == epoch]
+            assert policy.plan(epoch, history) == before[0]
+            if len(before) > 1:
+                break
+
+
+def test_a_history_stays_small() -> None:
+    """What only this epoch compares with is dropped with its decision, or summarised."""
+    history = trained(horizon(), Surface()).commits[-1]
+    assert history[-1].tried == ()
+    assert history[-1].winner is not None
+    assert history[-1].winner.val_losses == ()
+    assert all(len(result.val_losses) <= 64 for choice in history for result in choice.tried)
+
+
+def test_policy_and_plan_survive_a_pickle() -> None:
+    policy = horizon()
+    again: HorizonStpt = pickle.loads(pickle.dumps(policy))
+    assert again.plan(1, ()) == pickle.loads(pickle.dumps(policy.plan(1, ())))
