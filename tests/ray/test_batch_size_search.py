@@ -13,7 +13,7 @@ from raytrain_opt import find_batch_size, load_job, run
 from raytrain_opt.batch_size import BatchSizeResult
 from raytrain_opt.errors import MemberError
 
-pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
 
 SEARCH = {
     "strategy": "throughput_knee",
@@ -93,7 +93,7 @@ def test_a_run_takes_the_kept_answer(
 
 def test_a_process_that_ran_out_of_memory_is_not_used_again(storage: Path) -> None:
     model = "small_jobs:make_model_for_16_samples"
-    answer = find_batch_size(job(storage, {"max_probes": 6, "start": 8}, model=model))
+    answer = find_batch_size(job(storage, {"max_probes": 3, "start": 8}, model=model))
     assert answer.batch_size <= 16
     *probes, _ = read_lines(answer.run_dir, "batch_size")
     failed = [i for i, line in enumerate(probes) if line["status"] == "out_of_memory"]

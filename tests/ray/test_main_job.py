@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import ray
@@ -18,7 +16,7 @@ from raytrain_opt import RunResult, load_job, run
 from raytrain_opt.train.checkpoint import read_index, read_rest, read_weights
 from raytrain_opt.train.learner import Learner
 
-pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -104,24 +102,6 @@ def test_nothing_of_ours_stays_alive(finished: RunResult) -> None:
     pytest.fail(f"still there: {titles}, CPUs free: {free}")
 
 
-def test_the_same_seed_gives_the_same_numbers(finished: RunResult, storage: Path) -> None:
-    again = run(small_job(storage))
-    first = without_times(read_lines(finished.run_dir, "rounds"))
-    assert without_times(read_lines(again.run_dir, "rounds")) == first
-    assert _weights_digest(again) == _weights_digest(finished)
-
-
-def test_a_found_schedule_can_be_replayed(finished: RunResult, storage: Path) -> None:
-    path = f"{finished.run_dir}/schedule.json"
-    job = small_job(storage, learning_rate={"policy": "replay", "schedule": path})
-    replayed = run(job)
-    assert replayed.lrs == finished.lrs
-    assert not (Path(replayed.run_dir) / "rounds.jsonl").exists()
-    assert replayed.summary["search"]["samples"] == 0
-    # The first alpha steps ran on two workers now: the same samples, not the same rounding.
-    assert replayed.test_accuracy == pytest.approx(finished.test_accuracy, abs=0.1)
-
-
 def test_waves_over_one_slot_find_the_same(finished: RunResult, storage: Path) -> None:
     """Candidates that share a slot, one after the other, do not change the result; nor does
     a storage that is named by a URI.
@@ -153,6 +133,8 @@ def test_the_large_batch_kit_trains_together(storage: Path) -> None:
     first, *later = json.loads((Path(result.run_dir) / "schedule.json").read_text())["epoch_steps"]
     assert later == [first // 2] * 2
     assert max(result.lrs) <= 1.0 < 2 * max(result.lrs)
+    assert not (Path(result.run_dir) / "rounds.jsonl").exists()
+    assert result.summary["search"]["samples"] == 0
     parallel = result.summary["parallel"]
     assert (parallel["buckets"], parallel["compression"]) == ("growing", "bf16")
     assert parallel["connect_s"] > 0
@@ -163,11 +145,3 @@ def test_the_large_batch_kit_trains_together(storage: Path) -> None:
 
 def _descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
-
-
-def _weights_digest(result: RunResult) -> str:
-    folder = Path(result.run_dir) / "checkpoints" / "epoch-0003"
-    sha = hashlib.sha256()
-    for name, tensor in sorted(read_weights(folder).items()):
-        sha.update(name.encode() + np.ascontiguousarray(tensor.numpy()).tobytes())
-    return sha.hexdigest()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT_S = 100
+LIMIT_S = 240
 
 
 def run_ranks(script: Path, world_size: int, folder: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,207 @@
+"""The tasks of the comparison: subsets of real image sets, as .npy pairs for the job file.
+
+Read below `--data-root`, in this layout (arrays of an .npz file by name):
+
+    fashion_mnist/FashionMNIST/raw/*.gz    the four original IDX files
+    cifar100/cifar100.npz                  {train,test}_blob and _ends: lossless WebP tiles of
+                                           10 x 10 images, one after the other, and where each
+                                           ends; {train,test}_y: fine labels; fine_to_coarse
+    small/imagenette224_small.npz          {train,val}_blob and _ends: JPEGs; {train,val}_y
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from common import made_up_images
+
+Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+
+OPTIMIZER = {"name": "SGD", "args": {"momentum": 0.9, "weight_decay": 5e-4}}
+
+
+@dataclass(frozen=True)
+class Task:
+    """`train` images to train on and `selection` to choose by, of `side` x `side` pixels.
+
+    `patch`: the network's stem sees patches of so many pixels squared, so that it computes at
+    `side / patch`, as networks for large images do. `crop`: padding of the random crop; with 0
+    there is no augmentation, else also a random flip.
+    """
+
+    name: str
+    source: str
+    side: int
+    train: int
+    selection: int
+    patch: int = 1
+    crop: int = 0
+    batch: int = 128
+    width: int = 8
+
+    def scaled(self, factor: float) -> Task:
+        """With so many times the images; a whole number of batches to train on."""
+        batches = max(1, round(factor * self.train / self.batch))
+        return replace(
+            self, train=batches * self.batch, selection=max(1, round(factor * self.selection))
+        )
+
+    def prepare(self, root: Path, folder: Path) -> dict[str, Any]:
+        """Write the subset below `folder` unless it is there; the job's data section.
+
+        Raises SystemExit when the set is not below `root`, or has too few images.
+        """
+        size = self.train + self.selection
+        here = folder / f"{self.source}-{self.side}-{size}"
+        names = ("train_x", "train_y", "test_x", "test_y")
+        paths = {name: here / f"{name}.npy" for name in names}
+        if not all(path.is_file() for path in paths.values()):
+            here.mkdir(parents=True, exist_ok=True)
+            train, test = _read(self.source, root, self.side)
+            if len(train[0]) < size:
+                raise SystemExit(f"{self.name} wants {size} images; there are {len(train[0])}")
+            some = np.random.default_rng(0).permutation(len(train[0]))[:size]
+            arrays: tuple[npt.NDArray[Any], ...] = (train[0][some], train[1][some], *test)
+            for path, array in zip(paths.values(), arrays, strict=True):
+                np.save(path, array)
+        x, y, test_x, test_y = (str(path) for path in paths.values())
+        return {
+            "name": "arrays",
+            "train": [x, y],
+            "test": [test_x, test_y],
+            "selection_fraction": (self.selection + 0.5) / size,
+            "selection_max_samples": self.selection,
+            "augment": {"crop_padding": self.crop, "flip": self.crop > 0},
+        }
+
+    def job(
+        self, data: dict[str, Any], epochs: int, seed: int, learning_rate: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A job file's contents."""
+        patches = {"patch": self.patch} if self.patch > 1 else {}
+        return {
+            "model": {
+                "name": f"{__name__}:resnet8_of_patches" if patches else "resnet8",
+                "args": {"width": self.width, **patches},
+            },
+            "data": data,
+            "epochs": epochs,
+            "global_batch_size": self.batch,
+            "learning_rate": learning_rate,
+            "optimizer": OPTIMIZER,
+            "seed": seed,
+        }
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("fashion_mnist_14", "fashion_mnist", 14, 3072, 1024),
+        Task("cifar100_coarse_16", "cifar100_coarse", 16, 3072, 1024, crop=2),
+        Task("cifar100_fine_16", "cifar100_fine", 16, 3072, 1024, crop=2),
+        Task("cifar100_fine_32", "cifar100_fine", 32, 3072, 1024, patch=2, crop=4),
+        Task("imagenette_64", "imagenette", 64, 1248, 200, patch=4, crop=8, batch=32),
+    )
+}
+# Too small to say anything: it shows that the benchmark works.
+MADE_UP = Task("made_up", "made_up", 4, 256, 64, batch=32, width=2)
+
+
+def resnet8_of_patches(
+    *, num_classes: int, sample_shape: tuple[int, ...], width: int, patch: int
+) -> Any:
+    """ResNet-8 whose input channels are the pixels of patches [N, C p p, H / p, W / p]."""
+    from torch import nn
+
+    from raytrain_opt.models.resnet import resnet8
+
+    channels, height, width_px = sample_shape
+    shape = (channels * patch**2, height // patch, width_px // patch)
+    return nn.Sequential(
+        nn.PixelUnshuffle(patch), resnet8(num_classes=num_classes, sample_shape=shape, width=width)
+    )
+
+
+def _read(source: str, root: Path, side: int) -> tuple[Pair, Pair]:
+    """(train, test), uint8 [N, side, side, C] and labels."""
+    readers: dict[str, Callable[[Path, int], tuple[Pair, Pair]]] = {
+        "fashion_mnist": _fashion_mnist,
+        "cifar100_fine": lambda root, side: _cifar100(root, side, coarse=False),
+        "cifar100_coarse": lambda root, side: _cifar100(root, side, coarse=True),
+        "imagenette": _imagenette,
+        "made_up": _made_up,
+    }
+    try:
+        return readers[source](root, side)
+    except FileNotFoundError as error:
+        raise SystemExit(f"--data-root: {error.filename} is not there; {__doc__}") from error
+
+
+def _fashion_mnist(root: Path, side: int) -> tuple[Pair, Pair]:
+    raw = root / "fashion_mnist" / "FashionMNIST" / "raw"
+
+    def part(name: str) -> Pair:
+        pixels = gzip.decompress((raw / f"{name}-images-idx3-ubyte.gz").read_bytes())
+        labels = gzip.decompress((raw / f"{name}-labels-idx1-ubyte.gz").read_bytes())
+        images = np.frombuffer(pixels, np.uint8, offset=16).reshape(-1, 28, 28, 1)
+        return _smaller(images, side), np.frombuffer(labels, np.uint8, offset=8).astype(np.int64)
+
+    return part("train"), part("t10k")
+
+
+def _cifar100(root: Path, side: int, coarse: bool) -> tuple[Pair, Pair]:
+    path = root / "cifar100" / "cifar100.npz"
+
+    def part(stored: Any, split: str) -> Pair:
+        tiles = [tile.reshape(10, 32, 10, 32, 3) for tile in _images(stored, split)]
+        images = np.stack(tiles).transpose(0, 1, 3, 2, 4, 5).reshape(-1, 32, 32, 3)
+        labels = stored[f"{split}_y"]
+        return (
+            _smaller(images, side),
+            (stored["fine_to_coarse"][labels] if coarse else labels).astype(np.int64),
+        )
+
+    with np.load(path) as stored:
+        return part(stored, "train"), part(stored, "test")
+
+
+def _imagenette(root: Path, side: int) -> tuple[Pair, Pair]:
+    with np.load(root / "small" / "imagenette224_small.npz") as stored:
+        train, test = (
+            (np.stack(list(_images(stored, split, side))), stored[f"{split}_y"].astype(np.int64))
+            for split in ("train", "val")
+        )
+    return train, test
+
+
+def _made_up(_root: Path, side: int) -> tuple[Pair, Pair]:
+    x, y = made_up_images(2000, (side, side, 1), 4)
+    return (x[200:], y[200:]), (x[:200], y[:200])
+
+
+def _images(stored: Any, split: str, side: int | None = None) -> Iterator[npt.NDArray[np.uint8]]:
+    """Each image of a blob, decoded; shrunk to `side` x `side` if that is given."""
+    from PIL import Image
+
+    blob, start = stored[f"{split}_blob"], 0
+    for end in stored[f"{split}_ends"]:
+        image = Image.open(io.BytesIO(blob[start:end].tobytes())).convert("RGB")
+        if side is not None:
+            image = image.resize((side, side), Image.Resampling.BILINEAR)
+        yield np.asarray(image)
+        start = end
+
+
+def _smaller(images: npt.NDArray[np.uint8], side: int) -> npt.NDArray[np.uint8]:
+    """Means over squares of pixels: [N, k side, k side, C] -> [N, side, side, C]."""
+    count, height, _, channels = images.shape
+    k = height // side
+    squares = images.reshape(count, side, k, side, k, channels)
+    return np.rint(squares.mean(axis=(2, 4))).astype(np.uint8) if k > 1 else images

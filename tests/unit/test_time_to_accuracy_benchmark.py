@@ -1,0 +1,316 @@
+"""The comparison benchmark: every row comes out, and counts what was trained for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.driver import train
+from raytrain_opt.search.fixed import FoundSchedule
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.totals import TrainTotals
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import comparison_rows as rows_of
+import comparison_units
+import in_process
+import time_to_accuracy as benchmark
+from comparison_tasks import MADE_UP, TASKS
+from comparison_units import Cache, Result, Setting, Unit, compute
+
+OURS = {"policy": "stpt_horizon"}
+NEEDS = {"schedulefree": "schedulefree", "lr_find": "lightning"}
+EPOCHS = 4
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(MADE_UP, 0, EPOCHS, MADE_UP.prepare(Path(), tmp_path))
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Samples of each phase that a learner trained."""
+    samples: list[int] = []
+    original = Learner.train
+
+    def counted(self: Learner, *args: Any, **kwargs: Any) -> TrainTotals:
+        totals = original(self, *args, **kwargs)
+        samples.append(totals.samples)
+        return totals
+
+    monkeypatch.setattr(Learner, "train", counted)
+    return samples
+
+
+def one_training() -> int:
+    return EPOCHS * MADE_UP.train
+
+
+def row_names(*kinds: str) -> list[str]:
+    """Rows of the made-up task whose trainings are of these kinds."""
+    setting = Setting(MADE_UP, 0, EPOCHS, {})
+    return [n for n, row in rows_of.rows(OURS).items() if row.units(setting)[0].kind in kinds]
+
+
+def computed_here(units: Sequence[Unit], _processes: int) -> Iterator[tuple[Unit, Result]]:
+    for unit in units:
+        yield unit, compute(unit)
+
+
+# Trainings.
+
+
+@pytest.mark.parametrize("name", row_names("train"))
+def test_a_row_counts_every_sample_that_was_trained(
+    name: str, setting: Setting, trained: list[int]
+) -> None:
+    units = rows_of.rows(OURS)[name].units(setting)
+    results = [compute(unit) for unit in units]
+    assert sum(result["samples"] for result in results) == sum(trained)
+    row = rows_of.outcome(rows_of.rows(OURS)[name], results, 0.0, setting.training_samples)
+    assert row["trainings"] == sum(trained) / one_training()
+    # Looked at from the middle of the training on.
+    assert all(len(result["curve"]) == EPOCHS // 2 + 1 for result in results)
+    assert [p["samples"] for p in results[0]["curve"]][-1] == results[0]["samples"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", row_names("schedulefree", "lr_find"))
+def test_another_packages_row_counts_every_sample(
+    name: str, setting: Setting, trained: list[int]
+) -> None:
+    unit = rows_of.rows(OURS)[name].units(setting)[0]
+    pytest.importorskip(NEEDS[unit.kind])
+    result = compute(unit)
+    searched = result["search_samples"]
+    assert result["samples"] == sum(trained) + searched
+    # The range test is 100 updates at most, by Lightning's trainer and not the learner's.
+    assert (0 < searched <= 100 * MADE_UP.batch) == (unit.kind == "lr_find")
+    assert result["curve"][-1]["samples"] == result["samples"]
+    assert result["accuracy"] > (0.5 if unit.kind == "schedulefree" else 0.0)
+
+
+def test_stpt_pays_for_its_candidates_once(setting: Setting) -> None:
+    """Eight candidates of a fifth of each epoch; the winner's fifth is part of the training."""
+    [unit] = rows_of.rows(OURS)["stpt"].units(setting)
+    result = compute(unit)
+    steps = MADE_UP.train // MADE_UP.batch
+    alpha = round(0.2 * steps)
+    # No warm-up: 4 / 40 of 4 epochs are none.
+    assert result["search_samples"] == EPOCHS * 7 * alpha * MADE_UP.batch
+    assert result["samples"] == one_training() + result["search_samples"]
+
+
+def test_the_search_leaves_nothing_in_the_weights_but_the_rates_it_chose(
+    setting: Setting,
+) -> None:
+    """Replaying the rates that were found gives the same weights, bit by bit."""
+    section = {"policy": "stpt", "candidates": [0.5, 2.0], "alpha": 3, "initial": 0.05}
+    job = Job.model_validate(setting.job(section))
+    searched, replayed = (
+        in_process.InProcessRun(job, in_process.open_learner(job)) for _ in range(2)
+    )
+    train(job, searched)  # type: ignore[arg-type]
+    steps = tuple(searched.steps(epoch) for epoch in range(1, EPOCHS + 1))
+    found = FoundSchedule(steps, searched.position.lrs)
+    replayed.policy = found.policy(EPOCHS, replayed.steps)
+    train(job, replayed)  # type: ignore[arg-type]
+    assert len(set(searched.position.lrs)) > 1
+    ends = [run.learner.state(copy=True).digest() for run in (searched, replayed)]
+    assert ends[0] == ends[1]
+    assert searched.samples > replayed.samples == one_training()
+
+
+def test_nobody_chooses_by_the_test_split(setting: Setting, tmp_path: Path) -> None:
+    """With other labels there, only the accuracy on it is another one."""
+    labels = np.load(setting.data["test"][1])
+    wrong = tmp_path / "wrong.npy"
+    np.save(wrong, (labels + 1) % 4)
+    data = {**setting.data, "test": [setting.data["test"][0], str(wrong)]}
+    [right, other] = [
+        compute(Unit("stpt", "train", Setting(MADE_UP, 0, EPOCHS, given), {"policy": "stpt"}))
+        for given in (setting.data, data)
+    ]
+    same = ("selection_accuracy", "samples", "peak_lr", "notes")
+    assert {key: right[key] for key in same} == {key: other[key] for key in same}
+    assert right["accuracy"] > 0.5 > other["accuracy"]
+
+
+def test_a_training_that_diverges_is_as_good_as_guessing(setting: Setting) -> None:
+    section = {"policy": "schedule", "shape": "constant", "initial": 1e30}
+    result = compute(Unit("diverges", "train", setting, section))
+    assert "not finite" in result["diverged"]
+    assert result["accuracy"] == result["selection_accuracy"] == 1 / 4
+    assert 0 < result["samples"] <= MADE_UP.train
+    assert result["curve"] == []
+
+
+# Ray Tune's searches, without Ray.
+
+
+@pytest.mark.parametrize("kind", ["asha", "pbt"])
+def test_a_trial_is_the_training_at_its_rate(setting: Setting, kind: str) -> None:
+    from comparison_tune import Trial
+
+    [unit] = rows_of.rows(OURS)[kind].units(setting)
+    config = {"job": unit.job, "lr": 0.2, "constant": kind == "pbt"}
+    trial = Trial.__new__(Trial)  # without what Ray sets up
+    trial.setup(config)
+    lines = [trial.step() for _ in range(EPOCHS)]
+    shape = "constant" if kind == "pbt" else "cosine"
+    section = {"policy": "schedule", "shape": shape, "initial": 0.2}
+    alone = compute(Unit("alone", "train", setting, section))
+    assert lines[-1]["test_accuracy"] == alone["accuracy"]
+    assert lines[-1]["selection_accuracy"] == alone["selection_accuracy"]
+    assert sum(line["samples"] for line in lines) == alone["samples"]
+    assert trial.reset_config({**config, "lr": 0.1})
+    assert trial.step()["epoch"] == 1
+
+
+def test_a_search_is_the_best_of_its_trials_and_pays_for_all() -> None:
+    from comparison_tune import Ledger
+
+    def result(epoch: int, lr: float, selection: float, test: float) -> dict[str, Any]:
+        told = {"epoch": epoch, "samples": 10, "reporting_s": 0.0, "config": {"lr": lr}}
+        return {**told, "selection_accuracy": selection, "glance": [test], "test_accuracy": test}
+
+    ledger = Ledger(epochs=2, limit=6)
+    assert not ledger("a", result(1, 0.1, 0.3, 0.3))
+    assert not ledger("b", result(1, 0.2, 0.9, 0.9))  # stopped: it did not train to the end
+    assert ledger("a", result(2, 0.1, 0.5, 0.8))
+    assert not ledger("c", result(1, 0.3, 0.4, 0.2))
+    assert not ledger.stop_all()
+    assert ledger("c", result(2, 0.3, 0.6, 0.4))
+    assert not ledger("d", result(1, 0.4, 0.1, 0.1))
+    assert ledger.stop_all()
+    found = ledger.outcome()
+    assert (found.accuracy, found.selection_accuracy, found.peak_lr) == (0.4, 0.6, 0.3)
+    assert found.samples == found.search_samples == 60
+    assert [(point.samples, point.accuracy) for point in found.curve] == [(40, 0.2), (50, 0.4)]
+
+
+# Rows.
+
+
+def result(accuracy: float, selection: float = 0.0, samples: int = 100) -> Result:
+    half = {"samples": samples // 2, "seconds": 1.0, "accuracy": accuracy / 2}
+    whole = {"samples": samples, "seconds": 2.0, "accuracy": accuracy}
+    return {
+        "accuracy": accuracy,
+        "selection_accuracy": selection,
+        "samples": samples,
+        "seconds": 2.0,
+        "peak_lr": accuracy,
+        "curve": [half, whole],
+    }
+
+
+def test_an_oracle_looks_at_the_test_split_and_a_grid_does_not() -> None:
+    results = [result(0.2, selection=0.3), result(0.4, selection=0.1), result(0.3, selection=0.2)]
+    rows = rows_of.rows(OURS)
+    oracle = rows_of.outcome(rows["cosine_oracle"], results, 0.15, 100)
+    grid = rows_of.outcome(rows["cosine_grid"], results, 0.15, 100)
+    assert (oracle["accuracy"], grid["accuracy"]) == (40, 20)
+    assert oracle["trainings"] == grid["trainings"] == 3
+    assert oracle["reach"] == {"trainings": 2.5, "seconds": 5.0}
+    assert grid["reach"] == {"trainings": 3.0, "seconds": 6.0}
+
+
+def test_a_row_is_the_mean_over_the_seeds_and_of_those_that_reached() -> None:
+    row = rows_of.rows(OURS)["ours"]
+    results = (result(0.5), result(0.1, samples=200))
+    outcomes = [rows_of.outcome(row, [r], 0.3, 100) for r in results]
+    told = rows_of.over_seeds(outcomes)
+    assert (told["accuracy_mean"], told["accuracy_min"], told["accuracy_max"]) == (30, 10, 50)
+    assert told["trainings"] == 1.5
+    assert (told["reached"], told["reach_trainings"], told["reach_seconds"]) == (1, 1.0, 2.0)
+
+
+def test_the_summary_compares_with_the_better_of_two_in_each_task() -> None:
+    def told(accuracy: float, trainings: float = 1.0) -> dict[str, float]:
+        return {"accuracy_mean": accuracy, "trainings": trainings}
+
+    table = {
+        "one": {
+            "ours": told(50, 1.2),
+            "cosine_oracle": told(51),
+            "linear_oracle": told(49),
+            "ours_start_too_small": told(48),
+        },
+        "two": {"ours": told(30, 1.1), "cosine_oracle": told(27), "linear_oracle": told(28)},
+    }
+    found = rows_of.summary(table)
+    assert found["ours_minus_oracle_points"] == pytest.approx(0.5)
+    assert found["by_task"]["ours_minus_oracle_points"] == {"one": -1, "two": 2}
+    assert found["ours_minus_stpt_points"] is None
+    assert found["ours_samples_ratio"] == pytest.approx(1.15)
+    assert found["wrong_start"]["one"] == {"too_small": -2, "too_large": None}
+
+
+# The whole.
+
+
+def test_a_run_that_was_cut_off_goes_on_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "computed", computed_here)
+    kept = tmp_path / "kept.jsonl"
+    wanted = ["--tasks", "made_up", "--epochs", "2", "--seeds", "2", "--cache", str(kept)]
+    arguments = ["time_to_accuracy.py", *wanted, "--rows", "cosine_default", "linear_default"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(benchmark, "_versions", dict)  # lightning's may be missing
+    benchmark.main()
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])
+    lines = kept.read_text().splitlines()
+    kept.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][: len(lines[-1]) // 2])
+    benchmark.main()
+    output = capsys.readouterr().out
+    again = json.loads(output.splitlines()[-1])
+    assert output.count(" trainings, ") == 1  # the one of which only half a line was left
+    accuracies = {n: row["accuracies"] for n, row in first["tasks"]["made_up"].items()}
+    assert {n: row["accuracies"] for n, row in again["tasks"]["made_up"].items()} == accuracies
+    assert accuracies.keys() == {"cosine_default", "linear_default"}
+
+
+def test_what_is_kept_of_one_setting_is_not_taken_for_another(
+    tmp_path: Path, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Cache([], tmp_path / "kept.jsonl")
+
+    def units(of: Setting) -> list[Unit]:
+        return [row.units(of)[0] for row in rows_of.rows(OURS).values()]
+
+    for unit in units(setting):
+        kept.add(unit, {})
+    kept = Cache([tmp_path / "kept.jsonl"], None)
+    assert not comparison_units.missing(units(setting), kept)
+    larger = Setting(MADE_UP.scaled(2), 0, EPOCHS, setting.data)
+    longer = Setting(MADE_UP, 0, EPOCHS + 1, setting.data)
+    for other in (larger, longer, Setting(MADE_UP, 1, EPOCHS, setting.data)):
+        missing = comparison_units.missing(units(other), kept)
+        # Two rows share cosine 0.025, two linear 0.025, and the rest have one each.
+        assert len(missing) == len({unit.key for unit in units(other)})
+    monkeypatch.setattr(comparison_units, "_digest_of", lambda policy: policy)
+    changed = {unit.name for unit in comparison_units.missing(units(setting), kept)}
+    assert {"ours", "stpt"} <= changed
+
+
+def test_real_tasks_need_their_data(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark._arguments(["--tasks", next(iter(TASKS))])
+    assert "--data-root" in capsys.readouterr().err
+
+
+def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
+    for task in TASKS.values():
+        with pytest.raises(SystemExit, match="is not there"):
+            task.prepare(tmp_path, tmp_path / "prepared")
