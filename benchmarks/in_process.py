@@ -24,6 +24,7 @@ from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.batch_ramp import epoch_steps
 from raytrain_opt.search import build_policy
 from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round
+from raytrain_opt.train.average import averaged
 from raytrain_opt.train.learner import Learner, Shares
 from raytrain_opt.train.state import HostState
 from raytrain_opt.train.totals import TrainTotals
@@ -141,6 +142,7 @@ class InProcessRun:
         self.policy = build_policy(job, self.steps)
         self.position = Position()
         self.reporter = Reporter(learner)
+        self.losses: tuple[float, ...] = ()
         self._stashed: dict[int, HostState] = {}
 
     @property
@@ -193,7 +195,8 @@ class InProcessRun:
 
     def _train(self, plan: Plan, candidate: Candidate, first: int, end: int) -> TrainTotals:
         lrs = candidate.lrs(plan)[first:end]
-        return self.learner.train(plan.epoch, plan.first_step + first, lrs, WHOLE)
+        decay = candidate.decay * plan.decay_scale
+        return self.learner.train(plan.epoch, plan.first_step + first, lrs, WHOLE, decay=decay)
 
     def take_state(
         self, start: HostState, plan: Plan, results: Sequence[CandidateResult], choice: Round
@@ -207,14 +210,17 @@ class InProcessRun:
         # What is kept is no search: it is part of the training that goes on.
         kept = plan.kept_steps * self.job.global_batch_size
         self._count(search=-kept, main=kept)
+        if choice.averaged:
+            return averaged([self._stashed[r.candidate.index] for r in choice.averaged])
         return self._stashed[winner.index]
 
     def main_train(self, state: HostState, plan: Plan) -> HostState:
         """The rest of the epoch at the plan's rates."""
         self.learner.load(state)
         first = self.steps(plan.epoch) - len(plan.lrs)
-        totals = self.learner.train(plan.epoch, first, plan.lrs, WHOLE)
+        totals = self.learner.train(plan.epoch, first, plan.lrs, WHOLE, decay=plan.decay)
         self._count(main=totals.samples, lrs=plan.lrs)
+        self.losses = (*self.losses, totals.loss)
         if not math.isfinite(totals.loss):
             raise DivergedError(f"epoch {plan.epoch}: the loss is not finite")
         return self.learner.state(copy=True)

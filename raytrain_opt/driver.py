@@ -44,13 +44,13 @@ def train(job: Job, this: TrainingRun) -> None:
     state = this.initial_state()
     history = this.position.history
     for epoch in range(this.position.next_epoch, job.epochs + 1):
-        plan = this.policy.plan(epoch, history)
+        plan = this.policy.plan(epoch, history, this.losses)
         while plan.candidates:
             results = this.pretrain(state, plan)
             choice = this.policy.choose(plan, results)
             history = (*history, choice)
             state = this.take_state(state, plan, results, choice)
-            plan = this.policy.plan(epoch, history)
+            plan = this.policy.plan(epoch, history, this.losses)
         state = this.main_train(state, plan)
         this.evaluate(state, plan)
         this.commit(state, plan, history)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import ray
@@ -35,6 +35,7 @@ from raytrain_opt.search.fixed import FoundSchedule
 from raytrain_opt.search.policy import CandidateResult, Plan, Policy, Round, is_finite
 from raytrain_opt.telemetry.records import EpochRecord, Recorder
 from raytrain_opt.telemetry.terminal import Terminal
+from raytrain_opt.train.average import averaged
 from raytrain_opt.train.checkpoint import Checkpoints, Commit, read_checkpoint
 from raytrain_opt.train.totals import EvalTotals, TrainTotals
 
@@ -43,23 +44,32 @@ _HISTORY = TypeAdapter(tuple[Round, ...])
 
 @dataclass(frozen=True)
 class Position:
-    """From where a run goes on: the epoch that is next, and the decisions so far."""
+    """From where a run goes on: the epoch that is next, the decisions so far, the rate of each
+    step and the training loss of each epoch.
+    """
 
     next_epoch: int = 1
     history: tuple[Round, ...] = ()
     lrs: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
     search_samples: int = 0
     main_samples: int = 0
 
     def to_plain(self) -> dict[str, Any]:
         """Numbers, texts, lists and dicts only."""
-        return {**vars(self), "lrs": list(self.lrs), "history": _HISTORY.dump_python(self.history)}
+        return {
+            **vars(self),
+            "lrs": list(self.lrs),
+            "losses": list(self.losses),
+            "history": _HISTORY.dump_python(self.history),
+        }
 
     @classmethod
     def from_plain(cls, value: dict[str, Any]) -> Position:
         """The inverse of `to_plain`."""
         history = _HISTORY.validate_python(value["history"])
-        return cls(**{**value, "lrs": tuple(value["lrs"]), "history": history})
+        numbers = {key: tuple(value[key]) for key in ("lrs", "losses")}
+        return cls(**{**value, **numbers, "history": history})
 
 
 @dataclass
@@ -119,6 +129,11 @@ class TrainingRun:
             if pool is not None:
                 pool.on_wait = self._on_wait
 
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Mean training loss of each epoch so far."""
+        return self.position.losses
+
     # The moves, in the order in which the algorithm makes them.
 
     def initial_state(self) -> StateRef:
@@ -156,19 +171,37 @@ class TrainingRun:
         self, start: StateRef, plan: Plan, results: Sequence[CandidateResult], choice: Round
     ) -> StateRef:
         """The winner's state after the steps that are kept, from the slot that trained it from
-        `start`; `start` itself where nobody won or nothing is kept.
+        `start`, or the mean that was chosen; `start` itself where nobody won or nothing is kept.
         """
         if choice.winner is None or plan.kept_steps == 0:
             return self._leave_state(start, plan, results, choice)
-        assert self.slots is not None
-        winner, slot = choice.winner.candidate, choice.winner.slot
         with self._epoch.parts.measure("take_state_s"):
-            command = TakeState(_pretrain_command(start, plan, self.slots.size), winner, slot)
-            state: StateRef = self.slots.command(command, range(slot, slot + 1))[slot]
+            if choice.averaged:
+                state = self._averaged_state(start, plan, choice.averaged)
+            else:
+                state = self._state_of(start, plan, choice.winner)
             self.vault.hold(state)
-        self._epoch.lrs = list(winner.lrs(plan)[: plan.kept_steps])
+        self._epoch.lrs = list(choice.winner.candidate.lrs(plan)[: plan.kept_steps])
         self._epoch.round_record = _round_record(plan, results, choice, state.sha256)
         return state
+
+    def _state_of(self, start: StateRef, plan: Plan, of: CandidateResult) -> StateRef:
+        assert self.slots is not None
+        command = TakeState(_pretrain_command(start, plan, self.slots.size), of.candidate, of.slot)
+        state: StateRef = self.slots.command(command, range(of.slot, of.slot + 1))[of.slot]
+        return state
+
+    def _averaged_state(
+        self, start: StateRef, plan: Plan, members: Sequence[CandidateResult]
+    ) -> StateRef:
+        """Made in the driver, which sees the states of all slots in place."""
+        # A slot's last candidate is still in its model, and the others would push it out.
+        in_turn = sorted(members, key=lambda r: r.candidate.index, reverse=True)
+        views = {
+            r.candidate.index: self.vault.view(self._state_of(start, plan, r)) for r in in_turn
+        }
+        mean = averaged([views[r.candidate.index] for r in members])
+        return replace(self.vault.put(f"{plan.epoch}.average", mean), sha256=mean.digest())
 
     def _leave_state(
         self, start: StateRef, plan: Plan, results: Sequence[CandidateResult], choice: Round
@@ -185,7 +218,7 @@ class TrainingRun:
         self._begin(plan, "main train")
         first_step = self.steps(plan.epoch) - len(lrs)
         with self._epoch.parts.measure("main_train_s"):
-            command = MainTrain(state, plan.epoch, first_step, lrs)
+            command = MainTrain(state, plan.epoch, first_step, lrs, plan.decay)
             replies: dict[int, MainTrainReply] = self.workers.command(command)
         trained = replies[0]
         assert trained.state is not None
@@ -212,16 +245,16 @@ class TrainingRun:
     def commit(self, state: StateRef, plan: Plan, history: tuple[Round, ...]) -> None:
         """Write the epoch down, and its state beside the next epoch's training."""
         record = self._epoch_record(plan)
-        self.position = Position(
-            plan.epoch + 1,
-            history,
-            (*self.position.lrs, *self._epoch.lrs),
-            self.position.search_samples,
-            self.position.main_samples,
+        self.position = replace(
+            self.position,
+            next_epoch=plan.epoch + 1,
+            history=history,
+            lrs=(*self.position.lrs, *self._epoch.lrs),
+            losses=(*self.position.losses, record.train_loss),
         )
         self.recorder.epoch(record, self.steps.before(plan.epoch + 1))
         done = tuple(self.steps(epoch) for epoch in range(1, plan.epoch + 1))
-        schedule = FoundSchedule(done, self.position.lrs)
+        schedule = FoundSchedule(done, self.position.lrs, plan.decay)
         write_json(self.paths.schedule, schedule.to_json())
         if plan.epoch % self.job.checkpoint.every_epochs == 0 or plan.epoch == self.job.epochs:
             self._save(state, plan.epoch, record.test_accuracy)
@@ -279,12 +312,10 @@ class TrainingRun:
 
     def _add_samples(self, search: int = 0, main: int = 0) -> None:
         at = self.position
-        self.position = Position(
-            at.next_epoch,
-            at.history,
-            at.lrs,
-            at.search_samples + search,
-            at.main_samples + main,
+        self.position = replace(
+            at,
+            search_samples=at.search_samples + search,
+            main_samples=at.main_samples + main,
         )
 
     def _note_main_parts(self, replies: list[MainTrainReply]) -> None:
@@ -379,6 +410,7 @@ def _round_record(
         "kept_steps": plan.kept_steps,
         "candidates": candidates,
         "winner": None if choice.winner is None else choice.winner.candidate.index,
+        "averaged": [member.candidate.index for member in choice.averaged],
         "reason": choice.reason,
         "next_base_lr": choice.next_base_lr,
         "winner_sha256": sha256,

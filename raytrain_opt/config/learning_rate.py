@@ -56,7 +56,24 @@ class Scaling(Section):
 _SCALING = "Scale `initial` to the job's global batch. Default: it is taken as it stands."
 
 
-class StptPolicy(Section):
+class CandidatePolicy(Section):
+    """What policies that try candidates have in common."""
+
+    policy: str
+    combine: Literal["best", "average", "top_k_average"] = Field(
+        "best",
+        description=(
+            "Whose weights go on after a round that keeps steps. best: the winner's; average: the "
+            "mean of all candidates that did not diverge; top_k_average: of the top_k best. The "
+            "learning rate is the winner's in any case."
+        ),
+    )
+    top_k: Annotated[int, Field(ge=2)] = Field(
+        3, description="Candidates in the mean (top_k_average)."
+    )
+
+
+class StptPolicy(CandidatePolicy):
     """Choose the rate each epoch by short pre-training of candidates (Yamada et al.)."""
 
     policy: Literal["stpt"]
@@ -104,7 +121,7 @@ class StptPolicy(Section):
         return value
 
 
-class HorizonPolicy(Section):
+class HorizonPolicy(CandidatePolicy):
     """Find the peak of a warm-up and decay by trying whole schedules, squeezed into few steps.
 
     Ours, after Yamada et al. and against the short-horizon bias (Wu et al., ICLR 2018).
@@ -128,11 +145,19 @@ class HorizonPolicy(Section):
     budget: Annotated[float, Field(gt=0, le=1)] = Field(
         0.2, description="What the search may cost: share of the training's samples."
     )
+    search_weight_decay: bool = Field(
+        False,
+        description=(
+            "Also try a tenth and ten times the optimizer's weight decay, once, with the peak "
+            "that was found."
+        ),
+    )
     rounds_at: list[Fraction] = Field(
         default_factory=lambda: [0.125, 0.25, 0.5],
         description=(
             "Shares of the training after which half and twice the rate are tried, for as long "
-            "as that changes something and the budget lasts; []: never."
+            "as that changes something and the budget lasts. They also are when the training loss "
+            "stalls or suddenly rises. []: only then."
         ),
     )
 

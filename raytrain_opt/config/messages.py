@@ -221,7 +221,7 @@ def _tags_of(member: Any) -> list[str]:
         return [m.tag for m in member.__metadata__ if isinstance(m, Tag)]
     if not _is_section(member):
         return []
-    kinds = (field.annotation for field in member.model_fields.values())
+    kinds = (field.annotation for field in member.model_fields.values() if field.is_required())
     return [tag for kind in kinds if get_origin(kind) is Literal for tag in get_args(kind)][:1]
 
 

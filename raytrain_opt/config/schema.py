@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.config.learning_rate import LearningRateSection, StptPolicy
+from raytrain_opt.config.learning_rate import HorizonPolicy, LearningRateSection, StptPolicy
 from raytrain_opt.config.optimizer import (
     BatchNormSection,
     OptimizerSection,
@@ -357,6 +357,19 @@ class Job(Section):
                 f"data.selection_fraction: policy {policy} scores candidates on this split; give "
                 "it more than 0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_a_weight_decay_to_search(self) -> Job:
+        policy = self.learning_rate
+        if isinstance(policy, HorizonPolicy) and policy.search_weight_decay:
+            # torch's own default is 0 but for these.
+            default = 0.01 if self.optimizer.name in ("AdamW", "NAdam") else 0
+            if not self.optimizer.args.get("weight_decay", default):
+                raise ValueError(
+                    "learning_rate.search_weight_decay: begins at optimizer.args.weight_decay, "
+                    "which has to be above 0"
+                )
         return self
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,18 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
+
+
+def weight_decays(optimizer: Optimizer) -> list[float]:
+    """Of each group; 0 where the optimizer has none."""
+    return [float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups]
+
+
+def set_weight_decays(optimizer: Optimizer, decays: Sequence[float]) -> None:
+    """Of each group; those of 0 are left alone."""
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        if decay:
+            group["weight_decay"] = decay
 
 
 def _classes() -> dict[str, Any]:

@@ -55,12 +55,15 @@ class TakeState:
 
 @dataclass(frozen=True)
 class MainTrain:
-    """Workers: train len(lrs) steps of `epoch` from `state`, together."""
+    """Workers: train len(lrs) steps of `epoch` from `state`, together, with `decay` times the
+    weight decay.
+    """
 
     state: StateRef
     epoch: int
     first_step: int
     lrs: tuple[float, ...]
+    decay: float = 1.0
 
 
 @dataclass(frozen=True)

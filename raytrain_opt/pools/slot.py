@@ -132,7 +132,8 @@ class Slot:
     ) -> TrainTotals:
         shares, factor = self._shares_and_factor()
         lrs = [factor * lr for lr in candidate.lrs(plan)[first:end]]
-        return self.learner.train(plan.epoch, plan.first_step + first, lrs, shares, on_step)
+        decay = candidate.decay * plan.decay_scale
+        return self.learner.train(plan.epoch, plan.first_step + first, lrs, shares, on_step, decay)
 
     def _shares_and_factor(self) -> tuple[Shares, float]:
         """global: all shares, at the candidate's rate. local: one share, at the rate that a

@@ -100,6 +100,7 @@ class Worker:
             command.lrs,
             Shares(range(self.rank, self.rank + 1), self.world_size),
             on_step=partial(self._before_step, on_step, len(command.lrs)),
+            decay=command.decay,
         )
         with parts.measure("average_s"):
             self.learner.settle_statistics()

@@ -25,7 +25,7 @@ class FixedSchedule(NoCandidates):
     schedule: Schedule
     steps: EpochSteps
 
-    def plan(self, epoch: int, history: Sequence[Round]) -> Plan:
+    def plan(self, epoch: int, history: Sequence[Round], losses: Sequence[float] = ()) -> Plan:
         """The epoch's rates, read off the schedule."""
         first, steps = (epoch - 1) * self.steps.first, self.steps(epoch)
         lrs = tuple(
@@ -36,10 +36,13 @@ class FixedSchedule(NoCandidates):
 
 @dataclass(frozen=True)
 class FoundSchedule:
-    """The rates of a whole training, one a step: what a run leaves as schedule.json."""
+    """The rates of a whole training, one a step, and the factor of its weight decay: what a run
+    leaves as schedule.json.
+    """
 
     epoch_steps: tuple[int, ...]
     lrs: tuple[float, ...]
+    decay: float = 1.0
 
     def to_json(self) -> dict[str, object]:
         """Runs of equal rates, so that a long training stays a small file."""
@@ -53,6 +56,7 @@ class FoundSchedule:
             "schema_version": 1,
             "epoch_steps": list(self.epoch_steps),
             "steps": len(self.lrs),
+            "weight_decay_factor": self.decay,
             "segments": segments,
         }
 
@@ -63,7 +67,8 @@ class FoundSchedule:
             if not isinstance(value, dict):
                 raise TypeError("not a JSON object")
             segments = [(float(at["lr"]), int(at["steps"])) for at in value["segments"]]
-            found = cls(tuple(int(steps) for steps in value["epoch_steps"]), ())
+            decay = float(value.get("weight_decay_factor", 1.0))
+            found = cls(tuple(int(steps) for steps in value["epoch_steps"]), (), decay)
         except (KeyError, TypeError, ValueError) as error:
             rule = f"{source} is not a schedule.json of a run ({error!r})"
             raise JobError([Problem("learning_rate.schedule", rule)]) from error
@@ -97,11 +102,11 @@ class Replay(NoCandidates):
     found: FoundSchedule
     steps: EpochSteps
 
-    def plan(self, epoch: int, history: Sequence[Round]) -> Plan:
+    def plan(self, epoch: int, history: Sequence[Round], losses: Sequence[float] = ()) -> Plan:
         """The epoch's part of the rates."""
         first = self.steps.before(epoch)
         lrs = self.found.lrs[first : first + self.steps(epoch)]
-        return Plan(epoch, lrs[0], "replay", lrs=lrs)
+        return Plan(epoch, lrs[0], "replay", lrs=lrs, decay=self.found.decay)
 
 
 def _span(steps: Sequence[int]) -> str:

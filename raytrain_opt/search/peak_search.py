@@ -222,7 +222,7 @@ class PeakSearch:
         return Ask(COARSE, points, grid.steps, f"{_span(points)}, around the initial rate")
 
     def _after_coarse(self, rounds: Sequence[Round], grid: _Grid) -> Ask | Found:
-        trials, left = _Trials.of(rounds, COARSE), self._left(rounds)
+        trials, left = _Trials.of(rounds, COARSE), self.steps_left(rounds)
         points = trials.beyond_edge(grid.spacing, grid.extension)
         keeps = (len(points) + _FINE_RUNS + 1) * grid.steps <= left
         if points and self._may_extend(rounds, trials, affordable=keeps):
@@ -237,7 +237,7 @@ class PeakSearch:
         return Ask(FINE, points, steps, f"{why}, in {grid.steps} steps: next {_span(points)}")
 
     def _after_fine(self, rounds: Sequence[Round], grid: _Grid) -> Ask | Found:
-        trials, steps, left = _Trials.of(rounds, FINE), rounds[-1].steps, self._left(rounds)
+        trials, steps, left = _Trials.of(rounds, FINE), rounds[-1].steps, self.steps_left(rounds)
         if rounds[-1].stage == REPEAT:
             return _found(
                 rounds, *_Trials.of(rounds, REPEAT).pooled_with(trials).pick(_MOST_ABOVE)
@@ -255,7 +255,8 @@ class PeakSearch:
             return Ask(REPEAT, points, steps, reason, first_step=steps)
         return _found(rounds, *trials.pick(_MOST_ABOVE))
 
-    def _left(self, rounds: Sequence[Round]) -> float:
+    def steps_left(self, rounds: Sequence[Round]) -> float:
+        """Of the budget."""
         return self.budget_steps - sum(len(r.scores) * r.steps for r in rounds)
 
     def _may_extend(self, rounds: Sequence[Round], trials: _Trials, *, affordable: bool) -> bool:

@@ -2,7 +2,8 @@
 
 Policies are pure. `plan` says what an epoch does next: try candidates, or train the rest of it
 at given rates. `choose` says which candidate won. The history that `plan` reads is the tuple of
-what `choose` returned, so a run can be resumed from its records.
+what `choose` returned, and `losses` the mean training loss of each epoch so far, so a run can be
+resumed from its records.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Candidate:
-    """One learning rate in a round: `lr` is the base rate times `multiplier`."""
+    """One learning rate in a round: `lr` is the base rate times `multiplier`. The optimiser's
+    weight decay is multiplied by `decay`.
+    """
 
     index: int
     multiplier: float
     lr: float
+    decay: float = 1.0
 
     def lrs(self, plan: Plan) -> tuple[float, ...]:
         """The rate of each step of its pre-training."""
@@ -35,7 +39,9 @@ class Plan:
     can be compared on the same samples). The winner's state goes on as it was after `kept_steps`.
     Where none are kept, candidates may be trained from `first_step` of the epoch on, to see other
     batches. `stage` names what is asked; `earlier` are the decisions of this epoch so far.
-    Without: train the rest of the epoch at `lrs`, a rate for each step.
+    All weight decays are multiplied by `decay_scale` in that pre-training.
+    Without: train the rest of the epoch at `lrs`, a rate for each step, with `decay` times the
+    optimiser's weight decay.
     """
 
     epoch: int
@@ -49,6 +55,8 @@ class Plan:
     first_step: int = 0
     stage: str = ""
     earlier: tuple[Round, ...] = ()
+    decay: float = 1.0
+    decay_scale: float = 1.0
 
     @property
     def pretrain_steps(self) -> int:
@@ -84,7 +92,9 @@ class Round:
     """The decision over one set of candidates. `winner` is None when another round has to
     follow: all diverged, or nothing is decided yet. It may come from an earlier round of the
     epoch where no steps are kept. `tried`: what later rounds of the epoch compare with; `stage`
-    and `steps` of each candidate are those of the plan.
+    and `steps` of each candidate are those of the plan. `averaged`: the candidates whose states'
+    mean goes on, the winner first; empty: the winner's own. `next_decay`: factor of the weight
+    decay from here on.
     """
 
     epoch: int
@@ -96,13 +106,15 @@ class Round:
     stage: str = ""
     steps: int = 0
     tried: tuple[CandidateResult, ...] = ()
+    averaged: tuple[CandidateResult, ...] = ()
+    next_decay: float = 1.0
 
 
 class Policy(Protocol):
     """A learning-rate policy."""
 
-    def plan(self, epoch: int, history: Sequence[Round]) -> Plan:
-        """What to do next in `epoch` (from 1), given all decisions so far.
+    def plan(self, epoch: int, history: Sequence[Round], losses: Sequence[float] = ()) -> Plan:
+        """What to do next in `epoch` (from 1), given all decisions and losses so far.
 
         Raises DivergedError when nothing is left to try.
         """

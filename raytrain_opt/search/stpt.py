@@ -22,6 +22,7 @@ from raytrain_opt.config.learning_rate import LR_SETS, StptPolicy, Warmup
 from raytrain_opt.errors import DivergedError, JobError, Problem
 from raytrain_opt.optim.batch_ramp import EpochSteps
 from raytrain_opt.optim.schedules import warmup_lrs
+from raytrain_opt.search.combine import members_of_average
 from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,
@@ -79,7 +80,7 @@ class Stpt:
             return "middle"
         return "wide"
 
-    def plan(self, epoch: int, history: Sequence[Round]) -> Plan:
+    def plan(self, epoch: int, history: Sequence[Round], losses: Sequence[float] = ()) -> Plan:
         """Warm-up epochs train at written-down rates; all others begin with a round.
 
         Raises DivergedError when every candidate of `max_halvings` + 1 rounds diverged.
@@ -151,7 +152,8 @@ class Stpt:
         if len(tied) > 1:
             reason += f"; {len(tied)} tied, multiplier closest to 1.0 taken"
         lr = winner.candidate.lr
-        return Round(plan.epoch, plan.base_lr, scores, winner, lr, reason)
+        members = members_of_average(self.section, winner, results, scores)
+        return Round(plan.epoch, plan.base_lr, scores, winner, lr, reason, averaged=members)
 
     def score(self, result: CandidateResult) -> float:
         """Higher is better: accuracy, or the loss with its sign turned."""

@@ -25,7 +25,7 @@ from raytrain_opt.data.array_sets import Arrays
 from raytrain_opt.data.base import Batch, DataInfo, Split
 from raytrain_opt.models import build_model, check_output
 from raytrain_opt.optim.batch_ramp import ramp_factor
-from raytrain_opt.optim.build import build_optimizer, set_lr
+from raytrain_opt.optim.build import build_optimizer, set_lr, set_weight_decays, weight_decays
 from raytrain_opt.train.batchnorm import (
     batches_seen,
     count_positions,
@@ -90,6 +90,7 @@ class Learner:
             self.model,
             steps_per_epoch=self.info.steps_per_epoch(job.global_batch_size),
         )
+        self._weight_decays = weight_decays(self.optimizer)
         self.loss = build_loss(job.loss)
         self.scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
         self._phase = _Phase(1, Shares(range(1), 1), batches_seen(self.model))
@@ -114,8 +115,10 @@ class Learner:
         lrs: Sequence[float],
         shares: Shares,
         on_step: OnStep = lambda _: None,
+        decay: float = 1.0,
     ) -> TrainTotals:
-        """Train len(lrs) steps of `epoch`, from `first_step`, each at its rate.
+        """Train len(lrs) steps of `epoch`, from `first_step`, each at its rate, with `decay` times
+        the optimiser's weight decay.
 
         Several shares are accumulated into one update, so that the result is the one that
         as many workers would compute together. The same arguments from the same state give
@@ -126,6 +129,7 @@ class Learner:
         self._phase = _Phase(epoch, shares, batches_seen(self.model))
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         self._seed(f"{self.job.seed} {epoch} {first_step} {shares.mine.start}")
+        set_weight_decays(self.optimizer, [decay * each for each in self._weight_decays])
         self.parallel.forward.train()
         batches = self._batches(range(first_step, first_step + len(lrs)))
         for done, lr in enumerate(lrs):

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 _LANES = 4
+# Settings of an optimiser that training sets anew, before a step or a phase.
+_SET_BY_THE_LOOP = ("lr", "weight_decay")
 _TO_MEMORY_ORDER = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4, 1)}
 _TO_LOGICAL_ORDER = {"channels_last": (0, 3, 1, 2), "channels_last_3d": (0, 4, 1, 2, 3)}
 
@@ -183,13 +185,16 @@ def _copied_in_place(state: HostState, optimizer: torch.optim.Optimizer) -> bool
         for name, tensor in own.items():
             tensor.copy_(wanted[name])
         for group, saved in zip(optimizer.param_groups, state.plain["param_groups"], strict=True):
-            group["lr"] = saved["lr"]
+            group.update({key: saved[key] for key in _SET_BY_THE_LOOP if key in saved})
     return same
 
 
 def _settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What two optimisers must agree on; the rate is set before every step."""
-    return [{key: str(value) for key, value in g.items() if key != "lr"} for g in groups]
+    """What two optimisers must agree on."""
+    return [
+        {key: str(value) for key, value in g.items() if key not in _SET_BY_THE_LOOP}
+        for g in groups
+    ]
 
 
 def model_tensors(state: HostState) -> dict[str, Tensor]:

@@ -56,14 +56,18 @@ def test_when_all_candidates_diverge_the_base_is_halved_then_given_up(tmp_path: 
 # Two whole runs and two restarts: minutes where other work slows the machine down.
 @pytest.mark.timeout(900)
 def test_killed_processes_are_started_again_and_nothing_changes(tmp_path: Path) -> None:
-    """A slot and a worker are killed in the middle; the numbers are those of a quiet run."""
-    quiet = run(small_job(tmp_path / "quiet", epochs=8))
+    """A slot and a worker are killed in the middle; the numbers are those of a quiet run. Every
+    candidate's state is wanted, so what a killed slot had is trained again.
+    """
+    stpt = {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 5, "combine": "average"}
+    changes = {"epochs": 8, "learning_rate": stpt}
+    quiet = run(small_job(tmp_path / "quiet", **changes))
     killed: list[str] = []
     over = threading.Event()
     killer = threading.Thread(target=_kill_when_running, args=(tmp_path / "hit", killed, over))
     killer.start()
     try:
-        disturbed = run(small_job(tmp_path / "hit", epochs=8))
+        disturbed = run(small_job(tmp_path / "hit", **changes))
     finally:  # or a run that fails early would keep the tests from ending
         over.set()
         killer.join()
@@ -72,6 +76,9 @@ def test_killed_processes_are_started_again_and_nothing_changes(tmp_path: Path) 
     assert disturbed.summary["restarts"]["worker"] >= 1
     expected = without_times(read_lines(quiet.run_dir, "rounds"))
     assert without_times(read_lines(disturbed.run_dir, "rounds")) == expected
+    assert {tuple(sorted(line["averaged"])) for line in expected} == {(0, 1)}
+    for line in expected:
+        assert line["loaded_sha256"] == [line["winner_sha256"]] * 2
     assert disturbed.test_accuracy == quiet.test_accuracy
 
 

@@ -50,6 +50,7 @@ class PretendedRun:
         self.resumes_at = self.position = Position()
         self.moves: list[Move] = []
         self.commits: list[tuple[Round, ...]] = []
+        self.losses: tuple[float, ...] = ()
 
     def initial_state(self) -> str:
         self.moves.append(Move("initial_state"))

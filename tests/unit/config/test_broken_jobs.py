@@ -34,7 +34,7 @@ BROKEN = [
     (CIFAR + "augment: {flips: true}}", "data.augment.flips", "did you mean 'flip'?"),
     (CIFAR + "augment: {mirror: true}}", "data.augment.mirror", "here: crop_padding, flip"),
     (CIFAR + "image_size: 3}", "data.image_size", "normalize, name, root, download, augment"),
-    (STPT + "gamma: 3}", "learning_rate.gamma", "valid here: policy, initial, scaling, "),
+    (STPT + "gamma: 3}", "learning_rate.gamma", "valid here: policy, combine, "),
     (STPT + "warmup: {epoch: 1}}", "learning_rate.warmup.epoch", "did you mean 'epochs'?"),
     (SCHEDULE + "candidates: mix}", "learning_rate.candidates", "is not a known key"),
     ("limits: {start: 3}", "limits.start", "did you mean 'start_s'?"),

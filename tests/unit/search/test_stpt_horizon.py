@@ -570,6 +570,137 @@ def test_a_later_round_after_a_lost_one_goes_on_from_its_rate() -> None:
     assert len(policy.plan(13, (*history, choice)).lrs) == 125 - plan.kept_steps
 
 
+# What the loss tells.
+
+
+def rounds_with_losses(
+    policy: HorizonStpt, surface: Surface, losses: Callable[[int], float]
+) -> dict[int, str]:
+    """Epochs with a later round, and why; `losses`: by epoch."""
+    history, seen, why = (), (), {}
+    for epoch in range(1, policy.epochs + 1):
+        plan = policy.plan(epoch, history, seen)
+        while plan.candidates:
+            if epoch > 1:
+                why[epoch] = plan.reason
+            results = [surface.result(plan, candidate) for candidate in plan.candidates]
+            history = (*history, policy.choose(plan, results))
+            plan = policy.plan(epoch, history, seen)
+        seen = (*seen, losses(epoch))
+    return why
+
+
+def falling(epoch: int) -> float:
+    return 2 * 0.98**epoch
+
+
+def test_steady_progress_is_no_reason_for_a_round() -> None:
+    assert rounds_with_losses(horizon(96, rounds_at=[]), always(2.0), falling) == {}
+
+
+def test_a_plateau_is_a_reason_for_a_round() -> None:
+    policy = horizon(96, rounds_at=[])
+    why = rounds_with_losses(policy, always(1.0), lambda epoch: falling(min(epoch, 20)))
+    # Epochs 21 to 23 gained nothing; the round changed nothing, so there is no other.
+    assert list(why) == [24]
+    assert "stalled" in why[24]
+
+
+def test_rounds_on_a_plateau_leave_each_other_time() -> None:
+    policy = horizon(96, rounds_at=[])
+    why = rounds_with_losses(policy, always(0.5), lambda epoch: falling(min(epoch, 20)))
+    assert list(why)[:3] == [24, 28, 32]
+
+
+def test_a_spike_is_a_reason_even_where_rounds_have_not_paid() -> None:
+    policy = horizon(96)
+    why = rounds_with_losses(
+        policy, always(1.0), lambda epoch: falling(epoch) * (1.5 if epoch == 40 else 1)
+    )
+    assert list(why) == [13, 41]
+    assert ("epochs are done" in why[13], "risen" in why[41]) == (True, True)
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.15, 0.3])
+def test_no_reason_is_worth_more_than_the_budget(budget: float) -> None:
+    """A loss that rises every second epoch."""
+    policy = horizon(32, budget=budget, rounds_at=[])
+    opening = trained(policy).asked
+    why = rounds_with_losses(policy, always(2.0), lambda epoch: 1.0 + (epoch % 2))
+    later = [policy.plan(epoch, (Round(1, 0.1, (), None, 0.1, ""),), (1.0, 2.0)) for epoch in why]
+    spent = sum(len(plan.candidates) * plan.pretrain_steps for plan in (*opening, *later))
+    assert spent <= budget * 32 * 125
+    assert why
+
+
+# Weight decay.
+
+
+def decays(plan: Plan) -> list[float]:
+    return [candidate.decay for candidate in plan.candidates]
+
+
+def decided_decay(losses: dict[float, float]) -> tuple[HorizonStpt, Plan, Round]:
+    """The decision over factors of the weight decay with these mean losses; NaN: diverged."""
+    policy = horizon(96, search_weight_decay=True)
+    history: tuple[Round, ...] = ()
+    plan = policy.plan(1, history)
+    while plan.stage != "decay":
+        history = (
+            *history,
+            policy.choose(plan, [Surface().result(plan, c) for c in plan.candidates]),
+        )
+        plan = policy.plan(1, history)
+    draw = np.random.default_rng(0)
+    results = [
+        result(c, (losses[c.decay] + draw.normal(0, 0.1, BLOCKS)).tolist())
+        for c in plan.candidates
+    ]
+    return policy, plan, policy.choose(plan, results)
+
+
+def test_weight_decays_are_tried_with_the_peak_as_much_as_they_would_do_in_the_training() -> None:
+    policy, plan, choice = decided_decay({0.1: 1.0, 1.0: 1.0, 10.0: 1.0})
+    assert decays(plan) == [0.1, 1.0, 10.0]
+    assert len(set(rates(plan))) == 1
+    assert plan.decay_scale * plan.pretrain_steps == pytest.approx(96 * 125)
+    assert choice.next_base_lr == rates(plan)[0]
+    assert policy.plan(1, (*plan.earlier, choice)).lrs
+
+
+@pytest.mark.parametrize(
+    ("losses", "factor"),
+    [
+        ({0.1: 1.0, 1.0: 1.0, 10.0: 1.0}, 1.0),
+        ({0.1: 0.5, 1.0: 1.0, 10.0: 1.0}, 0.1),
+        ({0.1: 0.9, 1.0: 1.0, 10.0: 0.5}, 10.0),
+        ({0.1: 1.2, 1.0: 1.0, 10.0: math.nan}, 1.0),
+        ({0.1: 9.0, 1.0: math.nan, 10.0: math.nan}, 1.0),
+    ],
+)
+def test_the_weight_decay_stays_unless_another_is_clearly_better(
+    losses: dict[float, float], factor: float
+) -> None:
+    policy, plan, choice = decided_decay(losses)
+    assert choice.next_decay == factor
+    history = (*plan.earlier, choice)
+    assert {policy.plan(epoch, history).decay for epoch in (1, 2, 96)} == {factor}
+    later = policy.plan(13, history)
+    assert later.stage == "later"
+    assert set(decays(later)) == {factor}
+    kept = policy.choose(later, [Surface().result(later, c) for c in later.candidates])
+    assert kept.next_decay == factor
+
+
+def test_no_weight_decay_is_tried_unless_asked_for_or_when_the_budget_is_spent() -> None:
+    assert "decay" not in {plan.stage for plan in trained(horizon(96)).asked}
+    policy = horizon(16, budget=0.14, search_weight_decay=True, rounds_at=[])
+    training = trained(policy)
+    assert "decay" not in {plan.stage for plan in training.asked}
+    assert training.asked
+    assert {plan.decay for plan in training.mains} == {1.0}
+
+
 # Resuming.
 
 

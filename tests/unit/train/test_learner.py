@@ -209,6 +209,37 @@ def test_each_step_has_its_rate() -> None:
     assert_close(weights(one), weights(three))
 
 
+def test_a_factor_of_the_weight_decay_is_that_weight_decay() -> None:
+    def trained(weight_decay: float, decay: float) -> list[Tensor]:
+        args = {"momentum": 0.9, "weight_decay": weight_decay}
+        made = learner(optimizer={"name": "SGD", "args": args})
+        made.train(1, 0, LRS, shares(1), decay=decay)
+        return weights(made)
+
+    assert_close(trained(0.01, 10.0), trained(0.1, 1.0))
+    assert not torch.equal(trained(0.01, 10.0)[0], trained(0.01, 1.0)[0])
+
+
+def test_a_factor_of_the_weight_decay_lasts_for_its_phase_and_spares_what_is_excluded() -> None:
+    made = learner(net_with_norm, optimizer={"name": "LARS", "args": {"weight_decay": 0.01}})
+    start = made.state(copy=True)
+
+    def decays() -> list[float]:
+        return [group["weight_decay"] for group in made.optimizer.param_groups]
+
+    own = decays()
+    assert 0.0 in own
+    made.train(1, 0, LRS, shares(1), decay=10.0)
+    high = made.state(copy=True)
+    assert decays() == pytest.approx([10 * each for each in own])
+    made.load(start)
+    made.train(1, 0, LRS, shares(1))
+    assert decays() == own
+    made.load(high)
+    made.train(1, 0, LRS, shares(1))
+    assert decays() == own
+
+
 def test_no_steps_change_nothing() -> None:
     trained = learner()
     before = trained.state(copy=True).digest()
