@@ -215,8 +215,8 @@ def _resources(plan: PoolPlan) -> dict[str, float]:
 
 def _follow(host: Any, setup: ProbeSetup, lines: list[dict[str, Any]], session: Session) -> Found:
     """Tell and write down each probe while the host searches. Raises what ended the search."""
-    searching, started_s = host.run_probes.remote(setup), monotonic_s()
-    limit_s = setup.job.limits.command_s
+    searching, heard_s = host.run_probes.remote(setup), monotonic_s()
+    limit_s = setup.job.limits.stall_s
     while True:
         done = bool(ray.wait([searching], timeout=_POLL_S)[0])
         for record in ray.get(host.probe_records.remote(len(lines))):
@@ -224,12 +224,14 @@ def _follow(host: Any, setup: ProbeSetup, lines: list[dict[str, Any]], session: 
             lines.append(line)
             append_json_line(session.paths.batch_sizes, line)
             session.terminal.note(probe_text(line))
+            heard_s = monotonic_s()
         if done:
             break
-        if monotonic_s() - started_s > limit_s:
+        if monotonic_s() - heard_s > limit_s:
             raise PoolError(
-                f"the batch-size search took longer than {limit_s:g} s (limits.command_s); "
-                f"{len(lines)} probes are in {session.paths.shown}/batch_size.jsonl"
+                f"a probe of the batch-size search took longer than {limit_s:g} s "
+                f"(limits.stall_s); {len(lines)} probes are in "
+                f"{session.paths.shown}/batch_size.jsonl"
             )
     return cast(Found, ray.get(searching))
 

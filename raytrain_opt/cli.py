@@ -15,11 +15,13 @@ import click
 
 from raytrain_opt import clock
 from raytrain_opt.errors import JobError, RaytrainOptError
+from raytrain_opt.stopping import Terminated
 
 if TYPE_CHECKING:
     from raytrain_opt.config.schema import Job
 
-EXIT_INTERRUPTED = 130
+# 128 and the number of the signal, as shells have it.
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 
 _job_file = click.argument("job_file", metavar="JOB.yaml")
 _overrides = click.option(
@@ -145,8 +147,9 @@ def _errors_told(verbose: bool) -> Iterator[None]:
             click.echo(traceback.format_exc(), err=True)
         click.echo(f"error: {error}", err=True)
         raise SystemExit(error.exit_code) from error
-    except KeyboardInterrupt as interrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from interrupt
+    except KeyboardInterrupt as stop:
+        terminated = isinstance(stop, Terminated)
+        raise SystemExit(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED) from stop
 
 
 def _summary(job: Job) -> str:

@@ -21,6 +21,7 @@ from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim.batch_ramp import epoch_steps
 from raytrain_opt.paths import RunPaths, write_text
+from raytrain_opt.pools.faults import planned_faults
 from raytrain_opt.pools.host import Host, environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.pool import Pool, Vault, running
@@ -28,6 +29,7 @@ from raytrain_opt.pools.resources import PoolPlan, plan_pools
 from raytrain_opt.pools.session import cpu_count, free_resources, ray_session
 from raytrain_opt.pools.setup import Setup
 from raytrain_opt.search import build_policy, most_candidates
+from raytrain_opt.stopping import Terminated, stops_on_sigterm
 from raytrain_opt.telemetry.terminal import Terminal, open_terminal
 from raytrain_opt.train.checkpoint import read_index
 from raytrain_opt.training_run import Startup, TrainingRun
@@ -64,11 +66,13 @@ def open_session(
         terminal.phase("starting", 0, job.epochs)
         reading = reader.submit(_read_data, job)
         try:
-            with ray_session(address, verbose=verbose) as owned:
+            # Ray takes the signal for itself when it is initialised: this comes after it.
+            with ray_session(address, verbose=verbose) as owned, stops_on_sigterm():
                 startup.mark("ray_connected_s")
                 yield Session(paths, terminal, startup, owned, reading.result)
-        except KeyboardInterrupt:
-            terminal.note(f"interrupted; {how_to_resume(paths)}")
+        except KeyboardInterrupt as stop:
+            why = "terminated" if isinstance(stop, Terminated) else "interrupted"
+            terminal.note(f"{why}; {how_to_resume(paths)}")
             raise
 
 
@@ -95,12 +99,22 @@ def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
     mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, max_concurrency=10_000).remote()
     crowded = _crowded(plan)
     host = start_host(local=session.owned, start_s=job.limits.start_s, import_all=not crowded)
-    setup = Setup(job, plan, session.paths.run_id, mailbox, session.paths.ray_storage)
-    vault, limit_s = Vault(), job.limits.command_s
+    setup = Setup(
+        job, plan, session.paths.run_id, mailbox, session.paths.ray_storage, planned_faults()
+    )
+    vault, limit_s = Vault(), job.limits.stall_s
     workers = Pool(
         "worker", plan.workers, lambda: host.run_workers.remote(setup), mailbox, vault, limit_s
     )
-    slots = Pool("slot", plan.slots, lambda: host.run_slots.remote(setup), mailbox, vault, limit_s)
+    slots = Pool(
+        "slot",
+        plan.slots,
+        lambda: host.run_slots.remote(setup),
+        mailbox,
+        vault,
+        limit_s,
+        can_lose_members=True,
+    )
     pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
     stop_s = _OWN_RAY_STOP_S if session.owned else job.limits.stop_s
     with running(*pools, host=host, stop_s=stop_s):

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from raytrain_opt.clock import Parts, monotonic_s
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import DivergedError
+from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.optim.batch_ramp import EpochSteps, ramp_factor
 from raytrain_opt.paths import RunPaths, write_json
 from raytrain_opt.pools.commands import (
@@ -124,6 +124,7 @@ class TrainingRun:
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._pending_commit: Future[Commit] | None = None
         self._workers_ready = False
+        self._workers_at_work = workers.size
         self._first_step = workers.mailbox.first_step.remote()
         for pool in (workers, slots):
             if pool is not None:
@@ -157,8 +158,15 @@ class TrainingRun:
         assert self.slots is not None
         self._begin(plan, f"pre-train {len(plan.candidates)} candidates")
         with self._epoch.parts.measure("pretrain_s"):
-            replies = self.slots.command(_pretrain_command(state, plan, self.slots.size))
+            slots = self.slots.alive()
+            replies = self.slots.command(Pretrain(state, plan, slots), slots)
+        if not replies:
+            raise PoolError(
+                f"epoch {plan.epoch}: every slot died more often than limits.max_restarts "
+                f"({self.job.limits.max_restarts}) allows"
+            )
         results = [result for reply in replies.values() for result in reply.results]
+        results += self._lost_results(plan, results)
         results.sort(key=lambda result: result.candidate.index)
         self._add_samples(search=sum(result.samples for result in results))
         slowest = max(
@@ -185,11 +193,33 @@ class TrainingRun:
         self._epoch.round_record = _round_record(plan, results, choice, state.sha256)
         return state
 
+    def _lost_results(
+        self, plan: Plan, results: Sequence[CandidateResult]
+    ) -> list[CandidateResult]:
+        """Of the candidates whose slot died once too often: the round goes on without them."""
+        assert self.slots is not None
+        there = {result.candidate.index for result in results}
+        lost = [c for c in plan.candidates if c.index not in there]
+        if lost:
+            rates = ", ".join(f"{candidate.lr:.3g}" for candidate in lost)
+            self.terminal.note(
+                f"epoch {plan.epoch}: learning rate {rates} is left out: its slot died more often "
+                "than limits.max_restarts allows, or was silent for longer than limits.stall_s; "
+                f"{len(self.slots.alive())} of {self.slots.size} slots are left"
+            )
+        return [CandidateResult.of_lost(candidate) for candidate in lost]
+
     def _state_of(self, start: StateRef, plan: Plan, of: CandidateResult) -> StateRef:
         assert self.slots is not None
-        command = TakeState(_pretrain_command(start, plan, self.slots.size), of.candidate, of.slot)
-        state: StateRef = self.slots.command(command, range(of.slot, of.slot + 1))[of.slot]
-        return state
+        slots = self.slots.alive()
+        # One that did not train it can do so now.
+        for slot in sorted(slots, key=lambda slot: slot != of.slot):
+            command = TakeState(Pretrain(start, plan, slots), of.candidate, slot)
+            replies = self.slots.command(command, (slot,))
+            if replies:
+                state: StateRef = replies[slot]
+                return state
+        raise PoolError(f"epoch {plan.epoch}: no slot is left to hand over the winner's state")
 
     def _averaged_state(
         self, start: StateRef, plan: Plan, members: Sequence[CandidateResult]
@@ -222,6 +252,7 @@ class TrainingRun:
             replies: dict[int, MainTrainReply] = self.workers.command(command)
         trained = replies[0]
         assert trained.state is not None
+        self._tell_when_fewer(plan, len(replies))
         self.vault.hold(trained.state)
         self._epoch.train, self.parallel = trained.totals, trained.parallel
         self._epoch.lrs.extend(lrs)
@@ -318,6 +349,14 @@ class TrainingRun:
             main_samples=at.main_samples + main,
         )
 
+    def _tell_when_fewer(self, plan: Plan, workers: int) -> None:
+        before, self._workers_at_work = self._workers_at_work, workers
+        if workers != before:
+            self.terminal.note(
+                f"epoch {plan.epoch}: on {workers} of {self.workers.size} workers; the global "
+                "batch is the same, in larger parts"
+            )
+
     def _note_main_parts(self, replies: list[MainTrainReply]) -> None:
         seconds = self._epoch.parts.seconds
         seconds["main_compute_s"] = max(reply.totals.seconds for reply in replies)
@@ -362,6 +401,7 @@ class TrainingRun:
             test_accuracy=test.accuracy if test else None,
             test_top5=test.top5 if test else None,
             test_samples=test.samples if test else 0,
+            workers=self._workers_at_work,
             samples=train.samples,
             samples_per_s=train.samples / train.seconds if train.seconds else 0.0,
             skipped=train.skipped,
@@ -379,10 +419,6 @@ class TrainingRun:
             return commit
 
         self._pending_commit = self._commits.submit(save)
-
-
-def _pretrain_command(state: StateRef, plan: Plan, slots: int) -> Pretrain:
-    return Pretrain(state, plan, slots)
 
 
 def _round_record(

@@ -181,6 +181,13 @@ class WorkersSection(Section):
     """The data-parallel Ray Train workers."""
 
     count: PositiveInt = Field(1, description="How many; the global batch is split evenly.")
+    min_count: PositiveInt | None = Field(
+        None,
+        description=(
+            "Go on with as few as this many when others have died and cannot come back (their "
+            "node is gone). The global batch stays: each computes more of it. Default: count."
+        ),
+    )
     use_gpu: bool | Literal["auto"] = Field(
         "auto", description="auto: on GPUs when the cluster has any, else on CPU."
     )
@@ -194,6 +201,17 @@ class WorkersSection(Section):
     threads: PositiveInt | None = Field(
         None, description="Compute threads on CPU. Default: the node's cores, shared evenly."
     )
+
+    @property
+    def least(self) -> int:
+        """The fewest that the job may go on with."""
+        return self.min_count or self.count
+
+    @model_validator(mode="after")
+    def _no_more_than_all(self) -> WorkersSection:
+        if self.least > self.count:
+            raise ValueError(f"min_count: {self.least} is more than count, {self.count}")
+        return self
 
 
 class SlotsSection(Section):
@@ -228,12 +246,17 @@ class LimitsSection(Section):
     """How long to wait for what, and how often to start again. No wait is without a limit."""
 
     start_s: PositiveFloat = Field(600.0, description="For all workers and slots to be ready.")
-    command_s: PositiveFloat = Field(
-        7200.0, description="For one phase (a pre-training, a main training, an evaluation)."
+    stall_s: PositiveFloat = Field(
+        900.0, description="For the next sign of progress of any worker, slot or probe at work."
     )
     stop_s: PositiveFloat = Field(20.0, description="For the pools to end before they are killed.")
     max_restarts: NonNegativeInt = Field(
-        3, description="Times a worker group or a slot is started again after a process died."
+        3,
+        description=(
+            "Times the worker group, and each slot, is started again after a process died. A slot "
+            "that dies once more is given up, and the others do its work; a worker group ends the "
+            "run."
+        ),
     )
 
 
@@ -316,6 +339,15 @@ class Job(Section):
             raise ValueError(
                 f"global_batch_size: {self.global_batch_size} does not split evenly over "
                 f"{self.workers.count} workers"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sync_needs_equal_parts(self) -> Job:
+        if self.batch_norm.sync and self.workers.least < self.workers.count:
+            raise ValueError(
+                "workers.min_count: fewer workers may compute unequal parts of a batch, and "
+                "batch_norm.sync needs all of them in every part; leave one of the two out"
             )
         return self
 

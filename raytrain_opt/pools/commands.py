@@ -12,6 +12,8 @@ from ray import ObjectRef
 from raytrain_opt.search.policy import Candidate, CandidateResult, Plan
 from raytrain_opt.train.totals import EvalTotals, TrainTotals
 
+WORKER_POOL, SLOT_POOL = "worker", "slot"
+
 
 @dataclass(frozen=True)
 class StateRef:
@@ -34,18 +36,22 @@ class Pretrain:
     """Slots: train the plan's candidates from `state`, from the epoch's first step on, and score
     them.
 
-    Slot i takes candidates i, i + slots, i + 2 x slots, ... one after the other (waves).
+    Of n `slots` the i-th takes candidates i, i + n, i + 2 n, ... one after the other (waves).
     """
 
     state: StateRef
     plan: Plan
-    slots: int
+    slots: tuple[int, ...]
+
+    def share(self, slot: int) -> tuple[Candidate, ...]:
+        """The candidates of this slot."""
+        return self.plan.candidates[self.slots.index(slot) :: len(self.slots)]
 
 
 @dataclass(frozen=True)
 class TakeState:
-    """The slot that trained this candidate in this round: hand over its state after the steps
-    that are kept.
+    """The slot that trained this candidate in this round, or another in its place: hand over its
+    state after the steps that are kept.
     """
 
     round: Pretrain
@@ -112,7 +118,9 @@ class EvaluateReply:
 
 @dataclass(frozen=True)
 class Member:
-    """Who serves in a pool: `index` is the rank of a worker or the number of a slot."""
+    """Who serves in a pool: `index` is the rank of a worker or the number of a slot. `absent`:
+    ranks that the worker's group does without.
+    """
 
     pool: str
     index: int
@@ -120,6 +128,7 @@ class Member:
     pid: int
     log: str
     ready_parts_s: dict[str, float] = field(default_factory=dict)
+    absent: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -148,3 +157,14 @@ class Progress:
 
     done: int
     total: int
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A member that has not answered the present command: what it last told, seconds ago (None:
+    nothing since the command came).
+    """
+
+    index: int
+    progress: Progress | None
+    silent_s: float

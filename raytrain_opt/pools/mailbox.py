@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.pools.commands import (
     Close,
     Command,
     Failure,
     Member,
+    Missing,
     Progress,
     StateLost,
 )
@@ -29,8 +31,16 @@ class _Pool:
     command: Command | None = None
     replies: dict[int, Any] = field(default_factory=dict)
     progress: dict[int, Progress] = field(default_factory=dict)
-    joins: int = 0
+    lost: set[int] = field(default_factory=set)
+    heard_s: dict[int, float] = field(default_factory=dict)
+    posted_s: float = field(default_factory=monotonic_s)
+    moved_s: float = field(default_factory=monotonic_s)
+    restarts: int = 0
     first_step: bool = False
+
+    def sign_of_life(self, index: int) -> None:
+        """Something came from this member, and so did the pool's work go on."""
+        self.moved_s = self.heard_s[index] = monotonic_s()
 
 
 class Mailbox:
@@ -39,6 +49,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._pools: dict[str, _Pool] = {}
         self._shared_data: list[Any] | None = None
+        self._seen: set[str] = set()
         self._changed = asyncio.Condition()
 
     def _pool(self, pool: str) -> _Pool:
@@ -51,17 +62,32 @@ class Mailbox:
     async def join(self, member: Member) -> None:
         """A member is ready for commands (again, when it was started again)."""
         pool = self._pool(member.pool)
+        pool.restarts += member.index in pool.members
         pool.members[member.index] = member
-        pool.joins += 1
+        if member.absent is not None:
+            pool.lost = set(member.absent)
+        pool.sign_of_life(member.index)
         # It answered before it died, perhaps; what it answered with may be gone.
         pool.replies.pop(member.index, None)
         await self._notify()
 
     async def members(self, pool: str, count: int) -> list[Member]:
-        """All members, once there are `count` of them; in the order of their numbers."""
+        """All members, once there are `count` of them, without those that are lost; in the order
+        of their numbers.
+        """
+        at = self._pool(pool)
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._pool(pool).members) >= count)
-        return [member for _, member in sorted(self._pool(pool).members.items())]
+            await self._changed.wait_for(lambda: len(at.members.keys() | at.lost) >= count)
+        return [member for index, member in sorted(at.members.items()) if index not in at.lost]
+
+    async def lose(self, pool: str, index: int) -> None:
+        """This member will not be started again."""
+        self._pool(pool).lost.add(index)
+        await self._notify()
+
+    async def lost(self, pool: str) -> list[int]:
+        """Who will not be started again."""
+        return sorted(self._pool(pool).lost)
 
     async def joined(self, pool: str) -> list[Member]:
         """Those that have joined so far."""
@@ -71,7 +97,8 @@ class Mailbox:
         """Make `command` the present one; returns its number, for `collect`."""
         at = self._pool(pool)
         at.command_id += 1
-        at.command, at.replies, at.progress = command, {}, {}
+        at.command, at.replies, at.progress, at.heard_s = command, {}, {}, {}
+        at.posted_s = at.moved_s = monotonic_s()
         await self._notify()
         return at.command_id
 
@@ -93,28 +120,48 @@ class Mailbox:
         """A member's answer; one to a command that is no longer present is dropped."""
         at = self._pool(pool)
         if command_id == at.command_id:
+            at.sign_of_life(index)
             at.replies[index] = value
             await self._notify()
 
     async def collect(self, pool: str, command_id: int, expected: Iterable[int]) -> dict[int, Any]:
-        """Replies by member, when all expected have answered or one could not."""
+        """Replies by member, when all expected but the lost ones have answered, or one could
+        not.
+        """
         at, wanted = self._pool(pool), set(expected)
 
         def complete() -> bool:
             failed = any(isinstance(value, Failure | StateLost) for value in at.replies.values())
-            return failed or wanted <= at.replies.keys() or at.command_id != command_id
+            return failed or wanted <= at.replies.keys() | at.lost or at.command_id != command_id
 
         async with self._changed:
             await self._changed.wait_for(complete)
         return dict(at.replies)
 
-    async def missing(self, pool: str, expected: Iterable[int]) -> list[int]:
-        """Who has not answered the present command."""
-        return sorted(set(expected) - self._pool(pool).replies.keys())
+    async def missing(self, pool: str, expected: Iterable[int]) -> list[Missing]:
+        """Who has not answered the present command; the one furthest behind first."""
+        at, now_s = self._pool(pool), monotonic_s()
+        silent = (
+            Missing(index, at.progress.get(index), now_s - at.heard_s.get(index, at.posted_s))
+            for index in set(expected) - at.replies.keys() - at.lost
+        )
+        return sorted(silent, key=lambda m: (m.progress.done if m.progress else -1, m.index))
+
+    async def silence_s(self, pool: str) -> float:
+        """Seconds since the present command came, or anything from a member after it."""
+        return monotonic_s() - self._pool(pool).moved_s
+
+    async def is_first(self, what: str) -> bool:
+        """True for the first one to ask."""
+        first = what not in self._seen
+        self._seen.add(what)
+        return first
 
     async def report_progress(self, pool: str, index: int, progress: Progress) -> None:
         """Called about once a second by a member at work."""
         at = self._pool(pool)
+        if progress != at.progress.get(index):
+            at.sign_of_life(index)
         at.progress[index] = progress
         if progress.done > 0 and not at.first_step:
             at.first_step = True
@@ -147,5 +194,4 @@ class Mailbox:
 
     async def restarts(self, pool: str) -> int:
         """How often a member was started again."""
-        at = self._pool(pool)
-        return at.joins - len(at.members)
+        return self._pool(pool).restarts

@@ -23,6 +23,7 @@ from raytrain_opt.pools.commands import (
     StateLost,
     StateRef,
 )
+from raytrain_opt.pools.faults import Faults, Injection
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.state import HostState
 
@@ -56,6 +57,7 @@ class Post:
     mailbox: Any  # handle of the Mailbox actor
     member: Member
     leave_s: float
+    faults: Faults = ()
     has_peers: bool = False
 
     def serve(self, handler: Handler) -> None:
@@ -71,13 +73,15 @@ class Post:
     def _serve(self, handler: Handler, closed: threading.Event) -> None:
         pool, index = self.member.pool, self.member.index
         ray.get(self.mailbox.join.remote(self.member))
+        injection = Injection.of(self.faults, pool, index, self._is_first)
         done = 0
         while True:
             done, command = ray.get(self.mailbox.next_command.remote(pool, done))
             if isinstance(command, Close):
                 return
             try:
-                value = handler.handle(command, self._progress_reporter(closed))
+                on_step = injection.watch(command, self._progress_reporter(closed))
+                value = handler.handle(command, on_step)
             except Stopped:
                 return
             except ray.exceptions.ObjectLostError as error:
@@ -90,6 +94,9 @@ class Post:
                     closed.wait(_PEER_GRACE_S)
                 value = failure(error)
             self.mailbox.reply.remote(pool, index, done, value)
+
+    def _is_first(self, fault: int) -> bool:
+        return cast(bool, ray.get(self.mailbox.is_first.remote(f"fault {fault}")))
 
     def _progress_reporter(self, closed: threading.Event) -> OnStep:
         next_report_s = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -18,6 +18,7 @@ from raytrain_opt.pools.commands import (
     Failure,
     MainTrain,
     Member,
+    Missing,
     Pretrain,
     Progress,
     StateLost,
@@ -82,6 +83,7 @@ class Pool:
     mailbox: Any  # handle of the Mailbox actor
     vault: Vault
     limit_s: float
+    can_lose_members: bool = False
     on_wait: OnWait = lambda _pool, _progress: None
     _ended: Any = None
     _ready: bool = False
@@ -94,21 +96,31 @@ class Pool:
     def wait_until_ready(self, limit_s: float) -> list[Member]:
         """All members, when they have joined. Raises PoolError saying who is missing."""
         ref = self.mailbox.members.remote(self.name, self.size)
+        began_s = monotonic_s()
 
-        def who() -> str:
-            joined = ray.get(self.mailbox.joined.remote(self.name))
-            missing = sorted(set(range(self.size)) - {member.index for member in joined})
-            return f"{self._names(missing)} did not start (limits.start_s)"
+        def overdue() -> str | None:
+            waited_s = monotonic_s() - began_s
+            if waited_s <= limit_s:
+                return None
+            joined = {member.index for member in self._ask("joined")}
+            missing = self._names(sorted(set(range(self.size)) - joined))
+            return f"{missing} did not start within {waited_s:.0f} s (limits.start_s: {limit_s:g})"
 
-        members = cast("list[Member]", self._wait(ref, limit_s, who))
+        members = cast("list[Member]", self._wait(ref, overdue))
         self._ready = True
         return members
 
-    def command(self, command: Command, expected: range | None = None) -> dict[int, Any]:
-        """Post it, and return the replies of the expected members (default: all).
+    def alive(self) -> tuple[int, ...]:
+        """The members that are there or will be again."""
+        lost = set(self._ask("lost"))
+        return tuple(index for index in range(self.size) if index not in lost)
 
-        Raises MemberError when one of them raised, PoolError when the pool ended or the
-        time limit passed.
+    def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
+        """Post it, and return the replies of the expected members (default: all), without those
+        that are lost.
+
+        Raises MemberError when one of them raised, PoolError when the pool ended or nothing was
+        heard from it for too long.
         """
         members = range(self.size) if expected is None else expected
         for _ in range(self.size + 2):
@@ -117,32 +129,53 @@ class Pool:
                 if isinstance(reply, Failure):
                     raise self._member_error(index, reply)
             if not any(isinstance(reply, StateLost) for reply in replies.values()):
-                return {index: replies[index] for index in members}
+                return {index: replies[index] for index in members if index in replies}
             command = self.vault.renewed(command)
         raise PoolError(f"{self.name} pool: the state of {type(command).__name__} is lost")
 
-    def _post_and_collect(self, command: Command, expected: range) -> dict[int, Any]:
-        number = ray.get(self.mailbox.post.remote(self.name, command))
+    def _post_and_collect(self, command: Command, expected: Sequence[int]) -> dict[int, Any]:
+        number = self._ask("post", command)
         ref = self.mailbox.collect.remote(self.name, number, expected)
 
-        def who() -> str:
-            missing = ray.get(self.mailbox.missing.remote(self.name, expected))
+        def overdue() -> str | None:
+            silent_s = self._ask("silence_s")
+            if silent_s <= self.limit_s:
+                return None
             doing = type(command).__name__
-            return f"{self._names(missing)} did not answer {doing} (limits.command_s)"
+            late: list[Missing] = self._ask("missing", expected)
+            if self.can_lose_members and len(late) < len(self.alive()):
+                for each in late:  # the others go on without
+                    self._ask("lose", each.index)
+                return None
+            missing = [self._told(each) for each in late]
+            return (
+                f"no progress of {doing} for {silent_s:.0f} s (limits.stall_s: "
+                f"{self.limit_s:g}). Without an answer, the one furthest behind first: "
+                f"{'; '.join(missing)}"
+            )
 
-        return cast("dict[int, Any]", self._wait(ref, self.limit_s, who))
+        return cast("dict[int, Any]", self._wait(ref, overdue))
 
-    def _wait(self, ref: Any, limit_s: float, who: Callable[[], str]) -> Any:
-        started_s = monotonic_s()
+    def _wait(self, ref: Any, overdue: Callable[[], str | None]) -> Any:
+        """`overdue` says what is wrong once it has lasted too long."""
         while True:
             ready, _ = ray.wait([ref], timeout=_POLL_S)
             if ready:
-                return ray.get(ref)
+                return _answer(ref)
             self.raise_if_ended()
-            waited_s = monotonic_s() - started_s
-            if waited_s > limit_s:
-                raise PoolError(f"{who()} after {waited_s:.0f} s (limit {limit_s:g} s)")
-            self.on_wait(self.name, ray.get(self.mailbox.progress.remote(self.name)))
+            wrong = overdue()
+            if wrong is not None:
+                raise PoolError(wrong)
+            self.on_wait(self.name, self._ask("progress"))
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        """One question to the mailbox about this pool."""
+        return _answer(getattr(self.mailbox, what).remote(self.name, *arguments))
+
+    def _told(self, missing: Missing) -> str:
+        at = missing.progress
+        where = "no step" if at is None else f"{at.done} of {at.total} steps"
+        return f"{self._names([missing.index])}: {where}, silent for {missing.silent_s:.0f} s"
 
     def raise_if_ended(self) -> None:
         """Raises PoolError when the pool is no longer there."""
@@ -168,13 +201,13 @@ class Pool:
         return MemberError(f"{who}: {reply.error}", who, reply.traceback)
 
     def _names(self, missing: list[int]) -> str:
-        known = {m.index: m for m in ray.get(self.mailbox.joined.remote(self.name))}
+        known = {m.index: m for m in self._ask("joined")}
         where = {i: f" (pid {m.pid}, {m.log})" for i, m in known.items()}
         return ", ".join(f"{self.name} {i}{where.get(i, '')}" for i in missing)
 
     def restarts(self) -> int:
         """How often a member was started again."""
-        return cast(int, ray.get(self.mailbox.restarts.remote(self.name)))
+        return cast(int, self._ask("restarts"))
 
     def tell_to_close(self) -> None:
         """Ask the members to leave; does not wait."""
@@ -184,6 +217,17 @@ class Pool:
         """Until the pool has ended, but not longer than this, and only if it ever was ready."""
         if self._ready and self._ended is not None:
             ray.wait([self._ended], timeout=limit_s)
+
+
+def _answer(ref: Any) -> Any:
+    """Raises PoolError when the mailbox is gone."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayActorError as error:
+        raise PoolError(
+            "the mailbox, the process through which driver, workers and slots talk, has died "
+            f"(killed, or its node went down?): {error}"
+        ) from error
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def plan_pools(job: Job, nodes: Sequence[Mapping[str, float]], candidates: int) 
     _require_gpu("slots.resources", slot, use_gpu)
     free = [_Node(node) for node in nodes]
     placed = _place(free, worker, job.workers.count)
-    if placed < job.workers.count:
+    if placed < job.workers.least:
         raise ResourcesError(
             f"workers.count: {job.workers.count} workers of {_text(worker)} each do not fit: "
             f"room for {placed} on {_describe(nodes)}. Ask for fewer workers, for less in "

@@ -10,6 +10,7 @@ import ray
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data.array_sets import Arrays
+from raytrain_opt.pools.faults import Faults
 from raytrain_opt.pools.resources import PoolPlan
 
 
@@ -22,6 +23,7 @@ class Setup:
     run_id: str
     mailbox: Any  # handle of the Mailbox actor
     ray_storage_path: str
+    faults: Faults = ()
 
     @property
     def leave_s(self) -> float:

@@ -13,6 +13,7 @@ import torch
 
 from raytrain_opt.clock import Parts
 from raytrain_opt.pools.commands import (
+    SLOT_POOL,
     Command,
     Pretrain,
     PretrainReply,
@@ -28,8 +29,6 @@ from raytrain_opt.train.learner import Learner, Shares
 from raytrain_opt.train.state import HostState
 from raytrain_opt.train.totals import TrainTotals
 
-POOL = "slot"
-
 
 def serve(setup: Setup, index: int) -> None:
     """The life of a slot, inside the function that Ray Tune runs."""
@@ -38,9 +37,10 @@ def serve(setup: Setup, index: int) -> None:
         use_threads(threads_for(setup.job.workers.threads, setup.plan.slots_per_node))
         device = torch.device("cuda" if setup.plan.use_gpu else "cpu")
         learner = Learner(setup.job, setup.fetch_shared(), device)
-    member = describe_self(POOL, index, parts.seconds)
+    member = describe_self(SLOT_POOL, index, parts.seconds)
     try:
-        Post(setup.mailbox, member, setup.leave_s).serve(Slot(learner, member.index))
+        post = Post(setup.mailbox, member, setup.leave_s, setup.faults)
+        post.serve(Slot(learner, member.index))
     finally:
         learner.close()
 
@@ -66,11 +66,13 @@ class Slot:
 
     def _pretrain(self, command: Pretrain, on_step: OnStep) -> PretrainReply:
         parts, plan = Parts(), command.plan
+        if self.index not in command.slots:  # it was given up, and was only slow
+            return PretrainReply((), {})
         self._stashed.clear()
         self._live = -1
         with parts.measure("load_s"):
             start = fetch(command.state)
-        mine = plan.candidates[self.index :: command.slots]
+        mine = command.share(self.index)
         results = []
         for number, candidate in enumerate(mine):
             with parts.measure("load_s"):

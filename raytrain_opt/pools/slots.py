@@ -11,6 +11,7 @@ from ray import tune
 from ray.tune import FailureConfig, RunConfig
 from ray.tune.progress_reporter import TrialProgressCallback
 
+from raytrain_opt.pools.commands import SLOT_POOL
 from raytrain_opt.pools.setup import Setup
 
 
@@ -23,7 +24,7 @@ def run_slots(setup: Setup) -> None:
             name=f"slots-{setup.run_id}",
             storage_path=setup.ray_storage_path,
             failure_config=FailureConfig(max_failures=setup.job.limits.max_restarts),
-            callbacks=[Silence()],
+            callbacks=[_TellLost(setup.mailbox)],
             verbose=0,
         ),
     ).fit()
@@ -42,6 +43,18 @@ class Silence(TrialProgressCallback):
 
     def on_trial_complete(self, *_: Any, **__: Any) -> None:
         """Say nothing."""
+
+
+class _TellLost(Silence):
+    """A slot that died more often than the job allows will not be back: nobody waits for it."""
+
+    def __init__(self, mailbox: Any) -> None:
+        super().__init__()
+        self._mailbox = mailbox
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
+        """Tune calls this when it has given a trial up."""
+        self._mailbox.lose.remote(SLOT_POOL, trial.config["slot"])
 
 
 def _slot_main(config: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from raytrain_opt.clock import Parts, monotonic_s
 from raytrain_opt.config.optimizer import ParallelSection
 from raytrain_opt.pools.commands import (
+    WORKER_POOL,
     Command,
     Evaluate,
     EvaluateReply,
@@ -29,8 +30,6 @@ from raytrain_opt.train.group import Parallel, distribute, use_threads
 from raytrain_opt.train.learner import Learner, Shares, reduce_sums
 from raytrain_opt.train.totals import TrainTotals
 
-POOL = "worker"
-
 
 def serve(setup: Setup) -> None:
     """The life of a worker, inside the function that Ray Train runs."""
@@ -45,11 +44,13 @@ def serve(setup: Setup) -> None:
     with parts.measure("build_s"):
         use_threads(threads_for(setup.job.workers.threads, context.get_local_world_size()))
         learner = Learner(setup.job, setup.fetch_shared(), device, join)
-    member = describe_self(POOL, context.get_world_rank(), parts.seconds)
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    absent = tuple(range(world_size, setup.job.workers.count))
+    member = replace(describe_self(WORKER_POOL, rank, parts.seconds), absent=absent)
     try:
-        worker = Worker(learner, member.index, setup.job.workers.count, connection.wait())
-        peers = setup.job.workers.count > 1
-        Post(setup.mailbox, member, setup.leave_s, has_peers=peers).serve(worker)
+        worker = Worker(learner, rank, world_size, connection.wait())
+        post = Post(setup.mailbox, member, setup.leave_s, setup.faults, has_peers=world_size > 1)
+        post.serve(worker)
     finally:
         learner.close()
 
@@ -98,7 +99,7 @@ class Worker:
             command.epoch,
             command.first_step,
             command.lrs,
-            Shares(range(self.rank, self.rank + 1), self.world_size),
+            Shares.of_rank(self.rank, self.world_size, self.learner.job.workers.count),
             on_step=partial(self._before_step, on_step, len(command.lrs)),
             decay=command.decay,
         )
@@ -111,6 +112,7 @@ class Worker:
         loaded_sha256 = None if digest is None else digest.result()
         parallel = {
             **self.learner.parallel.report(),
+            "workers": self.world_size,
             "connect_s": self._connect_s,
             "first_step_s": self._first_step_s,
         }

@@ -7,7 +7,12 @@ from typing import Any
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from raytrain_opt.config.schema import WorkersSection
 from raytrain_opt.pools.setup import Setup
+
+_NEVER_S = 1e9
+# Seconds that a collective waits for a peer longer than the driver waits for progress.
+_MORE_THAN_THE_DRIVER_S = 60
 
 
 def run_workers(setup: Setup) -> None:
@@ -21,12 +26,13 @@ def run_workers(setup: Setup) -> None:
         train_loop_config={"setup": setup},
         torch_config=TorchConfig(
             backend="nccl" if setup.plan.use_gpu else "gloo",
-            timeout_s=int(job.limits.command_s),
+            # The driver gives up first: it knows who is silent.
+            timeout_s=int(job.limits.stall_s) + _MORE_THAN_THE_DRIVER_S,
         ),
         scaling_config=ScalingConfig(
-            num_workers=job.workers.count,
             use_gpu=setup.plan.use_gpu,
             resources_per_worker=setup.plan.worker_resources,
+            **_group_size(job.workers),
         ),
         run_config=RunConfig(
             name=f"workers-{setup.run_id}",
@@ -34,6 +40,16 @@ def run_workers(setup: Setup) -> None:
             failure_config=FailureConfig(max_failures=job.limits.max_restarts),
         ),
     ).fit()
+
+
+def _group_size(workers: WorkersSection) -> dict[str, Any]:
+    if workers.least == workers.count:
+        return {"num_workers": workers.count}
+    # A group that is well stays as it is: another size would start it anew.
+    return {
+        "num_workers": (workers.least, workers.count),
+        "elastic_resize_monitor_interval_s": _NEVER_S,
+    }
 
 
 # Each keeps an idle process on the head node, which wakes many times a second; where workers

@@ -66,8 +66,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """What came of one candidate. `status` ok or diverged; times in seconds. `val_losses`: mean
-    loss of each block of the selection split, where the plan is `paired`.
+    """What came of one candidate. `status` ok, diverged, or lost (its process died too often);
+    times in seconds. `val_losses`: mean loss of each block of the selection split, where the plan
+    is `paired`.
     """
 
     candidate: Candidate
@@ -80,6 +81,12 @@ class CandidateResult:
     score_s: float
     slot: int
     val_losses: tuple[float, ...] = ()
+
+    @classmethod
+    def of_lost(cls, candidate: Candidate) -> CandidateResult:
+        """Nothing came of it."""
+        nan = math.nan
+        return cls(candidate, "lost", nan, nan, nan, 0, 0.0, 0.0, slot=-1)
 
     @property
     def seconds(self) -> float:

@@ -29,6 +29,7 @@ class EpochRecord:
     test_accuracy: float | None
     test_top5: float | None
     test_samples: int
+    workers: int
     samples: int
     samples_per_s: float
     skipped: int

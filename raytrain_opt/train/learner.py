@@ -46,14 +46,32 @@ OnStep = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Shares:
-    """Which shares of each global batch this process computes: `mine` of `count`."""
+    """Which shares of each global batch this process computes: `mine` of `count`.
+
+    Their gradients are added up and divided by `divisor`, by default the number of them.
+    """
 
     mine: range
     count: int
+    divisor: float | None = None
+
+    @classmethod
+    def of_rank(cls, rank: int, world_size: int, count: int) -> Shares:
+        """`count` shares over as many or fewer workers, as evenly as they go. The mean over the
+        workers, which DDP takes, is the mean over all shares, however many each of them has.
+        """
+        mine = range(rank * count // world_size, (rank + 1) * count // world_size)
+        return cls(mine, count, count / world_size)
+
+    @property
+    def divided_by(self) -> float:
+        """Of a sum of the gradients of `mine`."""
+        return len(self.mine) if self.divisor is None else self.divisor
 
     def cut(self, parts: int) -> Shares:
         """The same samples in `parts` times as many shares."""
-        return Shares(range(self.mine.start * parts, self.mine.stop * parts), self.count * parts)
+        mine = range(self.mine.start * parts, self.mine.stop * parts)
+        return Shares(mine, self.count * parts, self.divided_by * parts)
 
 
 @dataclass(frozen=True)
@@ -141,7 +159,7 @@ class Learner:
                 batch = next(batches)
                 wait_s += monotonic_s() - asked_s
                 with self.parallel.accumulate(last=share == shares.mine[-1]):
-                    sums += self._accumulate(batch, len(shares.mine))
+                    sums += self._accumulate(batch, shares.divided_by)
                 samples += len(batch.y)
                 skipped += batch.skipped
             self.scaler.step(self.optimizer)
@@ -158,12 +176,12 @@ class Learner:
             data_wait_s=wait_s,
         )
 
-    def _accumulate(self, batch: Batch, share_count: int) -> Tensor:
+    def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
         """Forward and backward of one share; returns [sum of losses, hits] on the device."""
         with self.autocast():
             output = self.parallel.forward(batch.x)
             loss = self.loss(output, batch.y)
-        scaled = loss if share_count == 1 else loss / share_count
+        scaled = loss if divisor == 1 else loss / divisor
         self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             hits = (output.argmax(1) == batch.y).sum()

@@ -39,14 +39,14 @@ def plain_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     )
 
 
-def job(model: Any) -> Job:
+def job(model: Any, batch: int = 32, workers: int = WORKERS) -> Job:
     return Job.model_validate(
         {
             "model": model,
             "data": "digits",
             "epochs": 2,
-            "global_batch_size": 32,
-            "workers": {"count": WORKERS},
+            "global_batch_size": batch,
+            "workers": {"count": workers},
             "evaluate": {"batch_size_per_worker": 5},
         }
     )
@@ -103,6 +103,16 @@ def phases(model: Any, arrays: Arrays, rank: int, world_size: int) -> dict[str, 
     }
 
 
+def three_shares(arrays: Arrays, rank: int, world_size: int) -> dict[str, Any]:
+    """Training that was planned for three workers: one of two has two shares."""
+    planned = job(plain_net, batch=33, workers=3)
+    learner = Learner(planned, arrays, CPU, distribute if world_size > 1 else alone)
+    shares = Shares.of_rank(rank, world_size, 3)
+    totals = learner.train(1, 0, FIRST, shares)
+    weights = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+    return {"samples": totals.samples, "weights": weights}
+
+
 def main(rank: int, world_size: int, folder: Path) -> None:
     use_threads(1)
     arrays = digits()
@@ -110,6 +120,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         found = {
             "plain": phases(plain_net, arrays, rank, world_size),
             "small_cnn": phases("small_cnn", arrays, rank, world_size),
+            "three_shares": three_shares(arrays, rank, world_size),
             "reduced": reduce_sums([rank + 1.0, 1e15 + rank], CPU),
         }
     torch.save(found, folder / f"rank-{rank}.pt")

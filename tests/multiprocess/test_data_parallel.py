@@ -54,6 +54,17 @@ def test_one_process_with_all_shares_gives_the_same_weights(
             )
 
 
+def test_fewer_workers_than_planned_compute_the_same_update(
+    ranks: list[Found], alone: Found
+) -> None:
+    assert [found["three_shares"]["samples"] for found in ranks] == [6 * 11, 6 * 22]
+    for name, expected in alone["three_shares"]["weights"].items():
+        for found in ranks:
+            torch.testing.assert_close(
+                found["three_shares"]["weights"][name], expected, rtol=0, atol=1e-5
+            )
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_ranks_share_the_batch(ranks: list[Found], alone: Found, model: str) -> None:
     totals = [found[model]["totals"] for found in ranks]

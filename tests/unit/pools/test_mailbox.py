@@ -56,7 +56,7 @@ def test_a_command_goes_out_and_replies_come_back() -> None:
         assert await idle == (number, ShareState())
         collected = await waiting(box.collect("slot", number, range(2)))
         await box.reply("slot", 1, number, "b")
-        assert await box.missing("slot", range(2)) == [0]
+        assert [m.index for m in await box.missing("slot", range(2))] == [0]
         await waiting(box.next_command("slot", number))
         assert not collected.done()
         await box.reply("slot", 0, number, "a")
@@ -74,7 +74,7 @@ def test_pools_do_not_hear_each_other() -> None:
         await box.reply("worker", 0, 1, "of another pool")
         await asyncio.sleep(0)
         assert not collected.done()
-        assert await box.missing("slot", range(1)) == [0]
+        assert [m.index for m in await box.missing("slot", range(1))] == [0]
 
     play(scene)
 
@@ -97,7 +97,7 @@ def test_a_late_reply_to_an_earlier_command_is_dropped() -> None:
         assert second > first
         collected = await waiting(box.collect("slot", second, range(1)))
         await box.reply("slot", 0, first, "late")
-        assert await box.missing("slot", range(1)) == [0]
+        assert [m.index for m in await box.missing("slot", range(1))] == [0]
         await box.reply("slot", 0, second, "now")
         return await collected
 
@@ -109,7 +109,7 @@ def test_replies_to_one_command_are_gone_with_the_next() -> None:
         number = await box.post("slot", ShareState())
         await box.reply("slot", 0, number, "done")
         await box.post("slot", ShareState())
-        return await box.missing("slot", range(1))
+        return [m.index for m in await box.missing("slot", range(1))]
 
     assert play(scene) == [0]
 
@@ -185,3 +185,84 @@ def test_shared_data_wait_for_the_driver_even_when_they_are_none() -> None:
         return await asked
 
     assert play(scene) == [None]
+
+
+def test_nobody_waits_for_a_member_that_is_lost() -> None:
+    async def scene(box: Mailbox) -> dict[int, Any]:
+        await box.join(member(0))
+        joined = await waiting(box.members("slot", 2))
+        number = await box.post("slot", ShareState())
+        collected = await waiting(box.collect("slot", number, range(2)))
+        await box.reply("slot", 0, number, "a")
+        await box.lose("slot", 1)
+        assert await joined == [member(0)]
+        assert await box.lost("slot") == [1]
+        assert await box.missing("slot", range(2)) == []
+        return await collected
+
+    assert play(scene) == {0: "a"}
+
+
+def test_the_member_furthest_behind_is_named_first_with_what_it_told() -> None:
+    async def scene(box: Mailbox) -> None:
+        await box.post("worker", ShareState())
+        await box.report_progress("worker", 0, Progress(5, 9))
+        await box.report_progress("worker", 1, Progress(3, 9))
+        missing = await box.missing("worker", range(3))
+        assert [m.index for m in missing] == [2, 1, 0]
+        assert [m.progress for m in missing] == [None, Progress(3, 9), Progress(5, 9)]
+        assert missing[0].silent_s > missing[2].silent_s >= missing[1].silent_s >= 0
+
+    play(scene)
+
+
+def test_only_progress_ends_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
+
+    async def scene(box: Mailbox) -> None:
+        number = await box.post("worker", ShareState())
+        now[0] += 5
+        assert await box.silence_s("worker") == 5
+        await box.report_progress("worker", 0, Progress(1, 9))
+        now[0] += 2
+        await box.report_progress("worker", 0, Progress(1, 9))
+        assert await box.silence_s("worker") == 2
+        await box.report_progress("worker", 0, Progress(2, 9))
+        assert await box.silence_s("worker") == 0
+        now[0] += 3
+        await box.reply("worker", 0, number, "done")
+        assert await box.silence_s("worker") == 0
+        now[0] += 4
+        await box.join(Member("worker", 1, "node", 2, "log"))
+        assert await box.silence_s("worker") == 0
+
+    play(scene)
+
+
+def test_only_the_first_to_ask_is_the_first() -> None:
+    async def scene(box: Mailbox) -> list[bool]:
+        return [await box.is_first(what) for what in ("a", "b", "a", "a", "b")]
+
+    assert play(scene) == [True, True, False, False, False]
+
+
+def test_a_group_that_started_again_with_fewer_does_without_the_others() -> None:
+    def worker(rank: int, *absent: int) -> Member:
+        return Member("worker", rank, "node", 1, "log", absent=absent)
+
+    async def scene(box: Mailbox) -> dict[int, Any]:
+        for rank in range(2):
+            await box.join(worker(rank))
+        number = await box.post("worker", ShareState())
+        collected = await waiting(box.collect("worker", number, range(2)))
+        await box.join(worker(0, 1))
+        assert (await box.lost("worker"), await box.restarts("worker")) == ([1], 1)
+        assert not collected.done()
+        await box.reply("worker", 0, number, "alone")
+        assert await collected == {0: "alone"}
+        for rank in range(2):
+            await box.join(worker(rank))
+        return await box.lost("worker")
+
+    assert play(scene) == []

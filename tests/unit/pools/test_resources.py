@@ -172,3 +172,10 @@ def test_an_error_says_what_is_there_and_what_to_change() -> None:
     assert "not even one slot of 0.4 CPU fits beside 2 workers of 1 CPU on 1 node (2 CPU)" in text
     for way_out in ("slots.resources", "workers.resources", "fewer workers", "policy: schedule"):
         assert way_out in text
+
+
+def test_a_group_that_may_be_smaller_starts_with_what_there_is() -> None:
+    section = {"count": 4, "resources": {"CPU": 1.0}}
+    assert plan(LAPTOP, candidates=0, workers={**section, "min_count": 2}).workers == 4
+    with pytest.raises(ResourcesError, match="room for 2"):
+        plan(LAPTOP, candidates=0, workers={**section, "min_count": 3})

@@ -54,7 +54,7 @@ def stored(store: Store, number: int) -> StateRef:
 
 def pretrain(ref: StateRef) -> Pretrain:
     plan = Plan(1, 0.1, "", (CANDIDATE,), (1.0, 1.0), kept_steps=2)
-    return Pretrain(ref, plan, 1)
+    return Pretrain(ref, plan, (0,))
 
 
 def test_a_state_that_is_held_outlives_its_object(store: Store) -> None:

@@ -125,6 +125,20 @@ def test_training_is_what_the_definition_gives(count: int) -> None:
     assert_close(weights(trained), by_hand(count, LRS))
 
 
+@pytest.mark.parametrize(("count", "world_size"), [(4, 4), (4, 3), (4, 1), (7, 3), (8, 5)])
+def test_the_shares_of_all_workers_are_all_shares_and_weigh_the_same(
+    count: int, world_size: int
+) -> None:
+    of_all = [Shares.of_rank(rank, world_size, count) for rank in range(world_size)]
+    assert [share for each in of_all for share in each.mine] == list(range(count))
+    assert max(len(each.mine) for each in of_all) - min(len(each.mine) for each in of_all) <= 1
+    # The mean over the workers of each one's sum, divided: 1 / count for every share.
+    assert [each.divided_by * world_size for each in of_all] == [pytest.approx(count)] * world_size
+    cut = of_all[0].cut(2)
+    assert (len(cut.mine), cut.count) == (2 * len(of_all[0].mine), 2 * count)
+    assert cut.divided_by == 2 * of_all[0].divided_by
+
+
 def test_shares_of_several_processes_see_the_whole_batch_together() -> None:
     """What a worker is given is its part of what a candidate is given."""
     parts = [learner().train(1, 0, (0.0,), Shares(range(i, i + 1), 2)) for i in range(2)]
