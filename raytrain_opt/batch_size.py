@@ -22,7 +22,7 @@ from raytrain_opt.config.learning_rate import (
 )
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import JobError, PoolError, Problem
+from raytrain_opt.errors import PoolError
 from raytrain_opt.optim.scaling import scale_lr
 from raytrain_opt.paths import append_json_line, write_json, write_text
 from raytrain_opt.pools.probes import Found, ProbeRecord, ProbeSetup
@@ -154,11 +154,7 @@ def _search(
 
 
 def _limits(job: Job, section: BatchSizeSection, session: Session) -> Limits:
-    train_size, workers = session.data().info.train_size, job.workers.count
-    share = train_size // workers
-    if share == 0:
-        rule = f"more than the training set has samples ({train_size})"
-        raise JobError([Problem("workers.count", rule, str(workers))])
+    share = session.data.info.train_size // job.workers.count
     return Limits(min(share, section.max_batch_size or share), share)
 
 
@@ -183,7 +179,7 @@ def _probe(
             use_gpu=plan.use_gpu,
             threads=threads_for(job.workers.threads, job.workers.count),
             resources=_resources(plan),
-            shared=[ray.put(session.data().shared)],
+            shared=[ray.put(session.data.shared)],
             run_id=session.paths.run_id,
             ray_storage_path=session.paths.ray_storage,
             trace=trace,

@@ -10,6 +10,7 @@ from typing import Any
 
 from raytrain_opt.config.load import plain_job
 from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.paths import read_stored, write_stored
 from raytrain_opt.pools.session import alive_nodes
 from raytrain_opt.search.batch_size import Limits
@@ -61,9 +62,21 @@ class Cache:
         return f"{_FOLDER}/{self.key}.json"
 
     def read(self) -> Answer | None:
-        """The answer, when there is one. Raises CommitError when it cannot be read."""
+        """The answer, when there is one. Raises CommitError when it cannot be read, JobError
+        when it is none.
+        """
         content = read_stored(self.storage_path, self._name)
-        return None if content is None else Answer(**json.loads(content))
+        if content is None:
+            return None
+        try:
+            answer = Answer(**json.loads(content))
+            if not isinstance(answer.batch_size, int) or answer.batch_size < 1:
+                raise ValueError(f"a batch size of {answer.batch_size!r}")
+        except (TypeError, ValueError) as error:
+            rule = f"the kept answer {self.shown} is damaged: {error}"
+            hint = "remove the file, or search again with --fresh"
+            raise JobError([Problem("batch_size_search", rule, None, hint)]) from error
+        return answer
 
     def write(self, answer: Answer) -> None:
         """Keep it. Raises CommitError."""

@@ -1,8 +1,12 @@
-"""What is wrong with a job beyond its schema, as far as this machine can tell without Ray."""
+"""What is wrong with a job beyond its schema, as far as this machine can tell without Ray.
+
+`check_job` looks at names and files, `fit` then at the data themselves.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.learning_rate import ReplayPolicy
@@ -14,14 +18,11 @@ from raytrain_opt.config.schema import (
     Job,
 )
 from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.paths import check_storage
 
 
 def check_job(job: Job) -> list[Problem]:
-    """Every problem of names, arguments, functions and files; no data are read.
-
-    Whether the lengths fit (alpha against an epoch, a replayed schedule against this job) is
-    known only when the data are there: the driver checks that.
-    """
+    """Every problem of names, arguments, functions and files; no data are read."""
     from raytrain_opt.models import check_model
     from raytrain_opt.optim.build import check_optimizer
     from raytrain_opt.train.loss import check_loss
@@ -30,8 +31,10 @@ def check_job(job: Job) -> list[Problem]:
         *check_model(job.model),
         *_check_data(job),
         *_check_schedule(job),
+        *_check_sampler(job),
         *check_optimizer(job.optimizer),
         *check_loss(job.loss),
+        *check_storage(job.storage_path),
     ]
 
 
@@ -42,6 +45,19 @@ def _check_schedule(job: Job) -> list[Problem]:
 
     try:
         read_schedule(job.learning_rate.schedule)
+    except JobError as error:
+        return error.problems
+    return []
+
+
+def _check_sampler(job: Job) -> list[Problem]:
+    """Where the job itself says that there are no GPUs; else the cluster must tell."""
+    if job.batch_size_search is None or job.workers.use_gpu is not False:
+        return []
+    from raytrain_opt.search.batch_size_build import check_sampler
+
+    try:
+        check_sampler(job.batch_size_search, use_gpu=False)
     except JobError as error:
         return error.problems
     return []
@@ -88,14 +104,19 @@ def _check_function(data: DatasetData) -> list[Problem]:
 
 
 def _missing(path: str, given: str, *, folder: bool, hint: str | None = None) -> list[Problem]:
-    """A problem unless `given` exists as asked; a URI is not on this machine and passes."""
+    """A problem unless `given` exists as asked."""
+    kind = "folder" if folder else "file"
     if "://" in given:
-        return []
-    place = Path(given).expanduser()
-    if place.is_dir() if folder else place.is_file():
-        return []
-    if place.exists():
-        rule = "must be a folder" if folder else "must be a file"
-    else:
-        rule = f"there is no such {'folder' if folder else 'file'}"
-    return [Problem(path, rule, repr(given), hint)]
+        rule = f"must be a {kind} in the file system of every node, not a URI"
+        return [Problem(path, rule, repr(given))]
+    try:
+        place = Path(given).expanduser()
+        found = place.stat()
+    except FileNotFoundError:
+        rule = f"there is no such {kind} on this machine (the job is checked where it starts)"
+        return [Problem(path, rule, repr(given), hint)]
+    except (OSError, ValueError, RuntimeError) as error:  # of RuntimeError: an unknown ~user
+        rule = f"cannot be looked at: {getattr(error, 'strerror', None) or error}"
+        return [Problem(path, rule, repr(given), hint)]
+    right = S_ISDIR(found.st_mode) if folder else S_ISREG(found.st_mode)
+    return [] if right else [Problem(path, f"must be a {kind}", repr(given), hint)]

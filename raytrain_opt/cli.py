@@ -117,7 +117,7 @@ def batch_size(
 @_overrides
 @click.option("--verbose", is_flag=True, help="Show tracebacks.")
 def validate(job_file: str, overrides: tuple[str, ...], verbose: bool) -> None:
-    """Check a job file without running it; exit code 2 when something is wrong."""
+    """Check a job file and the data it names, without training or fetching anything."""
     with _errors_told(verbose):
         from raytrain_opt.check import check_job
         from raytrain_opt.config.load import load_job
@@ -126,7 +126,13 @@ def validate(job_file: str, overrides: tuple[str, ...], verbose: bool) -> None:
         problems = check_job(job)
         if problems:
             raise JobError(problems, job_file)
+
+        from raytrain_opt.fit import data_if_here
+
+        unseen = data_if_here(job, job_file) is None
         click.echo(f"{job_file}: valid\n{_summary(job)}")
+        if unseen:
+            click.echo("  not checked    whether it fits the data: a run has to fetch them first")
 
 
 @main.command()

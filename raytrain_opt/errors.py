@@ -58,6 +58,12 @@ class DataError(RaytrainOptError):
 
     exit_code = 2
 
+    @property
+    def problem(self) -> Problem:
+        """The same as a line of a JobError: the message begins with the field."""
+        path, _, rule = self.message.partition(": ")
+        return Problem(path, rule)
+
 
 class ResourcesError(RaytrainOptError):
     """The cluster cannot hold what the job asks for; says what is missing."""
@@ -87,3 +93,9 @@ class DivergedError(RaytrainOptError):
 
 class CommitError(RaytrainOptError):
     """A commit or record could not be written; names the path and the cause."""
+
+
+class CheckpointError(RaytrainOptError):
+    """A commit cannot be read: damaged, or not made by this package; names the file."""
+
+    exit_code = 2

@@ -15,14 +15,16 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from pyarrow import fs
+from pyarrow import ArrowException, fs
 from safetensors import SafetensorError
 
 from raytrain_opt.errors import CommitError, JobError, Problem
 
 # A full disk: torch.save raises RuntimeError, and safetensors an error of its own.
 _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
+_STORAGE_ERRORS = (OSError, ValueError, ArrowException)
 
 
 class RunPaths:
@@ -36,17 +38,22 @@ class RunPaths:
 
     @classmethod
     def create(cls, storage_path: str, name: str) -> RunPaths:
-        """A new, unique run directory. Raises CommitError when it cannot be made."""
+        """A new, unique run directory. Raises JobError when it cannot be made."""
+        problems = check_storage(storage_path)
+        if problems:
+            raise JobError(problems)
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         run_id = f"{name}-{stamp}-{secrets.token_hex(2)}"
         if "://" in storage_path:
             local = Path(tempfile.mkdtemp(prefix="raytrain_opt-"))
             return cls(local, f"{storage_path.rstrip('/')}/{run_id}")
-        local = Path(storage_path).expanduser().absolute() / run_id
         try:
+            local = Path(storage_path).expanduser().absolute() / run_id
             (local / "checkpoints").mkdir(parents=True)
-        except OSError as error:
-            raise CommitError(f"storage_path: {local} cannot be made: {error}") from error
+        except (OSError, ValueError, RuntimeError) as error:  # of RuntimeError: an unknown ~user
+            rule = f"no run directory can be made in it: {error}"
+            hint = "give a folder or URI that can be written"
+            raise JobError([Problem("storage_path", rule, repr(storage_path), hint)]) from error
         return cls(local)
 
     @classmethod
@@ -55,11 +62,20 @@ class RunPaths:
 
         Raises JobError when there is nothing to resume.
         """
-        local, remote = Path(run_dir).expanduser().absolute(), None
-        if "://" in run_dir:
-            local, remote = Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir.rstrip("/")
-            _fetch(remote, local)
-        if not (local / "checkpoints" / "index.json").is_file():
+        problems = check_storage(run_dir, "--resume")
+        if problems:
+            raise JobError(problems, "arguments")
+        remote: str | None = None
+        try:
+            local = Path(run_dir).expanduser().absolute()
+            if "://" in run_dir:
+                local, remote = Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir.rstrip("/")
+                _fetch(remote, local)
+            there = (local / "checkpoints" / "index.json").is_file()
+        except (*_STORAGE_ERRORS, RuntimeError) as error:  # of RuntimeError: an unknown ~user
+            problem = Problem("--resume", f"cannot be read: {error}", repr(run_dir))
+            raise JobError([problem], "arguments") from error
+        if not there:
             rule = "holds no commit of a run (checkpoints/index.json)"
             raise JobError([Problem("--resume", rule, repr(run_dir))], "arguments")
         return cls(local, remote)
@@ -148,7 +164,7 @@ class RunPaths:
                 fs.copy_files(str(path), there, destination_filesystem=target)
             for path in gone:
                 target.delete_file(f"{root}/{path.relative_to(self.local)}")
-        except (OSError, ValueError) as error:
+        except _STORAGE_ERRORS as error:
             raise CommitError(f"{self.remote} cannot be written: {error}") from error
         self._published = files
 
@@ -165,12 +181,18 @@ def _version(path: Path) -> tuple[int, int]:
 
 
 def _fetch(uri: str, local: Path) -> None:
-    try:
-        source, root = fs.FileSystem.from_uri(uri)
-        fs.copy_files(root, str(local), source_filesystem=source)
-    except (OSError, ValueError) as error:
-        problem = Problem("--resume", f"cannot be read: {error}", repr(uri))
-        raise JobError([problem], "arguments") from error
+    source, root = fs.FileSystem.from_uri(uri)
+    fs.copy_files(root, str(local), source_filesystem=source)
+
+
+def check_storage(storage: str, field: str = "storage_path") -> list[Problem]:
+    """Credentials in a URI would stand in every record and message of the run."""
+    uri = urlsplit(storage) if "://" in storage else None
+    if uri is None or not ("@" in uri.netloc or "secret" in uri.query or "token" in uri.query):
+        return []
+    rule = "holds credentials, which a run would write into its records"
+    hint = "give them by the environment or the files of your cloud's tools instead"
+    return [Problem(field, rule, None, hint)]
 
 
 def read_stored(storage_path: str, name: str) -> bytes | None:
@@ -184,7 +206,7 @@ def read_stored(storage_path: str, name: str) -> bytes | None:
             return None
         with storage.open_input_file(f"{root}/{name}") as file:
             return bytes(file.read())
-    except (OSError, ValueError) as error:
+    except _STORAGE_ERRORS as error:
         raise CommitError(f"{storage_path}/{name} cannot be read: {error}") from error
 
 
@@ -195,7 +217,7 @@ def write_stored(storage_path: str, name: str, content: bytes) -> None:
         storage.create_dir(f"{root}/{name}".rsplit("/", 1)[0])
         with storage.open_output_stream(f"{root}/{name}") as file:
             file.write(content)
-    except (OSError, ValueError) as error:
+    except _STORAGE_ERRORS as error:
         raise CommitError(f"{storage_path}/{name} cannot be written: {error}") from error
 
 

@@ -4,9 +4,9 @@ machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,24 +15,23 @@ import ray
 from raytrain_opt.check import check_job
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data import load_shared, open_data
-from raytrain_opt.data.array_sets import Arrays
-from raytrain_opt.data.base import DataInfo
-from raytrain_opt.errors import JobError
+from raytrain_opt.errors import CommitError, DataError, JobError, Problem
+from raytrain_opt.fit import Data, fitting_data
+from raytrain_opt.lock import only_user
 from raytrain_opt.optim.batch_ramp import epoch_steps
-from raytrain_opt.paths import RunPaths, write_text
+from raytrain_opt.paths import RunPaths, remove_tree, write_text
 from raytrain_opt.pools.faults import planned_faults
 from raytrain_opt.pools.host import Host, environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.pool import Pool, Vault, running
 from raytrain_opt.pools.resources import PoolPlan, plan_pools
-from raytrain_opt.pools.session import cpu_count, free_resources, ray_session
+from raytrain_opt.pools.session import check_address, cpu_count, free_resources, ray_session
 from raytrain_opt.pools.setup import Setup
 from raytrain_opt.search import build_policy, most_candidates
 from raytrain_opt.stopping import Terminated, stops_on_sigterm
 from raytrain_opt.telemetry.terminal import Terminal, open_terminal
-from raytrain_opt.train.checkpoint import read_index
-from raytrain_opt.training_run import Startup, TrainingRun
+from raytrain_opt.train.checkpoint import read_checkpoint, read_index
+from raytrain_opt.training_run import Position, Startup, TrainingRun
 
 # When Ray is ours it is shut down anyway; no need to wait long for the pools to leave.
 _OWN_RAY_STOP_S = 1.0
@@ -46,34 +45,79 @@ class Session:
     terminal: Terminal
     startup: Startup
     owned: bool  # Ray was started here, and runs on this machine alone
-    data: Callable[[], Data]  # waits until they are read
+    data: Data
 
 
 @contextmanager
 def open_session(
     job: Job, *, address: str | None, verbose: bool, began_s: float, resume: str | None = None
 ) -> Iterator[Session]:
-    """Validate, connect, and read the data meanwhile. A Ray that was started here is ended
-    when the block is left.
+    """Find everything wrong that can be found without Ray, then connect. A Ray that was
+    started here is ended when the block is left.
     """
+    check_address(address)
     problems = check_job(job)
     if problems:
         raise JobError(problems)
     startup = Startup(began_s)
-    paths = RunPaths.existing(resume) if resume else RunPaths.create(job.storage_path, job.name)
-    with open_terminal(job.epochs) as terminal, ThreadPoolExecutor(1) as reader:
-        terminal.note(f"run directory: {paths.shown}")
+    with ExitStack() as stack:
+        terminal = stack.enter_context(open_terminal(job.epochs))
+        reader = stack.enter_context(ThreadPoolExecutor(1))
+        reading = reader.submit(fitting_data, job)  # beside the start of Ray, before any worker's
+        paths, locked = stack.enter_context(_run_directory(job, resume))
         terminal.phase("starting", 0, job.epochs)
-        reading = reader.submit(_read_data, job)
         try:
             # Ray takes the signal for itself when it is initialised: this comes after it.
             with ray_session(address, verbose=verbose) as owned, stops_on_sigterm():
                 startup.mark("ray_connected_s")
-                yield Session(paths, terminal, startup, owned, reading.result)
+                data = reading.result()
+                startup.mark("data_read_s")
+                terminal.note(f"run directory: {paths.shown}")
+                if not locked:
+                    terminal.note(
+                        "this file system has no locks: let no other run resume this directory"
+                    )
+                yield Session(paths, terminal, startup, owned, data)
         except KeyboardInterrupt as stop:
             why = "terminated" if isinstance(stop, Terminated) else "interrupted"
             terminal.note(f"{why}; {how_to_resume(paths)}")
             raise
+
+
+@contextmanager
+def _run_directory(job: Job, resume: str | None) -> Iterator[tuple[RunPaths, bool]]:
+    """A new one, or that of an earlier run whose last commit can be read; and whether it is
+    locked against others. The job is written into it, so that storage that cannot be written
+    is found here. Raises JobError or CheckpointError.
+    """
+    text = dump_job(job)
+    paths = RunPaths.existing(resume) if resume else RunPaths.create(job.storage_path, job.name)
+    with ExitStack() as stack:
+        try:
+            locked = stack.enter_context(only_user(paths.local))
+            if resume:
+                _check_last_commit(paths)
+            write_text(paths.job, text)
+            paths.publish()
+        except (CommitError, OSError) as error:
+            if not resume:
+                remove_tree(paths.local)
+            place = ("--resume", resume) if resume else ("storage_path", job.storage_path)
+            rule = f"cannot be written: {error}"
+            raise JobError([Problem(place[0], rule, repr(place[1]))]) from error
+        try:
+            yield paths, locked
+        except (JobError, DataError):
+            if not resume and not read_index(paths.checkpoints):
+                remove_tree(paths.local)  # nothing of a run that could not begin
+            raise
+
+
+def _check_last_commit(paths: RunPaths) -> None:
+    """Read once more when it is used: a file that is whole is soon read."""
+    for commit in read_index(paths.checkpoints)[-1:]:
+        _, position = read_checkpoint(paths.checkpoints / commit.folder)
+        Position.from_plain(position)
 
 
 def start_host(*, local: bool, start_s: float, import_all: bool) -> Any:
@@ -121,11 +165,9 @@ def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
         pools[0].start()
         if not crowded:
             workers.start()
-        read = session.data()
-        session.startup.mark("data_read_s")
-        ray.get(mailbox.share_data.remote([ray.put(read.shared)]))
-        write_text(session.paths.job, dump_job(job))
-        steps = epoch_steps(read.info.train_size, job.global_batch_size, job.batch_ramp)
+        ray.get(mailbox.share_data.remote([ray.put(session.data.shared)]))
+        write_text(session.paths.job, dump_job(job))  # with the batch size that was found
+        steps = epoch_steps(session.data.info.train_size, job.global_batch_size, job.batch_ramp)
         this = TrainingRun(
             job,
             session.paths,
@@ -153,30 +195,6 @@ def how_to_resume(paths: RunPaths) -> str:
         f"kept up to epoch {commits[-1].epoch}; go on with: "
         f"raytrain-opt run --resume {paths.shown}"
     )
-
-
-@dataclass(frozen=True)
-class Data:
-    """What the driver read: arrays to share (in-memory sets only), and sizes."""
-
-    shared: Arrays | None
-    info: DataInfo
-
-
-def _read_data(job: Job) -> Data:
-    """In a thread, while Ray starts."""
-    import torch
-
-    shared = load_shared(job.data)
-    data = open_data(
-        job.data,
-        shared,
-        seed=job.seed,
-        device=torch.device("cpu"),
-        channels_last=job.channels_last,
-    )
-    data.close()
-    return Data(shared, data.info)
 
 
 def _crowded(plan: PoolPlan) -> bool:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from raytrain_opt.clock import Parts, monotonic_s
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import DivergedError, PoolError
+from raytrain_opt.errors import CheckpointError, DivergedError, PoolError
 from raytrain_opt.optim.batch_ramp import EpochSteps, ramp_factor
 from raytrain_opt.paths import RunPaths, write_json
 from raytrain_opt.pools.commands import (
@@ -66,10 +66,14 @@ class Position:
 
     @classmethod
     def from_plain(cls, value: dict[str, Any]) -> Position:
-        """The inverse of `to_plain`."""
-        history = _HISTORY.validate_python(value["history"])
-        numbers = {key: tuple(value[key]) for key in ("lrs", "losses")}
-        return cls(**{**value, **numbers, "history": history})
+        """The inverse of `to_plain`. Raises CheckpointError when it is none of ours."""
+        try:
+            history = _HISTORY.validate_python(value["history"])
+            numbers = {key: tuple(value[key]) for key in ("lrs", "losses")}
+            return cls(**{**value, **numbers, "history": history})
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"the commit's position is none of a run: {what}") from error
 
 
 @dataclass

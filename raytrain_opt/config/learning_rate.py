@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from raytrain_opt.config.section import (
+    BrokenRule,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -195,22 +197,14 @@ class SchedulePolicy(Section):
         description="The gentle start.",
     )
 
-    @model_validator(mode="after")
-    def _milestones_where_needed(self) -> SchedulePolicy:
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Milestones where they belong; half of the rate after the warm-up."""
         if (self.shape == "multistep") != bool(self.milestones):
-            raise ValueError("milestones go with shape multistep, and it needs at least one")
+            yield "milestones", "go with shape multistep, and it needs at least one"
         if self.milestones != sorted(set(self.milestones)):
-            raise ValueError("milestones must increase")
-        return self
-
-    @model_validator(mode="after")
-    def _falls_after_the_warmup(self) -> SchedulePolicy:
+            yield "milestones", "must increase"
         if self.half_epoch is not None and self.half_epoch <= self.warmup.epochs:
-            raise ValueError(
-                f"half_epoch: {self.half_epoch:g} lies within the warm-up of "
-                f"{self.warmup.epochs} epochs"
-            )
-        return self
+            yield "half_epoch", f"lies within the warm-up of {self.warmup.epochs} epochs"
 
 
 class ReplayPolicy(Section):

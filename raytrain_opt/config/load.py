@@ -15,6 +15,7 @@ from raytrain_opt.config.section import function_name
 from raytrain_opt.config.strict_yaml import read_yaml, write_yaml
 from raytrain_opt.errors import JobError, Problem
 
+MAX_BYTES = 2**20
 _DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder")
 
 
@@ -68,7 +69,12 @@ def job_schema() -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            rule = f"is larger than {MAX_BYTES // 2**20} MiB; a job file is a page of text"
+            raise JobError([Problem("the file", rule)], str(path))
+        return content.decode("utf-8-sig")
     except FileNotFoundError as error:
         beside = [found.name for found in path.parent.glob("*.y*ml")]
         problem = Problem("the file", "does not exist", None, nearest(path.name, beside))
@@ -76,8 +82,8 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         rule = f"is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
         raise JobError([Problem("the file", rule)], str(path)) from error
-    except OSError as error:
-        rule = f"cannot be read: {error.strerror or error}"
+    except (OSError, ValueError) as error:
+        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise JobError([Problem("the file", rule)], str(path)) from error
 
 

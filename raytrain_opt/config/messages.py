@@ -16,6 +16,7 @@ from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from raytrain_opt.config.schema import Job
+from raytrain_opt.config.section import BrokenRule, BrokenRulesError
 from raytrain_opt.errors import Problem
 
 MAX_VALUE_CHARACTERS = 80
@@ -88,7 +89,15 @@ def shown(value: object) -> str:
 def _of_field(group: list[_Finding]) -> list[Problem]:
     """Alternatives of a union become one rule; an error deep inside one shows which was meant."""
     inside = [f for f in group if f.union is None or len(f.path) > len(f.union)]
-    return [_problem([finding]) for finding in inside] or [_problem(group)]
+    return [p for finding in inside for p in _problems([finding])] or _problems(group)
+
+
+def _problems(group: list[_Finding]) -> list[Problem]:
+    """One, but for a section that breaks several of its rules."""
+    broken = group[0].error.get("ctx", {}).get("error")
+    if isinstance(broken, BrokenRulesError):
+        return [_broken_rule(group[0], rule) for rule in broken.rules]
+    return [_problem(group)]
 
 
 def _problem(group: list[_Finding]) -> Problem:
@@ -102,7 +111,8 @@ def _problem(group: list[_Finding]) -> Problem:
     if kind.startswith("union_tag_"):
         return _wrong_tag(finding, path)
     if kind == "value_error":
-        return _broken_rule(finding, path)
+        text = str(finding.error.get("ctx", {}).get("error", finding.error["msg"]))
+        return Problem(path, text, shown(given))
     if kind == "invalid_key" or finding.error["loc"][-1] == "[key]":
         return Problem(path, "its key must be text", shown(finding.path[-1]))
     choices = [choice for f in group for choice in _choices(f.error)]
@@ -149,15 +159,10 @@ def _wrong_tag(finding: _Finding, path: str) -> Problem:
     return Problem(f"{path}.{key}", rule, shown(finding.error["input"][key]), hint)
 
 
-def _broken_rule(finding: _Finding, path: str) -> Problem:
-    """A rule of the schema over several fields; its text may start with `path.of.field: `."""
-    text = str(finding.error.get("ctx", {}).get("error", finding.error["msg"]))
-    given = finding.error["input"]
-    named = None if path else re.match(r"([a-z_][\w.]*): (.*)", text, re.DOTALL)
-    if named is None:
-        return Problem(path or "job", text, shown(given))
-    path, text = named.groups()
-    return Problem(path, text, _shown_at(given, path))
+def _broken_rule(finding: _Finding, rule: BrokenRule) -> Problem:
+    below, text = rule
+    path = ".".join(str(part) for part in (*finding.path, below))
+    return Problem(path, text, _shown_at(finding.error["input"], below))
 
 
 def _shown_at(value: Any, path: str) -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from raytrain_opt.config.strict_yaml import read_yaml
+from raytrain_opt.config.messages import shown
+from raytrain_opt.config.strict_yaml import MAX_DEPTH, read_yaml
 from raytrain_opt.errors import JobError, Problem
 
 # These may stand in a job file as a bare name: `model: resnet8`.
@@ -24,7 +25,11 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Probl
         keys = path.strip().split(".")
         if not equals or not all(keys):
             rule = "an override has the form section.key=value"
-            problems.append(Problem("--set", rule, repr(override)))
+            problems.append(Problem("--set", rule, shown(override)))
+            continue
+        if len(keys) > MAX_DEPTH:
+            rule = f"a job has at most {MAX_DEPTH} levels"
+            problems.append(Problem("--set", rule, shown(override)))
             continue
         try:
             _put(raw, keys, read_yaml(text, source=override))

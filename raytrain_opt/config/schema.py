@@ -6,13 +6,14 @@ so that `raytrain-opt validate` finds everything that can be found without data 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.config.learning_rate import HorizonPolicy, LearningRateSection, StptPolicy
+from raytrain_opt.config.learning_rate import LearningRateSection, StptPolicy
 from raytrain_opt.config.optimizer import (
     BatchNormSection,
     OptimizerSection,
@@ -20,12 +21,14 @@ from raytrain_opt.config.optimizer import (
     RampStep,
 )
 from raytrain_opt.config.section import (
+    BrokenRule,
     Fraction,
     NamedSection,
     NameOrFunction,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     Section,
 )
 
@@ -52,7 +55,9 @@ class Augment(Section):
     """Random changes to training images. Batched on the device for in-memory sets."""
 
     crop_padding: NonNegativeInt = Field(
-        0, description="Pad by this many pixels and crop back at a random place. 0: no crop."
+        0,
+        le=64,
+        description="Pad by this many pixels and crop back at a random place. 0: no crop.",
     )
     flip: bool = Field(False, description="Mirror left-right with probability one half.")
 
@@ -107,9 +112,13 @@ class ArraysData(_DataSection):
 
 class _LoaderSection(_DataSection):
     loader_workers: NonNegativeInt = Field(
-        2, description="Loader processes for each worker and slot; 0 loads in the process."
+        2,
+        le=256,
+        description="Loader processes for each worker and slot; 0 loads in the process.",
     )
-    prefetch: PositiveInt = Field(2, description="Batches each loader process keeps ready.")
+    prefetch: PositiveInt = Field(
+        2, le=100, description="Batches each loader process keeps ready."
+    )
     corrupt: Literal["error", "skip"] = Field(
         "error",
         description="A sample that cannot be read: stop with its name, or skip and count it.",
@@ -123,7 +132,9 @@ class ImageFolderData(_LoaderSection):
     root: str = Field(description="Folder that holds the two splits; on every node.")
     train_split: str = Field("train", description="Folder to train on.")
     test_split: str = Field("val", description="Folder to evaluate on.")
-    image_size: PositiveInt = Field(224, description="Side of the square given to the model.")
+    image_size: PositiveInt = Field(
+        224, le=4096, description="Side of the square given to the model, in pixels."
+    )
 
 
 class DatasetData(_LoaderSection):
@@ -170,11 +181,10 @@ class LossSection(NamedSection):
     )
     label_smoothing: Fraction = Field(0.0, description="For cross_entropy.")
 
-    @model_validator(mode="after")
-    def _smoothing_is_ours(self) -> LossSection:
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """A loss of the user's own knows no smoothing."""
         if self.label_smoothing and self.name != "cross_entropy":
-            raise ValueError("label_smoothing belongs to cross_entropy; your loss does its own")
-        return self
+            yield "label_smoothing", "belongs to cross_entropy; your loss does its own"
 
 
 class WorkersSection(Section):
@@ -198,7 +208,7 @@ class WorkersSection(Section):
             "second worker does) or, on CPU, 0.6 of an even share of the CPUs, at most 1."
         ),
     )
-    threads: PositiveInt | None = Field(
+    threads: Annotated[int, Field(gt=0, le=1024)] | None = Field(
         None, description="Compute threads on CPU. Default: the node's cores, shared evenly."
     )
 
@@ -207,11 +217,10 @@ class WorkersSection(Section):
         """The fewest that the job may go on with."""
         return self.min_count or self.count
 
-    @model_validator(mode="after")
-    def _no_more_than_all(self) -> WorkersSection:
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Rules over several fields."""
         if self.least > self.count:
-            raise ValueError(f"min_count: {self.least} is more than count, {self.count}")
-        return self
+            yield "min_count", f"is more than count, {self.count}"
 
 
 class SlotsSection(Section):
@@ -245,11 +254,11 @@ class EvaluateSection(Section):
 class LimitsSection(Section):
     """How long to wait for what, and how often to start again. No wait is without a limit."""
 
-    start_s: PositiveFloat = Field(600.0, description="For all workers and slots to be ready.")
-    stall_s: PositiveFloat = Field(
+    start_s: Seconds = Field(600.0, description="For all workers and slots to be ready.")
+    stall_s: Seconds = Field(
         900.0, description="For the next sign of progress of any worker, slot or probe at work."
     )
-    stop_s: PositiveFloat = Field(20.0, description="For the pools to end before they are killed.")
+    stop_s: Seconds = Field(20.0, description="For the pools to end before they are killed.")
     max_restarts: NonNegativeInt = Field(
         3,
         description=(
@@ -271,7 +280,7 @@ class Job(Section):
     )
     model: ModelSection = Field(description="Which network.")
     data: DataSection = Field(description="On which data.")
-    epochs: PositiveInt = Field(description="Passes over the training set.")
+    epochs: PositiveInt = Field(le=100_000, description="Passes over the training set.")
     global_batch_size: PositiveInt = Field(
         description="Samples of one update, over all workers; a multiple of workers.count."
     )
@@ -304,7 +313,9 @@ class Job(Section):
         ),
     )
     loss: LossSection = Field(default_factory=LossSection, description="What is minimised.")
-    seed: NonNegativeInt = Field(0, description="Of weights, order, augmentation and splits.")
+    seed: NonNegativeInt = Field(
+        0, lt=2**63, description="Of weights, order, augmentation and splits."
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="bf16 and fp16: automatic mixed precision."
     )
@@ -333,82 +344,77 @@ class Job(Section):
         """Samples of one update in one worker."""
         return self.global_batch_size // self.workers.count
 
-    @model_validator(mode="after")
-    def _batch_splits_evenly(self) -> Job:
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Rules that need two sections."""
+        yield from self._batch_rules()
+        yield from self._rate_rules()
+        yield from self._ramp_rules()
+        yield from self._device_rules()
+
+    def _batch_rules(self) -> Iterator[BrokenRule]:
         if self.global_batch_size % self.workers.count:
-            raise ValueError(
-                f"global_batch_size: {self.global_batch_size} does not split evenly over "
-                f"{self.workers.count} workers"
+            yield (
+                "global_batch_size",
+                f"{self.global_batch_size} does not split evenly over {self.workers.count} "
+                "workers; give a multiple of workers.count",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sync_needs_equal_parts(self) -> Job:
         if self.batch_norm.sync and self.workers.least < self.workers.count:
-            raise ValueError(
-                "workers.min_count: fewer workers may compute unequal parts of a batch, and "
-                "batch_norm.sync needs all of them in every part; leave one of the two out"
+            yield (
+                "workers.min_count",
+                "fewer workers may compute unequal parts of a batch, and batch_norm.sync needs "
+                "all of them in every part; leave one of the two out",
             )
-        return self
+        if self.batch_size_search is not None and self.learning_rate.policy == "replay":
+            yield (
+                "batch_size_search",
+                "a replayed schedule belongs to the batch size it was found with; leave the "
+                "search out",
+            )
 
-    @model_validator(mode="after")
-    def _warmup_ends(self) -> Job:
+    def _rate_rules(self) -> Iterator[BrokenRule]:
         warmup = getattr(self.learning_rate, "warmup", None)
         if warmup is not None and warmup.epochs > self.epochs:
-            raise ValueError(
-                f"learning_rate.warmup.epochs: {warmup.epochs} is more than the {self.epochs} "
-                "epochs of the job"
+            yield (
+                "learning_rate.warmup.epochs",
+                f"{warmup.epochs} is more than the {self.epochs} epochs of the job",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _ramp_rises_after_the_warmup(self) -> Job:
-        ramp = self.batch_ramp
-        for before, after in pairwise(ramp):
-            if after.epoch <= before.epoch or after.factor <= before.factor:
-                raise ValueError(
-                    "batch_ramp: epochs and factors must rise from one entry to the next"
-                )
-        if ramp and ramp[-1].epoch > self.epochs:
-            raise ValueError(
-                f"batch_ramp: epoch {ramp[-1].epoch} is after the last of the job's {self.epochs}"
-            )
-        warmup = getattr(self.learning_rate, "warmup", None)
-        if ramp and warmup is not None and ramp[0].epoch <= warmup.epochs:
-            raise ValueError(
-                f"batch_ramp: begins in epoch {ramp[0].epoch}, within the warm-up of "
-                f"{warmup.epochs} epochs; let it begin later"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _candidates_have_a_split(self) -> Job:
         policy = self.learning_rate.policy
         if policy in ("stpt", "stpt_horizon") and self.data.selection_fraction == 0:
-            raise ValueError(
-                f"data.selection_fraction: policy {policy} scores candidates on this split; give "
-                "it more than 0"
+            yield (
+                "data.selection_fraction",
+                f"policy {policy} scores candidates on this split; give it more than 0",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _there_is_a_weight_decay_to_search(self) -> Job:
-        policy = self.learning_rate
-        if isinstance(policy, HorizonPolicy) and policy.search_weight_decay:
+        if getattr(self.learning_rate, "search_weight_decay", False):
             # torch's own default is 0 but for these.
             default = 0.01 if self.optimizer.name in ("AdamW", "NAdam") else 0
             if not self.optimizer.args.get("weight_decay", default):
-                raise ValueError(
-                    "learning_rate.search_weight_decay: begins at optimizer.args.weight_decay, "
-                    "which has to be above 0"
+                yield (
+                    "learning_rate.search_weight_decay",
+                    "begins at optimizer.args.weight_decay, which has to be above 0",
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _replay_keeps_its_batch_size(self) -> Job:
-        if self.batch_size_search is not None and self.learning_rate.policy == "replay":
-            raise ValueError(
-                "batch_size_search: a replayed schedule belongs to the batch size it was found "
-                "with; leave the search out"
+    def _ramp_rules(self) -> Iterator[BrokenRule]:
+        ramp, warmup = self.batch_ramp, getattr(self.learning_rate, "warmup", None)
+        if any(b.epoch <= a.epoch or b.factor <= a.factor for a, b in pairwise(ramp)):
+            yield "batch_ramp", "epochs and factors must rise from one entry to the next"
+        last = max((step.epoch for step in ramp), default=0)
+        if last > self.epochs:
+            yield "batch_ramp", f"epoch {last} is after the last of the job's {self.epochs}"
+        if ramp and warmup is not None and ramp[0].epoch <= warmup.epochs:
+            yield (
+                "batch_ramp",
+                f"begins in epoch {ramp[0].epoch}, within the warm-up of {warmup.epochs} "
+                "epochs; let it begin later",
             )
-        return self
+
+    def _device_rules(self) -> Iterator[BrokenRule]:
+        for pool in ("workers", "slots"):
+            gpus = (getattr(self, pool).resources or {}).get("GPU", 0)
+            if gpus > 1 and gpus != int(gpus):
+                yield f"{pool}.resources.GPU", "above 1 it must be a whole number"
+        if self.batch_norm.sync and self.workers.use_gpu is False and self.workers.count > 1:
+            yield (
+                "batch_norm.sync",
+                "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false; leave it out",
+            )

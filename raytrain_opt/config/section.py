@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
@@ -12,6 +12,11 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+# A longer wait than a year is a mistake, and more than some clocks can count.
+Seconds = Annotated[float, Field(gt=0, le=365 * 86400, allow_inf_nan=False)]
+
+# A rule over several fields that is broken: the path below the section, and what is wrong.
+BrokenRule = tuple[str, str]
 
 # A name, or (from Python only) the function itself.
 NameOrFunction = Annotated[
@@ -27,6 +32,14 @@ def function_name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
+class BrokenRulesError(ValueError):
+    """All that is wrong with a section whose fields, each for itself, are right."""
+
+    def __init__(self, rules: Sequence[BrokenRule]) -> None:
+        super().__init__("; ".join(f"{path}: {text}" for path, text in rules))
+        self.rules = rules
+
+
 class Section(BaseModel):
     """A part of the job file: unknown keys are refused, values never change after loading."""
 
@@ -36,6 +49,17 @@ class Section(BaseModel):
         # Values are given as in the job file (`model="resnet8"`), which is more than the types
         # of the fields allow; pydantic checks them.
         def __init__(self, **values: Any) -> None: ...
+
+    def broken_rules(self) -> Iterable[BrokenRule]:
+        """Every rule over several fields that this section breaks."""
+        return ()
+
+    @model_validator(mode="after")
+    def _keeps_its_rules(self) -> Self:
+        broken = list(self.broken_rules())
+        if broken:
+            raise BrokenRulesError(broken)
+        return self
 
 
 class NamedSection(Section):

@@ -65,7 +65,9 @@ def _load_digits() -> Arrays:
 
 
 def _load_torchvision(section: ArraySetData) -> Arrays:
-    """CIFAR and MNIST through torchvision, which checks the files' MD5 sums."""
+    """CIFAR and MNIST through torchvision, which compares the MD5 sum of what it fetches, and
+    that of CIFAR's files, which are pickles, before it reads them.
+    """
     import torchvision.datasets
 
     class_name, folder = _TORCHVISION_SETS[section.name]
@@ -75,7 +77,7 @@ def _load_torchvision(section: ArraySetData) -> Arrays:
             getattr(torchvision.datasets, class_name)(root, train=train, download=section.download)
             for train in (True, False)
         ]
-    except (RuntimeError, OSError) as error:
+    except Exception as error:  # torchvision's readers meet damage with errors of every kind
         state = (
             "could not be fetched"
             if section.download
@@ -83,7 +85,8 @@ def _load_torchvision(section: ArraySetData) -> Arrays:
             "data.download: true"
         )
         raise DataError(
-            f"data.name: {section.name} was looked for in {root / folder} and {state}: {error}"
+            f"data.name: {section.name} was looked for in {root / folder} and {state}: "
+            f"{error or type(error).__name__}"
         ) from error
     train, test = ((np.asarray(p.data), np.asarray(p.targets, dtype=np.int64)) for p in parts)
     return checked_arrays(train, test, len(parts[0].classes))
@@ -91,15 +94,20 @@ def _load_torchvision(section: ArraySetData) -> Arrays:
 
 def _load_files(section: ArraysData) -> Arrays:
     train, test = (
-        tuple(_read_npy(path, f"data.{field}[{place}]") for place, path in enumerate(paths))
+        tuple(_read_npy(path, f"data.{field}.{place}") for place, path in enumerate(paths))
         for field, paths in (("train", section.train), ("test", section.test))
     )
     return checked_arrays(
         (train[0], train[1]),
         (test[0], test[1]),
         section.num_classes,
-        names=(section.train, section.test),
+        names=(_places("data.train", section.train), _places("data.test", section.test)),
     )
+
+
+def _places(field: str, pair: tuple[str, str]) -> tuple[str, str]:
+    """Each file as a person finds it: its place in the job, and its name."""
+    return f"{field}.0: {pair[0]}", f"{field}.1: {pair[1]}"
 
 
 def _read_npy(path: str, field: str) -> Array:
@@ -107,8 +115,9 @@ def _read_npy(path: str, field: str) -> Array:
     if not file.is_file():
         raise DataError(f"{field}: there is no file {file.absolute()}; write it with numpy.save")
     try:
-        array = np.load(file, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+        with file.open("rb") as opened:
+            array = np.load(opened, allow_pickle=False)
+    except Exception as error:  # a damaged header can make numpy raise anything
         raise DataError(
             f"{field}: {file} is not a .npy file of plain numbers (arrays of Python objects "
             f"are refused, they can run code): {error}"
@@ -120,13 +129,16 @@ def _read_npy(path: str, field: str) -> Array:
 
 Pair = tuple[Array, Array]
 Names = tuple[tuple[str, str], tuple[str, str]]
-_NAMES: Names = (("train_x", "train_y"), ("test_x", "test_y"))
+_NAMES: Names = (
+    ("data.name: train_x", "data.name: train_y"),
+    ("data.name: test_x", "data.name: test_y"),
+)
 
 
 def checked_arrays(
     train: Pair, test: Pair, num_classes: int | None, names: Names = _NAMES
 ) -> Arrays:
-    """The pairs (x, y) in the types that `Arrays` promises; `names` stand in the errors.
+    """The pairs (x, y) in the types that `Arrays` promises; `names` begin the errors.
 
     Raises DataError: empty, lengths differ, labels that are no class numbers, values that are
     no finite numbers, samples of train and test of different shapes.
@@ -138,42 +150,46 @@ def checked_arrays(
         _check_labels(y, name_y, num_classes)
         if len(x.shape) == 0 or len(x) != len(y):
             raise DataError(
-                f"data: {name_x} has shape {x.shape} and {name_y} {y.shape}; they need the same "
-                "number of samples (first axis)"
+                f"{name_x} has shape {x.shape}, its labels have shape {y.shape} "
+                f"({_file(name_y)}); both need the same number of samples (first axis)"
             )
     train_x, test_x = _checked_values(train[0], names[0][0]), _checked_values(test[0], names[1][0])
     if train_x.shape[1:] != test_x.shape[1:] or train_x.dtype != test_x.dtype:
         raise DataError(
-            f"data: samples of {names[0][0]} are {train[0].dtype} {train_x.shape[1:]} and of "
-            f"{names[1][0]} {test[0].dtype} {test_x.shape[1:]}; they must be alike"
+            f"{names[1][0]}: its samples are {test[0].dtype} {test_x.shape[1:]}, those of "
+            f"{_file(names[0][0])} {train[0].dtype} {train_x.shape[1:]}; they must be alike"
         )
     labels = [np.ascontiguousarray(y, dtype=np.int64) for y in (train[1], test[1])]
     return Arrays(train_x, labels[0], test_x, labels[1], num_classes)
 
 
+def _file(name: str) -> str:
+    return name.partition(": ")[2]
+
+
 def _check_labels(y: Array, name: str, num_classes: int | None = None) -> None:
     if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1:
         raise DataError(
-            f"data: labels {name} are {y.dtype} of shape {y.shape}; they must be whole class "
-            "numbers of shape [samples]"
+            f"{name} holds {y.dtype} of shape {y.shape}; labels must be whole class numbers of "
+            "shape [samples]"
         )
     if len(y) == 0:
-        raise DataError(f"data: {name} has no samples")
+        raise DataError(f"{name} has no samples")
     wrong = (y < 0) if num_classes is None else (y < 0) | (y >= num_classes)
     if wrong.any():
         place = int(wrong.argmax())
         highest = "" if num_classes is None else f" to {num_classes - 1} (data.num_classes)"
         raise DataError(
-            f"data: {int(wrong.sum())} of the labels in {name} are outside 0{highest or ' and up'}"
-            f"; the first is {y[place]}, of sample {place}"
+            f"{name} has {int(wrong.sum())} labels outside 0{highest or ' and up'}; the first is "
+            f"{y[place]}, of sample {place}"
         )
 
 
 def _checked_values(x: Array, name: str) -> Array:
     if not (np.issubdtype(x.dtype, np.number) or x.dtype == bool) or np.iscomplexobj(x):
-        raise DataError(f"data: {name} is of type {x.dtype}; it must hold real numbers")
+        raise DataError(f"{name} is of type {x.dtype}; it must hold real numbers")
     if x.ndim < 2 or x[0].size == 0:
-        raise DataError(f"data: {name} has shape {x.shape}; it must be [samples, ...], not empty")
+        raise DataError(f"{name} has shape {x.shape}; it must be [samples, ...], not empty")
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return _as_images(x, name)
     values = np.ascontiguousarray(x, dtype=np.float32)
@@ -182,7 +198,7 @@ def _checked_values(x: Array, name: str) -> Array:
         for start in range(0, len(values), _ROWS_PER_CHUNK)
     )
     if wrong:
-        raise DataError(f"data: {wrong} values in {name} are not finite (NaN or infinite)")
+        raise DataError(f"{name} has {wrong} values that are not finite (NaN or infinite)")
     return values
 
 
@@ -192,7 +208,7 @@ def _as_images(x: Array, name: str) -> Array:
         x = x[..., np.newaxis]
     if x.shape[1] in (1, 3) and x.shape[3] > 4:
         raise DataError(
-            f"data: {name} has shape {x.shape}, which looks like channels first; uint8 images "
+            f"{name} has shape {x.shape}, which looks like channels first; uint8 images "
             "must be [samples, height, width, channels]: x.transpose(0, 2, 3, 1)"
         )
     return np.ascontiguousarray(x)

@@ -87,6 +87,9 @@ class ArrayData:
             x, y = store.take(part[start : start + batch_size], self.on_copy)
             yield Batch(self._prepare(x), y)
 
+    def check_samples(self) -> None:
+        """Nothing to do: all of them were checked when they were read."""
+
     def close(self) -> None:
         """Nothing to end: there are no processes and no files."""
 

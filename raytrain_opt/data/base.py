@@ -63,6 +63,12 @@ class TrainingData(Protocol):
         """Rank's part of the split without augmentation: over all ranks, each sample once."""
         ...
 
+    def check_samples(self) -> None:
+        """Read some samples of each set, to tell before a run what reading all would tell too
+        late. Raises DataError.
+        """
+        ...
+
     def close(self) -> None:
         """End loader processes, if there are any."""
         ...

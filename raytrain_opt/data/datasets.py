@@ -20,6 +20,9 @@ from raytrain_opt.data.order import Indices, Purpose
 from raytrain_opt.data.user_sets import UserSource
 from raytrain_opt.errors import DataError
 
+# So many samples of each set are read before a run; more would cost seconds with large images.
+_CHECKED = 16
+
 
 class LoaderData:
     """`TrainingData` over samples that are read one at a time: image files, own Datasets.
@@ -46,9 +49,8 @@ class LoaderData:
         self._orders = order.EpochOrders(train, seed)
         self.on_copy: Callable[[], None] = nothing
         self._device = device
-        self._loader = _Loader(
-            section, BatchReader(source, seed, section.corrupt == "skip"), device
-        )
+        self._reader = BatchReader(source, seed, section.corrupt == "skip")
+        self._loader = _Loader(section, self._reader, device)
 
     def train(
         self, epoch: int, steps: range, shares: range, num_shares: int, global_batch_size: int
@@ -85,6 +87,20 @@ class LoaderData:
                 yield _request(name, "train" if selection else "test", purpose, 0, chosen)
 
         return self._batches(requests())
+
+    def check_samples(self) -> None:
+        """Read a few, spread over each set, in this process. Raises DataError."""
+        sets: tuple[tuple[Part, Purpose, Indices], ...] = (
+            ("train", Purpose.SELECTION_SAMPLE, self._orders.train),
+            ("test", Purpose.TEST_SAMPLE, self._test),
+        )
+        for part, purpose, indices in sets:
+            places = np.unique(np.linspace(0, len(indices) - 1, _CHECKED).astype(np.int64))
+            loaded = self._reader.__getitems__(
+                [_request(f"the {part} set", part, purpose, 0, indices[places])]
+            )
+            if loaded.error is not None:
+                raise DataError(loaded.error)
 
     def close(self) -> None:
         """End the loader processes; a later phase would start new ones."""

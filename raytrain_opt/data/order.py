@@ -78,14 +78,14 @@ class EpochOrders:
     """Orders of the epochs of one training set; remembers the last one asked for."""
 
     def __init__(self, train: Indices, seed: int) -> None:
-        self._train = train
+        self.train = train
         self._seed = seed
         self._last: tuple[int, Indices] | None = None
 
     def of(self, epoch: int) -> Indices:
         """The order of an epoch; read, don't write."""
         if self._last is None or self._last[0] != epoch:
-            self._last = epoch, epoch_order(self._train, self._seed, epoch)
+            self._last = epoch, epoch_order(self.train, self._seed, epoch)
         return self._last[1]
 
 

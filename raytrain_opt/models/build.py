@@ -51,7 +51,9 @@ def construct(
     function, given = _named(name, offered)
     try:
         model: nn.Module = function(**given, **section.args)
-    except (TypeError, ValueError) as error:
+    except (RaytrainOptError, NotImplementedError):
+        raise
+    except Exception as error:
         raise JobError([_refused(name, section.args, error)]) from error
     return model
 

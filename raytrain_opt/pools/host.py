@@ -31,7 +31,12 @@ _ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(4 * 1024**3),
 }
 # A machine of one's own is not preempted; this saves a process at the start.
-_LOCAL_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+_LOCAL_ENVIRONMENT = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # Gradients stay on this machine: nobody else is let in.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 
 
 def environment(*, local: bool, start_s: float) -> dict[str, str]:

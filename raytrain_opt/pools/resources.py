@@ -44,6 +44,11 @@ def plan_pools(job: Job, nodes: Sequence[Mapping[str, float]], candidates: int) 
     slot = dict(job.slots.resources or _default(job, nodes, use_gpu, _SLOT_PART))
     _require_gpu("workers.resources", worker, use_gpu)
     _require_gpu("slots.resources", slot, use_gpu)
+    if job.batch_norm.sync and not use_gpu and job.workers.count > 1:
+        raise ResourcesError(
+            "batch_norm.sync: torch's SyncBatchNorm needs GPUs, and this job trains without "
+            f"({_describe(nodes)}); leave it out"
+        )
     free = [_Node(node) for node in nodes]
     placed = _place(free, worker, job.workers.count)
     if placed < job.workers.least:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from raytrain_opt.config.schema import CheckpointSection
+from raytrain_opt.errors import CheckpointError
 from raytrain_opt.paths import remove_tree, write_atomic, write_json
 from raytrain_opt.train.state import HostState, model_tensors, optimizer_state_dict, to_host
 
@@ -52,7 +53,7 @@ class Checkpoints:
         `position` is whatever else the run goes on from: numbers, texts, lists and dicts.
         Raises CommitError when the storage refuses; earlier commits stay.
         """
-        commit = Commit(epoch, f"epoch-{epoch:04d}", test_accuracy)
+        commit = Commit(epoch, _folder_name(epoch), test_accuracy)
         write_checkpoint(self.folder / commit.folder, state, position)
         kept = self._kept([*self.commits, commit])
         dropped = [c for c in self.commits if c not in kept]
@@ -88,26 +89,61 @@ def write_checkpoint(folder: Path, state: HostState, position: dict[str, Any]) -
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The model's tensors, for `model.load_state_dict`."""
-    return load_file(folder / "weights.safetensors")
+    """The model's tensors, for `model.load_state_dict`. Raises CheckpointError."""
+    file = folder / "weights.safetensors"
+    try:
+        return load_file(file)
+    except Exception as error:
+        raise _unreadable(file, error) from error
 
 
 def read_rest(folder: Path) -> dict[str, Any]:
-    """Optimiser, scaler and position; executes no code from the file."""
-    rest: dict[str, Any] = torch.load(folder / "rest.pt", weights_only=True)
+    """Optimiser, scaler and position; executes no code from the file. Raises CheckpointError."""
+    file = folder / "rest.pt"
+    try:
+        rest: dict[str, Any] = torch.load(file, weights_only=True)
+    except Exception as error:  # damage can look like anything to an unpickler
+        raise _unreadable(file, error) from error
+    if not isinstance(rest, dict) or not {"optimizer", "scaler", "position"} <= rest.keys():
+        raise _unreadable(file, "it holds something else")
     return rest
 
 
 def read_checkpoint(folder: Path) -> tuple[HostState, dict[str, Any]]:
-    """The state and the position of a commit."""
-    rest = read_rest(folder)
-    state = to_host(read_weights(folder), rest["optimizer"], rest["scaler"], copy=False)
+    """The state and the position of a commit. Raises CheckpointError."""
+    rest, weights = read_rest(folder), read_weights(folder)
+    try:
+        state = to_host(weights, rest["optimizer"], rest["scaler"], copy=False)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _unreadable(folder / "rest.pt", error) from error
     return state, rest["position"]
 
 
 def read_index(folder: Path) -> list[Commit]:
-    """The whole commits of a run's checkpoint folder, oldest first; none without an index."""
-    if not (folder / "index.json").exists():
+    """The whole commits of a run's checkpoint folder, oldest first; none without an index.
+
+    Raises CheckpointError. A folder is named as `Checkpoints` names it, or refused: old ones
+    are removed by these names.
+    """
+    file = folder / "index.json"
+    if not file.exists():
         return []
-    value = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    return [Commit(**entry) for entry in value["commits"]]
+    try:
+        commits = [Commit(**at) for at in json.loads(file.read_text(encoding="utf-8"))["commits"]]
+        wrong = [c.folder for c in commits if c.folder != _folder_name(c.epoch)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(file, error) from error
+    if wrong:
+        raise _unreadable(file, f"it names {wrong[0]!r}, which is no folder of a commit")
+    return commits
+
+
+def _folder_name(epoch: int) -> str:
+    return f"epoch-{epoch:04d}"
+
+
+def _unreadable(file: Path, why: object) -> CheckpointError:
+    text = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
+    return CheckpointError(
+        f"{file} is damaged, or was not written by this package; no code in it was run: {text}"
+    )

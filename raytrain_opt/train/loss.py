@@ -53,6 +53,33 @@ def build_loss(section: LossSection) -> Loss:
     return partial(_users_loss, resolve_function(section.name, _PATH))
 
 
+def check_loss_value(section: LossSection, num_classes: int) -> list[Problem]:
+    """What the user's function does with the outputs and labels of two samples."""
+    import torch
+
+    if section.name == _CROSS_ENTROPY:
+        return []
+    output, labels = torch.zeros(2, num_classes), torch.zeros(2, dtype=torch.int64)
+    try:
+        _called(build_loss(section), output, labels)
+    except JobError as error:
+        return error.problems
+    return []
+
+
+def _called(loss: Loss, output: Tensor, labels: Tensor) -> None:
+    try:
+        loss(output, labels)
+    except JobError:
+        raise
+    except Exception as error:
+        rule = (
+            f"raised {type(error).__name__}: {error}; it is called with output "
+            f"{list(output.shape)} and labels {list(labels.shape)} of two samples"
+        )
+        raise JobError([Problem(_PATH, rule)]) from error
+
+
 def _signature_problems(function: Callable[..., Any]) -> list[Problem]:
     if inspect.isclass(function):
         hint = "wrap it: def loss(output, labels): return MyLoss()(output, labels)"

@@ -11,10 +11,15 @@ import ray
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    """Ray with two logical CPUs, however many there are; its processes find tests/support."""
+    """Ray with two logical CPUs, however many there are; its processes find tests/support.
+
+    Its environment holds a secret, which nothing may write down.
+    """
     support = str(Path(__file__).parents[1] / "support")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", support)
+        patch.setenv("MY_SECRET_TOKEN", "hunter2-planted-secret")
+        patch.setenv("RAY_AUTH_TOKEN", "hunter2-planted-secret")
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         yield
         ray.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 import subprocess
@@ -65,6 +66,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
         for line in lines_of(process):
             output.append(line)
             if line.startswith("epoch 2/"):
+                assert _reachable_from_elsewhere() <= {"ray::RayTrainWorker"}  # torch's store
                 os.killpg(process.pid, signal.SIGINT)
         assert process.wait(60) == 130
     (cut_dir,) = (tmp_path / "cut").iterdir()
@@ -113,6 +115,18 @@ def _still_there() -> list[str]:
             return left
         time.sleep(0.2)
     return []
+
+
+def _reachable_from_elsewhere() -> set[str]:
+    """Names of the commands' processes that listen on more than loopback."""
+    names = {p.pid: p.name() for p in psutil.process_iter() if _is_ours(p)}
+    return {
+        names[at.pid]
+        for at in psutil.net_connections(kind="inet")
+        if at.pid in names
+        and at.status == psutil.CONN_LISTEN
+        and not ipaddress.ip_address(at.laddr.ip).is_loopback
+    }
 
 
 def _is_ours(process: psutil.Process) -> bool:

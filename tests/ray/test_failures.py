@@ -14,7 +14,7 @@ import pytest
 from small_jobs import read_lines, small_job, without_times
 
 from raytrain_opt import run
-from raytrain_opt.errors import DivergedError, JobError, MemberError, PoolError, ResourcesError
+from raytrain_opt.errors import DivergedError, MemberError, PoolError, ResourcesError
 from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.pools.session import placement_groups
 from raytrain_opt.train.checkpoint import read_index
@@ -28,9 +28,10 @@ def test_more_workers_than_the_cluster_holds(tmp_path: Path) -> None:
         run(job)
 
 
-def test_a_global_batch_larger_than_the_data(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="global_batch_size: larger than the training set"):
-        run(small_job(tmp_path, global_batch_size=4096))
+def test_a_device_that_the_cluster_does_not_have(tmp_path: Path) -> None:
+    job = small_job(tmp_path, workers={"count": 2, "use_gpu": True})
+    with pytest.raises(ResourcesError, match=r"workers.use_gpu: true, but no node has a GPU"):
+        run(job)
 
 
 def test_an_exception_in_user_code_reaches_the_user(tmp_path: Path) -> None:

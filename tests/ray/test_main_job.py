@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -87,6 +88,13 @@ def test_the_resolved_job_and_the_events_are_there(finished: RunResult) -> None:
     resolved = load_job(folder / "job.yaml")
     assert resolved.model.args == {"width": 8}
     assert any((folder / "tensorboard").glob("events.*"))
+
+
+def test_no_file_of_a_run_holds_what_is_secret_in_the_environment(finished: RunResult) -> None:
+    secret = os.environ["MY_SECRET_TOKEN"].encode()
+    files = [path for path in Path(finished.run_dir).rglob("*") if path.is_file()]
+    assert Path(finished.run_dir, "result.json") in files
+    assert [path for path in files if secret in path.read_bytes()] == []
 
 
 def test_nothing_of_ours_stays_alive(finished: RunResult) -> None:

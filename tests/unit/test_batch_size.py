@@ -103,6 +103,15 @@ def test_an_answer_is_kept_and_read_again(tmp_path: Path) -> None:
     assert Path(cache(tmp_path).shown).is_file()
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"batch_size": 3}', "{}"])
+def test_a_damaged_answer_is_named(tmp_path: Path, content: str) -> None:
+    kept = Path(cache(tmp_path).shown)
+    kept.parent.mkdir()
+    kept.write_text(content)
+    with pytest.raises(JobError, match=rf"{kept.name} is damaged.*--fresh"):
+        cache(tmp_path).read()
+
+
 def test_a_file_uri_keeps_answers_too(tmp_path: Path) -> None:
     kept = Answer(8, 1.0, "", [])
     made = job(storage_path=f"file://{tmp_path}")

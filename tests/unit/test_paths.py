@@ -51,7 +51,7 @@ def test_relative_and_home_paths_become_absolute(
 
 def test_a_storage_path_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CommitError, match=r"storage_path: .*file.* cannot be made"):
+    with pytest.raises(JobError, match=r"storage_path: no run directory can be made.*file"):
         RunPaths.create(str(tmp_path / "file"), "r")
 
 

@@ -1,4 +1,6 @@
-"""Every way a job file can be wrong: the place and the rule are named, in the file's own words."""
+"""How all that is wrong with a job file is told at once; the mistakes themselves, one by one,
+are in tests/unit/test_bad_input.py.
+"""
 
 from __future__ import annotations
 
@@ -14,94 +16,6 @@ GOOD = {
     "global_batch_size": "global_batch_size: 8",
 }
 STPT = "learning_rate: {policy: stpt, "
-SCHEDULE = "learning_rate: {policy: schedule, "
-CIFAR = "data: {name: cifar10, "
-FOLDER = "data: {name: image_folder, root: x, "
-
-# What replaces or joins the good job, the path of its one problem, words of the message.
-BROKEN = [
-    # missing and unknown keys
-    ("model: ", "model", "must be a section"),
-    ("data: ", "data", "must be a section"),
-    ("data: {root: x}", "data.name", "is required; one of digits"),
-    ("data: {name: arrays, test: [a, b]}", "data.train", "is required"),
-    ("data: {name: arrays, train: [a], test: [a, b]}", "data.train.1", "is required"),
-    ("epoch: 3", "epoch", "did you mean 'epochs'?"),
-    ("batch_size: 3", "batch_size", "did you mean 'global_batch_size'?"),
-    ("gpus: 3", "gpus", "valid here: name, model, data"),
-    ("model: {name: resnet8, arg: {}}", "model.arg", "did you mean 'args'?"),
-    (CIFAR + "rot: x}", "data.rot", "did you mean 'root'?"),
-    (CIFAR + "augment: {flips: true}}", "data.augment.flips", "did you mean 'flip'?"),
-    (CIFAR + "augment: {mirror: true}}", "data.augment.mirror", "here: crop_padding, flip"),
-    (CIFAR + "image_size: 3}", "data.image_size", "normalize, name, root, download, augment"),
-    (STPT + "gamma: 3}", "learning_rate.gamma", "valid here: policy, combine, "),
-    (STPT + "warmup: {epoch: 1}}", "learning_rate.warmup.epoch", "did you mean 'epochs'?"),
-    (SCHEDULE + "candidates: mix}", "learning_rate.candidates", "is not a known key"),
-    ("limits: {start: 3}", "limits.start", "did you mean 'start_s'?"),
-    ("3: 4", "3", "its key must be text"),
-    (FOLDER + "5: 4}", "data.5", "its key must be text"),
-    ("workers: {resources: {3: 1}}", "workers.resources.3", "its key must be text"),
-    # kinds of values
-    ("epochs: two", "epochs", "must be a whole number (given: 'two')"),
-    ("epochs: 1.5", "epochs", "must be a whole number (given: 1.5)"),
-    ("epochs: yes", "epochs", "must be a number (given: True)"),
-    (STPT + "include: [1.0, yes]}", "learning_rate.include.1", "must be a number (given: True)"),
-    ("epochs: [1]", "epochs", "must be a whole number"),
-    ("model: 3", "model", "must be a section"),
-    ("model: {name: 3}", "model.name", "must be text or a function (given: 3)"),
-    ("model: {name: resnet8, args: [1]}", "model.args", "must be a section"),
-    ("workers: 4", "workers", "must be a section (keys and values) (given: 4)"),
-    ("workers: {resources: {GPU: most}}", "workers.resources.GPU", "must be a number"),
-    ("compile: perhaps", "compile", "must be true or false (given: 'perhaps')"),
-    ("storage_path: 3", "storage_path", "must be text (given: 3)"),
-    (STPT + "include: 1.0}", "learning_rate.include", "must be a list (given: 1.0)"),
-    ("learning_rate: stpt", "learning_rate", "with the key policy (given: 'stpt')"),
-    # ranges
-    ("epochs: 0", "epochs", "must be more than 0 (given: 0)"),
-    ("seed: -1", "seed", "must be at least 0 (given: -1)"),
-    (f"seed: '{'9' * 5000}'", "seed", "must be a whole number of fewer digits"),
-    ("loss: {label_smoothing: 1}", "loss.label_smoothing", "must be less than 1 (given: 1)"),
-    ("loss: {label_smoothing: .nan}", "loss.label_smoothing", "(given: nan)"),
-    (STPT + "initial: .inf}", "learning_rate.initial", "must be a finite number"),
-    (STPT + "include: [1, 0]}", "learning_rate.include.1", "must be more than 0 (given: 0)"),
-    ("data: {name: arrays, train: [a, b, c], test: [a, b]}", "data.train", "at most 2 entries"),
-    ("name: a b", "name", "must be text of the form ^[A-Za-z0-9]"),
-    (f"name: {'n' * 101}", "name", "must be at most 100 characters long"),
-    ("limits: {stop_s: 0}", "limits.stop_s", "must be more than 0"),
-    # choices
-    ("precision: fp8", "precision", "must be one of fp32, bf16, fp16 (given: 'fp8')"),
-    (FOLDER + "corrupt: skp}", "data.corrupt", "one of error, skip (given: 'skp'); did you"),
-    ("learning_rate: {policy: stp}", "learning_rate.policy", "did you mean 'stpt'?"),
-    ("learning_rate: {policy: 3}", "learning_rate.policy", "one of stpt, schedule, replay"),
-    ("learning_rate: {initial: 1}", "learning_rate.policy", "is required; one of stpt, schedule"),
-    (SCHEDULE + "shape: cosin}", "learning_rate.shape", "did you mean 'cosine'?"),
-    ("data: cifar11", "data.name", "did you mean 'cifar10'?"),
-    ("data: {name: cifar_10, root: x}", "data.name", "must be one of digits, mnist"),
-    # unions: one problem, whichever alternative was meant
-    (STPT + "alpha: 1.5}", "learning_rate.alpha", "a whole number or at most 1 (given: 1.5)"),
-    (STPT + "alpha: -3}", "learning_rate.alpha", "must be more than 0 (given: -3)"),
-    (STPT + "alpha: few}", "learning_rate.alpha", "must be a number (given: 'few')"),
-    (STPT + "candidates: narow}", "learning_rate.candidates", "list (given: 'narow'); did you"),
-    (STPT + "candidates: [1, -2]}", "learning_rate.candidates.1", "must be more than 0"),
-    (STPT + "candidates: []}", "learning_rate.candidates", "at least one multiplier"),
-    (STPT + "candidates: [2, 2]}", "learning_rate.candidates", "each once (given: [2, 2])"),
-    (CIFAR + "normalize: atuo}", "data.normalize", "did you mean 'auto'?"),
-    (CIFAR + "normalize: [[1], [a]]}", "data.normalize.1.0", "must be a number (given: 'a')"),
-    ("workers: {use_gpu: maybe}", "workers.use_gpu", "must be true or false or auto"),
-    ("checkpoint: {keep: al}", "checkpoint.keep", "a whole number or all (given: 'al'); did you"),
-    # rules over several fields
-    (
-        "workers: {count: 3}",
-        "global_batch_size",
-        "does not split evenly over 3 workers (given: 8)",
-    ),
-    (STPT + "warmup: {epochs: 3}}", "learning_rate.warmup.epochs", "more than the 2 epochs"),
-    ("data: {name: digits, selection_fraction: 0}", "data.selection_fraction", "(given: 0)"),
-    (SCHEDULE + "shape: multistep}", "learning_rate", "milestones go with shape multistep"),
-    (SCHEDULE + "shape: multistep, milestones: [2, 1]}", "learning_rate", "must increase"),
-    ("loss: {name: 'a:b', label_smoothing: 0.1}", "loss", "belongs to cross_entropy"),
-    ("optimizer: {args: {lr: 1}}", "optimizer.args", "use learning_rate.initial"),
-]
 
 
 def problems(*lines: str) -> list[Problem]:
@@ -110,13 +24,6 @@ def problems(*lines: str) -> list[Problem]:
     with pytest.raises(JobError) as caught:
         parse_job("\n".join({**GOOD, **written}.values()))
     return caught.value.problems
-
-
-@pytest.mark.parametrize(("line", "path", "words"), BROKEN)
-def test_one_mistake_is_one_problem(line: str, path: str, words: str) -> None:
-    (problem,) = problems(line)
-    assert problem.path == path
-    assert words in str(problem)
 
 
 @pytest.mark.parametrize("key", GOOD)
@@ -146,6 +53,38 @@ def test_all_mistakes_are_reported_at_once() -> None:
         "sead",
     }
     assert len(found) == 8
+
+
+def test_all_broken_rules_between_sections_are_reported_at_once() -> None:
+    found = problems(
+        "workers: {count: 3, use_gpu: false, resources: {GPU: 1.5}}",
+        STPT + "warmup: {epochs: 3}}",
+        "data: {name: digits, selection_fraction: 0}",
+        "batch_ramp: [{epoch: 3, factor: 2}, {epoch: 2, factor: 4}]",
+        "batch_norm: {sync: true}",
+    )
+    assert [problem.path for problem in found] == [
+        "global_batch_size",
+        "learning_rate.warmup.epochs",
+        "data.selection_fraction",
+        "batch_ramp",
+        "batch_ramp",
+        "batch_ramp",
+        "workers.resources.GPU",
+        "batch_norm.sync",
+    ]
+
+
+def test_all_broken_rules_of_a_section_are_reported_at_once() -> None:
+    found = problems(
+        "learning_rate: {policy: schedule, milestones: [2, 1], half_epoch: 1, warmup: {epochs: 1}}"
+    )
+    assert [str(problem) for problem in found] == [
+        "learning_rate.milestones: go with shape multistep, and it needs at least one "
+        "(given: [2, 1])",
+        "learning_rate.milestones: must increase (given: [2, 1])",
+        "learning_rate.half_epoch: lies within the warm-up of 1 epochs (given: 1)",
+    ]
 
 
 def test_an_unknown_data_set_hides_no_problem_elsewhere() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import pickle
 import struct
 from pathlib import Path
 
@@ -154,72 +152,15 @@ def test_labels_of_any_integer_type_become_int64(tmp_path: Path) -> None:
     assert arrays.train_y.dtype == np.int64
 
 
-NAN = np.ones((4, 5))
-NAN[1, 2] = np.nan
-NAN[3, 4] = -np.inf
-CHANNELS_FIRST = np.zeros((4, 3, 8, 8), np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "words"),
-    [
-        ({"train_y": Y[:3]}, r"train_x\.npy has shape \(4,.*train_y\.npy \(3,\).*same number"),
-        ({"train_y": Y[:0], "train_x": X[:0]}, r"train_y\.npy has no samples"),
-        ({"test_y": Y[:0], "test_x": X[:0]}, r"test_y\.npy has no samples"),
-        ({"train_y": Y.astype(float)}, r"train_y\.npy are float64.*whole class numbers"),
-        ({"train_y": Y[:, None]}, r"train_y\.npy are int64 of shape \(4, 1\)"),
-        ({"train_y": Y - 1}, r"1 of the labels in .*train_y\.npy are outside 0.*is -1, of sample"),
-        ({"test_y": Y + 1}, r"1 of the labels in .*test_y\.npy are outside 0 to 2 .*3, of sample"),
-        ({"train_x": X[:, :1]}, r"uint8 \(1, 3, 3\).*uint8 \(2, 3, 3\); they must be alike"),
-        ({"test_x": X.astype(float)}, r"uint8 \(2, 3, 3\).*float64 \(2, 3, 3\)"),
-        ({"train_x": NAN, "test_x": NAN}, r"2 values in .*train_x\.npy are not finite"),
-        ({"train_x": np.array(["a"] * 4)}, r"train_x\.npy is of type <U1.*real numbers"),
-        ({"train_x": np.ones((4, 2), complex)}, "complex128.*real numbers"),
-        ({"train_x": np.ones(4)}, r"train_x\.npy has shape \(4,\)"),
-        ({"train_x": CHANNELS_FIRST}, r"channels first.*transpose\(0, 2, 3, 1\)"),
-    ],
-)
-def test_wrong_arrays_are_refused(
-    tmp_path: Path, arrays: dict[str, np.ndarray], words: str
-) -> None:
-    section = saved(tmp_path, **arrays)
+def test_images_and_other_numbers_are_not_alike(tmp_path: Path) -> None:
+    words = r"data\.test\.0: .*float64 \(2, 3, 3\).*uint8 \(2, 3, 3\); they must be alike"
     with pytest.raises(DataError, match=words):
-        load_arrays(section)
+        load_arrays(saved(tmp_path, test_x=X.astype(float)))
 
 
 def test_labels_beyond_the_given_number_of_classes_are_refused(tmp_path: Path) -> None:
     section = saved(tmp_path).model_copy(update={"num_classes": 2})
-    with pytest.raises(DataError, match=r"train_y\.npy are outside 0 to 1 \(data\.num_classes\)"):
-        load_arrays(section)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    section = saved(tmp_path)
-    (tmp_path / "test_y.npy").unlink()
-    with pytest.raises(DataError, match=r"data\.test\[1\]: there is no file .*test_y\.npy"):
-        load_arrays(section)
-
-
-@pytest.mark.parametrize("content", [b"", b"no array", gzip.compress(b"x"), pickle.dumps([1])])
-def test_files_that_are_no_arrays_are_refused(tmp_path: Path, content: bytes) -> None:
-    section = saved(tmp_path)
-    (tmp_path / "train_x.npy").write_bytes(content)
-    with pytest.raises(DataError, match=r"data\.train\[0\]: .*train_x\.npy is not a \.npy file"):
-        load_arrays(section)
-
-
-def test_object_arrays_are_refused(tmp_path: Path) -> None:
-    section = saved(tmp_path)
-    np.save(tmp_path / "train_x.npy", np.array([{}] * 4), allow_pickle=True)
-    with pytest.raises(DataError, match="arrays of Python objects are refused"):
-        load_arrays(section)
-
-
-def test_archives_are_refused(tmp_path: Path) -> None:
-    section = saved(tmp_path)
-    np.savez(tmp_path / "a.npz", x=X)
-    (tmp_path / "a.npz").rename(tmp_path / "train_x.npy")
-    with pytest.raises(DataError, match=r"\.npz archive"):
+    with pytest.raises(DataError, match=r"train_y\.npy .* outside 0 to 1 \(data\.num_classes"):
         load_arrays(section)
 
 

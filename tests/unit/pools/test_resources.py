@@ -20,6 +20,7 @@ def plan(
     candidates: int = 4,
     workers: dict[str, Any] | int = 2,
     slots: dict[str, Any] | None = None,
+    sync: bool = False,
 ) -> PoolPlan:
     section = {"count": workers} if isinstance(workers, int) else workers
     job = Job.model_validate(
@@ -30,6 +31,7 @@ def plan(
             "global_batch_size": 60,
             "workers": section,
             "slots": slots or {},
+            "batch_norm": {"sync": sync},
         }
     )
     return plan_pools(job, nodes, candidates)
@@ -119,6 +121,13 @@ def test_gpus_are_used_only_where_wanted_and_there() -> None:
     assert plan(ONE_GPU, workers={"count": 1, "use_gpu": True}).use_gpu
     with pytest.raises(ResourcesError, match=r"workers\.use_gpu: true, but no node has a GPU"):
         plan(LAPTOP, workers={"count": 1, "use_gpu": True})
+
+
+def test_batch_norm_over_all_workers_needs_gpus() -> None:
+    with pytest.raises(ResourcesError, match=r"batch_norm\.sync: .* needs GPUs"):
+        plan(LAPTOP, sync=True)
+    assert plan(LAPTOP, workers=1, sync=True).workers == 1
+    assert plan(TWO_GPUS, sync=True).use_gpu
 
 
 # Explicit resources, several nodes, and what an error says.

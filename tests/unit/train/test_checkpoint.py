@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from full_disk import files_at_most
 from safetensors.torch import load_file
 from torch import nn
 
@@ -141,17 +139,6 @@ def test_what_the_index_does_not_name_is_no_commit(tmp_path: Path) -> None:
 
 
 # Storage that refuses.
-
-
-@contextmanager
-def files_at_most(size: int) -> Iterator[None]:
-    """Writing more fails inside the operating system, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def whole_files(folder: Path) -> dict[str, bytes]:
