@@ -86,4 +86,4 @@ class DivergedError(RaytrainOptError):
 
 
 class CommitError(RaytrainOptError):
-    """A commit or record could not be written; names the path and the cause."""
+    """A commit or record could not be written, or is damaged; names the path and the cause."""

@@ -29,7 +29,7 @@ from raytrain_opt.pools.session import cpu_count, free_resources, ray_session
 from raytrain_opt.pools.setup import Setup
 from raytrain_opt.search import build_policy, most_candidates
 from raytrain_opt.telemetry.terminal import Terminal, open_terminal
-from raytrain_opt.train.checkpoint import read_index
+from raytrain_opt.train.checkpoint import Checkpoints, read_index
 from raytrain_opt.training_run import Startup, TrainingRun
 
 # When Ray is ours it is shut down anyway; no need to wait long for the pools to leave.
@@ -43,6 +43,7 @@ class Session:
     paths: RunPaths
     terminal: Terminal
     startup: Startup
+    checkpoints: Checkpoints  # the last of them is whole
     owned: bool  # Ray was started here, and runs on this machine alone
     data: Callable[[], Data]  # waits until they are read
 
@@ -60,13 +61,16 @@ def open_session(
     startup = Startup(began_s)
     paths = RunPaths.existing(resume) if resume else RunPaths.create(job.storage_path, job.name)
     with open_terminal(job.epochs) as terminal, ThreadPoolExecutor(1) as reader:
-        terminal.note(f"run directory: {paths.shown}")
+        terminal.note(f"{'going on with' if resume else 'run directory:'} {paths.shown}")
+        checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
+        for damage in checkpoints.forget_damaged():
+            terminal.note(f"{damage}; the one before is used")
         terminal.phase("starting", 0, job.epochs)
         reading = reader.submit(_read_data, job)
         try:
             with ray_session(address, verbose=verbose) as owned:
                 startup.mark("ray_connected_s")
-                yield Session(paths, terminal, startup, owned, reading.result)
+                yield Session(paths, terminal, startup, checkpoints, owned, reading.result)
         except KeyboardInterrupt:
             terminal.note(f"interrupted; {how_to_resume(paths)}")
             raise
@@ -115,6 +119,7 @@ def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
         this = TrainingRun(
             job,
             session.paths,
+            session.checkpoints,
             build_policy(job, steps),
             steps,
             workers,
@@ -135,10 +140,7 @@ def how_to_resume(paths: RunPaths) -> str:
     commits = read_index(paths.checkpoints)
     if not commits:
         return f"nothing was committed yet to {paths.shown}"
-    return (
-        f"kept up to epoch {commits[-1].epoch}; go on with: "
-        f"raytrain-opt run --resume {paths.shown}"
-    )
+    return f"kept up to {commits[-1].reached}; go on with: raytrain-opt run --resume {paths.shown}"
 
 
 @dataclass(frozen=True)
