@@ -22,13 +22,13 @@ from raytrain_opt.data import load_shared
 from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.batch_ramp import epoch_steps
+from raytrain_opt.position import Position
 from raytrain_opt.search import build_policy
 from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round
 from raytrain_opt.train.average import averaged
 from raytrain_opt.train.learner import Learner, Shares
 from raytrain_opt.train.state import HostState
 from raytrain_opt.train.totals import TrainTotals
-from raytrain_opt.training_run import Position
 
 WHOLE = Shares(range(1), 1)
 # About as many test images are looked at after an epoch; all of them after the last.
@@ -213,6 +213,9 @@ class InProcessRun:
         if choice.averaged:
             return averaged([self._stashed[r.candidate.index] for r in choice.averaged])
         return self._stashed[winner.index]
+
+    def commit_round(self, state: HostState, plan: Plan, history: tuple[Round, ...]) -> None:
+        """Nothing is written."""
 
     def main_train(self, state: HostState, plan: Plan) -> HostState:
         """The rest of the epoch at the plan's rates."""

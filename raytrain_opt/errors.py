@@ -95,7 +95,7 @@ class CommitError(RaytrainOptError):
     """A commit or record could not be written; names the path and the cause."""
 
 
-class CheckpointError(RaytrainOptError):
+class CheckpointError(CommitError):
     """A commit cannot be read: damaged, or not made by this package; names the file."""
 
     exit_code = 2

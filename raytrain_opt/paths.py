@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -78,7 +79,10 @@ class RunPaths:
         if not there:
             rule = "holds no commit of a run (checkpoints/index.json)"
             raise JobError([Problem("--resume", rule, repr(run_dir))], "arguments")
-        return cls(local, remote)
+        paths = cls(local, remote)
+        if remote is not None:  # all that is here is there, and is removed there with it
+            paths._published = paths._versions()
+        return paths
 
     @property
     def shown(self) -> str:
@@ -153,7 +157,7 @@ class RunPaths:
         """
         if self.remote is None:
             return
-        files = {path: _version(path) for path in self._files()}
+        files = self._versions()
         new = [path for path, changed in files.items() if self._published.get(path) != changed]
         gone = [path for path in self._published if path not in files]
         try:
@@ -168,10 +172,20 @@ class RunPaths:
             raise CommitError(f"{self.remote} cannot be written: {error}") from error
         self._published = files
 
-    def _files(self) -> list[Path]:
-        """All that is whole: a file that is just being written begins with a point."""
+    def sync_records(self) -> None:
+        """Until the lines of all records are on disk. Raises CommitError."""
+        for path in (self.rounds, self.epochs):
+            try:
+                if path.exists():
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+            except OSError as error:
+                raise CommitError(f"{path} cannot be written: {error}") from error
+
+    def _versions(self) -> dict[Path, tuple[int, int]]:
+        """All files that are whole: one that is just being written begins with a point."""
         found = self.local.rglob("*")
-        return [path for path in found if path.is_file() and not path.name.startswith(".")]
+        return {p: _version(p) for p in found if p.is_file() and not p.name.startswith(".")}
 
 
 def _version(path: Path) -> tuple[int, int]:
@@ -193,6 +207,30 @@ def check_storage(storage: str, field: str = "storage_path") -> list[Problem]:
     rule = "holds credentials, which a run would write into its records"
     hint = "give them by the environment or the files of your cloud's tools instead"
     return [Problem(field, rule, None, hint)]
+
+
+def newest_unfinished(storage_path: str, name: str) -> str | None:
+    """The newest run directory of this name that has commits and no result, local or a URI.
+
+    Raises CommitError when the storage cannot be read.
+    """
+    made_by_us = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}-[0-9a-f]{{4}}")
+    try:
+        storage, root = _storage(storage_path)
+        found = storage.get_file_info(fs.FileSelector(root, allow_not_found=True))
+        runs = sorted(at.base_name for at in found if made_by_us.fullmatch(at.base_name))
+        unfinished = (run for run in reversed(runs) if _is_unfinished(storage, f"{root}/{run}"))
+        run_id = next(unfinished, None)
+    except (OSError, ValueError) as error:
+        raise CommitError(f"{storage_path} cannot be read: {error}") from error
+    place = storage_path if "://" in storage_path else root
+    return None if run_id is None else f"{place.rstrip('/')}/{run_id}"
+
+
+def _is_unfinished(storage: fs.FileSystem, run_dir: str) -> bool:
+    files = [f"{run_dir}/checkpoints/index.json", f"{run_dir}/result.json"]
+    index, result = storage.get_file_info(files)
+    return bool(index.type == fs.FileType.File and result.type == fs.FileType.NotFound)
 
 
 def read_stored(storage_path: str, name: str) -> bytes | None:

@@ -15,7 +15,7 @@ import ray
 from raytrain_opt.check import check_job
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import CommitError, DataError, JobError, Problem
+from raytrain_opt.errors import CheckpointError, CommitError, DataError, JobError, Problem
 from raytrain_opt.fit import Data, fitting_data
 from raytrain_opt.lock import only_user
 from raytrain_opt.optim.batch_ramp import epoch_steps
@@ -27,11 +27,12 @@ from raytrain_opt.pools.pool import Pool, Vault, running
 from raytrain_opt.pools.resources import PoolPlan, plan_pools
 from raytrain_opt.pools.session import check_address, cpu_count, free_resources, ray_session
 from raytrain_opt.pools.setup import Setup
+from raytrain_opt.position import Position
 from raytrain_opt.search import build_policy, most_candidates
 from raytrain_opt.stopping import Terminated, stops_on_sigterm
 from raytrain_opt.telemetry.terminal import Terminal, open_terminal
-from raytrain_opt.train.checkpoint import read_checkpoint, read_index
-from raytrain_opt.training_run import Position, Startup, TrainingRun
+from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
+from raytrain_opt.training_run import Startup, TrainingRun
 
 # When Ray is ours it is shut down anyway; no need to wait long for the pools to leave.
 _OWN_RAY_STOP_S = 1.0
@@ -44,6 +45,7 @@ class Session:
     paths: RunPaths
     terminal: Terminal
     startup: Startup
+    checkpoints: Checkpoints  # the last of them is whole
     owned: bool  # Ray was started here, and runs on this machine alone
     data: Data
 
@@ -64,7 +66,7 @@ def open_session(
         terminal = stack.enter_context(open_terminal(job.epochs))
         reader = stack.enter_context(ThreadPoolExecutor(1))
         reading = reader.submit(fitting_data, job)  # beside the start of Ray, before any worker's
-        paths, locked = stack.enter_context(_run_directory(job, resume))
+        paths, checkpoints, notes = stack.enter_context(_run_directory(job, resume))
         terminal.phase("starting", 0, job.epochs)
         try:
             # Ray takes the signal for itself when it is initialised: this comes after it.
@@ -72,12 +74,9 @@ def open_session(
                 startup.mark("ray_connected_s")
                 data = reading.result()
                 startup.mark("data_read_s")
-                terminal.note(f"run directory: {paths.shown}")
-                if not locked:
-                    terminal.note(
-                        "this file system has no locks: let no other run resume this directory"
-                    )
-                yield Session(paths, terminal, startup, owned, data)
+                for note in notes:
+                    terminal.note(note)
+                yield Session(paths, terminal, startup, checkpoints, owned, data)
         except KeyboardInterrupt as stop:
             why = "terminated" if isinstance(stop, Terminated) else "interrupted"
             terminal.note(f"{why}; {how_to_resume(paths)}")
@@ -85,20 +84,28 @@ def open_session(
 
 
 @contextmanager
-def _run_directory(job: Job, resume: str | None) -> Iterator[tuple[RunPaths, bool]]:
-    """A new one, or that of an earlier run whose last commit can be read; and whether it is
-    locked against others. The job is written into it, so that storage that cannot be written
-    is found here. Raises JobError or CheckpointError.
+def _run_directory(
+    job: Job, resume: str | None
+) -> Iterator[tuple[RunPaths, Checkpoints, list[str]]]:
+    """A new one, or that of an earlier run, locked against others; its commits, the last of
+    which can be read; and what a user should know of it. The job is written into it, so that
+    storage that cannot be written is found here. Raises JobError or CheckpointError.
     """
     text = dump_job(job)
     paths = RunPaths.existing(resume) if resume else RunPaths.create(job.storage_path, job.name)
+    notes = [f"{'going on with' if resume else 'run directory:'} {paths.shown}"]
     with ExitStack() as stack:
         try:
-            locked = stack.enter_context(only_user(paths.local))
-            if resume:
-                _check_last_commit(paths)
+            if not stack.enter_context(only_user(paths.local)):
+                notes.append("no locks on this file system: let no other run resume it")
+            checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
+            damages = checkpoints.forget_damaged()
+            notes += [f"{damage}; the one before is used" for damage in damages]
+            _check_position(checkpoints)
             write_text(paths.job, text)
             paths.publish()
+        except CheckpointError:
+            raise
         except (CommitError, OSError) as error:
             if not resume:
                 remove_tree(paths.local)
@@ -106,17 +113,17 @@ def _run_directory(job: Job, resume: str | None) -> Iterator[tuple[RunPaths, boo
             rule = f"cannot be written: {error}"
             raise JobError([Problem(place[0], rule, repr(place[1]))]) from error
         try:
-            yield paths, locked
+            yield paths, checkpoints, notes
         except (JobError, DataError):
-            if not resume and not read_index(paths.checkpoints):
+            if not resume and not checkpoints.commits:
                 remove_tree(paths.local)  # nothing of a run that could not begin
             raise
 
 
-def _check_last_commit(paths: RunPaths) -> None:
+def _check_position(checkpoints: Checkpoints) -> None:
     """Read once more when it is used: a file that is whole is soon read."""
-    for commit in read_index(paths.checkpoints)[-1:]:
-        _, position = read_checkpoint(paths.checkpoints / commit.folder)
+    if checkpoints.latest is not None:
+        _, position = read_checkpoint(checkpoints.folder / checkpoints.latest.folder)
         Position.from_plain(position)
 
 
@@ -171,6 +178,7 @@ def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
         this = TrainingRun(
             job,
             session.paths,
+            session.checkpoints,
             build_policy(job, steps),
             steps,
             workers,
@@ -191,10 +199,7 @@ def how_to_resume(paths: RunPaths) -> str:
     commits = read_index(paths.checkpoints)
     if not commits:
         return f"nothing was committed yet to {paths.shown}"
-    return (
-        f"kept up to epoch {commits[-1].epoch}; go on with: "
-        f"raytrain-opt run --resume {paths.shown}"
-    )
+    return f"kept up to {commits[-1].reached}; go on with: raytrain-opt run --resume {paths.shown}"
 
 
 def _crowded(plan: PoolPlan) -> bool:

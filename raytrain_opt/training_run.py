@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import ray
-from pydantic import TypeAdapter
 
-from raytrain_opt.clock import Parts, monotonic_s
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import CheckpointError, DivergedError, PoolError
+from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.optim.batch_ramp import EpochSteps, ramp_factor
 from raytrain_opt.paths import RunPaths, write_json
 from raytrain_opt.pools.commands import (
@@ -31,49 +30,14 @@ from raytrain_opt.pools.commands import (
     TakeState,
 )
 from raytrain_opt.pools.pool import Pool, Vault
+from raytrain_opt.position import Begun, EpochInHand, Position
 from raytrain_opt.search.fixed import FoundSchedule
 from raytrain_opt.search.policy import CandidateResult, Plan, Policy, Round, is_finite
 from raytrain_opt.telemetry.records import EpochRecord, Recorder
 from raytrain_opt.telemetry.terminal import Terminal
 from raytrain_opt.train.average import averaged
 from raytrain_opt.train.checkpoint import Checkpoints, Commit, read_checkpoint
-from raytrain_opt.train.totals import EvalTotals, TrainTotals
-
-_HISTORY = TypeAdapter(tuple[Round, ...])
-
-
-@dataclass(frozen=True)
-class Position:
-    """From where a run goes on: the epoch that is next, the decisions so far, the rate of each
-    step and the training loss of each epoch.
-    """
-
-    next_epoch: int = 1
-    history: tuple[Round, ...] = ()
-    lrs: tuple[float, ...] = ()
-    losses: tuple[float, ...] = ()
-    search_samples: int = 0
-    main_samples: int = 0
-
-    def to_plain(self) -> dict[str, Any]:
-        """Numbers, texts, lists and dicts only."""
-        return {
-            **vars(self),
-            "lrs": list(self.lrs),
-            "losses": list(self.losses),
-            "history": _HISTORY.dump_python(self.history),
-        }
-
-    @classmethod
-    def from_plain(cls, value: dict[str, Any]) -> Position:
-        """The inverse of `to_plain`. Raises CheckpointError when it is none of ours."""
-        try:
-            history = _HISTORY.validate_python(value["history"])
-            numbers = {key: tuple(value[key]) for key in ("lrs", "losses")}
-            return cls(**{**value, **numbers, "history": history})
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"the commit's position is none of a run: {what}") from error
+from raytrain_opt.train.totals import TrainTotals
 
 
 @dataclass
@@ -88,18 +52,6 @@ class Startup:
         self.marks_s.setdefault(name, monotonic_s() - self.began_s)
 
 
-@dataclass
-class _EpochInHand:
-    """What is measured of the present epoch until it is written down."""
-
-    started_s: float
-    parts: Parts = field(default_factory=Parts)
-    round_record: dict[str, Any] | None = None
-    lrs: list[float] = field(default_factory=list)
-    train: TrainTotals | None = None
-    test: EvalTotals | None = None
-
-
 class TrainingRun:
     """Everything alive of one run. Made by `start.open_run`."""
 
@@ -107,6 +59,7 @@ class TrainingRun:
         self,
         job: Job,
         paths: RunPaths,
+        checkpoints: Checkpoints,
         policy: Policy,
         steps: EpochSteps,
         workers: Pool,
@@ -121,10 +74,10 @@ class TrainingRun:
         self.workers, self.slots, self.vault = workers, slots, vault
         self.terminal, self.startup, self.uses_gpu = terminal, startup, uses_gpu
         self.recorder = Recorder(paths)
-        self.checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
+        self.checkpoints = checkpoints
         self.position = Position()
         self.parallel: dict[str, object] = {}  # how gradients travelled, of the latest epoch
-        self._epoch = _EpochInHand(monotonic_s())
+        self._epoch = EpochInHand(monotonic_s())
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._pending_commit: Future[Commit] | None = None
         self._workers_ready = False
@@ -277,6 +230,12 @@ class TrainingRun:
             replies = self.workers.command(Evaluate(state))
         self._epoch.test = replies[0].totals
 
+    def commit_round(self, state: StateRef, plan: Plan, history: tuple[Round, ...]) -> None:
+        """Write the state after a round beside the next phase, so that no round is repeated."""
+        self.position = replace(self.position, history=history, begun=self._epoch.begun())
+        rounds = sum(choice.epoch == plan.epoch for choice in history)
+        self._save(state, plan.epoch - 1, rounds=rounds)
+
     def commit(self, state: StateRef, plan: Plan, history: tuple[Round, ...]) -> None:
         """Write the epoch down, and its state beside the next epoch's training."""
         record = self._epoch_record(plan)
@@ -286,16 +245,17 @@ class TrainingRun:
             history=history,
             lrs=(*self.position.lrs, *self._epoch.lrs),
             losses=(*self.position.losses, record.train_loss),
+            begun=Begun(),
         )
         self.recorder.epoch(record, self.steps.before(plan.epoch + 1))
         done = tuple(self.steps(epoch) for epoch in range(1, plan.epoch + 1))
         schedule = FoundSchedule(done, self.position.lrs, plan.decay)
         write_json(self.paths.schedule, schedule.to_json())
         if plan.epoch % self.job.checkpoint.every_epochs == 0 or plan.epoch == self.job.epochs:
-            self._save(state, plan.epoch, record.test_accuracy)
+            self._save(state, plan.epoch, accuracy=record.test_accuracy)
         self.terminal.epoch(record, self.job.epochs)
         # From where this record's time ends: no second between two epochs is lost.
-        self._epoch = _EpochInHand(self._epoch.started_s + record.seconds)
+        self._epoch = EpochInHand(self._epoch.started_s + record.seconds)
 
     def restarts(self) -> dict[str, int]:
         """How often a process of each pool was started again."""
@@ -324,10 +284,11 @@ class TrainingRun:
 
     def _resumed_state(self, commit: Commit) -> StateRef:
         state, position = read_checkpoint(self.paths.checkpoints / commit.folder)
-        self.position = Position.from_plain(position)
-        self.recorder.forget_from(self.position.next_epoch)
-        self.terminal.note(f"resumed after epoch {commit.epoch}")
-        return self.vault.put(f"epoch {commit.epoch}", state)
+        self.position = at = Position.from_plain(position)
+        self._epoch = EpochInHand.after(at.begun)
+        self.recorder.forget_after(at.rounds_written, at.next_epoch - 1)
+        self.terminal.note(f"resumed after {commit.reached}")
+        return self.vault.put(commit.folder, state)
 
     def _on_wait(self, pool: str, progress: Progress | None) -> None:
         """About twice a second while a pool works."""
@@ -382,7 +343,7 @@ class TrainingRun:
         if is_finite(totals.loss):
             return
         latest = self.checkpoints.latest
-        kept = f"the last commit is epoch {latest.epoch}" if latest else "there is no commit yet"
+        kept = f"the last commit is after {latest.reached}" if latest else "there is no commit yet"
         raise DivergedError(
             f"epoch {plan.epoch}: the training loss is {totals.loss} at learning rates "
             f"{min(lrs, default=0):.4g} to {max(lrs, default=0):.4g}; {kept} in "
@@ -413,12 +374,17 @@ class TrainingRun:
             parts_s=dict(self._epoch.parts.seconds),
         )
 
-    def _save(self, state: StateRef, epoch: int, accuracy: float | None) -> None:
+    def _save(
+        self, state: StateRef, epoch: int, *, rounds: int = 0, accuracy: float | None = None
+    ) -> None:
         self.wait_for_commit()
-        view, position = self.vault.view(state), self.position.to_plain()
+        view, position = self.vault.view(state), self.position
 
         def save() -> Commit:
-            commit = self.checkpoints.save(epoch, view, position, accuracy)
+            self.paths.sync_records()  # they are never behind the commit
+            commit = self.checkpoints.save(
+                epoch, view, position.to_plain(), test_accuracy=accuracy, rounds=rounds
+            )
             self.paths.publish()
             return commit
 

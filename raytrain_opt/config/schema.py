@@ -235,7 +235,9 @@ class SlotsSection(Section):
 
 
 class CheckpointSection(Section):
-    """Which commits stay in the run directory."""
+    """Which commits are made, and which stay in the run directory. One within an epoch, after a
+    round of candidates, is always made, and stays until the next one is there.
+    """
 
     every_epochs: PositiveInt = Field(1, description="Commit after every this many epochs.")
     keep: PositiveInt | Literal["all"] = Field(2, description="How many of the latest stay.")
@@ -330,6 +332,13 @@ class Job(Section):
     slots: SlotsSection = Field(default_factory=SlotsSection, description="Candidate processes.")
     storage_path: str = Field(
         "runs", description="Folder or URI (s3://…, gs://…) under which run directories are made."
+    )
+    resume: Literal["never", "auto"] = Field(
+        "never",
+        description=(
+            "auto: go on with the newest run of this name below storage_path that has commits and "
+            "no result, when there is one; never: start a new run."
+        ),
     )
     checkpoint: CheckpointSection = Field(
         default_factory=CheckpointSection, description="Which commits stay."

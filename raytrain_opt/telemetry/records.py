@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 from collections.abc import Mapping
@@ -63,15 +62,14 @@ class Recorder:
         self._scalars(step, {f"epoch/{name}": line[name] for name in names})
         self._scalars(step, {"epoch/samples_per_s": record.samples_per_s})
 
-    def forget_from(self, epoch: int) -> None:
-        """Drop lines of epochs that were not committed: a resumed run writes them again."""
-        for path in (self.paths.rounds, self.paths.epochs):
+    def forget_after(self, rounds: int, epochs: int) -> None:
+        """Keep as many lines; a resumed run writes again what came after its last commit."""
+        for path, count in ((self.paths.rounds, rounds), (self.paths.epochs, epochs)):
             if path.exists():
                 lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
                 # A line without an end was cut off when the run died.
-                whole = (line for line in lines if line.endswith("\n"))
-                kept = [line for line in whole if json.loads(line)["epoch"] < epoch]
-                write_text(path, "".join(kept))
+                whole = [line for line in lines if line.endswith("\n")]
+                write_text(path, "".join(whole[:count]))
 
     def result(self, record: Mapping[str, Any]) -> None:
         """result.json."""

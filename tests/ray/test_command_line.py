@@ -51,7 +51,9 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    """The quickstart as it stands; and once more, cut after its second epoch and resumed."""
+    """The quickstart as it stands; and once more, cut in the middle of an epoch, after its round,
+    and resumed by the same command.
+    """
     whole = _run(JOB, "--set", f"storage_path={tmp_path / 'whole'}")
     (whole_dir,) = (tmp_path / "whole").iterdir()
     assert read_lines(str(whole_dir), "epochs")[-1]["test_accuracy"] >= 0.95
@@ -60,27 +62,27 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert "Trial" not in whole
     assert _still_there() == []
 
-    output = []
-    cut = ["--set", f"storage_path={tmp_path / 'cut'}", "--set", "epochs=500"]
-    with start(JOB, *cut) as process:
-        for line in lines_of(process):
-            output.append(line)
-            if line.startswith("epoch 2/"):
-                assert _reachable_from_elsewhere() <= {"ray::RayTrainWorker"}  # torch's store
-                os.killpg(process.pid, signal.SIGINT)
+    again = [JOB, "--set", f"storage_path={tmp_path / 'cut'}", "--set", "resume=auto"]
+    with start(*again) as process:
+        _wait_for_a_round(process, tmp_path / "cut", after_epoch=2)
+        assert _reachable_from_elsewhere() <= {"ray::RayTrainWorker"}  # torch's store
+        os.killpg(process.pid, signal.SIGINT)
+        output = "".join(lines_of(process))
         assert process.wait(60) == 130
     (cut_dir,) = (tmp_path / "cut").iterdir()
-    assert f"raytrain-opt run --resume {cut_dir}" in "".join(output)
-    assert "Traceback" not in "".join(output)
+    last = read_index(cut_dir / "checkpoints")[-1]
+    assert (last.rounds, 2 <= last.epoch < EPOCHS) == (1, True)
+    assert f"kept up to {last.reached}" in output
+    assert f"raytrain-opt run --resume {cut_dir}" in output
+    assert "Traceback" not in output
     assert _still_there() == []
-    done = read_index(cut_dir / "checkpoints")[-1].epoch
-    assert 2 <= done < EPOCHS
 
-    resumed = _run("--resume", str(cut_dir), "--set", f"epochs={EPOCHS}")
-    assert f"resumed after epoch {done}" in resumed
+    resumed = _run(*again)
+    assert f"going on with {cut_dir}" in resumed
+    assert f"resumed after {last.reached}" in resumed
     assert _numbers(cut_dir) == _numbers(whole_dir)
-    last = f"checkpoints/epoch-{EPOCHS:04d}"
-    mine, other = read_weights(cut_dir / last), read_weights(whole_dir / last)
+    end = f"checkpoints/epoch-{EPOCHS:04d}"
+    mine, other = read_weights(cut_dir / end), read_weights(whole_dir / end)
     assert all(mine[name].equal(other[name]) for name in other)
 
 
@@ -101,6 +103,16 @@ def _run(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def _wait_for_a_round(process: subprocess.Popen[str], storage: Path, after_epoch: int) -> None:
+    """Until a round after so many epochs is committed; its main training has just begun."""
+    while process.poll() is None:
+        commits = [c for at in storage.glob("*/checkpoints") for c in read_index(at)]
+        if commits and commits[-1].rounds and commits[-1].epoch >= after_epoch:
+            return
+        time.sleep(0.002)
+    pytest.fail(f"it ended without a round after epoch {after_epoch} in {storage}")
 
 
 def _numbers(run_dir: Path) -> list[dict[str, object]]:

@@ -98,6 +98,17 @@ def test_run_defaults(job_file: str, driver: Any) -> None:
     assert (calls[0]["address"], calls[0]["verbose"]) == (None, False)
 
 
+def test_resume_takes_the_job_of_the_run(tmp_path: Path, job_file: str, driver: Any) -> None:
+    calls, run_dir = driver(lambda: None), tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "index.json").write_text('{"commits": []}')
+    Path(job_file).replace(run_dir / "job.yaml")
+    assert invoke("run", "--resume", str(run_dir), "--set", "epochs=3").exit_code == 0
+    (call,) = calls
+    assert (call["job"].epochs, call["job"].model.name) == (3, "resnet8")
+    assert call["resume"] == str(run_dir)
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

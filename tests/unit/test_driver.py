@@ -12,9 +12,9 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.batch_ramp import EpochSteps
+from raytrain_opt.position import Position
 from raytrain_opt.search import build_policy
 from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round
-from raytrain_opt.training_run import Position
 
 STEPS = 10
 
@@ -40,6 +40,17 @@ class Move(NamedTuple):
     lrs: tuple[float, ...] = ()
 
 
+class Commit(NamedTuple):
+    """From where a run can go on: with how many moves done."""
+
+    position: Position = Position()
+    state: str = "s"
+    moves: int = 1
+
+
+START = Commit()
+
+
 class PretendedRun:
     """The moves of `TrainingRun`; its states are texts of all that was done to them."""
 
@@ -47,15 +58,16 @@ class PretendedRun:
         self.steps = EpochSteps(STEPS)
         self.job, self.policy = job, build_policy(job, self.steps)
         self.accuracy = accuracy
-        self.resumes_at = self.position = Position()
+        self.position = Position()
+        self.resumes_at = START
         self.moves: list[Move] = []
-        self.commits: list[tuple[Round, ...]] = []
+        self.commits: list[Commit] = []
         self.losses: tuple[float, ...] = ()
 
     def initial_state(self) -> str:
         self.moves.append(Move("initial_state"))
-        self.position = self.resumes_at
-        return "s"
+        self.position = self.resumes_at.position
+        return self.resumes_at.state
 
     def pretrain(self, state: str, plan: Plan) -> list[CandidateResult]:
         lrs = tuple(candidate.lr for candidate in plan.candidates)
@@ -93,7 +105,22 @@ class PretendedRun:
 
     def commit(self, state: str, plan: Plan, history: tuple[Round, ...]) -> None:
         self.moves.append(Move("commit", plan.epoch, state))
-        self.commits.append(history)
+        self._commit(plan.epoch + 1, history, state)
+
+    def commit_round(self, state: str, plan: Plan, history: tuple[Round, ...]) -> None:
+        self.moves.append(Move("commit_round", plan.epoch, state))
+        self._commit(plan.epoch, history, state)
+
+    def _commit(self, next_epoch: int, history: tuple[Round, ...], state: str) -> None:
+        position = Position(next_epoch=next_epoch, history=history)
+        self.commits.append(Commit(position, state, len(self.moves)))
+
+    @property
+    def histories(self) -> list[tuple[Round, ...]]:
+        """After each epoch."""
+        after = [self.moves[commit.moves - 1].name for commit in self.commits]
+        pairs = zip(after, self.commits, strict=True)
+        return [commit.position.history for name, commit in pairs if name == "commit"]
 
     def named(self, name: str) -> list[Move]:
         return [move for move in self.moves if move.name == name]
@@ -102,12 +129,12 @@ class PretendedRun:
 def trained(
     accuracy: Accuracy = BEST_NEAR_A_TENTH,
     epochs: int = 1,
-    resumes_at: Position | None = None,
+    resumes_at: Commit = START,
     **learning_rate: Any,
 ) -> PretendedRun:
     """A finished run of the driver's algorithm."""
     run = prepared(accuracy, epochs, **learning_rate)
-    run.resumes_at = resumes_at or Position()
+    run.resumes_at = resumes_at
     train(run.job, run)  # type: ignore[arg-type]
     return run
 
@@ -127,6 +154,7 @@ def test_an_epoch_is_the_published_sequence_of_moves() -> None:
         Move("initial_state"),
         Move("pretrain", 1, "s", (0.2, 0.1, 0.05)),
         Move("take_state", 1, "s", (0.2,)),
+        Move("commit_round", 1, after_round),
         Move("main_train", 1, after_round, (0.2,) * 7),
         Move("evaluate", 1, after_main),
         Move("commit", 1, after_main),
@@ -140,7 +168,7 @@ def test_the_next_epoch_starts_from_the_main_trainings_weights_at_the_winners_ra
         Move("pretrain", 2, "s 1:pre@0.2x3 1:main@0.2x7", (0.4, 0.2, 0.1)),
         Move("pretrain", 3, run.named("commit")[1].state, (0.8, 0.4, 0.2)),
     ]
-    assert [len(history) for history in run.commits] == [1, 2, 3]
+    assert [len(history) for history in run.histories] == [1, 2, 3]
 
 
 def test_warm_up_epochs_have_no_round() -> None:
@@ -156,12 +184,13 @@ def test_warm_up_epochs_have_no_round() -> None:
         ("commit", 2),
         ("pretrain", 3),
         ("take_state", 3),
+        ("commit_round", 3),
         ("main_train", 3),
         ("evaluate", 3),
         ("commit", 3),
     ]
     assert [move.lrs for move in run.named("main_train")[:2]] == [(0.01,) * STEPS] * 2
-    assert [len(history) for history in run.commits] == [0, 0, 1]
+    assert [len(history) for history in run.histories] == [0, 0, 1]
 
 
 def test_a_schedule_trains_whole_epochs_at_its_rates() -> None:
@@ -176,15 +205,17 @@ def test_a_lost_round_is_repeated_at_half_the_rate_from_the_same_state() -> None
         return None if lr > 0.15 else best_near(0.1)(lr)
 
     run = trained(accuracy, initial=0.8)
-    assert [(m.name, m.state, m.lrs) for m in run.moves[1:7]] == [
+    assert [(m.name, m.state, m.lrs) for m in run.moves[1:9]] == [
         ("pretrain", "s", (1.6, 0.8, 0.4)),
         ("lost", "", (0.8,)),
+        ("commit_round", "s", ()),
         ("pretrain", "s", (0.8, 0.4, 0.2)),
         ("lost", "", (0.4,)),
+        ("commit_round", "s", ()),
         ("pretrain", "s", (0.4, 0.2, 0.1)),
         ("take_state", "s", (0.1,)),
     ]
-    [history] = run.commits
+    [history] = run.histories
     assert [choice.winner is None for choice in history] == [True, True, False]
     assert history[-1].next_base_lr == 0.1
 
@@ -215,7 +246,8 @@ def test_pre_training_may_take_the_whole_epoch(alpha: float) -> None:
 
 def test_a_horizon_aware_search_leaves_the_state_and_its_later_rounds_do_not() -> None:
     run = trained(best_near(0.3), epochs=64, policy="stpt_horizon", horizon=1.0)
-    first = [move for move in run.moves[1:] if move.epoch == 1]
+    made = [move for move in run.moves[1:] if move.name != "commit_round"]
+    first = [move for move in made if move.epoch == 1]
     *rounds, decided, trains, _, _ = first
     assert {(move.name, move.state) for move in rounds[::2]} == {("pretrain", "s")}
     assert {move.name for move in rounds[1::2]} == {"lost"}
@@ -231,22 +263,31 @@ def test_a_horizon_aware_search_leaves_the_state_and_its_later_rounds_do_not() -
     assert len(main.lrs) == STEPS - 4
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped() -> None:
-    """Also in an epoch right after a lost round, whose halved rate stays in force."""
+def diverges_above(limit: float) -> Accuracy:
+    return lambda lr: None if lr > limit else best_near(0.8)(lr)
 
-    def accuracy(lr: float) -> float | None:
-        return None if lr > 0.5 else best_near(0.8)(lr)
 
-    whole = trained(accuracy, epochs=5, initial=4.0)
-    for done in range(1, 5):
-        position = Position(next_epoch=done + 1, history=whole.commits[done - 1])
-        rest = trained(accuracy, epochs=5, initial=4.0, resumes_at=position)
-        later = [move for move in whole.moves if move.epoch > done]
-        assert [(m.name, m.epoch, m.lrs) for m in rest.moves[1:]] == [
-            (m.name, m.epoch, m.lrs) for m in later
-        ]
+@pytest.mark.parametrize(
+    ("accuracy", "epochs", "learning_rate", "rounds"),
+    [
+        # Rounds are lost in epoch 1; the halved rate stays in force.
+        (diverges_above(0.5), 5, {"initial": 4.0}, 7),
+        (best_near(0.3), 64, {"policy": "stpt_horizon", "horizon": 1.0}, 4),
+        (BEST_NEAR_A_TENTH, 3, {"policy": "schedule", "shape": "linear"}, 0),
+    ],
+    ids=["stpt", "stpt_horizon", "schedule"],
+)
+def test_a_run_resumed_after_any_round_or_epoch_goes_on_as_if_it_had_not_stopped(
+    accuracy: Accuracy, epochs: int, learning_rate: dict[str, Any], rounds: int
+) -> None:
+    whole = trained(accuracy, epochs, **learning_rate)
+    assert len(whole.named("commit")) == epochs
+    assert len(whole.named("commit_round")) >= rounds
+    for commit in whole.commits:
+        rest = trained(accuracy, epochs, commit, **learning_rate)
+        assert rest.moves[1:] == whole.moves[commit.moves :]
 
 
 def test_a_finished_run_that_is_resumed_trains_no_more() -> None:
-    run = trained(epochs=2, resumes_at=Position(next_epoch=3))
+    run = trained(epochs=2, resumes_at=Commit(Position(next_epoch=3)))
     assert run.moves == [Move("initial_state")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,22 @@ def test_a_run_under_a_uri_is_fetched_to_be_resumed(tmp_path: Path) -> None:
         RunPaths.existing(f"file://{tmp_path}/bucket/nowhere")
 
 
+def test_a_fetched_run_is_not_sent_again_and_what_it_removes_is_removed_there(
+    tmp_path: Path,
+) -> None:
+    run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
+    for name in ("index.json", "epoch-0001/rest.pt", "epoch-0002/rest.pt"):
+        write_json(run.checkpoints / name, {})
+    run.publish()
+    there = tmp_path / "bucket" / run.run_id / "checkpoints"
+    again = RunPaths.existing(run.shown)
+    (there / "epoch-0002" / "rest.pt").write_text("as sent before")
+    remove_tree(again.checkpoints / "epoch-0001")
+    again.publish()
+    assert not (there / "epoch-0001" / "rest.pt").exists()
+    assert (there / "epoch-0002" / "rest.pt").read_text() == "as sent before"
+
+
 @pytest.mark.parametrize(
     "uri", ["file://{file}/below", "nosuchscheme://bucket"], ids=["a file is in the way", "scheme"]
 )
@@ -194,6 +211,19 @@ def test_lines_are_appended(tmp_path: Path) -> None:
 def test_a_line_that_cannot_be_written_is_a_commit_error(tmp_path: Path) -> None:
     with pytest.raises(CommitError, match=r"nowhere.x\.jsonl cannot be written"):
         append_json_line(tmp_path / "nowhere" / "x.jsonl", {})
+
+
+def test_records_are_on_disk_before_a_commit_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, synced = RunPaths.create(str(tmp_path), "r"), []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    run.sync_records()
+    assert synced == []
+    append_json_line(run.rounds, {})
+    append_json_line(run.epochs, {})
+    run.sync_records()
+    assert synced == [run.rounds.stat().st_ino, run.epochs.stat().st_ino]
 
 
 def test_removing_what_is_not_there_is_no_error(tmp_path: Path) -> None:

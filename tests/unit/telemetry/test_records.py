@@ -25,6 +25,7 @@ def epoch(number: int = 1, **values: Any) -> EpochRecord:
         "test_accuracy": 0.7,
         "test_top5": 0.9,
         "test_samples": 10,
+        "workers": 2,
         "samples": 100,
         "samples_per_s": 50.0,
         "skipped": 0,
@@ -92,32 +93,36 @@ def test_rounds_and_result_carry_the_schema_version(recorder: Recorder, paths: R
     assert result["finished_utc"].endswith("+00:00")
 
 
-def test_epochs_that_were_not_committed_are_forgotten(recorder: Recorder, paths: RunPaths) -> None:
+@pytest.mark.parametrize(("rounds", "epochs"), [(0, 0), (3, 1), (4, 2), (6, 3)])
+def test_what_was_not_committed_is_forgotten(
+    recorder: Recorder, paths: RunPaths, rounds: int, epochs: int
+) -> None:
+    """Also in the middle of an epoch, which has two rounds here."""
     for number in (1, 2, 3):
         recorder.round(round_(number, 0.1), 0)
         recorder.round(round_(number, 0.2), 0)
         recorder.epoch(epoch(number), number)
-    recorder.forget_from(3)
-    assert [line["epoch"] for line in lines(paths.epochs)] == [1, 2]
-    assert [line["epoch"] for line in lines(paths.rounds)] == [1, 1, 2, 2]
-    recorder.epoch(epoch(3), 3)
-    assert [line["epoch"] for line in lines(paths.epochs)] == [1, 2, 3]
+    before = lines(paths.rounds)
+    recorder.forget_after(rounds, epochs)
+    assert lines(paths.rounds) == before[:rounds]
+    assert [line["epoch"] for line in lines(paths.epochs)] == [1, 2, 3][:epochs]
+    recorder.epoch(epoch(9), 9)
+    assert lines(paths.epochs)[-1]["epoch"] == 9
 
 
 def test_forgetting_in_a_run_without_records_makes_none(
     recorder: Recorder, paths: RunPaths
 ) -> None:
-    recorder.forget_from(1)
+    recorder.forget_after(0, 0)
     assert not paths.rounds.exists()
     assert not paths.epochs.exists()
 
 
 def test_a_line_cut_off_by_a_crash_is_forgotten(recorder: Recorder, paths: RunPaths) -> None:
-    for number in (1, 2):
-        recorder.epoch(epoch(number), number)
+    recorder.epoch(epoch(1), 1)
     with paths.epochs.open("a") as file:
         file.write('{"schema_version": 1, "epo')
-    recorder.forget_from(2)
+    recorder.forget_after(0, 2)
     assert [line["epoch"] for line in lines(paths.epochs)] == [1]
 
 

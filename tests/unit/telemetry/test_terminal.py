@@ -24,6 +24,7 @@ def record(**values: Any) -> EpochRecord:
         "test_accuracy": 0.9512,
         "test_top5": 0.99,
         "test_samples": 10,
+        "workers": 2,
         "samples": 100,
         "samples_per_s": 12345.6,
         "skipped": 0,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 
 from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import CommitError
+from raytrain_opt.paths import remove_tree
 from raytrain_opt.train import checkpoint
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.state import HostState, capture
@@ -187,5 +190,178 @@ def test_an_index_that_cannot_be_written_leaves_the_old_one_in_force(
 
 def test_the_index_is_readable_json(tmp_path: Path) -> None:
     opened(tmp_path).save(1, trained(), {}, 0.5)
-    value = json.loads((tmp_path / "index.json").read_text())
-    assert value == {"commits": [{"epoch": 1, "folder": "epoch-0001", "test_accuracy": 0.5}]}
+    [commit] = json.loads((tmp_path / "index.json").read_text())["commits"]
+    files = {file.name: file.read_bytes() for file in (tmp_path / "epoch-0001").iterdir()}
+    sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    assert commit == {
+        "folder": "epoch-0001",
+        "epoch": 1,
+        "rounds": 0,
+        "test_accuracy": 0.5,
+        "sha256": sha256,
+    }
+
+
+# Within an epoch.
+
+
+def test_at_most_one_commit_is_within_an_epoch_and_it_goes_with_the_next_epochs(
+    tmp_path: Path,
+) -> None:
+    commits, state = opened(tmp_path, keep=2, keep_best=False), trained()
+    seen = []
+    for epoch in (1, 2, 3):
+        for rounds in (1, 2):
+            commits.save(epoch - 1, state, {}, None, rounds=rounds)
+            seen.append(folders(tmp_path))
+        commits.save(epoch, state, {}, 0.5)
+        seen.append(folders(tmp_path))
+    assert seen == [
+        ["epoch-0000-round-01"],
+        ["epoch-0000-round-02"],
+        ["epoch-0001"],
+        ["epoch-0001", "epoch-0001-round-01"],
+        ["epoch-0001", "epoch-0001-round-02"],
+        ["epoch-0001", "epoch-0002"],
+        ["epoch-0001", "epoch-0002", "epoch-0002-round-01"],
+        ["epoch-0001", "epoch-0002", "epoch-0002-round-02"],
+        ["epoch-0002", "epoch-0003"],
+    ]
+
+
+def test_commits_within_epochs_do_not_count_for_what_is_kept(tmp_path: Path) -> None:
+    """Also where only every third epoch is committed, and the best is an old one."""
+    commits, state = opened(tmp_path, keep=1), trained()
+    commits.save(3, state, {}, 0.9)
+    commits.save(6, state, {}, 0.1)
+    for epoch in (6, 7, 8):
+        commits.save(epoch, state, {}, None, rounds=1)
+    assert [commit.reached for commit in commits.commits] == [
+        "epoch 3",
+        "epoch 6",
+        "round 1 of epoch 9",
+    ]
+    assert folders(tmp_path) == ["epoch-0003", "epoch-0006", "epoch-0008-round-01"]
+    assert opened(tmp_path).commits == commits.commits
+
+
+# Damage.
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def replace_by_another_shape(file: Path) -> None:
+    other = nn.Linear(3, 2)
+    state = capture(
+        other, torch.optim.SGD(other.parameters()), torch.amp.GradScaler("cpu"), copy=True
+    )
+    checkpoint.write_checkpoint(file.parent / "other", state, POSITION)
+    (file.parent / "other" / file.name).replace(file)
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "rest.pt"])
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (Path.unlink, "cannot be read: No such file"),
+        (lambda file: file.write_bytes(b""), "is not as it was written"),
+        (truncate, "is not as it was written"),
+        (flip_a_bit, "is not as it was written"),
+        (replace_by_another_shape, "is not as it was written"),
+    ],
+    ids=["missing", "half-written", "truncated", "bit-flipped", "another shape"],
+)
+def test_a_damaged_commit_is_named_and_the_one_before_is_used(
+    tmp_path: Path, file: str, spoil: Callable[[Path], Any], why: str
+) -> None:
+    commits = opened(tmp_path, keep=2, keep_best=False)
+    save_all(commits, [0.1, 0.2])
+    commits.save(2, trained(1), POSITION, None, rounds=1)
+    spoil(tmp_path / "epoch-0002-round-01" / file)
+    again = opened(tmp_path, keep=2, keep_best=False)
+    [damage] = again.forget_damaged()
+    assert damage.startswith("the commit after round 1 of epoch 3 is damaged: ")
+    assert f"epoch-0002-round-01/{file} {why}" in damage
+    assert again.latest == opened(tmp_path).commits[1]
+    read_checkpoint(tmp_path / "epoch-0002")
+    again.save(3, trained(1), POSITION, 0.3)  # what was damaged leaves with the next commit
+    assert folders(tmp_path) == ["epoch-0002", "epoch-0003"]
+    assert opened(tmp_path).forget_damaged() == []
+
+
+def test_a_damaged_commit_is_replaced_when_its_epoch_is_trained_again(tmp_path: Path) -> None:
+    save_all(opened(tmp_path), [0.1, 0.2])
+    flip_a_bit(tmp_path / "epoch-0002" / "rest.pt")
+    again = opened(tmp_path)
+    assert len(again.forget_damaged()) == 1
+    again.save(2, trained(1), POSITION, 0.2)
+    assert [commit.epoch for commit in again.commits] == [1, 2]
+    assert opened(tmp_path).forget_damaged() == []
+    assert read_checkpoint(tmp_path / "epoch-0002")[1] == POSITION
+
+
+def test_older_commits_are_not_looked_at(tmp_path: Path) -> None:
+    save_all(opened(tmp_path, keep="all"), [0.1, 0.2])
+    flip_a_bit(tmp_path / "epoch-0001" / "rest.pt")
+    assert opened(tmp_path).forget_damaged() == []
+
+
+def test_when_no_commit_is_whole_the_error_lists_each(tmp_path: Path) -> None:
+    save_all(opened(tmp_path, keep="all"), [0.1, 0.2, 0.3])
+    flip_a_bit(tmp_path / "epoch-0003" / "rest.pt")
+    truncate(tmp_path / "epoch-0002" / "weights.safetensors")
+    remove_tree(tmp_path / "epoch-0001")
+    with pytest.raises(CommitError) as caught:
+        opened(tmp_path).forget_damaged()
+    message = str(caught.value)
+    assert "no commit of this run is whole" in message
+    places = [message.index(text) for text in ("-0003/rest", "-0002/weights", "-0001/weights")]
+    assert places == sorted(places)
+    assert "start a new run" in message
+
+
+def test_a_run_without_commits_has_none_that_is_damaged(tmp_path: Path) -> None:
+    assert opened(tmp_path).forget_damaged() == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"commits": [{"epoch": 1,',
+        b"\xff\xfe\x00",
+        b"[1, 2]",
+        b'{"commit": []}',
+        b'{"commits": [{"epoch": 1, "folder": "epoch-0001", "test_accuracy": 0.5}]}',
+        b'{"commits": [{"epoch": "../x", "test_accuracy": 0.5, "sha256": {}}]}',
+    ],
+)
+def test_a_damaged_index_is_named(tmp_path: Path, content: bytes) -> None:
+    save_all(opened(tmp_path), [0.1])
+    (tmp_path / "index.json").write_bytes(content)
+    with pytest.raises(CommitError, match=r"index\.json is damaged.*\n.*start a new run"):
+        opened(tmp_path)
+
+
+def test_an_index_can_neither_leave_out_a_file_nor_name_a_folder_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    folder = tmp_path / "checkpoints"
+    save_all(opened(folder, keep=1, keep_best=False), [0.1])
+    index = folder / "index.json"
+    index.write_text(
+        index.read_text().replace("epoch-0001", "../mine").replace('"rest.pt"', '"x"')
+    )
+    again = opened(folder, keep=1, keep_best=False)
+    with pytest.raises(CommitError, match=r"epoch-0001/rest\.pt is not as it was written"):
+        again.forget_damaged()
+    again.save(2, trained(), {}, None)
+    assert folders(tmp_path) == ["checkpoints", "mine"]
+    assert folders(folder) == ["epoch-0002"]

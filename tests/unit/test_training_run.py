@@ -1,0 +1,289 @@
+"""A run that is cut and resumed ends as one that was not, bit by bit: the run itself, with real
+learners, data, policies and commits. Only the processes are pretended, and what Ray stores.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from rich.console import Console
+from small_jobs import read_lines, small_job, without_times
+
+from raytrain_opt import Job
+from raytrain_opt.data import load_shared
+from raytrain_opt.driver import train
+from raytrain_opt.optim.batch_ramp import epoch_steps
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.pools.commands import Command
+from raytrain_opt.pools.pool import Vault
+from raytrain_opt.pools.slot import Slot
+from raytrain_opt.pools.worker import Worker
+from raytrain_opt.position import Position
+from raytrain_opt.search import build_policy, most_candidates
+from raytrain_opt.telemetry.terminal import Lines
+from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.training_run import Startup, TrainingRun
+
+JOBS: dict[str, dict[str, Any]] = {
+    "stpt": {
+        "epochs": 3,
+        "learning_rate": {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 3},
+    },
+    "stpt averaged": {
+        "epochs": 2,
+        "learning_rate": {
+            "policy": "stpt",
+            "candidates": [2.0, 1.0],
+            "alpha": 3,
+            "combine": "average",
+        },
+        "optimizer": {"name": "AdamW", "args": {}},
+    },
+    "stpt_horizon": {
+        "epochs": 5,
+        "learning_rate": {"policy": "stpt_horizon", "budget": 1.0, "rounds_at": [0.4, 0.8]},
+    },
+    "schedule": {
+        "epochs": 4,
+        "learning_rate": {"policy": "schedule", "shape": "linear"},
+    },
+}
+MOVES = ("pretrain", "take_state", "commit_round", "main_train", "evaluate", "commit")
+# Those after which something is on disk.
+COMMITS = ("commit_round", "commit")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def objects() -> Iterator[None]:
+    """Ray's store within this process: what is put is copied, and read in place."""
+    stored: list[Any] = []
+
+    def put(value: Any) -> int:
+        stored.append(copy.deepcopy(value))
+        return len(stored) - 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "put", put)
+        patch.setattr(ray, "get", lambda ref: stored[ref])
+        yield
+
+
+@dataclass
+class PretendedPool:
+    """What a run uses of a `Pool`; its members work one after the other."""
+
+    name: str
+    members: Sequence[Slot | Worker]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def mailbox(self) -> Any:
+        return SimpleNamespace(first_step=SimpleNamespace(remote=lambda: None))
+
+    def alive(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    def start(self) -> None: ...
+
+    def wait_until_ready(self, limit_s: float) -> None: ...
+
+    def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
+        replies = [member.handle(command, lambda _done, _total: None) for member in self.members]
+        return {index: replies[index] for index in expected or range(self.size)}
+
+
+class Cut(Exception):  # noqa: N818 - not an error of the run
+    """The run dies here."""
+
+
+@dataclass
+class Process:
+    """One execution: what it did until it ended or was cut, and what it told."""
+
+    moves: list[str]
+    told: str
+    finished: bool
+
+
+def execute(job: Job, paths: RunPaths, is_cut: Callable[[list[str]], bool]) -> Process:
+    """As far as `is_cut` lets it, which sees the moves so far. Like every new process it knows
+    nothing but the run directory.
+    """
+    shared, cpu, output = load_shared(job.data), torch.device("cpu"), io.StringIO()
+    learners = [Learner(job, shared, cpu) for _ in range(2)]
+    checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
+    checkpoints.forget_damaged()
+    steps = epoch_steps(learners[0].info.train_size, job.global_batch_size, job.batch_ramp)
+    slots = PretendedPool("slot", [Slot(learners[0], 0)]) if most_candidates(job) else None
+    this = TrainingRun(
+        job,
+        paths,
+        checkpoints,
+        build_policy(job, steps),
+        steps,
+        PretendedPool("worker", [Worker(learners[1], 0, 1, 0.0)]),  # type: ignore[arg-type]
+        slots,  # type: ignore[arg-type]
+        Vault(),
+        Lines(Console(file=output)),
+        Startup(0.0),
+        uses_gpu=False,
+    )
+    process = Process([], "", finished=False)
+    for name in MOVES:
+        setattr(this, name, counted(name, getattr(this, name), process.moves, is_cut))
+    try:
+        train(job, this)
+        this.wait_for_commit()
+        process.finished = True
+    except Cut:
+        pass
+    finally:
+        this.close()
+        for learner in learners:
+            learner.close()
+    process.told = output.getvalue()
+    return process
+
+
+def counted(
+    name: str, move: Callable[..., Any], moves: list[str], is_cut: Callable[[list[str]], bool]
+) -> Callable[..., Any]:
+    def make(*arguments: Any) -> Any:
+        result = move(*arguments)
+        moves.append(name)
+        if is_cut(moves):
+            raise Cut
+        return result
+
+    return make
+
+
+def outcome(paths: RunPaths) -> dict[str, Any]:
+    """All numbers that a run leaves, but for times."""
+    latest = Checkpoints(paths.checkpoints, small_job(paths.local).checkpoint).latest
+    assert latest is not None
+    state, plain = read_checkpoint(paths.checkpoints / latest.folder)
+    position = Position.from_plain(plain)
+    rounds = read_lines(str(paths.local), "rounds") if paths.rounds.exists() else []
+    epochs = read_lines(str(paths.local), "epochs")
+    parts = [sorted(line["parts_s"]) for line in (*rounds, *epochs)]
+    for line in epochs:
+        for name in ("seconds", "samples_per_s", "parts_s"):
+            del line[name]
+    return {
+        "commit": latest.reached,
+        "state": state.digest(),
+        "lrs": position.lrs,
+        "samples": (position.search_samples, position.main_samples),
+        "rounds": without_times(rounds),
+        "epochs": epochs,
+        "parts": parts,
+        "schedule": json.loads(paths.schedule.read_text()),
+    }
+
+
+@dataclass
+class Whole:
+    """A run that was not cut."""
+
+    job: Job
+    moves: list[str]
+    outcome: dict[str, Any]
+
+
+def tiny_job(storage: Path, **changes: Any) -> Job:
+    model = {"name": "small_cnn", "args": {"width": 2}}
+    return small_job(storage, model=model, workers={"count": 1}, **changes)
+
+
+@pytest.fixture(scope="module", params=JOBS)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    job = tiny_job(tmp_path_factory.mktemp("whole"), **JOBS[request.param])
+    paths = RunPaths.create(job.storage_path, job.name)
+    process = execute(job, paths, lambda _: False)
+    assert process.moves.count("commit") == job.epochs
+    return Whole(job, process.moves, outcome(paths))
+
+
+def resumed_until_finished(
+    job: Job, paths: RunPaths, is_cut: Callable[[list[str]], bool]
+) -> list[Process]:
+    processes = [execute(job, paths, is_cut)]
+    while not processes[-1].finished:
+        assert len(processes) < 100
+        processes.append(execute(job, paths, is_cut))
+    return processes
+
+
+@pytest.mark.parametrize("further", [0, 1, 2])
+def test_a_run_that_is_cut_after_every_commit_ends_as_one_that_was_not(
+    whole: Whole, further: int, tmp_path: Path
+) -> None:
+    """Each process makes one more commit and then `further` moves, which are lost."""
+
+    def is_cut(moves: list[str]) -> bool:
+        commits = [number for number, name in enumerate(moves) if name in COMMITS]
+        return bool(commits) and len(moves) - 1 == commits[0] + further
+
+    paths = RunPaths.create(str(tmp_path), "cut")
+    processes = resumed_until_finished(whole.job, paths, is_cut)
+    made = [move for process in processes for move in process.moves]
+    commits = sum(move in COMMITS for move in whole.moves)
+    assert sum(move in COMMITS for move in made) == commits
+    assert len(processes) == commits + (further == 0)
+    assert outcome(paths) == whole.outcome
+    if further == 0:
+        assert made == whole.moves
+
+
+def test_the_user_is_told_from_where_it_goes_on(tmp_path: Path) -> None:
+    job, paths = tiny_job(tmp_path, **JOBS["stpt"]), RunPaths.create(str(tmp_path), "cut")
+    processes = resumed_until_finished(job, paths, lambda moves: moves[-1] in COMMITS)
+    told = [line for process in processes for line in process.told.splitlines()]
+    assert [line for line in told if line.startswith("resumed")] == [
+        "resumed after round 1 of epoch 1",
+        "resumed after epoch 1",
+        "resumed after round 1 of epoch 2",
+        "resumed after epoch 2",
+        "resumed after round 1 of epoch 3",
+        "resumed after epoch 3",
+    ]
+
+
+@pytest.mark.parametrize("name", ["stpt", "schedule"])
+def test_epochs_without_a_commit_are_trained_again(name: str, tmp_path: Path) -> None:
+    """What was written of them is forgotten; the round after them is not repeated."""
+    job = tiny_job(tmp_path, **{**JOBS[name], "epochs": 4}, checkpoint={"every_epochs": 2})
+    whole, cut = (RunPaths.create(str(tmp_path), kind) for kind in ("whole", "cut"))
+    execute(job, whole, lambda _: False)
+    execute(job, cut, lambda moves: moves.count("commit") == 3)
+    rest = execute(job, cut, lambda _: False)
+    assert rest.moves.count("commit") == 2
+    assert rest.moves[0] == "main_train"
+    assert outcome(cut) == outcome(whole)
+
+
+def test_a_damaged_commit_costs_what_came_after_the_one_before(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, **JOBS["stpt"])
+    whole, cut = (RunPaths.create(str(tmp_path), kind) for kind in ("whole", "cut"))
+    execute(job, whole, lambda _: False)
+    execute(job, cut, lambda moves: moves.count("commit_round") == 3)
+    (cut.checkpoints / "epoch-0002-round-01" / "rest.pt").write_bytes(b"")
+    rest = execute(job, cut, lambda _: False)
+    assert "resumed after epoch 2" in rest.told
+    assert rest.moves[0] == "pretrain"
+    assert outcome(cut) == outcome(whole)
