@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection
+from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import Batch, nothing
 from raytrain_opt.errors import ResourcesError
+from raytrain_opt.optim.build import set_lr
+from raytrain_opt.optim.scaling import scale_lr
 from raytrain_opt.telemetry.utilization import (
     Sampler,
     ScriptedSampler,
@@ -28,8 +31,10 @@ from raytrain_opt.telemetry.utilization import (
     open_sampler,
 )
 from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.noise import NormMeter
 from raytrain_opt.train.probe_result import Probe
 from raytrain_opt.train.timing import PARTS, marks_for
+from raytrain_opt.train.totals import GradientNorms
 from raytrain_opt.train.untouched import untouched
 
 _MIB = 1024**2
@@ -38,6 +43,9 @@ _EVALUATION_STEPS = 3
 _WARM_S, _TIMED_S, _LEAST_STEPS = 0.5, 1.0, 2
 # What is believed of the spread of steps before any is seen, and how many steps that counts for.
 _USUAL_SPREAD, _USUAL_WEIGHT = 0.03, 3
+# Of the gradient noise: batches and samples of an update, and updates.
+_LEAST_SHARES, _MOST_SHARES, _NOISE_SAMPLES = 2, 32, 256
+_LEAST_UPDATES, _MOST_UPDATES = 4, 16
 # How torch, cuDNN, cuBLAS and the CPU allocator say that memory is out, apart from
 # torch.OutOfMemoryError.
 _MEMORY_TEXTS = (
@@ -66,6 +74,8 @@ class Subject:
     scaler: torch.amp.GradScaler
     # Evaluation steps at this batch size; only the check of the chosen size does them.
     evaluate: Callable[[int], None] = lambda _: None
+    # Sets the rate for updates of so many samples, where noise is measured.
+    set_rate: Callable[[int], None] = lambda _: None
 
 
 def subject_of(learner: Learner) -> Subject:
@@ -94,7 +104,19 @@ def subject_of(learner: Learner) -> Subject:
         learner.autocast,
         learner.scaler,
         evaluate,
+        lambda samples: set_lr(learner.optimizer, _rate(learner.job, samples)),
     )
+
+
+def _rate(job: Job, samples: int) -> float:
+    """The job's learning rate, in proportion for updates smaller than its own."""
+    policy = job.learning_rate
+    assert policy.policy != "replay"  # allows no search
+    rate, scaling = policy.initial, policy.scaling
+    if scaling is not None:
+        batch, reference = job.global_batch_size, scaling.reference_batch_size
+        rate = scale_lr(scaling.rule, rate, reference, batch)
+    return rate * min(1.0, samples / job.global_batch_size)
 
 
 def measure(
@@ -166,6 +188,7 @@ def _measured(
         while not _enough(loop.step_seconds(), section, steps_factor):
             loop.run(section.min_steps, _TIMED_S, least=_LEAST_STEPS)
     step_s, parts_s = loop.step_seconds(), loop.part_seconds()
+    norms = loop.norms(batch_size, len(step_s)) if section.measures_noise else None
     if steps_factor > 1:
         subject.model.eval()
         subject.evaluate(batch_size)
@@ -185,6 +208,7 @@ def _measured(
         utilization_samples=len(monitor.samples),
         peak_memory_mib=memory.peak_bytes() / _MIB,
         joule_per_sample=None if monitor.energy_j is None else monitor.energy_j / samples,
+        norms=norms,
         why=why,
     )
 
@@ -221,9 +245,41 @@ class _Loop:
         mark()
         subject.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         mark()
-        subject.scaler.step(subject.optimizer)
-        subject.scaler.update()
+        self._update()
         mark()
+
+    def _update(self) -> None:
+        self._subject.scaler.step(self._subject.optimizer)
+        self._subject.scaler.update()
+
+    def norms(self, batch_size: int, batches: int) -> GradientNorms:
+        """How noisy gradients are, from about so many batches, several to an update.
+
+        A short piece of training from the start weights, at the job's rate; its first half only
+        leads away from the start. It says what the noise scale is early in the training. Later
+        it is larger, often by far, so a batch size chosen by it is small rather than large.
+        Gradients stay while the next batch of an update is computed, which takes their memory.
+        """
+        shares = min(max(_LEAST_SHARES, math.ceil(_NOISE_SAMPLES / batch_size)), _MOST_SHARES)
+        updates = min(max(_LEAST_UPDATES, batches // shares), _MOST_UPDATES)
+        self._subject.set_rate(shares * batch_size)
+        meter = NormMeter(self._subject.model)
+        pairs = torch.stack([self._accumulated(meter, shares) for _ in range(updates)])
+        kept = tuple((own, whole) for own, whole in pairs[updates // 2 :].tolist())
+        return GradientNorms(batch_size, shares * batch_size, kept)
+
+    def _accumulated(self, meter: NormMeter, shares: int) -> Tensor:
+        """One update with several batches, and its norms."""
+        subject = self._subject
+        subject.optimizer.zero_grad(set_to_none=True)
+        for batch in islice(self._batches, shares):
+            with subject.autocast():
+                loss = subject.loss(subject.model(batch.x), batch.y) / shares
+            with meter.share():
+                subject.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        norms = meter.finish(shares, subject.scaler.scale)
+        self._update()
+        return norms
 
     def step_seconds(self) -> list[float]:
         """Of each counted step, from the end of the one before."""
