@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 
 RANK_PY = Path(__file__).with_name("noise_rank.py")
-STEPS, STILL_STEPS = 24, 3
+STILL_STEPS = 2
 
 Found = dict[str, Any]
 
@@ -61,10 +61,9 @@ def test_all_ranks_get_the_same(ranks: list[Found]) -> None:
 @pytest.mark.parametrize("case", ["default", "growing", "bf16", "fp16", "batchnorm"])
 def test_training_is_the_same_to_the_bit(ranks: list[Found], case: str) -> None:
     for found in ranks:
-        always, sometimes, never = found["trained"][case]
-        assert always["state"] == sometimes["state"] == never["state"]
-        for one, other in zip(always["weights"], never["weights"], strict=True):
+        watched, plain = found["trained"][case]
+        assert watched["state"] == plain["state"]
+        for one, other in zip(watched["weights"], plain["weights"], strict=True):
             assert torch.equal(one, other)
-        assert always["pairs"] == [STEPS, 3]
-        assert sometimes["pairs"] == [STEPS // 3, 1]
-        assert never["pairs"] == [0, 0]
+        assert watched["pairs"] == [5, 1]
+        assert plain["pairs"] == [0, 0]
