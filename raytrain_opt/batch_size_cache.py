@@ -40,13 +40,10 @@ class Cache:
         """For everything in the job that decides the speed at a batch size. Functions of one's
         own count by name: a change of their code is not seen.
         """
-        parts = ["model", "data", "optimizer", "loss", "precision", "channels_last", "compile"]
-        parts += ["workers", "batch_size_search"]
-        if job.batch_size_search is not None and job.batch_size_search.measures_noise:
-            parts += ["learning_rate", "global_batch_size"]
+        parts = ("model", "data", "optimizer", "loss", "precision", "channels_last", "compile")
         plain = plain_job(job)
         decides = {
-            **{name: plain[name] for name in parts},
+            **{name: plain[name] for name in (*parts, "workers", "batch_size_search")},
             "largest": limits.largest,
             "device": devices(use_gpu),
             "versions": versions(),

@@ -19,11 +19,8 @@ from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import Batch, nothing
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.optim.build import set_lr
-from raytrain_opt.optim.scaling import scale_lr
 from raytrain_opt.telemetry.utilization import (
     Sampler,
     ScriptedSampler,
@@ -43,9 +40,9 @@ _EVALUATION_STEPS = 3
 _WARM_S, _TIMED_S, _LEAST_STEPS = 0.5, 1.0, 2
 # What is believed of the spread of steps before any is seen, and how many steps that counts for.
 _USUAL_SPREAD, _USUAL_WEIGHT = 0.03, 3
-# Of the gradient noise: batches and samples of an update, and updates.
+# Of the gradient noise: batches and samples of a large gradient, and such gradients.
 _LEAST_SHARES, _MOST_SHARES, _NOISE_SAMPLES = 2, 32, 256
-_LEAST_UPDATES, _MOST_UPDATES = 4, 16
+_LEAST_LARGE, _MOST_LARGE = 2, 8
 # How torch, cuDNN, cuBLAS and the CPU allocator say that memory is out, apart from
 # torch.OutOfMemoryError.
 _MEMORY_TEXTS = (
@@ -74,8 +71,6 @@ class Subject:
     scaler: torch.amp.GradScaler
     # Evaluation steps at this batch size; only the check of the chosen size does them.
     evaluate: Callable[[int], None] = lambda _: None
-    # Sets the rate for updates of so many samples, where noise is measured.
-    set_rate: Callable[[int], None] = lambda _: None
 
 
 def subject_of(learner: Learner) -> Subject:
@@ -104,19 +99,7 @@ def subject_of(learner: Learner) -> Subject:
         learner.autocast,
         learner.scaler,
         evaluate,
-        lambda samples: set_lr(learner.optimizer, _rate(learner.job, samples)),
     )
-
-
-def _rate(job: Job, samples: int) -> float:
-    """The job's learning rate, in proportion for updates smaller than its own."""
-    policy = job.learning_rate
-    assert policy.policy != "replay"  # allows no search
-    rate, scaling = policy.initial, policy.scaling
-    if scaling is not None:
-        batch, reference = job.global_batch_size, scaling.reference_batch_size
-        rate = scale_lr(scaling.rule, rate, reference, batch)
-    return rate * min(1.0, samples / job.global_batch_size)
 
 
 def measure(
@@ -245,31 +228,27 @@ class _Loop:
         mark()
         subject.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         mark()
-        self._update()
+        subject.scaler.step(subject.optimizer)
+        subject.scaler.update()
         mark()
 
-    def _update(self) -> None:
-        self._subject.scaler.step(self._subject.optimizer)
-        self._subject.scaler.update()
-
     def norms(self, batch_size: int, batches: int) -> GradientNorms:
-        """How noisy gradients are, from about so many batches, several to an update.
+        """Of gradients at the present weights, from about so many batches.
 
-        A short piece of training from the start weights, at the job's rate; its first half only
-        leads away from the start. It says what the noise scale is early in the training. Later
-        it is larger, often by far, so a batch size chosen by it is small rather than large.
-        Gradients stay while the next batch of an update is computed, which takes their memory.
+        A job's probes train at rate 0, so these are its start weights, and the noise scale is
+        that of the start. It grows while a training goes on, often more than tenfold: what is
+        chosen by it is small rather than large. Unlike in a step, gradients stay while the next
+        batch is computed, which takes their memory.
         """
         shares = min(max(_LEAST_SHARES, math.ceil(_NOISE_SAMPLES / batch_size)), _MOST_SHARES)
-        updates = min(max(_LEAST_UPDATES, batches // shares), _MOST_UPDATES)
-        self._subject.set_rate(shares * batch_size)
+        large = min(max(_LEAST_LARGE, batches // shares), _MOST_LARGE)
         meter = NormMeter(self._subject.model)
-        pairs = torch.stack([self._accumulated(meter, shares) for _ in range(updates)])
-        kept = tuple((own, whole) for own, whole in pairs[updates // 2 :].tolist())
-        return GradientNorms(batch_size, shares * batch_size, kept)
+        pairs = torch.stack([self._pair(meter, shares) for _ in range(large)]).tolist()
+        found = tuple((own, whole) for own, whole in pairs)
+        return GradientNorms(batch_size, shares * batch_size, found)
 
-    def _accumulated(self, meter: NormMeter, shares: int) -> Tensor:
-        """One update with several batches, and its norms."""
+    def _pair(self, meter: NormMeter, shares: int) -> Tensor:
+        """Squared norms of the gradients of several batches, and of their mean."""
         subject = self._subject
         subject.optimizer.zero_grad(set_to_none=True)
         for batch in islice(self._batches, shares):
@@ -277,9 +256,7 @@ class _Loop:
                 loss = subject.loss(subject.model(batch.x), batch.y) / shares
             with meter.share():
                 subject.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        norms = meter.finish(shares, subject.scaler.scale)
-        self._update()
-        return norms
+        return meter.finish(shares, subject.scaler.scale)
 
     def step_seconds(self) -> list[float]:
         """Of each counted step, from the end of the one before."""

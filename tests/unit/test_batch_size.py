@@ -134,15 +134,6 @@ def test_what_decides_the_speed_is_the_key(tmp_path: Path) -> None:
     assert len({one.key for one in [*same, *other]}) == 1 + len(other)
 
 
-def test_with_goodput_the_rate_decides_too(tmp_path: Path) -> None:
-    """Noise is measured while it trains."""
-    faster = {"policy": "stpt", "initial": 0.2}
-    for objective, keys in (("samples_per_s", 1), ("goodput", 2)):
-        search = {"objective": objective}
-        found = [cache(tmp_path, search), cache(tmp_path, search, learning_rate=faster)]
-        assert len({one.key for one in found}) == keys
-
-
 def test_storage_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CommitError, match="file"):
