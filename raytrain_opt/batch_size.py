@@ -31,6 +31,7 @@ from raytrain_opt.pools.session import free_resources, placement_groups, remove_
 from raytrain_opt.pools.setup import threads_for
 from raytrain_opt.search.batch_size import Limits
 from raytrain_opt.search.batch_size_build import check_sampler
+from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.start import Session, open_session, start_host
 from raytrain_opt.telemetry.batch_size import probe_text, probes_table
 from raytrain_opt.telemetry.records import SCHEMA_VERSION, finite
@@ -154,8 +155,9 @@ def _search(
 
 
 def _limits(job: Job, section: BatchSizeSection, session: Session) -> Limits:
-    share = session.data.info.train_size // job.workers.count
-    return Limits(min(share, section.max_batch_size or share), share)
+    workers = job.workers.count
+    share = session.data.info.train_size // workers
+    return Limits(min(share, section.max_batch_size or share), share, workers)
 
 
 def _probe(
@@ -235,11 +237,14 @@ def _follow(host: Any, setup: ProbeSetup, lines: list[dict[str, Any]], session: 
 def probe_line(number: int, record: ProbeRecord) -> dict[str, Any]:
     """A line of batch_size.jsonl."""
     probe = asdict(record.probe)
+    norms, _ = record.probe.norms, probe.pop("norms")
+    noise = None if norms is None else NoiseScale.of(norms)
     line = {
         "probe": number,
         "check": record.check,
         "reason": record.reason,
         **probe,
+        "noise_scale": None if noise is None else noise.to_record(),
         "pid": record.pid,
     }
     return {"schema_version": SCHEMA_VERSION, **cast("dict[str, Any]", finite(line))}

@@ -10,6 +10,7 @@ from typing import Any
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.session import alive_nodes
+from raytrain_opt.search import noise_scale
 from raytrain_opt.telemetry.records import versions
 from raytrain_opt.telemetry.terminal import print_summary
 from raytrain_opt.training_run import TrainingRun
@@ -55,6 +56,7 @@ def _summary(this: TrainingRun, epochs: Sequence[dict[str, Any]], wall_s: float)
     measured = [e for e in epochs if e["test_accuracy"] is not None]
     best = max(measured, key=lambda e: e["test_accuracy"], default=None)
     at = this.position
+    noise = [e["noise_scale"] for e in epochs if e.get("noise_scale")]
     keys = ("epoch", "test_accuracy", "test_top5", "test_loss", "train_loss", "lr")
     return {
         "status": "finished",
@@ -75,6 +77,7 @@ def _summary(this: TrainingRun, epochs: Sequence[dict[str, Any]], wall_s: float)
         "time_to_first_step_s": this.startup.marks_s.get("first_step_s"),
         "startup_s": this.startup.marks_s,
         "parallel": this.parallel,
+        "noise_scale": noise_scale.summary(noise),
         "restarts": this.restarts(),
         "versions": versions(),
         "hardware": _hardware(this),
@@ -122,9 +125,11 @@ def _places(this: TrainingRun, summary: dict[str, Any]) -> list[tuple[str, str]]
     cost = summary["search"]["fraction_of_training"]
     shown = this.paths.shown
     latest = this.checkpoints.latest
+    noise = summary["noise_scale"]
     lines = [
         ("wall time", f"{summary['wall_s']:.1f} s"),
         ("search cost", f"{cost:.0%} of the training's samples"),
+        *([("noise scale", noise["sentence"])] if noise else []),
         ("result", f"{shown}/result.json"),
         ("rounds", f"{shown}/rounds.jsonl"),
         ("epochs", f"{shown}/epochs.jsonl"),

@@ -32,6 +32,7 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.pool import Pool, Vault
 from raytrain_opt.position import Begun, EpochInHand, Position
 from raytrain_opt.search.fixed import FoundSchedule
+from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.search.policy import CandidateResult, Plan, Policy, Round, is_finite
 from raytrain_opt.telemetry.records import EpochRecord, Recorder
 from raytrain_opt.telemetry.terminal import Terminal
@@ -355,6 +356,7 @@ class TrainingRun:
         train, test = self._epoch.train, self._epoch.test
         assert train is not None
         seconds = monotonic_s() - self._epoch.started_s
+        noise = None if train.norms is None else NoiseScale.of(train.norms)
         return EpochRecord(
             epoch=plan.epoch,
             lr=self._epoch.lrs[-1],
@@ -372,6 +374,7 @@ class TrainingRun:
             skipped=train.skipped,
             seconds=seconds,
             parts_s=dict(self._epoch.parts.seconds),
+            noise_scale=None if noise is None else noise.to_record(),
         )
 
     def _save(

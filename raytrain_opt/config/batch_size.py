@@ -57,13 +57,25 @@ class _BatchSizeSearch(Section):
         description="How busy the device is.",
     )
 
+    @property
+    def measures_noise(self) -> bool:
+        """Whether probes also measure how noisy gradients are."""
+        return False
+
 
 class ThroughputKneeSearch(_BatchSizeSearch):
     """The smallest batch size that is about as fast as the fastest; ours."""
 
     strategy: Literal["throughput_knee"]
+    objective: Literal["samples_per_s", "goodput"] = Field(
+        "samples_per_s",
+        description=(
+            "What is to be large. goodput: samples/s times the progress that a sample makes, "
+            "which falls when the global batch nears the gradient noise scale."
+        ),
+    )
     tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.02, description="Share of the best samples/s that may be given up for a smaller size."
+        0.02, description="Share of the best objective that may be given up for a smaller size."
     )
     precision: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.02,
@@ -73,6 +85,11 @@ class ThroughputKneeSearch(_BatchSizeSearch):
         ),
     )
     max_probes: PositiveInt = Field(12, description="Measurements at most, repeats included.")
+
+    @property
+    def measures_noise(self) -> bool:
+        """Goodput is made of it."""
+        return self.objective == "goodput"
 
 
 class _Published(_BatchSizeSearch):

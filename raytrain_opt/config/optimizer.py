@@ -105,3 +105,11 @@ class ParallelSection(Section):
             "first step."
         ),
     )
+    noise_scale: bool = Field(
+        True,
+        description=(
+            "Measure how noisy the gradients are (McCandlish et al.), from what the workers "
+            "compute anyway, in one of 8 updates; the result says what a larger batch would cost "
+            "in samples. With one worker there is nothing to compare."
+        ),
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from raytrain_opt.train.probe_result import Probe
+from raytrain_opt.train.totals import GradientNorms
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Measurement:
 
     `out_of_memory` also stands for a size that would use up the memory reserve. `_error` is a
     standard error (samples/s). Utilisation in percent: the mean of the top half of the
-    samples; nan where none was sampled.
+    samples; nan where none was sampled. `norms`: of gradients, where the strategy asks for them.
     """
 
     batch_size: int
@@ -26,6 +27,7 @@ class Measurement:
     samples_per_s: float = math.nan
     samples_per_s_error: float = math.nan
     utilization_pct: float = math.nan
+    norms: GradientNorms | None = None
 
     @classmethod
     def of(cls, probe: Probe) -> Measurement:
@@ -36,6 +38,7 @@ class Measurement:
             probe.samples_per_s,
             probe.samples_per_s_error,
             probe.utilization_pct,
+            probe.norms,
         )
 
     @property
@@ -46,10 +49,13 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes from 1 to `largest` are allowed; an epoch has `epoch_samples` (per worker)."""
+    """Sizes from 1 to `largest` are allowed; an epoch has `epoch_samples` (per worker). The global
+    batch is `workers` times a size.
+    """
 
     largest: int
     epoch_samples: int
+    workers: int = 1
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,10 @@ Ours. Every proposal draws likely curves of samples/s from the measurements
 - otherwise its *rival* is the size that most often beats it by more than that. Measure the
   size, old or new, that tells most about the difference between the two.
 
+With `objective: goodput` all this is about samples/s times the progress of a sample, which falls
+with the global batch: 1 / (1 + global batch / noise scale) (see search/noise_scale.py). The noise
+scale is that of all probes so far.
+
 Sizes grow by a factor of 4 at most; after one that did not fit, the range up to it is halved
 (in the logarithm), and only while sizes in it could be faster by more than the tolerance.
 """
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +36,7 @@ from raytrain_opt.search.memory_bound import (
     largest_open,
     smallest_unfit,
 )
+from raytrain_opt.search.noise_scale import NoiseScale, log_efficiency, pooled
 from raytrain_opt.search.throughput_model import Array, Point, combine, draw_curves
 
 _SURE = 0.95
@@ -59,11 +64,19 @@ class ThroughputKnee:
         if ask is not None:
             return ask
         measured = fitting(history, self.limits)
-        outlook = _Outlook.after(measured, largest_open(history, self.limits))
+        outlook = self._outlook(measured, largest_open(history, self.limits))
         if len(history) >= self.section.max_probes:
             size = outlook.knee(self.section.tolerance, only_measured=True)
             return Choice(size, f"stopped after max_probes: {outlook.describe(size)}")
         return self._decide(outlook, smallest_unfit(history))
+
+    def _outlook(self, measured: Sequence[Measurement], largest: int) -> _Outlook:
+        outlook = _Outlook.after(measured, largest)
+        if self.section.objective == "samples_per_s":
+            return outlook
+        found = [NoiseScale.of(m.norms) for m in measured if m.norms is not None]
+        parts = [noise for noise in found if noise is not None]
+        return outlook.at(pooled(parts) if parts else None, self.limits.workers)
 
     def _decide(self, outlook: _Outlook, unfit: int | None) -> Ask | Choice:
         knee = outlook.knee(self.section.tolerance)
@@ -89,8 +102,9 @@ class _Outlook:
 
     points: tuple[Point, ...]
     sizes: tuple[int, ...]
-    curves: Array  # log samples/s, [curve, size]
+    curves: Array  # log of what is to be large, [curve, size]
     noise: float  # of one more measurement, as a share of samples/s
+    what: str = "samples/s"
 
     @classmethod
     def after(cls, measured: Sequence[Measurement], largest: int) -> _Outlook:
@@ -99,13 +113,21 @@ class _Outlook:
         errors = [p.error * math.sqrt(_times(measured, p.batch_size)) for p in points]
         return cls(tuple(points), sizes, draw_curves(points, sizes), float(np.median(errors)))
 
+    def at(self, noise: NoiseScale | None, workers: int) -> _Outlook:
+        """The same for goodput; without a noise scale every sample counts alike."""
+        if noise is None:
+            return replace(self, what="goodput (no noise scale could be measured)")
+        costs = [log_efficiency(noise.value, workers * size) for size in self.sizes]
+        what = f"goodput at a noise scale of {noise}"
+        return replace(self, curves=self.curves + np.array(costs), what=what)
+
     @property
     def largest_measured(self) -> int:
         return self.points[-1].batch_size
 
     @property
     def losses(self) -> Array:
-        """log(best samples/s / samples/s), [curve, size]."""
+        """log(best / this size's), [curve, size]."""
         losses: Array = self.curves.max(axis=1, keepdims=True) - self.curves
         return losses
 
@@ -162,7 +184,7 @@ class _Outlook:
         shares = np.exp(-self.losses[:, self.sizes.index(size)])
         low, middle = (100 * float(q) for q in np.quantile(shares, [1 - _SURE, 0.5]))
         return (
-            f"{size} gives about {middle:.1f} % of the best samples/s up to {self.sizes[-1]}, "
+            f"{size} gives about {middle:.1f} % of the best {self.what} up to {self.sizes[-1]}, "
             f"{_SURE:.0%} sure of {low:.1f} %"
         )
 

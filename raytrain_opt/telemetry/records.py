@@ -17,7 +17,9 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One epoch. Seconds from a monotonic clock; accuracies and losses as measured."""
+    """One epoch. Seconds from a monotonic clock; accuracies and losses as measured. `noise_scale`:
+    that of the gradients, where it was measured (`NoiseScale.to_record`).
+    """
 
     epoch: int
     lr: float
@@ -34,6 +36,7 @@ class EpochRecord:
     skipped: int
     seconds: float
     parts_s: dict[str, float]
+    noise_scale: dict[str, Any] | None = None
 
 
 class Recorder:
@@ -61,6 +64,8 @@ class Recorder:
         names = ("lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "test_top5")
         self._scalars(step, {f"epoch/{name}": line[name] for name in names})
         self._scalars(step, {"epoch/samples_per_s": record.samples_per_s})
+        if line["noise_scale"] is not None:
+            self._scalars(step, {"epoch/noise_scale": line["noise_scale"]["value"]})
 
     def forget_after(self, rounds: int, epochs: int) -> None:
         """Keep as many lines; a resumed run writes again what came after its last commit."""

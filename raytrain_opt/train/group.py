@@ -20,6 +20,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.optimizer import ParallelSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.train.buckets import BackwardOrder, Plan, fastest, plan_buckets
+from raytrain_opt.train.noise import GroupWatch, NoiseWatch, NoWatch, Pair, Scale
 from raytrain_opt.train.timing import Marks, marks_for
 
 # torch 2.15 gave `broadcast_buffers` a new name and warns about the old one.
@@ -45,12 +46,22 @@ class Parallel(Protocol):
         """For a forward pass that is trained on. May be another one after `after_step`."""
         ...
 
+    def begin(self, shares: float, scale: Scale) -> None:
+        """A phase begins: this process computes `shares` shares of each update, and multiplies
+        their losses by `scale`.
+        """
+        ...
+
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one share; `last`: the last one of an update."""
         ...
 
     def after_step(self) -> None:
         """To be called after each update."""
+        ...
+
+    def finish(self) -> tuple[Pair, ...]:
+        """The phase is over: squared gradient norms of some of its updates (`train.noise`)."""
         ...
 
     def report(self) -> dict[str, object]:
@@ -64,12 +75,19 @@ class Alone:
     def __init__(self, model: nn.Module) -> None:
         self.forward = model
 
+    def begin(self, shares: float, scale: Scale) -> None:
+        """Nothing to prepare."""
+
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Nothing to wait for."""
         return nullcontext()
 
     def after_step(self) -> None:
         """Nothing to adapt."""
+
+    def finish(self) -> tuple[Pair, ...]:
+        """Nothing was measured."""
+        return ()
 
     def report(self) -> dict[str, object]:
         """Nothing was chosen."""
@@ -94,9 +112,14 @@ class DataParallel:
         self._plan: Plan | None = None
         self._tried: list[dict[str, object]] = []
         self._wrap_s: list[float] = []
+        self._noise: NoiseWatch = GroupWatch(model) if section.noise_scale else NoWatch()
         self.forward = self._wrapped({}, init_sync=True)
         self._adaptation = self._adapt()
         next(self._adaptation, None)
+
+    def begin(self, shares: float, scale: Scale) -> None:
+        """A phase begins; see `Parallel`."""
+        self._noise.begin(shares, scale)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -104,7 +127,7 @@ class DataParallel:
         if not self._in_update:
             self._in_update = True
             self._marks.set()
-        with nullcontext() if last else self.forward.no_sync():
+        with self._noise.share(last), nullcontext() if last else self.forward.no_sync():
             yield
 
     def after_step(self) -> None:
@@ -112,6 +135,10 @@ class DataParallel:
         self._marks.set()
         self._in_update = False
         next(self._adaptation, None)
+
+    def finish(self) -> tuple[Pair, ...]:
+        """See `Parallel`. All workers call it together: it exchanges a message."""
+        return self._noise.finish()
 
     def report(self) -> dict[str, object]:
         """The plan in use, the seconds of the steps of each one tried, and what wrapping cost.

@@ -36,7 +36,7 @@ from raytrain_opt.train.batchnorm import (
 from raytrain_opt.train.group import Parallel, alone
 from raytrain_opt.train.loss import build_loss
 from raytrain_opt.train.state import HostState, capture, restore
-from raytrain_opt.train.totals import BLOCK, EvalTotals, TrainTotals
+from raytrain_opt.train.totals import BLOCK, EvalTotals, GradientNorms, TrainTotals
 
 _AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -149,6 +149,7 @@ class Learner:
         self._seed(f"{self.job.seed} {epoch} {first_step} {shares.mine.start}")
         set_weight_decays(self.optimizer, [decay * each for each in self._weight_decays])
         self.parallel.forward.train()
+        self.parallel.begin(shares.divided_by, self.scaler.scale)
         batches = self._batches(range(first_step, first_step + len(lrs)))
         for done, lr in enumerate(lrs):
             on_step(done)
@@ -174,7 +175,13 @@ class Learner:
             skipped=skipped,
             seconds=monotonic_s() - started_s,
             data_wait_s=wait_s,
+            norms=self._norms(),
         )
+
+    def _norms(self) -> GradientNorms | None:
+        """What was measured of the gradients of the phase that is over."""
+        pairs, size = self.parallel.finish(), self._global_batch_size(self._phase.epoch)
+        return GradientNorms(size // self._phase.shares.count, size, pairs) if pairs else None
 
     def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
         """Forward and backward of one share; returns [sum of losses, hits] on the device."""

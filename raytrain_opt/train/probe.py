@@ -28,8 +28,10 @@ from raytrain_opt.telemetry.utilization import (
     open_sampler,
 )
 from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.noise import NormMeter
 from raytrain_opt.train.probe_result import Probe
 from raytrain_opt.train.timing import PARTS, marks_for
+from raytrain_opt.train.totals import GradientNorms
 from raytrain_opt.train.untouched import untouched
 
 _MIB = 1024**2
@@ -38,6 +40,9 @@ _EVALUATION_STEPS = 3
 _WARM_S, _TIMED_S, _LEAST_STEPS = 0.5, 1.0, 2
 # What is believed of the spread of steps before any is seen, and how many steps that counts for.
 _USUAL_SPREAD, _USUAL_WEIGHT = 0.03, 3
+# Of the gradient noise: batches and samples of a large gradient, and such gradients.
+_LEAST_SHARES, _MOST_SHARES, _NOISE_SAMPLES = 2, 32, 256
+_LEAST_LARGE, _MOST_LARGE = 2, 8
 # How torch, cuDNN, cuBLAS and the CPU allocator say that memory is out, apart from
 # torch.OutOfMemoryError.
 _MEMORY_TEXTS = (
@@ -166,6 +171,7 @@ def _measured(
         while not _enough(loop.step_seconds(), section, steps_factor):
             loop.run(section.min_steps, _TIMED_S, least=_LEAST_STEPS)
     step_s, parts_s = loop.step_seconds(), loop.part_seconds()
+    norms = loop.norms(batch_size, len(step_s)) if section.measures_noise else None
     if steps_factor > 1:
         subject.model.eval()
         subject.evaluate(batch_size)
@@ -185,6 +191,7 @@ def _measured(
         utilization_samples=len(monitor.samples),
         peak_memory_mib=memory.peak_bytes() / _MIB,
         joule_per_sample=None if monitor.energy_j is None else monitor.energy_j / samples,
+        norms=norms,
         why=why,
     )
 
@@ -224,6 +231,32 @@ class _Loop:
         subject.scaler.step(subject.optimizer)
         subject.scaler.update()
         mark()
+
+    def norms(self, batch_size: int, batches: int) -> GradientNorms:
+        """Of gradients at the present weights, from about so many batches.
+
+        A job's probes train at rate 0, so these are its start weights, and the noise scale is
+        that of the start. It grows while a training goes on, often more than tenfold: what is
+        chosen by it is small rather than large. Unlike in a step, gradients stay while the next
+        batch is computed, which takes their memory.
+        """
+        shares = min(max(_LEAST_SHARES, math.ceil(_NOISE_SAMPLES / batch_size)), _MOST_SHARES)
+        large = min(max(_LEAST_LARGE, batches // shares), _MOST_LARGE)
+        meter = NormMeter(self._subject.model)
+        pairs = torch.stack([self._pair(meter, shares) for _ in range(large)]).tolist()
+        found = tuple((own, whole) for own, whole in pairs)
+        return GradientNorms(batch_size, shares * batch_size, found)
+
+    def _pair(self, meter: NormMeter, shares: int) -> Tensor:
+        """Squared norms of the gradients of several batches, and of their mean."""
+        subject = self._subject
+        subject.optimizer.zero_grad(set_to_none=True)
+        for batch in islice(self._batches, shares):
+            with subject.autocast():
+                loss = subject.loss(subject.model(batch.x), batch.y) / shares
+            with meter.share():
+                subject.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return meter.finish(shares, subject.scaler.scale)
 
     def step_seconds(self) -> list[float]:
         """Of each counted step, from the end of the one before."""

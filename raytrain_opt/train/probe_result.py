@@ -6,11 +6,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from raytrain_opt.train.totals import GradientNorms
+
 
 @dataclass(frozen=True)
 class Probe:
     """One measurement. `parts_s`: mean seconds of a step by part (see `train.timing`), which add
     up to the step. Utilisation in percent: mean of the top half of the samples, and of all.
+    `norms`: of gradients, where the search asks for them.
     """
 
     batch_size: int
@@ -25,4 +28,5 @@ class Probe:
     utilization_samples: int = 0
     peak_memory_mib: float = math.nan
     joule_per_sample: float | None = None
+    norms: GradientNorms | None = None
     why: str = ""

@@ -6,8 +6,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class GradientNorms:
+    """Squared norms of gradients, a pair for each update that was looked at: the mean of those of
+    `small_batch` samples, and that of all `big_batch` together. See `search.noise_scale`.
+    """
+
+    small_batch: int
+    big_batch: int
+    pairs: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
 class TrainTotals:
-    """Sums over the samples of one training phase (of one process, or reduced over all)."""
+    """Sums over the samples of one training phase (of one process, or reduced over all). `norms`:
+    of all processes together, where they were measured.
+    """
 
     steps: int
     samples: int
@@ -16,6 +29,7 @@ class TrainTotals:
     skipped: int
     seconds: float
     data_wait_s: float
+    norms: GradientNorms | None = None
 
     @property
     def loss(self) -> float:

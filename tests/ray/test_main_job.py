@@ -63,6 +63,15 @@ def test_epochs_and_result_agree(finished: RunResult) -> None:
     assert result["versions"]["torch"] == torch.__version__.split("+")[0]
 
 
+def test_how_noisy_the_gradients_were_is_told(finished: RunResult) -> None:
+    epochs = read_lines(finished.run_dir, "epochs")
+    assert [line["noise_scale"]["batch_size"] for line in epochs] == [64] * 3
+    assert all(line["noise_scale"]["updates"] == 2 for line in epochs)
+    noise = finished.summary["noise_scale"]
+    assert [stage["updates"] for stage in noise["stages"]] == [2, 4]
+    assert "doubling the global batch of 64 costs" in noise["sentence"]
+
+
 def test_the_schedule_is_the_rate_of_every_step(finished: RunResult) -> None:
     schedule = json.loads((Path(finished.run_dir) / "schedule.json").read_text())
     rounds = read_lines(finished.run_dir, "rounds")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from raytrain_opt.search.batch_size import Ask, Choice, Limits, Measurement, Strategy
+from raytrain_opt.train.totals import GradientNorms
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Machine:
     noise: float = 0.0
     seed: int = 0
     utilization_pct: Callable[[int], float] = lambda size: math.nan
+    noise_scale: float | None = None  # of gradients, seen with chance in it; None: not measured
     history: list[Measurement] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,7 +67,30 @@ class Machine:
         rate = self.curve.samples_per_s(size)
         noisy = rate * (1 + self.noise * self._random.standard_normal())
         used = self.utilization_pct(size)
-        return Measurement(size, "ok", float(noisy), rate * self.noise, used)
+        return Measurement(size, "ok", float(noisy), rate * self.noise, used, self._norms(size))
+
+    def _norms(self, size: int) -> GradientNorms | None:
+        """Of 8 updates: |G|^2 is 1, in 100 dimensions, and tr S the noise scale."""
+        if self.noise_scale is None:
+            return None
+        shares = max(2, 256 // size)
+        spread = math.sqrt(self.noise_scale / 100 / size)
+        own = 0.1 + spread * self._random.standard_normal((8, shares, 100))
+        small = np.square(own).sum(axis=2).mean(axis=1)
+        whole = np.square(own.mean(axis=1)).sum(axis=1)
+        pairs = tuple(zip(small.tolist(), whole.tolist(), strict=True))
+        return GradientNorms(size, shares * size, pairs)
+
+    def goodput(self, size: int) -> float:
+        """True samples/s times the progress of a sample."""
+        assert self.noise_scale is not None
+        noise = 1 + size * self.limits.workers / self.noise_scale
+        return self.curve.samples_per_s(size) / noise
+
+    def goodput_regret(self, choice: Choice) -> float:
+        """Share of the best goodput that the choice gives up."""
+        best = max(self.goodput(size) for size in range(1, self.largest + 1))
+        return 1 - self.goodput(choice.batch_size) / best
 
     def search(self, strategy: Strategy, at_most: int = 300) -> Choice:
         """Ask and tell until the choice, which has to be a measured size that fits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import pytest
 
 from raytrain_opt import Job
-from raytrain_opt.batch_size import with_batch_size, with_choice, with_scaled_lr
+from raytrain_opt.batch_size import probe_line, with_batch_size, with_choice, with_scaled_lr
 from raytrain_opt.batch_size_cache import Answer, Cache
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import CommitError, JobError
 from raytrain_opt.paths import RunPaths
+from raytrain_opt.pools.probes import ProbeRecord
 from raytrain_opt.search.batch_size import Limits
+from raytrain_opt.train.probe_result import Probe
+from raytrain_opt.train.totals import GradientNorms
 
 LIMITS = Limits(largest=700, epoch_samples=700)
 STPT = {"policy": "stpt", "initial": 0.1}
@@ -68,6 +72,11 @@ def test_a_replayed_schedule_keeps_its_batch_size() -> None:
         ({"strategy": "fastest"}, "batch_size_search.strategy"),
         ({"tolerance": 2}, "batch_size_search.tolerance"),
         ({"target_pct": 99}, "batch_size_search.target_pct"),
+        ({"objective": "speed"}, "batch_size_search.objective"),
+        (
+            {"strategy": "epoch_time_minimize", "objective": "goodput"},
+            "batch_size_search.objective",
+        ),
         ({"utilization": {"period_s": 0.01}}, "batch_size_search.utilization.period_s"),
     ],
 )
@@ -127,6 +136,7 @@ def test_what_decides_the_speed_is_the_key(tmp_path: Path) -> None:
         cache(tmp_path, data="mnist"),
         cache(tmp_path, precision="bf16"),
         cache(tmp_path, {"tolerance": 0.1}),
+        cache(tmp_path, {"objective": "goodput"}),
         cache(tmp_path, workers={"count": 1}),
         cache(tmp_path, largest=50),
     ]
@@ -137,3 +147,16 @@ def test_storage_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CommitError, match="file"):
         cache(tmp_path / "file").write(Answer(1, 1.0, "", []))
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_probes_line_has_the_noise_scale_for_its_norms(measured: bool) -> None:
+    norms = GradientNorms(8, 16, ((1 + 100 / 8, 1 + 100 / 16),) * 5) if measured else None
+    line = probe_line(1, ProbeRecord(Probe(8, "ok", 1.0, 0.1, norms=norms), "first", None))
+    assert "norms" not in line
+    assert json.loads(json.dumps(line, allow_nan=False)) == line
+    if measured:
+        assert line["noise_scale"]["value"] == pytest.approx(100)
+        assert line["noise_scale"]["updates"] == 5
+    else:
+        assert line["noise_scale"] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ from raytrain_opt.search.batch_size import Ask, Choice, Limits, Measurement
 from raytrain_opt.search.batch_size_build import build_strategy
 from raytrain_opt.search.batch_size_knee import ThroughputKnee
 from raytrain_opt.search.throughput_model import combine, draw_curves
+from raytrain_opt.train.totals import GradientNorms
 
 WIDE = Limits(largest=4096, epoch_samples=50_000)
 
@@ -138,6 +140,83 @@ class TestDecisions:
         choice = searched(Machine(Curve(half=4.0), WIDE, noise=0.002))
         assert "% of the best samples/s up to 4096" in choice.reason
         assert "95% sure" in choice.reason
+
+
+class TestGoodput:
+    """The noise scale is known, and so is the size at which most progress is made a second."""
+
+    def test_near_the_best_on_random_machines(self) -> None:
+        regrets, probes = [], []
+        for seed in range(120):
+            made = random_machine(seed)
+            scale = float(np.exp(np.random.default_rng(seed).uniform(math.log(30), math.log(3e4))))
+            limits = replace(made.limits, workers=1 + seed % 8)
+            machine = replace(made, limits=limits, noise_scale=scale, history=[])
+            regrets.append(machine.goodput_regret(searched(machine, objective="goodput")))
+            probes.append(len(machine.history))
+        assert sum(regret <= 0.05 for regret in regrets) / len(regrets) >= 0.9
+        assert median(probes) <= 8
+
+    def test_between_no_overhead_and_no_noise(self) -> None:
+        """Overhead of 100 samples and noise of 400: the best is sqrt(100 x 400) = 200."""
+        machine = Machine(Curve(half=100.0), WIDE, noise=0.002, noise_scale=400.0)
+        choice = searched(machine, objective="goodput", tolerance=0.005)
+        assert 128 <= choice.batch_size <= 256
+        assert searched(machine.fresh()).batch_size >= 2048
+
+    def test_more_noise_takes_a_larger_batch(self) -> None:
+        chosen = [
+            searched(
+                Machine(Curve(half=50.0), WIDE, noise=0.002, noise_scale=scale),
+                objective="goodput",
+            ).batch_size
+            for scale in (30.0, 300.0, 3000.0, 30_000.0)
+        ]
+        assert chosen == sorted(set(chosen))
+        assert chosen[-1] >= 8 * chosen[0]
+
+    def test_more_workers_take_a_smaller_batch_each(self) -> None:
+        chosen = [
+            searched(
+                Machine(
+                    Curve(half=50.0), replace(WIDE, workers=n), noise=0.002, noise_scale=1000.0
+                ),
+                objective="goodput",
+            ).batch_size
+            for n in (1, 8, 64)
+        ]
+        assert chosen == sorted(set(chosen), reverse=True)
+
+    def test_noise_that_hides_the_gradient_leaves_speed_alone(self) -> None:
+        machine = Machine(Curve(half=4.0), WIDE, noise=0.002)
+        speed = searched(machine)
+        hidden = GradientNorms(8, 16, ((3.0, 1.0),) * 8)
+        history = [replace(m, norms=hidden) for m in machine.history]
+        choice = throughput_knee(objective="goodput").propose(history)
+        assert choice.batch_size == speed.batch_size
+        assert "more than can be measured, at least 0: noise dominates" in choice.reason
+
+    def test_the_reason_names_the_noise_scale(self) -> None:
+        machine = Machine(Curve(half=50.0), WIDE, noise=0.002, noise_scale=400.0)
+        reason = searched(machine, objective="goodput").reason
+        found = re.search(r"goodput at a noise scale of (\d+) \((\d+) to (\d+)\)", reason)
+        assert found is not None
+        value, low, high = map(float, found.groups())
+        assert low < value < high
+        assert value == pytest.approx(400, rel=0.25)
+
+    def test_without_any_norms_speed_counts_and_it_is_said(self) -> None:
+        machine = Machine(Curve(half=4.0), WIDE, noise=0.002)
+        choice = searched(machine, objective="goodput")
+        assert choice.batch_size == searched(machine.fresh()).batch_size
+        assert "goodput (no noise scale could be measured)" in choice.reason
+
+    def test_speed_alone_takes_no_notice_of_noise(self) -> None:
+        noisy = Machine(Curve(half=4.0), WIDE, noise=0.002)
+        choice = searched(noisy)
+        known = GradientNorms(8, 16, ((1 + 10 / 8, 1 + 10 / 16),) * 8)
+        history = [replace(m, norms=known) for m in noisy.history]
+        assert throughput_knee().propose(history) == choice
 
 
 class TestMemory:

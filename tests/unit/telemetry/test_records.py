@@ -126,24 +126,39 @@ def test_a_line_cut_off_by_a_crash_is_forgotten(recorder: Recorder, paths: RunPa
     assert [line["epoch"] for line in lines(paths.epochs)] == [1]
 
 
-def test_tensorboard_reads_the_scalars(recorder: Recorder, paths: RunPaths) -> None:
+def events(paths: RunPaths) -> dict[str, tuple[int, float]]:
+    """Step and value of each scalar, the last where there are several."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
-    recorder.round(round_(2, 0.25, -INF), 10)
-    recorder.epoch(epoch(2, test_top5=None), 20)
-    recorder.close()
     [file] = paths.tensorboard.iterdir()
     found = {}
     for raw in RawEventFileLoader(str(file)).Load():
         event = Event.FromString(raw)
         for value in event.summary.value:
             found[value.tag] = (event.step, value.simple_value)
+    return found
+
+
+def test_tensorboard_reads_the_scalars(recorder: Recorder, paths: RunPaths) -> None:
+    recorder.round(round_(2, 0.25, -INF), 10)
+    recorder.epoch(epoch(2, test_top5=None), 20)
+    recorder.close()
+    found = events(paths)
     assert found["round/candidate_0/score"] == (10, 0.25)
     assert "round/candidate_1/score" not in found
     assert found["epoch/train_loss"] == (20, 0.5)
     assert found["epoch/samples_per_s"] == (20, 50.0)
     assert "epoch/test_top5" not in found
+    assert "epoch/noise_scale" not in found
+
+
+def test_a_noise_scale_is_a_scalar_where_it_is_finite(recorder: Recorder, paths: RunPaths) -> None:
+    recorder.epoch(epoch(1, noise_scale={"value": 812.0, "high": INF}), 10)
+    recorder.epoch(epoch(2, noise_scale={"value": INF, "high": INF}), 20)
+    recorder.close()
+    assert [line["noise_scale"]["value"] for line in lines(paths.epochs)] == [812.0, None]
+    assert events(paths)["epoch/noise_scale"] == (10, 812.0)
 
 
 def test_versions_are_of_what_decides_the_numbers() -> None:

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 import raytrain_opt.train.probe as probe_module
 from raytrain_opt.config.batch_size import GpuUsageMaximizeSearch, ThroughputKneeSearch
 from raytrain_opt.data.base import Batch
+from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.telemetry.utilization import ScriptedSampler
 from raytrain_opt.train import timing
 from raytrain_opt.train.probe import Subject, is_out_of_memory, mean_and_error, measure
@@ -232,6 +233,66 @@ def test_a_trace_shows_forward_and_backward(tmp_path: Any) -> None:
     text = path.read_text()
     assert "aten::linear" in text
     assert "Backward" in text
+
+
+GOODPUT = SECTION.model_copy(update={"objective": "goodput"})
+
+
+def test_noise_is_measured_where_it_is_asked_for_and_leaves_no_trace() -> None:
+    it = subject()
+    train(it, 2)
+    before = everything(it)
+    assert measure(it, 8, SECTION, sampler()).norms is None
+    norms = measure(it, 8, GOODPUT, sampler()).norms
+    assert everything(it) == before
+    assert norms is not None
+    assert (norms.small_batch, norms.big_batch) == (8, 256)
+    assert 2 <= len(norms.pairs) <= 8
+    assert all(0 < whole < own for own, whole in norms.pairs)
+
+
+@pytest.mark.parametrize(
+    ("size", "together"), [(1000, 2000), (200, 400), (100, 300), (3, 96), (2, 64)]
+)
+def test_noise_is_that_of_several_batches(size: int, together: int) -> None:
+    norms = measure(subject(), size, GOODPUT, sampler()).norms
+    assert norms is not None
+    assert (norms.small_batch, norms.big_batch) == (size, together)
+
+
+class Offset(nn.Module):
+    """The loss of x is (w - x)^2 / 2: its gradient is w - x, of unit variance in each of 50."""
+
+    def __init__(self, distance: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((50,), distance))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w - x
+
+
+def test_noise_is_seen_as_it_is() -> None:
+    """tr S is 50, |G|^2 is 50 x 4."""
+
+    def normal(size: int, on_copy: Callable[[], None]) -> Iterator[Batch]:
+        while True:
+            on_copy()
+            yield Batch(torch.randn(size, 50), torch.zeros(size))
+
+    torch.manual_seed(0)
+    model = Offset(2.0)
+    it = subject(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        batches=normal,
+        loss=lambda output, _: 0.5 * output.square().sum(dim=1).mean(),
+    )
+    norms = measure(it, 64, GOODPUT, sampler()).norms
+    assert norms is not None
+    noise = NoiseScale.of(norms)
+    assert noise is not None
+    assert noise.trace == pytest.approx(50, rel=0.3)
+    assert noise.gradient_sq == pytest.approx(200, rel=0.1)
 
 
 def test_one_step_tells_nothing_of_its_error() -> None:

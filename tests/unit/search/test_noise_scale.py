@@ -1,0 +1,206 @@
+"""The noise scale against problems whose gradient and covariance are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raytrain_opt.search.noise_scale import (
+    NoiseScale,
+    log_efficiency,
+    pooled,
+    sentence,
+    summary,
+)
+from raytrain_opt.telemetry.records import finite
+from raytrain_opt.train.totals import GradientNorms
+
+WORKERS, BATCH = 4, 16
+# |G|^2 = 2 in 40 dimensions, and deviations of one sample's gradient: tr S = 1600, N = 800.
+GRADIENT = np.full(40, math.sqrt(2 / 40))
+DEVIATIONS = np.sqrt(np.linspace(1, 9, 40) * 1600 / np.linspace(1, 9, 40).sum())
+
+
+def sampled(updates: int, seed: int = 0, gradient: Any = GRADIENT) -> GradientNorms:
+    """Norms as workers measure them: the mean over `BATCH` samples is a normal number."""
+    random = np.random.default_rng(seed)
+    noise = random.standard_normal((updates, WORKERS, len(GRADIENT))) * DEVIATIONS
+    own = gradient + noise / math.sqrt(BATCH)
+    small = np.square(own).sum(axis=2).mean(axis=1)
+    whole = np.square(own.mean(axis=1)).sum(axis=1)
+    pairs = tuple(zip(small.tolist(), whole.tolist(), strict=True))
+    return GradientNorms(BATCH, WORKERS * BATCH, pairs)
+
+
+def exact(
+    value: float, gradient_sq: float = 1.0, batch: int = 256, updates: int = 10
+) -> NoiseScale:
+    """Without any spread."""
+    trace = value * gradient_sq
+    pair = (gradient_sq + trace / (batch / 4), gradient_sq + trace / batch)
+    return estimated(GradientNorms(batch // 4, batch, (pair,) * updates))
+
+
+def estimated(norms: GradientNorms) -> NoiseScale:
+    noise = NoiseScale.of(norms)
+    assert noise is not None
+    return noise
+
+
+class TestEstimate:
+    def test_it_converges_to_the_truth(self) -> None:
+        errors = [
+            abs(math.log(estimated(sampled(updates, seed=1)).value / 800))
+            for updates in (100, 100_000)
+        ]
+        assert errors[1] < 0.02 < errors[0]
+
+    def test_both_parts_are_unbiased(self) -> None:
+        """However few updates: the mean of many short measurements is the truth."""
+        found = [estimated(sampled(3, seed)) for seed in range(4000)]
+        for values, truth in (
+            ([noise.gradient_sq for noise in found], 2.0),
+            ([noise.trace for noise in found], 1600.0),
+        ):
+            error = np.std(values) / math.sqrt(len(values))
+            assert abs(np.mean(values) - truth) < 4 * error
+            assert error < 0.1 * truth
+
+    @pytest.mark.parametrize("updates", [30, 300, 3000])
+    def test_the_bounds_hold_the_truth_as_often_as_they_say(self, updates: int) -> None:
+        bounds = [estimated(sampled(updates, seed)).bounds for seed in range(400)]
+        inside = sum(low <= 800 <= high for low, high in bounds) / len(bounds)
+        assert 0.92 <= inside <= 0.985
+
+    def test_the_bounds_narrow(self) -> None:
+        widths = []
+        for updates in (1000, 10_000, 100_000):
+            low, high = estimated(sampled(updates)).bounds
+            widths.append(high / low)
+        assert widths == sorted(widths, reverse=True)
+        assert widths[-1] < 1.1
+
+    def test_the_value_does_not_depend_on_the_sizes_compared(self) -> None:
+        for batch in (8, 64, 4096):
+            assert exact(300, 7.0, batch).value == pytest.approx(300)
+
+    def test_no_gradient_at_all_is_larger_than_can_be_measured(self) -> None:
+        noise = estimated(sampled(2000, gradient=0 * GRADIENT))
+        assert noise.bounds[0] > 1000
+        assert noise.bounds[1] == math.inf
+
+    def test_an_estimate_below_zero_is_infinite(self) -> None:
+        hidden = NoiseScale.of(GradientNorms(8, 16, ((3.0, 1.0),) * 10))
+        assert hidden is not None
+        assert hidden.gradient_sq < 0
+        assert (hidden.value, hidden.doubling) == (math.inf, 0.0)
+        assert hidden.bounds == (0.0, math.inf)
+
+    def test_without_noise_it_is_zero(self) -> None:
+        quiet = estimated(GradientNorms(8, 16, ((1.0, 1.0 + 1e-9),) * 10))
+        assert quiet.value == 0.0
+        assert quiet.bounds == pytest.approx((0.0, 0.0), abs=1e-6)
+        assert quiet.doubling == 1.0
+
+    def test_updates_that_are_not_finite_do_not_count(self) -> None:
+        """An overflow of scaled losses, whose update was left out as well."""
+        norms = sampled(50)
+        broken = replace(norms, pairs=((math.inf, math.inf), *norms.pairs, (1.0, math.nan)))
+        assert NoiseScale.of(broken) == NoiseScale.of(norms)
+        assert NoiseScale.of(replace(norms, pairs=((math.inf, 1.0),))) is None
+
+    def test_few_updates_say_nothing_of_their_spread(self) -> None:
+        assert estimated(sampled(3)).bounds == (0.0, math.inf)
+
+
+class TestPooled:
+    def test_parts_are_as_good_as_the_whole(self) -> None:
+        norms = sampled(1000)
+        cuts = [norms.pairs[:7], norms.pairs[7:500], norms.pairs[500:]]
+        together = pooled([estimated(replace(norms, pairs=cut)) for cut in cuts])
+        whole = estimated(norms)
+        assert together.updates == 1000
+        assert together.value == pytest.approx(whole.value)
+        assert together.bounds == pytest.approx(whole.bounds)
+
+    def test_means_are_taken_before_the_ratio(self) -> None:
+        steep, flat = exact(10, gradient_sq=9.0), exact(110, gradient_sq=1.0)
+        assert pooled([steep, flat]).value == pytest.approx((90 + 110) / (9 + 1))
+
+    def test_a_record_comes_back(self) -> None:
+        for noise in (estimated(sampled(100)), estimated(sampled(2)), exact(5)):
+            line = json.loads(json.dumps(finite(noise.to_record()), allow_nan=False))
+            assert NoiseScale.from_record(line) == noise
+            assert line["value"] == (noise.value if math.isfinite(noise.value) else None)
+
+
+class TestSentence:
+    def test_doubling_costs_what_the_formula_says(self) -> None:
+        noise = exact(812)
+        samples = [1 + batch / 812 for batch in (256, 512)]
+        assert noise.doubling == pytest.approx(samples[1] / samples[0] - 1)
+        text = sentence([noise])
+        assert text == (
+            "812 (812 to 812) in the training: doubling the global batch of 256 costs 24% more "
+            "samples for the same progress; it pays where samples/s grow by more"
+        )
+
+    def test_halves_are_told_apart_and_their_costs_averaged(self) -> None:
+        text = sentence([exact(256), exact(768)])
+        assert text.startswith("256 (256 to 256) in the first half; 768 (768 to 768) in the sec")
+        assert "of 256 costs 38% more" in text
+
+    def test_a_ramp_has_no_one_batch(self) -> None:
+        text = sentence([exact(256), exact(512, batch=512)])
+        assert "doubling the global batch costs 50% more" in text
+
+    def test_what_cannot_be_measured_is_said(self) -> None:
+        noise = estimated(sampled(2000, gradient=0 * GRADIENT))
+        assert math.isinf(noise.value) or noise.bounds[1] == math.inf
+        hidden = replace(noise, gradient_sq=-abs(noise.gradient_sq))
+        low = hidden.bounds[0]
+        text = sentence([hidden])
+        assert f"more than can be measured, at least {low:.3g}: noise dominates" in text
+        assert f"costs at most {64 / (64 + low):.0%} more" in text
+
+    def test_few_updates_are_a_hint(self) -> None:
+        assert "(from 2 updates, a hint only)" in sentence([exact(100, updates=2)])
+
+
+class TestSummary:
+    def test_it_is_of_both_halves_of_the_epochs(self) -> None:
+        epochs = [exact(value).to_record() for value in (100, 300, 400, 600, 1000)]
+        found = summary(epochs)
+        assert found is not None
+        assert [stage["value"] for stage in found["stages"]] == pytest.approx([200, 2000 / 3])
+        expected = (256 / 456 + 256 / (256 + 2000 / 3)) / 2
+        assert found["doubling_costs"] == pytest.approx(expected)
+        assert f"{expected:.0%}" in found["sentence"]
+
+    def test_one_epoch_has_no_halves(self) -> None:
+        found = summary([exact(100).to_record()])
+        assert found is not None
+        assert len(found["stages"]) == 1
+        assert "in the training" in found["sentence"]
+
+    def test_nothing_measured_is_nothing_said(self) -> None:
+        assert summary([]) is None
+
+
+@pytest.mark.parametrize(
+    ("noise_scale", "batch", "share"),
+    [(100, 100, 0.5), (100, 300, 0.25), (math.inf, 1e9, 1.0), (1e9, 1, 1.0)],
+)
+def test_efficiency_is_the_progress_of_a_sample(
+    noise_scale: float, batch: float, share: float
+) -> None:
+    assert math.exp(log_efficiency(noise_scale, batch)) == pytest.approx(share)
+
+
+def test_without_noise_all_batches_make_the_same_progress_a_step() -> None:
+    assert log_efficiency(0, 64) - log_efficiency(0, 128) == pytest.approx(math.log(2))
