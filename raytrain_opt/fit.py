@@ -87,11 +87,13 @@ def _length_problems(job: Job, info: DataInfo) -> list[Problem]:
 
 
 def _model_problems(job: Job, info: DataInfo) -> list[Problem]:
-    from raytrain_opt.models import check_fits
+    """Built and called once on the CPU, as every worker does it."""
+    from raytrain_opt.models import build_model, check_output
 
     shape, classes = info.sample_shape, info.num_classes
     try:
-        check_fits(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
+        model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
+        check_output(model, shape, classes, "cpu")
     except JobError as error:
         return error.problems
     except DataError as error:

@@ -5,14 +5,7 @@ Cheap to import: torch is imported when a model is built, torchvision when a nam
 
 from raytrain_opt.models.build import build_model
 from raytrain_opt.models.check import check_model
-from raytrain_opt.models.output import check_fits, check_output
+from raytrain_opt.models.output import check_output
 from raytrain_opt.models.registry import model_names, torchvision_names
 
-__all__ = [
-    "build_model",
-    "check_fits",
-    "check_model",
-    "check_output",
-    "model_names",
-    "torchvision_names",
-]
+__all__ = ["build_model", "check_model", "check_output", "model_names", "torchvision_names"]

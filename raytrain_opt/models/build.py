@@ -34,7 +34,10 @@ def build_model(
         raise JobError(problems)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = construct(section, num_classes=num_classes, sample_shape=sample_shape)
+        try:
+            model = construct(section, num_classes=num_classes, sample_shape=sample_shape)
+        except NotImplementedError as error:  # of torchvision: a combination it does not have
+            raise JobError([_refused(str(section.name), section.args, error)]) from error
     _require_trainable(model)
     return model.train()
 

@@ -6,40 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from raytrain_opt.config.functions import is_function_name
-from raytrain_opt.config.schema import ModelSection
-from raytrain_opt.errors import DataError, RaytrainOptError
+from raytrain_opt.errors import DataError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 _BATCH = 2
-
-
-def check_fits(
-    section: ModelSection, *, num_classes: int, sample_shape: tuple[int, ...], seed: int
-) -> None:
-    """Build the network of a section and pass two samples through it, on the CPU.
-
-    A named one is tried on torch's meta device first, which takes no memory and hardly any
-    time. Raises what `build_model` and `check_output` raise.
-    """
-    import torch
-
-    from raytrain_opt.models.build import build_model, construct
-
-    if not is_function_name(section.name):
-        try:
-            with torch.random.fork_rng(devices=[]), torch.device("meta"):
-                model = construct(section, num_classes=num_classes, sample_shape=sample_shape)
-            check_output(model, sample_shape, num_classes, "meta")
-        except (RaytrainOptError, NotImplementedError):
-            pass  # meta cannot do all that a CPU can: there it is decided
-        else:
-            return
-    model = build_model(section, num_classes=num_classes, sample_shape=sample_shape, seed=seed)
-    check_output(model, sample_shape, num_classes, "cpu")
 
 
 def check_output(

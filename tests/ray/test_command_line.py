@@ -135,10 +135,13 @@ def _reachable_from_elsewhere() -> set[str]:
     return {
         names[at.pid]
         for at in psutil.net_connections(kind="inet")
-        if at.pid in names
-        and at.status == psutil.CONN_LISTEN
-        and not ipaddress.ip_address(at.laddr.ip).is_loopback
+        if at.pid in names and at.status == psutil.CONN_LISTEN and not _is_loopback(at.laddr.ip)
     }
+
+
+def _is_loopback(ip: str) -> bool:
+    # gRPC listens on IPv4 addresses in the form of IPv6.
+    return ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback
 
 
 def _is_ours(process: psutil.Process) -> bool:

@@ -167,7 +167,7 @@ def test_validate_sums_the_job_up(job_file: str) -> None:
     ("policy", "words"),
     [
         ("{policy: schedule, shape: linear}", "linear from 0.1"),
-        ("{policy: stpt, candidates: [2, 1], alpha: 200}", "candidates [2.0, 1.0], alpha 200"),
+        ("{policy: stpt, candidates: [2, 1], alpha: 100}", "candidates [2.0, 1.0], alpha 100"),
     ],
 )
 def test_the_summary_tells_the_policy(job_file: str, policy: str, words: str) -> None:

@@ -148,6 +148,17 @@ def test_torchvision_models_take_their_own_arguments() -> None:
     assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.125]
 
 
+def test_what_torchvision_has_not_implemented_is_a_wrong_argument() -> None:
+    args = {"replace_stride_with_dilation": [True, False, False]}
+    with pytest.raises(JobError, match=r"model\.args\.replace_stride_with_dilation: .*Dilation"):
+        build_model(
+            ModelSection(name="resnet18", args=args),
+            num_classes=3,
+            sample_shape=(3, 32, 32),
+            seed=0,
+        )
+
+
 def test_torchvision_models_with_a_second_head_answer_with_one_tensor() -> None:
     model = build("googlenet", (3, 64, 64))
     assert model(torch.randn(2, 3, 64, 64)).shape == (2, 10)
