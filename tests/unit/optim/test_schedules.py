@@ -259,5 +259,5 @@ def test_a_warm_up_starts_at_a_twentieth_of_the_rate_unless_given() -> None:
 
 def test_an_arc_cotangent_falls_after_its_warm_up() -> None:
     given = {"policy": "schedule", "shape": "arc_cotangent", "half_epoch": 4.0}
-    with pytest.raises(ValidationError, match="half_epoch: 4 lies within the warm-up of 6"):
+    with pytest.raises(ValidationError, match="half_epoch: lies within the warm-up of 6"):
         SchedulePolicy.model_validate({**given, "warmup": {"epochs": 6}})
