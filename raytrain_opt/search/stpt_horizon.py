@@ -159,8 +159,8 @@ class HorizonStpt:
             return replace(undecided, reason=following.reason)
         if self._may_try_decays(rounds):
             return replace(undecided, reason=f"{following.reason}: next its weight decay")
-        lr = following.result.candidate.lr
-        return _decided(undecided, following.result, f"peak {lr:.3g}: {following.reason}")
+        reason = f"peak {following.lr:.3g}: {following.reason}"
+        return _decided(undecided, following.result, following.lr, reason)
 
     def _may_try_decays(self, rounds: Sequence[Round]) -> bool:
         """It is asked for, and what is left of the budget pays as many steps as the peak had."""
@@ -168,7 +168,7 @@ class HorizonStpt:
         return self.section.search_weight_decay and cost <= self.search.steps_left(rounds)
 
     def _decay_plan(self, found: Found, history: Sequence[Round]) -> Plan:
-        lr, done = found.result.candidate.lr, sum(len(r.scores) for r in history)
+        lr, done = found.lr, sum(len(r.scores) for r in history)
         steps = history[-1].steps
         return Plan(
             1,
@@ -275,7 +275,7 @@ def _choose_factor(undecided: Round) -> Round:
     factor = winner.candidate.multiplier
     reason = f"{factor:g} times the rest of the schedule"
     reason += ": clearly better" if better else ": no other is clearly better"
-    return _decided(undecided, winner, reason)
+    return _decided(undecided, winner, winner.candidate.lr, reason)
 
 
 def _choose_decay(undecided: Round, found: CandidateResult) -> Round:
@@ -285,16 +285,16 @@ def _choose_decay(undecided: Round, found: CandidateResult) -> Round:
     winner = min(better, key=lambda r: r.val_loss) if better else stay
     why = "clearly better" if better else "no other is clearly better"
     factor = f"{winner.candidate.decay:g} times the weight decay"
-    return _decided(undecided, winner, f"peak {undecided.base_lr:.3g}, {factor}: {why}")
+    reason = f"peak {undecided.base_lr:.3g}, {factor}: {why}"
+    return _decided(undecided, winner, undecided.base_lr, reason)
 
 
-def _decided(undecided: Round, winner: CandidateResult, reason: str) -> Round:
-    taken = winner.candidate
+def _decided(undecided: Round, winner: CandidateResult, lr: float, reason: str) -> Round:
     return replace(
         undecided,
         winner=replace(winner, val_losses=()),
-        next_base_lr=taken.lr,
-        next_decay=taken.decay,
+        next_base_lr=lr,
+        next_decay=winner.candidate.decay,
         reason=reason,
         tried=(),
     )
