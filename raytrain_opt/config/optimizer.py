@@ -109,7 +109,7 @@ class ParallelSection(Section):
         True,
         description=(
             "Measure how noisy the gradients are (McCandlish et al.), from what the workers "
-            "compute anyway, in one of 8 updates; the result says what a larger batch would cost "
+            "compute anyway, in one of 10 updates; the result says what a larger batch would cost "
             "in samples. With one worker there is nothing to compare."
         ),
     )

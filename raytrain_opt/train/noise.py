@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-# One of so many updates is looked at.
-EVERY = 8
+# One of so many updates is looked at: that costs below 1 % of the time even of steps of 6 ms.
+EVERY = 10
 
 Pair = tuple[float, float]
 # What a loss is multiplied by before its backward pass: `GradScaler.scale`.

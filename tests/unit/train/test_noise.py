@@ -122,9 +122,9 @@ def phase(model: nn.Module, shares: int, updates: int, **section: bool) -> list[
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(("updates", "seen"), [(1, 1), (8, 1), (9, 2), (17, 3)])
+@pytest.mark.parametrize(("updates", "seen"), [(1, 1), (10, 1), (11, 2), (21, 3)])
 def test_one_update_of_some_is_looked_at(updates: int, seen: int) -> None:
-    assert noise.EVERY == 8
+    assert noise.EVERY == 10
     expected = pytest.approx(by_hand(Net(), range(SHARES)), rel=1e-5)
     assert phase(Net(), SHARES, updates) == [expected] * seen
 
