@@ -176,7 +176,7 @@ class InProcessRun:
             self._stashed[candidate.index] = self.learner.state(copy=True)
         if plan.kept_steps < plan.pretrain_steps:
             trained.append(self._train(plan, candidate, plan.kept_steps, plan.pretrain_steps))
-        scored = self.learner.score(blocks=plan.paired, settled=plan.keeps_all)
+        scored = self.learner.evaluate("selection", blocks=plan.paired)
         samples = sum(totals.samples for totals in trained)
         train_loss = sum(totals.loss_sum for totals in trained) / max(samples, 1)
         fine = math.isfinite(train_loss) and math.isfinite(scored.loss)

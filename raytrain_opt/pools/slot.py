@@ -80,7 +80,7 @@ class Slot:
             offset, total = number * plan.pretrain_steps, len(mine) * plan.pretrain_steps
             is_last = number + 1 == len(mine)
             results.append(self._candidate(plan, candidate, on_step, offset, total, parts))
-            if plan.keeps_all:
+            if plan.kept_steps == plan.pretrain_steps:
                 self._live = candidate.index
                 if not is_last:  # the last one's state stays in the live model
                     self._stash(candidate, parts)
@@ -104,7 +104,7 @@ class Slot:
                 self._stash(candidate, parts)
             told = partial(_tell, on_step, offset + first, total)
             trained.append(self._train(plan, candidate, first, end, told))
-        scored = self.learner.score(blocks=plan.paired, settled=plan.keeps_all)
+        scored = self.learner.evaluate("selection", blocks=plan.paired)
         train_loss = sum(t.loss_sum for t in trained) / max(sum(t.samples for t in trained), 1)
         fine = math.isfinite(train_loss) and math.isfinite(scored.loss)
         return CandidateResult(

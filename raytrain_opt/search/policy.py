@@ -63,11 +63,6 @@ class Plan:
         """Iterations of a candidate."""
         return len(self.shape)
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether what is scored is what goes on."""
-        return self.kept_steps == self.pretrain_steps
-
 
 @dataclass(frozen=True)
 class CandidateResult:

@@ -159,8 +159,8 @@ class HorizonStpt:
             return replace(undecided, reason=following.reason)
         if self._may_try_decays(rounds):
             return replace(undecided, reason=f"{following.reason}: next its weight decay")
-        lr = following.result.candidate.lr
-        return _decided(undecided, following.result, lr, f"peak {lr:.3g}: {following.reason}")
+        reason = f"peak {following.lr:.3g}: {following.reason}"
+        return _decided(undecided, following.result, following.lr, reason)
 
     def _may_try_decays(self, rounds: Sequence[Round]) -> bool:
         """It is asked for, and what is left of the budget pays as many steps as the peak had."""
@@ -168,7 +168,7 @@ class HorizonStpt:
         return self.section.search_weight_decay and cost <= self.search.steps_left(rounds)
 
     def _decay_plan(self, found: Found, history: Sequence[Round]) -> Plan:
-        lr, done = found.result.candidate.lr, sum(len(r.scores) for r in history)
+        lr, done = found.lr, sum(len(r.scores) for r in history)
         steps = history[-1].steps
         return Plan(
             1,

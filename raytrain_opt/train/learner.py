@@ -40,9 +40,6 @@ from raytrain_opt.train.totals import BLOCK, EvalTotals, GradientNorms, TrainTot
 
 _AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Batches that tell the statistics of a candidate whose state does not go on.
-_SCORING_BATCHES = 8
-
 # Called before each step with the number of steps done in this phase; may raise to stop it.
 OnStep = Callable[[int], None]
 
@@ -245,23 +242,9 @@ class Learner:
             size = self._global_batch_size(at.epoch) // at.shares.count
             pool_statistics(self.model, size, self._positions, at.seen)
             return
-        self._take_statistics_anew(wanted)
-
-    def score(self, *, blocks: bool, settled: bool) -> EvalTotals:
-        """On the selection split; see `evaluate`. Unless the BatchNorm statistics are `settled`,
-        they are taken anew before: after few steps they lag behind weights that moved far, which
-        would make large rates look worse than they are (benchmarks/RESULTS.md).
-        """
-        if not settled and self._positions:
-            self._take_statistics_anew(_SCORING_BATCHES * len(self._phase.shares.mine))
-        return self.evaluate("selection", blocks=blocks)
-
-    def _take_statistics_anew(self, count: int) -> None:
-        """From so many shares of the present phase's epoch."""
-        at = self._phase
         self._seed(f"{self.job.seed} {at.epoch} recalibrate {at.shares.mine.start}")
         steps = self.info.steps_per_epoch(self._global_batch_size(at.epoch))
-        batches = islice(self._batches(range(steps)), count)
+        batches = islice(self._batches(range(steps)), wanted)
         with self.autocast():
             recalibrate(self.model, (batch.x for batch in batches), self._positions)
 

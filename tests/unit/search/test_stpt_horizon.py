@@ -463,6 +463,27 @@ def test_a_training_that_is_too_short_for_any_search_uses_the_initial_rate() -> 
     assert "learning_rate.budget" in training.plans[0].reason
 
 
+def test_very_short_schedules_take_the_next_larger_peak() -> None:
+    """16 epochs of 24 steps: candidates have 10 steps. The best of those tried is 0.1."""
+    policy = horizon(16, 24, rounds_at=[])
+    training = trained(policy, Surface(0.1, noise=0.01))
+    decided = training.commits[0][-1]
+    assert decided.steps < 32
+    assert decided.winner is not None
+    assert decided.winner.candidate.lr == pytest.approx(0.1)
+    assert training.peak == pytest.approx(0.1 * 10**0.25)
+    assert "favour small rates" in decided.reason
+    assert max(training.lrs(policy)) == pytest.approx(training.peak, rel=0.1)
+
+
+def test_a_larger_peak_is_not_taken_where_it_diverged() -> None:
+    policy = horizon(4, 100, rounds_at=[])
+    assert trained(policy, Surface(0.1, noise=0.01)).peak > 0.15
+    training = trained(policy, Surface(0.1, diverges_from=0.15, noise=0.01))
+    assert training.commits[0][-1].steps < 32
+    assert training.peak == pytest.approx(0.1)
+
+
 # Later rounds.
 
 
