@@ -13,6 +13,7 @@ from raytrain_opt.errors import CommitError, JobError
 from raytrain_opt.paths import (
     RunPaths,
     append_json_line,
+    check_storage,
     remove_tree,
     write_atomic,
     write_json,
@@ -54,6 +55,23 @@ def test_a_storage_path_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(JobError, match=r"storage_path: no run directory can be made.*file"):
         RunPaths.create(str(tmp_path / "file"), "r")
+
+
+@pytest.mark.parametrize(
+    ("uri", "secret"),
+    [
+        ("s3://KEY:SECRET@bucket/runs", True),
+        ("s3://bucket/runs?access_key=KEY&secret_key=SECRET", True),
+        ("abfss://container@account/runs?sas_token=SECRET", True),
+        ("abfss://container@account.dfs.core.windows.net/runs", False),
+        ("s3://bucket/runs?region=eu-west-1&endpoint_override=host:9000", False),
+        ("runs/key:secret@home", False),
+    ],
+)
+def test_credentials_in_a_uri_are_refused_without_showing_them(uri: str, secret: bool) -> None:
+    found = check_storage(uri)
+    assert [problem.path for problem in found] == ["storage_path"] * secret
+    assert "SECRET" not in str(found)
 
 
 def test_an_earlier_run_is_found_by_its_index(tmp_path: Path) -> None:
