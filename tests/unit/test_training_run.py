@@ -52,7 +52,14 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "stpt_horizon": {
         "epochs": 5,
-        "learning_rate": {"policy": "stpt_horizon", "budget": 1.0, "rounds_at": [0.4, 0.8]},
+        "global_batch_size": 32,
+        "learning_rate": {
+            "policy": "stpt_horizon",
+            "initial": 1.0,
+            "horizon": 0.4,
+            "budget": 1.0,
+            "rounds_at": [0.4],
+        },
     },
     "schedule": {
         "epochs": 4,
@@ -215,8 +222,12 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     job = tiny_job(tmp_path_factory.mktemp("whole"), **JOBS[request.param])
     paths = RunPaths.create(job.storage_path, job.name)
     process = execute(job, paths, lambda _: False)
-    assert process.moves.count("commit") == job.epochs
-    return Whole(job, process.moves, outcome(paths))
+    found = Whole(job, process.moves, outcome(paths))
+    assert found.moves.count("commit") == job.epochs
+    # Steps of a round are kept, with stpt_horizon in a later one.
+    kept = [line for line in found.outcome["rounds"] if line["kept_steps"]]
+    assert bool(kept) == bool(most_candidates(job))
+    return found
 
 
 def resumed_until_finished(
