@@ -117,6 +117,13 @@ def _lr_find(setting: Setting, by: str) -> Unit:
     return Unit(f"lr_find by {by}", "lr_find", setting, section, {"by": by})
 
 
+def target_of(result: Result) -> float:
+    """The accuracy to reach: where this training ends, as measured after an epoch."""
+    curve = result["curve"]
+    # One that diverged is beaten by anybody.
+    return curve[-1]["accuracy"] if curve and not result["diverged"] else 0.0
+
+
 def outcome(row: Row, results: Sequence[Result], target: float, training: int) -> Result:
     """A row for one seed. `target`: accuracy to reach, `training`: samples of one training."""
     chosen = row.choice(results)

@@ -176,6 +176,10 @@ def compute(unit: Unit) -> Result:
             from in_process import train_in_process
 
             return train_in_process(job).to_json()
+        case "plateau":
+            from plateau_decay import train_with_plateau_decay
+
+            return train_with_plateau_decay(job, unit.options["patience"]).to_json()
         case "schedulefree":
             from comparison_others import train_schedulefree
 

@@ -53,7 +53,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -61,15 +60,17 @@ from pathlib import Path
 from typing import Any
 
 from common import machine
-from comparison_rows import Row, outcome, over_seeds, rows, summary
-from comparison_tasks import MADE_UP, TASKS, Task
-from comparison_units import Cache, Result, Setting, Unit, computed, missing
+from comparison_command import command, described, fill, parsed, settings_of
+from comparison_rows import Row, outcome, over_seeds, rows, summary, target_of
+from comparison_tasks import TASKS
+from comparison_units import Cache, Result, Setting
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.telemetry.records import finite, versions
 
 OURS = {"policy": "stpt_horizon"}
-QUICK = {"tasks": ["cifar100_coarse_16"], "seeds": 1, "epochs": 16}
+WHOLE = {"tasks": list(TASKS), "seeds": 3, "epochs": 16, "scale": 1.0}
+QUICK = {"tasks": ["cifar100_coarse_16"], "seeds": 1, "epochs": 16, "scale": 1.0}
 
 
 def main() -> None:
@@ -85,7 +86,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     started_s = monotonic_s()
     chosen = {name: row for name, row in rows(args.ours).items() if name in args.rows}
     baseline = rows(args.ours)["cosine_default"]
-    settings = _settings(args, folder)
+    settings = settings_of(args, folder)
     kept = Cache(args.merge, args.cache)
     wanted = [
         unit
@@ -93,7 +94,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for row in (*chosen.values(), baseline)
         for unit in row.units(setting)
     ]
-    _compute(missing(wanted, kept), kept, args.processes)
+    fill(kept, wanted, args.processes)
     table: dict[str, dict[str, Any]] = {}
     for task in dict.fromkeys(setting.task.name for setting in settings):
         of_task = [setting for setting in settings if setting.task.name == task]
@@ -105,45 +106,16 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "tasks": table,
         "summary": summary(table),
         "seconds": round(monotonic_s() - started_s, 1),
-        "setting": _described(args, settings),
+        "setting": {**described(args, settings), "ours": args.ours},
         "machine": machine(),
         "versions": _versions(),
     }
 
 
-def _settings(args: argparse.Namespace, folder: Path) -> list[Setting]:
-    """Every task with every seed; their data are written below `folder`."""
-    tasks = [task.scaled(args.scale) for task in args.tasks]
-    data = {task.name: task.prepare(args.data_root, folder) for task in tasks}
-    return [
-        Setting(task, seed, args.epochs, data[task.name])
-        for task in tasks
-        for seed in range(args.seeds)
-    ]
-
-
-def _compute(units: Sequence[Unit], kept: Cache, processes: int) -> None:
-    """Fill the cache."""
-    started_s = monotonic_s()
-    for done, (unit, result) in enumerate(computed(units, processes), start=1):
-        kept.add(unit, result)
-        setting = unit.setting
-        _say(
-            f"{monotonic_s() - started_s:6.0f} s  {done}/{len(units)}  {setting.task.name} "
-            f"seed {setting.seed}  {unit.name}: {100 * result['accuracy']:.2f} %, "
-            f"{result['samples'] / setting.training_samples:.2f} trainings, "
-            f"{result['seconds']:.1f} s, peak {result['peak_lr']:.4g}"
-            + (f", diverged: {result['diverged']}" if result["diverged"] else "")
-        )
-
-
 def _outcome(row: Row, baseline: Row, setting: Setting, kept: Cache) -> Result:
     [default] = baseline.units(setting)
-    curve = kept[default]["curve"]
-    # One that diverged is beaten by anybody.
-    target = curve[-1]["accuracy"] if curve and not kept[default]["diverged"] else 0.0
     results = [kept[unit] for unit in row.units(setting)]
-    return outcome(row, results, target, setting.training_samples)
+    return outcome(row, results, target_of(kept[default]), setting.training_samples)
 
 
 def print_table(tasks: dict[str, dict[str, Any]]) -> None:
@@ -176,17 +148,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _described(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str, Any]:
-    tasks = {setting.task.name: setting.task for setting in settings}
-    return {
-        "tasks": {name: vars(task) for name, task in tasks.items()},
-        "seeds": args.seeds,
-        "epochs": args.epochs,
-        "processes": args.processes,
-        "ours": args.ours,
-    }
-
-
 def _versions() -> dict[str, Any]:
     from importlib.metadata import version
 
@@ -194,37 +155,10 @@ def _versions() -> dict[str, Any]:
     return {**versions(), **others}
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Learning-rate searches against each other.")
-    names = list(rows(OURS))
-    parser.add_argument("--data-root", type=Path, help="folder of the image sets")
-    parser.add_argument("--tasks", nargs="+", choices=[*TASKS, MADE_UP.name])
-    parser.add_argument("--rows", nargs="+", choices=names, default=names)
-    parser.add_argument("--seeds", type=int, help="how many, from 0")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--scale", type=float, default=1.0, help="factor of the images")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser = command("Learning-rate searches against each other.", TASKS, list(rows(OURS)))
     parser.add_argument("--ours", type=json.loads, default=OURS, help="learning_rate, as JSON")
-    parser.add_argument("--cache", type=Path, help="file that keeps what was computed")
-    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="more such files")
-    parser.add_argument("--quick", action="store_true", help="one task, one seed")
-    args = parser.parse_args(given)
-    defaults = QUICK if args.quick else {"tasks": list(TASKS), "seeds": 3, "epochs": 16}
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    every: dict[str, Task] = {**TASKS, MADE_UP.name: MADE_UP}
-    args.tasks = [every[name] for name in args.tasks]
-    if args.data_root is None and args.tasks != [MADE_UP]:
-        parser.error(
-            "--data-root: the folder of the image sets; see the head of comparison_tasks.py for "
-            "its layout"
-        )
-    return args
+    return parsed(parser, given, TASKS, WHOLE, QUICK)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from raytrain_opt.train.totals import TrainTotals
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import comparison_command
 import comparison_rows as rows_of
 import comparison_units
 import in_process
@@ -262,7 +263,7 @@ def test_the_summary_compares_with_the_better_of_two_in_each_task() -> None:
 def test_a_run_that_was_cut_off_goes_on_from_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(benchmark, "computed", computed_here)
+    monkeypatch.setattr(comparison_command, "computed", computed_here)
     kept = tmp_path / "kept.jsonl"
     wanted = ["--tasks", "made_up", "--epochs", "2", "--seeds", "2", "--cache", str(kept)]
     arguments = ["time_to_accuracy.py", *wanted, "--rows", "cosine_default", "linear_default"]

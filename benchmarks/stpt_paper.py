@@ -1,0 +1,225 @@
+"""The experiments of the paper that STPT comes from, at small scale, on CPU.
+
+    python benchmarks/stpt_paper.py --data-root FOLDER [--cache FILE] [--quick]
+        [--tasks T ...] [--rows R ...] [--seeds 3] [--epochs 40] [--scale 1]
+
+Yamada et al. train ResNet-50 on ImageNet for 40 epochs of 2,500 iterations. Here: ResNet-8 on
+the tasks of `comparison_tasks.py` (which also says what FOLDER holds), by default the 20 coarse
+labels of CIFAR-100 at 16 x 16, with the batch that gives 40 short epochs some iterations each.
+The rest is the paper's: policy stpt of the product, scored by accuracy; initial rate 0.1, 4 of
+40 epochs of warm-up at 0.005, momentum 0.9 (and weight decay 5e-4, of which it does not speak);
+a candidate trains on the whole batch. Candidates are scored on a selection split of the
+training images; accuracies are those on the test split. A seed sets weights, order,
+augmentation and both splits of the training images.
+
+Rows, in `stpt_paper_rows.py`:
+
+alpha_8 .. alpha_100    pre-training of 8, 25, 50 and 100 % of an epoch with the alpha-study set
+                        (section 3.2 of the paper, 200 to 2,500 of 2,500 iterations)
+narrow, middle, wide    the sets of section 3.3, alpha 8 %
+mix                     warm-up, narrow, middle, wide: table 4, boundaries scaled to the epochs
+reference               0.1, divided by 10 when accuracy saturates, no warm-up: when accuracy on
+                        the selection split has not risen above its highest for more than a
+                        tenth of the epochs in a row (torch's ReduceLROnPlateau; the paper
+                        has no rule, its authors may have done it by eye)
+
+Columns, over the seeds: `accuracy_*`, in percent, after the last epoch on the whole test split.
+`highest_*`: the highest of the training, which the paper shows of the alphas: of the final one
+and those seen after each epoch of the second half, on a part of about 2,500 test images, which
+favours the lucky a little, in all rows alike. `paper`: its figure. `trainings`: samples trained,
+every candidate's included, divided by those of one training. `search_share`: those of the
+candidates that were not taken, divided by those that the weights went through. `iterations`: of
+the whole batch, all candidates one after the other, and `iterations_side_by_side`, a round
+counted as one of its candidates. `reach_*`: until it is as good as the reference is at its end, as
+in `time_to_accuracy.py`. `last_lrs`: the rates after the last round. `wall_seconds`: as there.
+
+`claims` says of each of the paper's claims about two rows: the difference in its figures, and
+the one here, by seed and in the mean; `spread_points`, highest minus lowest over the seeds, the
+larger of the two rows'; whether the difference here is beyond it; and so whether the two agree:
+yes, no, or undecided, when it is not. Alphas are compared by their highest accuracy, the rest
+by the final one.
+
+`savings` are percent of the iterations of an epoch with a search, from the samples that were
+counted, against training all 8 rates for whole epochs: that is what alpha_100 does. The paper has
+87.5 % for 8 candidates on 8 workers. That is 1 - 1/8: a round counted side by side, as long as one
+candidate, against 8 whole epochs counted one after the other (`as_published`). Whatever alpha is,
+it comes out so, for alpha_100 itself too. Like with like, one after the other, which is also in
+samples, or in worker time: 1 - (1 + 7 alpha) / 8, 80.5 % for 8 % (`in_turn`). Both side by side:
+nothing (`side_by_side`), since an epoch with a search then has as many iterations as one without;
+but those of its round take longer wherever a candidate has the whole batch to itself.
+
+`--cache FILE`, `--merge FILE ...` and processes: as in `time_to_accuracy.py`. On 2 cores the whole
+takes about 25 minutes, `--quick` (1 seed, fewer and shorter epochs: nothing can be decided) less
+than 3. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import machine
+from comparison_command import command, described, fill, parsed, settings_of
+from comparison_tasks import TASKS
+from comparison_units import Cache, Setting
+from stpt_paper_rows import (
+    ALPHAS,
+    EVERY_LR,
+    PAPER,
+    PAPER_SAVING,
+    REFERENCE,
+    alpha_claim,
+    counted,
+    order_claims,
+    paper_rows,
+    row_of,
+    saving_claims,
+)
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.telemetry.records import finite, versions
+
+# So that 8 % of an epoch are several iterations.
+PAPER_TASKS = {task.name: replace(task, batch=min(task.batch, 64)) for task in TASKS.values()}
+WHOLE = {"tasks": ["cifar100_coarse_16"], "seeds": 3, "epochs": 40, "scale": 1.0}
+QUICK = {"tasks": ["cifar100_coarse_16"], "seeds": 1, "epochs": 10, "scale": 0.5}
+
+
+def main() -> None:
+    args = _arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        result = repeat(args, Path(folder))
+    print_tables(result["tasks"])
+    print(json.dumps(finite(result)))
+
+
+def repeat(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Compute what is not in the cache, and put it beside the paper's figures."""
+    started_s = monotonic_s()
+    names = list(dict.fromkeys((*args.rows, REFERENCE)))
+    settings = settings_of(args, folder)
+    kept = Cache(args.merge, args.cache)
+    rows = paper_rows()
+    wanted = [unit for s in settings for name in names for unit in rows[name].units(s)]
+    fill(kept, wanted, args.processes)
+    tasks = {
+        task.name: task_of([s for s in settings if s.task.name == task.name], names, kept)
+        for task in args.tasks
+    }
+    return {
+        "tasks": tasks,
+        "seconds": round(monotonic_s() - started_s, 1),
+        "setting": described(args, settings),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def task_of(settings: Sequence[Setting], names: Sequence[str], kept: Cache) -> dict[str, Any]:
+    """The rows of one task, which claims hold in it, and what is saved."""
+    rows = paper_rows()
+    results = {name: [kept[rows[name].units(s)[0]] for s in settings] for name in names}
+    table = {
+        name: {
+            "paper": PAPER[name],
+            **row_of(rows[name], results[name], results[REFERENCE], settings),
+        }
+        for name in names
+    }
+    claims = order_claims(table)
+    if all(name in table for name in ALPHAS):
+        claims["range of the alphas"] = alpha_claim(table)
+    counts = {
+        name: [counted(result, s) for result, s in zip(results[name], settings, strict=True)]
+        for name in names
+    }
+    savings = {
+        name: saving_claims(counts[name], counts[EVERY_LR])
+        for name in names
+        if name != REFERENCE and EVERY_LR in names
+    }
+    return {"rows": table, "claims": claims, "savings": savings}
+
+
+def print_tables(tasks: Mapping[str, Mapping[str, Any]]) -> None:
+    """For people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+
+    def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+        table = Table(title=title)
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="right" if number else "left")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+
+    titles = {name: row.title for name, row in paper_rows().items()}
+    for task, found in tasks.items():
+        lines = [[titles[name], *_cells(row)] for name, row in found["rows"].items()]
+        show(task, _COLUMNS, lines)
+        claims = [[name, *_claim_cells(claim)] for name, claim in found["claims"].items()]
+        columns = ("points", "paper", "here", "by seed", "spread", "agrees")
+        show(f"{task}: the paper's claims", columns, claims)
+        savings = [
+            [titles[name], *(f"{way['pct']:.1f} ({way['agrees']})" for way in ways.values())]
+            for name, ways in found["savings"].items()
+        ]
+        columns = ("", "as published", "one after the other", "side by side")
+        show(f"{task}: iterations saved, %; the paper: {PAPER_SAVING}", columns, savings)
+
+
+_COLUMNS = (
+    "",
+    "paper",
+    "accuracy",
+    "min .. max",
+    "highest",
+    "trainings",
+    "search",
+    "iterations",
+    "last rates",
+    "s",
+)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{row['paper']:.1f}",
+        f"{row['accuracy_mean']:.2f}",
+        f"{row['accuracy_min']:.2f} .. {row['accuracy_max']:.2f}",
+        f"{row['highest_mean']:.2f}",
+        f"{row['trainings']:.2f}",
+        f"{100 * row['search_share']:.0f} %",
+        f"{row['iterations']:.0f}",
+        " ".join(f"{lr:.0e}" for lr in row["last_lrs"]),
+        f"{row['wall_seconds']:.0f}",
+    ]
+
+
+def _claim_cells(claim: Mapping[str, Any]) -> list[str]:
+    spread = claim["spread_points"]
+    return [
+        f"{claim['paper_points']:+.1f}",
+        f"{claim['points']:+.2f}",
+        " ".join(f"{value:+.2f}" for value in claim["differences"]),
+        "-" if spread is None else f"{spread:.2f}",
+        claim["agrees"],
+    ]
+
+
+def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = command("The paper's experiments at small scale.", PAPER_TASKS, list(paper_rows()))
+    return parsed(parser, given, PAPER_TASKS, WHOLE, QUICK)
+
+
+if __name__ == "__main__":
+    main()
