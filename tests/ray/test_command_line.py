@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from small_jobs import read_lines, without_times
 
+from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.train.checkpoint import read_index, read_weights
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,12 +33,15 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "raytrain_opt", "run", *arguments]
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, hang_in: int) -> subprocess.Popen[str]:
+    """It will hang in the main training of this epoch, after its round was committed."""
+    fault = {"role": "worker", "phase": "main_train", "epoch": hang_in, "step": 2}
+    faults = json.dumps([{**fault, "action": "hang"}])
     # A session of its own, so that a Ctrl-C reaches it as it would from a terminal.
     return subprocess.Popen(
         command(*arguments),
         cwd=ROOT,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, VARIABLE: faults},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -50,9 +55,10 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
     yield from process.stdout
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    """The quickstart as it stands; and once more, cut in the middle of an epoch, after its round,
-    and resumed by the same command.
+@pytest.mark.timeout(900)
+def test_cut_and_resumed_equals_uncut(tmp_path: Path) -> None:
+    """The quickstart as it stands; and once more, interrupted in the middle of an epoch, then
+    its driver killed in another, each time resumed by the same command.
     """
     whole = _run(JOB, "--set", f"storage_path={tmp_path / 'whole'}")
     (whole_dir,) = (tmp_path / "whole").iterdir()
@@ -63,23 +69,26 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert _still_there() == []
 
     again = [JOB, "--set", f"storage_path={tmp_path / 'cut'}", "--set", "resume=auto"]
-    with start(*again) as process:
-        _wait_for_a_round(process, tmp_path / "cut", after_epoch=2)
+    with start(*again, hang_in=3) as process:
+        cut_dir = _wait_for_the_round(process, tmp_path / "cut", epoch=3)
         assert _reachable_from_elsewhere() <= {"ray::RayTrainWorker"}  # torch's store
         os.killpg(process.pid, signal.SIGINT)
         output = "".join(lines_of(process))
         assert process.wait(60) == 130
-    (cut_dir,) = (tmp_path / "cut").iterdir()
-    last = read_index(cut_dir / "checkpoints")[-1]
-    assert (last.rounds, 2 <= last.epoch < EPOCHS) == (1, True)
-    assert f"kept up to {last.reached}" in output
+    assert "kept up to round 1 of epoch 3" in output
     assert f"raytrain-opt run --resume {cut_dir}" in output
     assert "Traceback" not in output
     assert _still_there() == []
 
+    with start(*again, hang_in=6) as process:
+        _wait_for_the_round(process, tmp_path / "cut", epoch=6)
+        process.kill()
+        process.wait(60)
+    assert _still_there() == []
+
     resumed = _run(*again)
     assert f"going on with {cut_dir}" in resumed
-    assert f"resumed after {last.reached}" in resumed
+    assert "resumed after round 1 of epoch 6" in resumed
     assert _numbers(cut_dir) == _numbers(whole_dir)
     end = f"checkpoints/epoch-{EPOCHS:04d}"
     mine, other = read_weights(cut_dir / end), read_weights(whole_dir / end)
@@ -105,14 +114,15 @@ def _run(*arguments: str) -> str:
     return done.stdout
 
 
-def _wait_for_a_round(process: subprocess.Popen[str], storage: Path, after_epoch: int) -> None:
-    """Until a round after so many epochs is committed; its main training has just begun."""
+def _wait_for_the_round(process: subprocess.Popen[str], storage: Path, epoch: int) -> Path:
+    """Until the round of this epoch is committed; its main training hangs. The run directory."""
     while process.poll() is None:
-        commits = [c for at in storage.glob("*/checkpoints") for c in read_index(at)]
-        if commits and commits[-1].rounds and commits[-1].epoch >= after_epoch:
-            return
-        time.sleep(0.002)
-    pytest.fail(f"it ended without a round after epoch {after_epoch} in {storage}")
+        for folder in storage.glob("*/checkpoints"):
+            commits = read_index(folder)
+            if commits and (commits[-1].rounds, commits[-1].epoch) == (1, epoch - 1):
+                return folder.parent
+        time.sleep(0.05)
+    pytest.fail(f"it ended without the round of epoch {epoch} in {storage}")
 
 
 def _numbers(run_dir: Path) -> list[dict[str, object]]:
