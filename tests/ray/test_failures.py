@@ -58,7 +58,7 @@ def test_when_all_candidates_diverge_the_base_is_halved_then_given_up(tmp_path: 
 
 
 # Two whole runs and five restarts: minutes where other work slows the machine down.
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_killed_processes_are_started_again_and_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,11 +109,11 @@ def test_who_hangs_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.Mon
     each = (
         r"worker {} \(pid \d+, worker-\S+\.err in Ray's session logs\): \d+ of \d+ steps, silent"
     )
-    words = r"no progress of MainTrain for \d+ s .*limits\.stall_s: 5.*" + ".*".join(
+    words = r"no progress of MainTrain for \d+ s .*limits\.stall_s: 20.*" + ".*".join(
         each.format(rank) for rank in range(2)
     )
     with pytest.raises(PoolError, match=words):
-        run(small_job(tmp_path, limits={"stall_s": 5, "stop_s": 2}))
+        run(small_job(tmp_path, limits={"stall_s": 20, "stop_s": 2}))
     assert placement_groups() == set()
 
 
