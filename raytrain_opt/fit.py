@@ -1,8 +1,9 @@
-"""Do job, data and model fit each other? Known before Ray starts, where the data are local.
+"""Do job, data and model fit each other? Known before any process of a run starts, where the
+data are local.
 
-The driver reads the data anyway (in-memory sets are read nowhere else). Done first, an alpha
-that is longer than the epoch or a label that does not exist costs seconds, not a start of the
-pools, and its message comes from here, not from a worker.
+The driver reads the data anyway (in-memory sets are read nowhere else), beside the start of Ray.
+So an alpha that is longer than the epoch or a label that does not exist costs seconds, not a start
+of the pools, and its message comes from here, not from a worker.
 """
 
 from __future__ import annotations

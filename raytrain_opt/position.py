@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.clock import Parts, monotonic_s
 from raytrain_opt.errors import CheckpointError
-from raytrain_opt.search.policy import Round
+from raytrain_opt.search.policy import CandidateResult, Plan, Round
 from raytrain_opt.train.totals import EvalTotals, TrainTotals
 
 
@@ -83,3 +84,35 @@ class EpochInHand:
         """What is kept of it when it is cut here."""
         seconds = monotonic_s() - self.started_s
         return Begun(tuple(self.lrs), self.round_record, seconds, dict(self.parts.seconds))
+
+
+def round_record(
+    plan: Plan, results: Sequence[CandidateResult], choice: Round, sha256: str | None
+) -> dict[str, Any]:
+    """A line of rounds.jsonl, but for what only the workers know."""
+    candidates = [
+        {
+            **asdict(result.candidate),
+            "score": score,
+            "val_accuracy": result.val_accuracy,
+            "val_loss": result.val_loss,
+            "train_loss": result.train_loss,
+            "seconds": result.seconds,
+            "slot": result.slot,
+            "status": result.status,
+        }
+        for result, score in zip(results, choice.scores, strict=True)
+    ]
+    return {
+        "epoch": plan.epoch,
+        "stage": plan.stage,
+        "base_lr": plan.base_lr,
+        "pretrain_steps": plan.pretrain_steps,
+        "kept_steps": plan.kept_steps,
+        "candidates": candidates,
+        "winner": None if choice.winner is None else choice.winner.candidate.index,
+        "averaged": [member.candidate.index for member in choice.averaged],
+        "reason": choice.reason,
+        "next_base_lr": choice.next_base_lr,
+        "winner_sha256": sha256,
+    }

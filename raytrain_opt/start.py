@@ -20,6 +20,7 @@ from raytrain_opt.fit import Data, fitting_data
 from raytrain_opt.lock import only_user
 from raytrain_opt.optim.batch_ramp import epoch_steps
 from raytrain_opt.paths import RunPaths, remove_tree, write_text
+from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.faults import planned_faults
 from raytrain_opt.pools.host import Host, environment
 from raytrain_opt.pools.mailbox import Mailbox
@@ -54,8 +55,8 @@ class Session:
 def open_session(
     job: Job, *, address: str | None, verbose: bool, began_s: float, resume: str | None = None
 ) -> Iterator[Session]:
-    """Find everything wrong that can be found without Ray, then connect. A Ray that was
-    started here is ended when the block is left.
+    """Find everything wrong that can be found without Ray, the data while Ray starts. A Ray that
+    was started here is ended when the block is left.
     """
     check_address(address)
     problems = check_job(job)
@@ -155,10 +156,10 @@ def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
     )
     vault, limit_s = Vault(), job.limits.stall_s
     workers = Pool(
-        "worker", plan.workers, lambda: host.run_workers.remote(setup), mailbox, vault, limit_s
+        WORKER_POOL, plan.workers, lambda: host.run_workers.remote(setup), mailbox, vault, limit_s
     )
     slots = Pool(
-        "slot",
+        SLOT_POOL,
         plan.slots,
         lambda: host.run_slots.remote(setup),
         mailbox,

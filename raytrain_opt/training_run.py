@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -30,7 +30,7 @@ from raytrain_opt.pools.commands import (
     TakeState,
 )
 from raytrain_opt.pools.pool import Pool, Vault
-from raytrain_opt.position import Begun, EpochInHand, Position
+from raytrain_opt.position import Begun, EpochInHand, Position, round_record
 from raytrain_opt.search.fixed import FoundSchedule
 from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.search.policy import CandidateResult, Plan, Policy, Round, is_finite
@@ -148,7 +148,7 @@ class TrainingRun:
                 state = self._state_of(start, plan, choice.winner)
             self.vault.hold(state)
         self._epoch.lrs = list(choice.winner.candidate.lrs(plan)[: plan.kept_steps])
-        self._epoch.round_record = _round_record(plan, results, choice, state.sha256)
+        self._epoch.round_record = round_record(plan, results, choice, state.sha256)
         return state
 
     def _lost_results(
@@ -194,7 +194,7 @@ class TrainingRun:
     def _leave_state(
         self, start: StateRef, plan: Plan, results: Sequence[CandidateResult], choice: Round
     ) -> StateRef:
-        record = _round_record(plan, results, choice, None)
+        record = round_record(plan, results, choice, None)
         self._write_round({**record, "loaded_sha256": [], "parts_s": self._epoch.parts.seconds})
         self.terminal.note(f"epoch {plan.epoch}: {choice.reason}")
         return start
@@ -392,35 +392,3 @@ class TrainingRun:
             return commit
 
         self._pending_commit = self._commits.submit(save)
-
-
-def _round_record(
-    plan: Plan, results: Sequence[CandidateResult], choice: Round, sha256: str | None
-) -> dict[str, Any]:
-    """A line of rounds.jsonl, but for what only the workers know."""
-    candidates = [
-        {
-            **asdict(result.candidate),
-            "score": score,
-            "val_accuracy": result.val_accuracy,
-            "val_loss": result.val_loss,
-            "train_loss": result.train_loss,
-            "seconds": result.seconds,
-            "slot": result.slot,
-            "status": result.status,
-        }
-        for result, score in zip(results, choice.scores, strict=True)
-    ]
-    return {
-        "epoch": plan.epoch,
-        "stage": plan.stage,
-        "base_lr": plan.base_lr,
-        "pretrain_steps": plan.pretrain_steps,
-        "kept_steps": plan.kept_steps,
-        "candidates": candidates,
-        "winner": None if choice.winner is None else choice.winner.candidate.index,
-        "averaged": [member.candidate.index for member in choice.averaged],
-        "reason": choice.reason,
-        "next_base_lr": choice.next_base_lr,
-        "winner_sha256": sha256,
-    }
