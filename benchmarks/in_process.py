@@ -177,21 +177,7 @@ class InProcessRun:
         if plan.kept_steps < plan.pretrain_steps:
             trained.append(self._train(plan, candidate, plan.kept_steps, plan.pretrain_steps))
         scored = self.learner.evaluate("selection", blocks=plan.paired)
-        samples = sum(totals.samples for totals in trained)
-        train_loss = sum(totals.loss_sum for totals in trained) / max(samples, 1)
-        fine = math.isfinite(train_loss) and math.isfinite(scored.loss)
-        return CandidateResult(
-            candidate,
-            "ok" if fine else "diverged",
-            val_accuracy=scored.accuracy,
-            val_loss=scored.loss,
-            train_loss=train_loss,
-            samples=samples,
-            train_s=sum(totals.seconds for totals in trained),
-            score_s=scored.seconds,
-            slot=0,
-            val_losses=scored.block_losses,
-        )
+        return CandidateResult.of(candidate, trained, scored, slot=0)
 
     def _train(self, plan: Plan, candidate: Candidate, first: int, end: int) -> TrainTotals:
         lrs = candidate.lrs(plan)[first:end]

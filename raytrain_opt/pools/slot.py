@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -105,20 +104,7 @@ class Slot:
             told = partial(_tell, on_step, offset + first, total)
             trained.append(self._train(plan, candidate, first, end, told))
         scored = self.learner.evaluate("selection", blocks=plan.paired)
-        train_loss = sum(t.loss_sum for t in trained) / max(sum(t.samples for t in trained), 1)
-        fine = math.isfinite(train_loss) and math.isfinite(scored.loss)
-        return CandidateResult(
-            candidate,
-            "ok" if fine else "diverged",
-            val_accuracy=scored.accuracy,
-            val_loss=scored.loss,
-            train_loss=train_loss,
-            samples=sum(t.samples for t in trained),
-            train_s=sum(t.seconds for t in trained),
-            score_s=scored.seconds,
-            slot=self.index,
-            val_losses=scored.block_losses,
-        )
+        return CandidateResult.of(candidate, trained, scored, self.index)
 
     def _stash(self, candidate: Candidate, parts: Parts) -> None:
         with parts.measure("stash_s"):

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from raytrain_opt.train.totals import EvalTotals, TrainTotals
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -81,6 +83,26 @@ class CandidateResult:
     score_s: float
     slot: int
     val_losses: tuple[float, ...] = ()
+
+    @classmethod
+    def of(
+        cls, candidate: Candidate, trained: Sequence[TrainTotals], scored: EvalTotals, slot: int
+    ) -> CandidateResult:
+        """From what its phases of training and its scoring came to."""
+        samples = sum(phase.samples for phase in trained)
+        train_loss = sum(phase.loss_sum for phase in trained) / max(samples, 1)
+        return cls(
+            candidate,
+            "ok" if is_finite(train_loss, scored.loss) else "diverged",
+            val_accuracy=scored.accuracy,
+            val_loss=scored.loss,
+            train_loss=train_loss,
+            samples=samples,
+            train_s=sum(phase.seconds for phase in trained),
+            score_s=scored.seconds,
+            slot=slot,
+            val_losses=scored.block_losses,
+        )
 
     @classmethod
     def of_lost(cls, candidate: Candidate) -> CandidateResult:
