@@ -182,7 +182,7 @@ class InProcessRun:
     def _train(self, plan: Plan, candidate: Candidate, first: int, end: int) -> TrainTotals:
         lrs = candidate.lrs(plan)[first:end]
         decay = candidate.decay * plan.decay_scale
-        return self.learner.train(plan.epoch, plan.first_step + first, lrs, WHOLE, decay=decay)
+        return self.learner.train(plan.epoch, first, lrs, WHOLE, decay=decay)
 
     def take_state(
         self, start: HostState, plan: Plan, results: Sequence[CandidateResult], choice: Round

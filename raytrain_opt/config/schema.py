@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.config.learning_rate import LearningRateSection, StptPolicy
+from raytrain_opt.config.learning_rate import HorizonPolicy, LearningRateSection
 from raytrain_opt.config.optimizer import (
     BatchNormSection,
     OptimizerSection,
@@ -287,7 +287,8 @@ class Job(Section):
         description="Samples of one update, over all workers; a multiple of workers.count."
     )
     learning_rate: LearningRateSection = Field(
-        default_factory=lambda: StptPolicy(policy="stpt"), description="How the rate is chosen."
+        default_factory=lambda: HorizonPolicy(policy="stpt_horizon"),
+        description="How the rate is chosen.",
     )
     batch_size_search: BatchSizeSection | None = Field(
         None,

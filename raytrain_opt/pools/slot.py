@@ -121,7 +121,7 @@ class Slot:
         shares, factor = self._shares_and_factor()
         lrs = [factor * lr for lr in candidate.lrs(plan)[first:end]]
         decay = candidate.decay * plan.decay_scale
-        return self.learner.train(plan.epoch, plan.first_step + first, lrs, shares, on_step, decay)
+        return self.learner.train(plan.epoch, first, lrs, shares, on_step, decay)
 
     def _shares_and_factor(self) -> tuple[Shares, float]:
         """global: all shares, at the candidate's rate. local: one share, at the rate that a

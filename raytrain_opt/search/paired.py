@@ -8,7 +8,7 @@ differences, in which what makes a sample easy or hard for both cancels.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from raytrain_opt.search.policy import CandidateResult
 
@@ -30,11 +30,6 @@ def losses_of(result: CandidateResult) -> Losses:
     return grouped(result.val_losses or (result.val_loss,))
 
 
-def averaged(repeats: Sequence[Losses]) -> Losses:
-    """The mean over repeated trainings of one rate, group by group."""
-    return tuple(_mean(values) for values in zip(*repeats, strict=True))
-
-
 def errors_behind(losses: Losses, best: Losses) -> float:
     """By how many standard errors the mean of `losses` is above (worse than) that of `best`.
 
@@ -48,17 +43,6 @@ def errors_behind(losses: Losses, best: Losses) -> float:
     count = len(differences)
     error = math.sqrt(squares / (count - 1) / count) if count > 1 else 0.0
     return mean / error if error > 0 else math.copysign(math.inf, mean)
-
-
-def lowest(trials: Mapping[int, Losses]) -> int:
-    """The key with the lowest mean loss; of equal ones the larger key."""
-    return min(trials, key=lambda key: (_mean(trials[key]), -key))
-
-
-def behind_best(trials: Mapping[int, Losses]) -> dict[int, float]:
-    """`errors_behind` the lowest, for each key."""
-    best = trials[lowest(trials)]
-    return {key: errors_behind(losses, best) for key, losses in trials.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,21 +1,22 @@
 """Which peak learning rate suits a whole training: candidates train the whole schedule, squeezed
 into few steps, all from the start weights.
 
-Rates are points of one lattice, 4 a decade: where the search begins does not change which rates
-it can end at.
+    coarse   a decade apart around the start, in few steps. Few steps favour small rates, so the
+             largest that is hardly worse than the best tells the decade.
+    fine     around that, two to a decade, in four times as many steps.
 
-    coarse   3 decades around the start (2 for short trainings), sqrt(10) apart, in few steps.
-             The best at an edge: the grid is extended beyond it. All diverged: further down.
-    fine     from the best upward (few steps favour small rates), half as far apart, in more
-             steps; below what did worse than hardly training. Also extended at an edge.
-    repeat   where noise leaves it open: the contested ones again, on other batches.
+Both are extended beyond the edge where the best is there. So candidates race: only the best
+decade's neighbours get the longer schedule. Rates are points of one lattice: where the search
+begins does not change where it ends.
 
-So candidates race: hopeless ones never get the longer schedule, which is fair to all that do.
-The *largest* rate within the noise of the best is chosen: short schedules favour small rates
-still, and neighbours of the optimum differ by less than the noise. Very short ones favour them by
-more than noise: there the next larger point is taken.
+The peak is the centre of what gains: the mean of the fine candidates' log rates, weighted by a
+power of how much lower their loss is than that of a rate a decade below in few steps, which hardly
+trains. The best single candidate is a worse choice: trainings of one rate on other batches differ
+by more than those of neighbouring rates, and the mean averages that out. What diverged gains
+nothing, so it needs no rule of its own.
 
-Sources: Wu et al., ICLR 2018 (short-horizon bias); the trial that compared the rules is ours.
+Sources: Wu et al., ICLR 2018 (short-horizon bias); the trials that compared rules are ours
+(benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -25,63 +26,52 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.search.paired import (
-    Losses,
-    averaged,
-    behind_best,
-    errors_behind,
-    losses_of,
-    lowest,
-)
 from raytrain_opt.search.policy import CandidateResult, Round
 
-COARSE, FINE, REPEAT = "coarse", "fine", "repeat"
+COARSE, FINE = "coarse", "fine"
 
-_PER_DECADE = 4
+# Points of the lattice: two a decade. So many are between candidates of a stage, which begins
+# with one to each side of its centre.
+_PER_DECADE = 2
+_SPACING = {COARSE: _PER_DECADE, FINE: 1}
+_FIRST = (-1, 0, 1)
 
-# (points between candidates, candidates, reserve for extending): the first that the budget allows.
-_GRIDS = ((2, 7, 3), (2, 5, 3), (4, 3, 2))
-# Most of the budget that the coarse stage and its reserve take, and of the horizon.
-_COARSE_SHARE = 0.5
-_COARSE_HORIZON = 0.25
-# Steps of a coarse and a fine candidate where the budget allows; with fewer than the last there
-# is no search, because a schedule of so few steps says nothing.
-_COARSE_STEPS, _FINE_STEPS, _FEWEST_STEPS = 16, 32, 5
-# Fine candidates, and at most, before any extension.
-_FINE_RUNS, _MOST_FINE = 3, 4
-_MOST_EXTENSIONS = 4
-# In standard errors of the paired differences: noise, and what a repeat may still turn over.
-_NOISE, _OPEN = 2.0, (1.0, 3.0)
-# A choice is at most so many points above the best: noise must not carry it far.
-_MOST_ABOVE = 2
+# A coarse candidate is hardly worse than the best with so much more loss, as a share.
+_HARDLY = 0.02
+# The weight of a fine candidate is this power of its gain.
+_POWER = 4
 
-# Schedules of fewer steps favour small rates. Measured (benchmarks/RESULTS.md): the best peak of
-# 12 to 24 steps is about half that of 48 to 400.
-_UNBIASED_STEPS = 32
+# Steps of a fine candidate where the budget allows; of fewer than that, single rates say little.
+_FINE_STEPS = 48
+# A coarse candidate's, as a share of a fine one's; with fewer than the last there is no search,
+# because a schedule of so few steps says nothing.
+_COARSE_SHARE, _FEWEST_STEPS = 0.25, 5
+# Candidates that the budget is divided between: what is tried anyway, and extensions.
+_COARSE_RUNS, _FINE_RUNS = 3 + 2, 3 + 1
+_MOST_EXTENSIONS = 8
 
 # The most candidates that a round can have.
-MOST_CANDIDATES = max(count for _, count, _ in _GRIDS)
+MOST_CANDIDATES = len(_FIRST)
 
 
-def lr_of(point: int) -> float:
-    """The rate of a point of the lattice."""
+def lr_of(point: float) -> float:
+    """The rate of a point of the lattice, or between two."""
     return math.pow(10.0, point / _PER_DECADE)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Train these points, `steps` each, from `first_step` of the first epoch on."""
+    """Train these points, `steps` each, from the first step of the first epoch on."""
 
     stage: str
     points: tuple[int, ...]
     steps: int
     reason: str
-    first_step: int = 0
 
 
 @dataclass(frozen=True)
 class Found:
-    """The choice: the best peak as it was last tried, and the one to train with."""
+    """The peak to train with, and the candidate that was tried nearest to it."""
 
     result: CandidateResult
     lr: float
@@ -90,91 +80,34 @@ class Found:
 
 @dataclass(frozen=True)
 class _Trials:
-    """What became of the points of a stage."""
+    """What became of the points of a stage: the losses of those that are finite."""
 
-    alive: dict[int, Losses]
+    alive: dict[int, CandidateResult]
     diverged: frozenset[int]
 
     @classmethod
     def of(cls, rounds: Sequence[Round], stage: str) -> _Trials:
         tried = [result for r in rounds if r.stage == stage for result in r.tried]
-        alive = {_point(r): losses_of(r) for r in tried if r.status == "ok"}
+        alive = {_point(r): r for r in tried if r.status == "ok"}
         return cls(alive, frozenset(_point(r) for r in tried if r.status != "ok"))
 
-    def pooled_with(self, first: _Trials) -> _Trials:
-        """A repeat of some of the `first`: the mean of both. All of the first, if it was lost."""
-        pooled = {p: averaged([first.alive[p], self.alive[p]]) for p in self.alive}
-        return _Trials(pooled or first.alive, frozenset())
-
     @property
-    def hopeless(self) -> frozenset[int]:
-        """What diverged, or ended above the best and clearly worse than the lowest rate, which
-        hardly trains.
-        """
-        if not self.alive:
-            return self.diverged
-        best, least = lowest(self.alive), self.alive[min(self.alive)]
-        above = (p for p in self.alive if p > best)
-        return self.diverged.union(
-            p for p in above if errors_behind(self.alive[p], least) > _NOISE
-        )
+    def tried(self) -> frozenset[int]:
+        return self.diverged.union(self.alive)
 
-    def ceiling(self, point: int) -> float:
-        """The lowest hopeless point above this one."""
-        return min((p for p in self.hopeless if p > point), default=math.inf)
+    def loss(self, point: int) -> float:
+        return self.alive[point].val_loss
 
-    def beyond_edge(self, spacing: int, count: int) -> tuple[int, ...]:
-        """New points past the best one, where that is at an edge; below all where all diverged."""
-        tried = self.diverged | self.alive.keys()
-        best = lowest(self.alive) if self.alive else min(tried)
-        if best == max(self.alive, default=None):
-            above = _ladder(best, spacing, count)
-            free = tuple(point for point in above if point < self.ceiling(best))
-            if free:
-                return free
-        return _ladder(best, -spacing, count) if best == min(tried) else ()
+    def largest(self, hardly: float) -> int:
+        """The largest point whose loss is above the lowest by at most this share of it."""
+        least = min(map(self.loss, self.alive))
+        return max(p for p in self.alive if self.loss(p) <= least + hardly * abs(least))
 
-    def pick(self, most_above: int) -> tuple[int, str]:
-        """The largest within the noise of the best, and why."""
-        best, behind = lowest(self.alive), behind_best(self.alive)
-        near = [p for p in behind if behind[p] <= _NOISE and p <= best + most_above]
-        pick = max(near)
-        if pick <= best:
-            return best, f"{lr_of(best):.3g} is best"
-        return pick, (
-            f"{lr_of(pick):.3g} is the largest within noise of the best, {lr_of(best):.3g} "
-            f"({behind[pick]:.1f} standard errors behind)"
-        )
-
-    def is_settled_above(self, points: Sequence[int]) -> bool:
-        """Whether these are lower than the best, and a larger one is as good: so lower ones are
-        not wanted.
-        """
-        if not points or not self.alive:
-            return False
-        best = lowest(self.alive)
-        return max(points) < best and self.pick(_MOST_ABOVE)[0] > best
-
-    def contested(self) -> tuple[int, ...]:
-        """What a repeat should compare: empty when the choice is clear."""
-        best, behind = lowest(self.alive), behind_best(self.alive)
-        above = [p for p in sorted(behind) if best < p <= best + _MOST_ABOVE]
-        if not any(_OPEN[0] <= behind[p] <= _OPEN[1] for p in above):
-            return ()
-        return (best, *(p for p in above if behind[p] <= _OPEN[1]))
-
-
-@dataclass(frozen=True)
-class _Grid:
-    spacing: int
-    count: int
-    extension: int
-    steps: int
-
-    @property
-    def reserve(self) -> int:
-        """Steps of all candidates and of one extension."""
-        return (self.count + self.extension) * self.steps
+    def beyond_edge(self, centre: int, spacing: int) -> int | None:
+        """The point next to the centre, where it is at an edge of what was tried."""
+        if centre == max(self.tried):
+            return centre + spacing
+        return centre - spacing if centre == min(self.tried) else None
 
 
 @dataclass(frozen=True)
@@ -191,12 +124,11 @@ class PeakSearch:
     @property
     def is_possible(self) -> bool:
         """Whether the budget lets candidates have enough steps."""
-        return self._grid is not None
+        return self._fine_steps >= self._coarse_steps
 
     def is_lost(self, rounds: Sequence[Round]) -> bool:
         """Whether all candidates of the last stage diverged, so that it has to go on."""
-        stage = rounds[-1].stage
-        return stage != REPEAT and not _Trials.of(rounds, stage).alive
+        return not _Trials.of(rounds, rounds[-1].stage).alive
 
     def next(self, rounds: Sequence[Round]) -> Ask | Found:
         """What follows after these rounds.
@@ -204,72 +136,70 @@ class PeakSearch:
         Within the budget, but for more of what was lost: without a rate that trains there is
         no training. Raises DivergedError when that has been tried often enough.
         """
-        grid = self._grid
-        assert grid is not None
         if not rounds:
-            return self._first(grid)
-        if rounds[-1].stage == COARSE:
-            return self._after_coarse(rounds, grid)
-        return self._after_fine(rounds, grid)
+            start = _PER_DECADE * round(math.log10(self.initial))
+            points = _around(start, COARSE)
+            return Ask(COARSE, points, self._coarse_steps, f"{_span(points)}, around the start")
+        stage = rounds[-1].stage
+        trials = _Trials.of(rounds, stage)
+        beyond = self._beyond(rounds, trials)
+        if beyond is not None and self._may_extend(rounds, trials):
+            why = "the best is at the edge" if trials.alive else "all diverged"
+            return Ask(stage, (beyond,), rounds[-1].steps, f"{why}: next {lr_of(beyond):.3g}")
+        if stage == COARSE:
+            return self._fine(trials, rounds)
+        return _found(trials, rounds)
+
+    def _beyond(self, rounds: Sequence[Round], trials: _Trials) -> int | None:
+        """The point past the edge, where the best is there, and the coarse stage has not found it
+        worse; below all, where all diverged.
+        """
+        spacing = _SPACING[rounds[-1].stage]
+        if not trials.alive:
+            return min(trials.tried) - spacing
+        hardly = _HARDLY if rounds[-1].stage == COARSE else 0.0
+        beyond = trials.beyond_edge(trials.largest(hardly), spacing)
+        coarse = _Trials.of(rounds, COARSE)
+        worse = [point for point in coarse.tried if point > coarse.largest(_HARDLY)]
+        return None if beyond in worse else beyond
 
     @property
-    def _grid(self) -> _Grid | None:
-        wanted = max(_COARSE_STEPS, round(_COARSE_HORIZON * self.horizon * self.epoch_steps))
-        for spacing, count, extension in _GRIDS:
-            affordable = int(_COARSE_SHARE * self.budget_steps / (count + extension))
-            steps = min(wanted, affordable, self.epoch_steps)
-            if steps >= _FEWEST_STEPS:
-                return _Grid(spacing, count, extension, steps)
-        return None
+    def _most_steps(self) -> float:
+        return min(max(_FINE_STEPS, self.horizon * self.epoch_steps), self.epoch_steps)
 
-    def _first(self, grid: _Grid) -> Ask:
-        centre = grid.spacing * round(_PER_DECADE * math.log10(self.initial) / grid.spacing)
-        points = tuple(centre + grid.spacing * (i - grid.count // 2) for i in range(grid.count))
-        return Ask(COARSE, points, grid.steps, f"{_span(points)}, around the initial rate")
+    @property
+    def _coarse_steps(self) -> int:
+        affordable = self.budget_steps / (_COARSE_SHARE * _COARSE_RUNS + _FINE_RUNS)
+        return max(_FEWEST_STEPS, int(_COARSE_SHARE * min(self._most_steps, affordable)))
 
-    def _after_coarse(self, rounds: Sequence[Round], grid: _Grid) -> Ask | Found:
-        trials, left = _Trials.of(rounds, COARSE), self.steps_left(rounds)
-        points = trials.beyond_edge(grid.spacing, grid.extension)
-        keeps = (len(points) + _FINE_RUNS + 1) * grid.steps <= left
-        if points and self._may_extend(rounds, trials, affordable=keeps):
-            return _extension(COARSE, points, grid.steps, trials)
-        pick, why = trials.pick(grid.spacing)
-        points = _fine_points(lowest(trials.alive), pick, trials, max(1, grid.spacing // 2))
-        left = min(left, self.budget_steps - grid.reserve)
-        wanted = max(_FINE_STEPS, round(self.horizon * self.epoch_steps))
-        steps = min(wanted, int(left / (len(points) + 1)), self.epoch_steps)
-        if steps < grid.steps:
-            return _found(rounds, pick, why)
-        return Ask(FINE, points, steps, f"{why}, in {grid.steps} steps: next {_span(points)}")
+    @property
+    def _fine_steps(self) -> int:
+        """Of what the coarse ones and their extensions leave, so that where the search begins
+        does not change it.
+        """
+        left = self.budget_steps - _COARSE_RUNS * self._coarse_steps
+        return int(min(self._most_steps, left / _FINE_RUNS))
 
-    def _after_fine(self, rounds: Sequence[Round], grid: _Grid) -> Ask | Found:
-        trials, steps, left = _Trials.of(rounds, FINE), rounds[-1].steps, self.steps_left(rounds)
-        if rounds[-1].stage == REPEAT:
-            return _found(
-                rounds, *_Trials.of(rounds, REPEAT).pooled_with(trials).pick(_MOST_ABOVE)
-            )
-        bounds = _Trials(trials.alive, trials.diverged | _Trials.of(rounds, COARSE).hopeless)
-        points = bounds.beyond_edge(max(1, grid.spacing // 2), 1)
-        if trials.is_settled_above(points):
-            points = ()
-        affordable = len(points) * steps <= left
-        if points and self._may_extend(rounds, trials, affordable=affordable):
-            return _extension(FINE, points, steps, trials)
-        points = trials.contested()
-        if points and len(points) * steps <= left and 2 * steps <= self.epoch_steps:
-            reason = f"noise leaves {_span(points)} open: again, on other batches"
-            return Ask(REPEAT, points, steps, reason, first_step=steps)
-        return _found(rounds, *trials.pick(_MOST_ABOVE))
+    def _fine(self, coarse: _Trials, rounds: Sequence[Round]) -> Ask | Found:
+        centre, few = coarse.largest(_HARDLY), rounds[-1].steps
+        points = _around(centre, FINE)
+        steps = min(self._fine_steps, int(self.steps_left(rounds) / len(points)))
+        if steps < few:
+            return _found(coarse, rounds)
+        reason = f"about {lr_of(centre):.3g} is best in {few} steps: next {_span(points)}"
+        return Ask(FINE, points, steps, reason)
 
     def steps_left(self, rounds: Sequence[Round]) -> float:
         """Of the budget."""
         return self.budget_steps - sum(len(r.scores) * r.steps for r in rounds)
 
-    def _may_extend(self, rounds: Sequence[Round], trials: _Trials, *, affordable: bool) -> bool:
+    def _may_extend(self, rounds: Sequence[Round], trials: _Trials) -> bool:
         """Where nothing is alive, it has to be; raises DivergedError after too many times."""
-        done = sum(r.stage == rounds[-1].stage for r in rounds) - 1
+        stage, steps = rounds[-1].stage, rounds[-1].steps
+        done = sum(r.stage == stage for r in rounds) - 1
         if trials.alive:
-            return affordable and done < _MOST_EXTENSIONS
+            after = _FINE_RUNS * steps if stage == COARSE else 0
+            return done < _MOST_EXTENSIONS and steps + after <= self.steps_left(rounds)
         if done < _MOST_EXTENSIONS:
             return True
         tried = sorted(result.candidate.lr for r in rounds for result in r.tried)
@@ -281,43 +211,29 @@ class PeakSearch:
         )
 
 
-def _fine_points(best: int, pick: int, coarse: _Trials, spacing: int) -> tuple[int, ...]:
-    """From the best upward, below what diverged; downward too where that leaves too few."""
-    top = min(pick + 2 * spacing, best + (_MOST_FINE - 1) * spacing)
-    while top >= coarse.ceiling(best):
-        top -= spacing
-    bottom = min(best, top - (_FINE_RUNS - 1) * spacing)
-    return tuple(range(bottom, top + 1, spacing))
+def _found(trials: _Trials, rounds: Sequence[Round]) -> Found:
+    """The mean log rate, weighted by the powers of gains; the best rate where nothing gains."""
+    coarse = _Trials.of(rounds, COARSE)
+    decade = coarse.largest(_HARDLY)
+    hardly_trained = max((p for p in coarse.alive if p < decade), default=decade)
+    gains = {p: max(0.0, coarse.loss(hardly_trained) - trials.loss(p)) for p in trials.alive}
+    best = trials.largest(0.0)
+    if gains[best] == 0:
+        centre, gains = float(best), {best: 1.0}
+    else:
+        weights = {point: (gain / gains[best]) ** _POWER for point, gain in gains.items()}
+        centre = math.fsum(p * w for p, w in weights.items()) / math.fsum(weights.values())
+    gaining = [lr_of(point) for point, gain in gains.items() if 2 * gain >= gains[best]]
+    reason = (
+        f"the centre of what gains, {min(gaining):.3g} to {max(gaining):.3g} (best "
+        f"{lr_of(best):.3g}), in runs of {rounds[-1].steps} steps"
+    )
+    nearest = min(trials.alive, key=lambda point: abs(point - centre))
+    return Found(trials.alive[nearest], lr_of(centre), reason)
 
 
-def _extension(stage: str, points: tuple[int, ...], steps: int, trials: _Trials) -> Ask:
-    why = "the best is at the edge" if trials.alive else "all diverged"
-    return Ask(stage, points, steps, f"{why}: next {_span(points)}")
-
-
-def _found(rounds: Sequence[Round], point: int, reason: str) -> Found:
-    tried = [
-        (r, result)
-        for r in rounds
-        for result in r.tried
-        if result.status == "ok" and _point(result) == point
-    ]
-    last, result = tried[-1]
-    runs = "two runs" if last.stage == REPEAT else "a run"
-    reason = f"{reason}, in {runs} of {last.steps} steps"
-    larger = _point(result) + 1
-    if last.steps >= _UNBIASED_STEPS or larger in _hopeless(rounds):
-        return Found(result, result.candidate.lr, reason)
-    return Found(result, lr_of(larger), f"{reason}, and so few favour small rates")
-
-
-def _hopeless(rounds: Sequence[Round]) -> frozenset[int]:
-    return _Trials.of(rounds, COARSE).hopeless | _Trials.of(rounds, FINE).hopeless
-
-
-def _ladder(start: int, spacing: int, count: int) -> tuple[int, ...]:
-    """Ascending points next to `start`; downward for a negative spacing."""
-    return tuple(sorted(start + spacing * (i + 1) for i in range(count)))
+def _around(point: int, stage: str) -> tuple[int, ...]:
+    return tuple(point + _SPACING[stage] * offset for offset in _FIRST)
 
 
 def _span(points: Collection[int]) -> str:

@@ -39,8 +39,7 @@ class Plan:
     With candidates: pre-train each from the same state, at step i with `shape[i]` times its
     rate, and score it (with `paired`, block by block of the selection split, so that candidates
     can be compared on the same samples). The winner's state goes on as it was after `kept_steps`.
-    Where none are kept, candidates may be trained from `first_step` of the epoch on, to see other
-    batches. `stage` names what is asked; `earlier` are the decisions of this epoch so far.
+    `stage` names what is asked; `earlier` are the decisions of this epoch so far.
     All weight decays are multiplied by `decay_scale` in that pre-training.
     Without: train the rest of the epoch at `lrs`, a rate for each step, with `decay` times the
     optimiser's weight decay.
@@ -54,7 +53,6 @@ class Plan:
     kept_steps: int = 0
     paired: bool = False
     lrs: tuple[float, ...] = ()
-    first_step: int = 0
     stage: str = ""
     earlier: tuple[Round, ...] = ()
     decay: float = 1.0

@@ -48,8 +48,9 @@ _DECAY_FACTORS = (0.1, 1.0, 10.0)
 _CLEAR = 2.0
 # All diverged: the rate is divided by this, so many times.
 _LOST_DIVISOR, _MOST_LOST = 4.0, 3
-# Squeezed steps of a later round: fewer say nothing.
-_FEWEST_STEPS = 5
+# Steps of a later round, kept and squeezed, where the epoch has so many: fewer favour small
+# rates. With fewer squeezed ones than the last there is none: they say nothing.
+_LATER_STEPS, _FEWEST_STEPS = 48, 5
 
 
 def most_of_a_round() -> int:
@@ -97,7 +98,7 @@ class HorizonStpt:
     def choose(self, plan: Plan, results: Sequence[CandidateResult]) -> Round:
         """Decide over the results, together with those of the epoch's earlier rounds.
 
-        Peaks: the largest within noise of the best. Factors of the rate or of the weight decay:
+        Peaks: the centre of what gains. Factors of the rate or of the weight decay:
         1, unless another is clearly better.
         """
         scores = tuple(-r.val_loss if r.status == "ok" else float("-inf") for r in results)
@@ -145,7 +146,6 @@ class HorizonStpt:
             candidates,
             self.schedule.squeezed(asked.steps),
             paired=True,
-            first_step=asked.first_step,
             stage=asked.stage,
             earlier=tuple(history),
         )
@@ -214,10 +214,11 @@ class HorizonStpt:
 
     def _later_steps(self, epoch: int) -> tuple[int, int]:
         """Steps that are kept and squeezed ones: both together as much of the horizon as is left
-        of the training.
+        of the training, or more.
         """
         left = 1 - (epoch - 1) / self.epochs
-        steps = min(round(self.section.horizon * left * self.steps(epoch)), self.steps(epoch))
+        wanted = max(_LATER_STEPS, round(self.section.horizon * left * self.steps(epoch)))
+        steps = min(wanted, self.steps(epoch))
         return steps // 2, steps - steps // 2
 
     def _later_plan(self, epoch: int, history: Sequence[Round], why: str) -> Plan:

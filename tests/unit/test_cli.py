@@ -160,7 +160,7 @@ def test_validate_sums_the_job_up(job_file: str) -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{job_file}: valid\n")
     assert "8 = 2 workers x 4" in result.stdout
-    assert "stpt from 0.1, candidates mix, alpha 0.08" in result.stdout
+    assert "linear decay; its peak is searched, from 0.1 on" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -252,15 +252,15 @@ def test_a_horizon_aware_search_leaves_the_state_and_its_later_rounds_do_not() -
     assert {(move.name, move.state) for move in rounds[::2]} == {("pretrain", "s")}
     assert {move.name for move in rounds[1::2]} == {"lost"}
     assert decided == Move("decided", 1, "s", decided.lrs)
-    assert decided.lrs[0] == pytest.approx(0.316, rel=0.01)
+    assert decided.lrs[0] == pytest.approx(0.316, rel=0.05)
     assert (trains.state, len(trains.lrs)) == ("s", STEPS)
     [tries] = [move for move in run.named("pretrain") if move.epoch > 1]
     assert (tries.epoch, len(tries.lrs)) == (9, 3)
     [taken] = run.named("take_state")
     assert taken.lrs == decided.lrs
     main = next(move for move in run.named("main_train") if move.epoch == 9)
-    assert main.state == f"{tries.state} 9:pre@{taken.lrs[0]:g}x4"
-    assert len(main.lrs) == STEPS - 4
+    assert main.state == f"{tries.state} 9:pre@{taken.lrs[0]:g}x5"
+    assert len(main.lrs) == STEPS - 5
 
 
 def diverges_above(limit: float) -> Accuracy:
@@ -272,7 +272,7 @@ def diverges_above(limit: float) -> Accuracy:
     [
         # Rounds are lost in epoch 1; the halved rate stays in force.
         (diverges_above(0.5), 5, {"initial": 4.0}, 7),
-        (best_near(0.3), 64, {"policy": "stpt_horizon", "horizon": 1.0}, 4),
+        (best_near(0.3), 64, {"policy": "stpt_horizon", "horizon": 1.0}, 3),
         (BEST_NEAR_A_TENTH, 3, {"policy": "schedule", "shape": "linear"}, 0),
     ],
     ids=["stpt", "stpt_horizon", "schedule"],

@@ -51,14 +51,14 @@ JOBS: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "AdamW", "args": {}},
     },
     "stpt_horizon": {
-        "epochs": 5,
-        "global_batch_size": 32,
+        "epochs": 10,
+        "global_batch_size": 128,
         "learning_rate": {
             "policy": "stpt_horizon",
             "initial": 1.0,
             "horizon": 0.4,
             "budget": 1.0,
-            "rounds_at": [0.4],
+            "rounds_at": [0.3],
         },
     },
     "schedule": {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.config.learning_rate import SchedulePolicy, StptPolicy, Warmup
+from raytrain_opt.config.learning_rate import HorizonPolicy, SchedulePolicy, Warmup
 from raytrain_opt.config.load import dump_job, job_schema, load_job, parse_job
 from raytrain_opt.config.schema import ArraySetData, Job
 from raytrain_opt.errors import JobError
@@ -34,7 +34,7 @@ def test_a_short_file_becomes_a_job_with_defaults(tmp_path: Path) -> None:
     job = load_job(file)
     assert job.model.name == "resnet8"
     assert isinstance(job.data, ArraySetData)
-    assert job.learning_rate == StptPolicy(policy="stpt")
+    assert job.learning_rate == HorizonPolicy(policy="stpt_horizon")
     assert job == parse_job(BASE) == load_job(str(file))
 
 

@@ -24,8 +24,12 @@ def job(epochs: int = 4, **learning_rate: Any) -> Job:
     )
 
 
-def test_stpt_is_the_default() -> None:
-    policy = build_policy(job(), EpochSteps(25))
+def test_the_search_that_needs_no_first_guess_is_the_default() -> None:
+    assert isinstance(build_policy(job(), EpochSteps(25)), HorizonStpt)
+
+
+def test_stpt_gets_the_length_of_the_training() -> None:
+    policy = build_policy(job(policy="stpt"), EpochSteps(25))
     assert isinstance(policy, Stpt)
     assert (policy.epochs, policy.alpha_steps(1)) == (4, 2)
 
@@ -82,7 +86,7 @@ def test_replay_says_what_is_wrong_with_the_file(
         (4, {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 1.0}, 2),
         (4, {"policy": "stpt", "candidates": [1.0], "alpha": 10**6}, 0),
         (4, {"policy": "stpt", "warmup": {"epochs": 4}}, 0),
-        (4, {"policy": "stpt_horizon"}, 7),
+        (4, {"policy": "stpt_horizon"}, 3),
         (4, {"policy": "schedule"}, 0),
         (4, {"policy": "replay", "schedule": "not read here"}, 0),
     ],

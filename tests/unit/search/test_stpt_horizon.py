@@ -32,7 +32,7 @@ class Surface:
     """Training that is best at rate `best`, and with fewer than `unbiased_steps` at lower ones.
 
     The loss grows with the square of the decades between. Each block of samples has a difficulty
-    that all candidates meet, and `noise` of its own for each rate; `exact`: but not in the mean.
+    that all candidates meet, and `noise` of its own for each rate.
     `factor`: the one that later rounds of an epoch find best.
     """
 
@@ -40,13 +40,11 @@ class Surface:
     diverges_from: float = math.inf
     noise: float = 0.05
     unbiased_steps: int = 1
-    exact: bool = False
     seed: int = 0
     factor: Callable[[int], float] = lambda epoch: 1.0
 
     def result(self, plan: Plan, candidate: Candidate) -> CandidateResult:
-        noise = self._draw(f"{candidate.lr:.6g} {plan.pretrain_steps} {plan.first_step}")
-        noise -= noise.mean() if self.exact else 0
+        noise = self._draw(f"{candidate.lr:.6g} {plan.pretrain_steps}")
         blocks = self.loss(plan, candidate) + self._draw("all") + self.noise * noise
         lost = candidate.lr >= self.diverges_from
         return result(candidate, [math.nan] * BLOCKS if lost else blocks.tolist())
@@ -215,62 +213,88 @@ def test_epochs_with_fewer_and_larger_batches_go_through_as_much_of_it() -> None
 # The first grid.
 
 
-def test_the_first_round_tries_whole_schedules_over_three_decades() -> None:
+def test_the_first_round_tries_whole_schedules_a_decade_apart() -> None:
     plan = horizon(initial=0.1).plan(1, ())
-    assert rates(plan) == pytest.approx([0.1 * 10 ** (i / 2) for i in range(-3, 4)])
-    assert [c.multiplier for c in plan.candidates] == pytest.approx(
-        [lr / 0.1 for lr in rates(plan)]
-    )
-    assert plan.shape == horizon().schedule.squeezed(16)
-    assert (plan.kept_steps, plan.paired, plan.first_step) == (0, True, 0)
+    assert rates(plan) == pytest.approx([0.01, 0.1, 1.0])
+    assert [c.multiplier for c in plan.candidates] == pytest.approx([0.1, 1, 10])
+    assert plan.shape == horizon().schedule.squeezed(15)
+    assert (plan.kept_steps, plan.paired) == (0, True)
 
 
-def test_the_second_round_tries_longer_schedules_from_the_best_upward() -> None:
-    training = trained(horizon(initial=0.1))
-    coarse, fine = training.opening[:2]
+def test_the_second_round_tries_longer_schedules_to_both_sides_of_the_best() -> None:
+    training = trained(horizon(initial=0.1), Surface(0.08))
+    coarse, fine = training.opening
     assert (coarse.stage, fine.stage) == ("coarse", "fine")
-    assert rates(fine) == pytest.approx([0.1, 0.178, 0.316], rel=0.01)
-    assert (coarse.pretrain_steps, fine.pretrain_steps) == (16, 60)
-    assert fine.shape == horizon().schedule.squeezed(60)
+    assert rates(fine) == pytest.approx([0.0316, 0.1, 0.316], rel=0.01)
+    assert (coarse.pretrain_steps, fine.pretrain_steps) == (15, 62)
+    assert fine.shape == horizon().schedule.squeezed(62)
 
 
-def test_horizon_sets_how_long_the_fine_candidates_train() -> None:
+def test_horizon_sets_how_long_the_candidates_train() -> None:
     training = trained(horizon(steps=1000, horizon=0.25))
-    assert [plan.pretrain_steps for plan in training.opening[:2]] == [62, 250]
+    assert [plan.pretrain_steps for plan in training.opening] == [62, 250]
 
 
 # What is chosen.
 
 
-@pytest.mark.parametrize("best", [0.003, 0.02, 0.1, 0.3, 2.0])
+@pytest.mark.parametrize("best", [0.003, 0.02, 0.06, 0.1, 0.3, 2.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_peak_is_near_the_best(best: float, seed: int) -> None:
     training = trained(horizon(), Surface(best, noise=0.1, seed=seed))
-    assert 0.5 < training.peak / best < 2.4
+    assert 0.5 < training.peak / best < 2
 
 
-def test_short_candidates_that_favour_small_rates_do_not_keep_the_large_ones_out() -> None:
-    """Best at 16 steps: 0.026; at 62: 0.1."""
-    training = trained(horizon(), Surface(0.1, unbiased_steps=62))
-    assert 0.5 < training.peak / 0.1 < 2.4
+@dataclass
+class Given(Surface):
+    """The coarse candidates have losses of 4, 3.5 and 9, the fine ones the given."""
 
-
-def test_of_rates_within_noise_the_largest_is_taken_but_not_far_above_the_best() -> None:
-    flat = trained(horizon(), FlatAbove(0.1, exact=True))
-    assert flat.peak == pytest.approx(0.316, rel=0.01)
-    choice = flat.commits[0][-1]
-    assert "within noise" in choice.reason
-    # And nothing below the best is tried, although that is the lowest of the fine ones.
-    assert [plan.stage for plan in flat.opening] == ["coarse", "fine"]
-    assert min(rates(flat.opening[1])) == pytest.approx(0.1)
-
-
-class FlatAbove(Surface):
-    """Above the best hardly worse than there."""
+    noise: float = 0.0
+    fine: tuple[float, ...] = ()
 
     def loss(self, plan: Plan, candidate: Candidate) -> float:
-        decades = math.log10(candidate.lr / self.best)
-        return 1 + (decades**2 if decades < 0 else 1e-5 * decades)
+        of_stage = {"coarse": (4.0, 3.5, 9.0), "fine": self.fine}
+        lowest = -1.0 if plan.stage == "coarse" else -0.5
+        place = (math.log10(candidate.lr / 0.1) - lowest) / -lowest
+        return of_stage[plan.stage][round(place)] if place > -0.5 else 4.0
+
+
+def test_the_peak_is_the_mean_log_rate_weighted_by_the_fourth_power_of_gains() -> None:
+    """By hand: gains over 4 are 1, 2, 1 at -1.5, -1, -0.5: weighted 1, 16, 1 that is -1. With 2
+    at -0.5 too, weighted 1, 16, 16: -25.5 / 33.
+    """
+    assert trained(horizon(rounds_at=[]), Given(fine=(3, 2, 3))).peak == pytest.approx(0.1)
+    training = trained(horizon(rounds_at=[]), Given(fine=(3, 2, 2)))
+    assert training.peak == pytest.approx(10 ** (-25.5 / 33))
+    decided = training.commits[0][-1]
+    assert "the centre of what gains" in decided.reason
+    assert decided.winner is not None
+    assert decided.winner.candidate.lr == pytest.approx(0.1)
+
+
+def test_one_lucky_candidate_does_not_decide_alone() -> None:
+    """Its neighbours above gain nearly as much."""
+    assert 0.06 < trained(horizon(rounds_at=[]), Given(fine=(2.0, 2.1, 2.2))).peak < 0.11
+
+
+def test_where_nothing_gains_the_best_is_taken() -> None:
+    assert trained(horizon(rounds_at=[]), Given(fine=(4.3, 4.2, 4.5))).peak == pytest.approx(0.1)
+
+
+def test_of_coarse_rates_that_are_hardly_worse_the_largest_is_gone_on_from() -> None:
+    """1 % worse at 1; it diverges at 10."""
+    training = trained(horizon(), AboutAsGood(diverges_from=9))
+    fine = next(plan for plan in training.opening if plan.stage == "fine")
+    assert rates(fine) == pytest.approx([0.316, 1.0, 3.16], rel=0.01)
+
+
+class AboutAsGood(Surface):
+    """Few steps tell hardly anything."""
+
+    def loss(self, plan: Plan, candidate: Candidate) -> float:
+        if plan.stage == "coarse":
+            return 4.0 + 0.02 * math.log10(candidate.lr)
+        return super().loss(plan, candidate)
 
 
 @pytest.mark.parametrize("wrong_by", [0.01, 1.0, 100.0])
@@ -292,16 +316,14 @@ def test_a_start_between_the_points_of_the_lattice_ends_at_the_same_peak() -> No
     assert trained(horizon(initial=0.04), surface).peak == trained(horizon(), surface).peak
 
 
-@pytest.mark.parametrize(("best", "beyond"), [(3e-4, 3e-4), (50.0, 50.0)])
-def test_the_grid_is_extended_past_the_edge_where_the_best_is(best: float, beyond: float) -> None:
+@pytest.mark.parametrize("best", [3e-4, 50.0])
+def test_the_grid_is_extended_past_the_edge_where_the_best_is(best: float) -> None:
     training = trained(horizon(), Surface(best))
-    first, second = training.opening[:2]
-    assert second.stage == "coarse"
-    assert len(second.candidates) == 3
-    assert not set(rates(first)) & set(rates(second))
-    assert min(rates(second)) < beyond < max(rates(second))
+    first, *more = training.opening
+    assert all(len(plan.candidates) == 1 for plan in more if plan.stage == "coarse")
+    assert len(first.candidates) == 3
     assert "edge" in training.commits[0][0].reason
-    assert 0.4 < training.peak / best < 2.5
+    assert 0.5 < training.peak / best < 2
 
 
 def test_candidates_are_numbered_through_the_epoch() -> None:
@@ -311,11 +333,14 @@ def test_candidates_are_numbered_through_the_epoch() -> None:
 
 
 def test_the_fine_grid_is_extended_too() -> None:
-    """The coarse stage is misled by much; the fine one climbs on from what it hands over."""
-    training = trained(horizon(epochs=90), Surface(0.8, unbiased_steps=62 * 4))
+    """Downward, where the best is at its lower edge: upward the coarse stage knows better."""
+    training = trained(
+        horizon(epochs=90),
+        Surface(0.04, noise=0.01),
+    )
     fine = [plan for plan in training.opening if plan.stage == "fine"]
     assert len(fine) >= 2
-    assert max(rates(fine[-1])) > max(rates(fine[0]))
+    assert max(rates(fine[-1])) < min(rates(fine[0]))
     assert {plan.pretrain_steps for plan in fine} == {62}
 
 
@@ -325,28 +350,22 @@ def test_the_fine_grid_is_extended_too() -> None:
 def test_diverging_rates_are_neither_chosen_nor_tried_longer() -> None:
     training = trained(horizon(), Surface(0.2, diverges_from=0.6))
     assert training.peak < 0.6
-    # 0.56 is not known to: 1 is.
+    # 0.562 is not known to: 1 is.
     assert all(max(rates(plan)) < 0.9 for plan in training.opening if plan.stage == "fine")
 
 
 def test_rates_that_did_worse_than_hardly_training_get_no_longer_schedule() -> None:
-    """0.316 is best, 1 did worse: 0.562, between them, is the last that is tried."""
-    fine = trained(horizon(), FiniteCliff(0.316)).opening[1]
-    assert rates(fine) == pytest.approx([0.178, 0.316, 0.562], rel=0.01)
+    training = trained(horizon(), FiniteCliff(0.08))
+    fine = training.opening[-1]
+    assert rates(fine) == pytest.approx([0.0316, 0.1, 0.316], rel=0.01)
+    assert 0.05 < training.peak < 0.11
 
 
 class FiniteCliff(Surface):
     """The loss of large rates is large, but a number."""
 
     def loss(self, plan: Plan, candidate: Candidate) -> float:
-        return 1e6 if candidate.lr > 0.9 else super().loss(plan, candidate)
-
-
-def test_the_best_below_the_cliff_still_has_company() -> None:
-    """At least three are compared."""
-    training = trained(horizon(), Surface(1.0, diverges_from=0.15))
-    assert rates(training.opening[1]) == pytest.approx([0.0562, 0.1, 0.178], rel=0.01)
-    assert training.peak == pytest.approx(0.1)
+        return 1e6 if candidate.lr > 0.3 else super().loss(plan, candidate)
 
 
 def test_when_all_diverge_the_grid_goes_down() -> None:
@@ -359,7 +378,7 @@ def test_when_all_diverge_the_grid_goes_down() -> None:
 def test_when_all_diverge_again_and_again_the_error_lists_what_was_tried() -> None:
     policy, surface = horizon(), Surface(diverges_from=0.0)
     with pytest.raises(
-        DivergedError, match=r"epoch 1.*: 3\.16e-09.*, 0\.1, .*learning_rate\.initial"
+        DivergedError, match=r"epoch 1.*: 1e-10, 1e-09, .*, 0\.1, .*learning_rate\.initial"
     ):
         trained(policy, surface)
 
@@ -378,47 +397,10 @@ def lost_rounds(
 def test_the_last_lost_round_is_decided_before_plan_raises() -> None:
     """So the driver has written it down when the run ends."""
     policy = horizon()
-    history = lost_rounds(policy, 1, 5)
+    history = lost_rounds(policy, 1, 9)
     assert all(choice.winner is None and "all" in choice.reason for choice in history)
     with pytest.raises(DivergedError):
         policy.plan(1, history)
-
-
-# Repeats.
-
-
-def test_what_noise_leaves_open_is_repeated_on_other_batches() -> None:
-    trainings = [
-        trained(horizon(epochs=90, rounds_at=[]), Surface(0.13, noise=0.3, seed=seed))
-        for seed in range(10)
-    ]
-    repeats = [plan for t in trainings for plan in t.opening if plan.stage == "repeat"]
-    assert repeats
-    assert len(repeats) < len(trainings)
-    for plan in repeats:
-        assert (plan.first_step, plan.pretrain_steps) == (62, 62)
-        assert len(plan.candidates) >= 2
-
-
-def test_a_repeat_can_turn_the_choice_over() -> None:
-    """Within noise at first, but no more in the mean of both."""
-    policy = horizon(epochs=90, rounds_at=[])
-    history = trained(policy, RepeatTellsMore(0.1, noise=1.0, exact=True)).commits[0]
-    first, again = history[-2:]
-    assert (first.stage, again.stage) == ("fine", "repeat")
-    assert again.winner is not None
-    assert again.next_base_lr == pytest.approx(0.1)
-
-
-class RepeatTellsMore(Surface):
-    """0.178 is behind by 1.5 standard errors, and in the repeat by 7; all others by more."""
-
-    def loss(self, plan: Plan, candidate: Candidate) -> float:
-        decades = abs(math.log10(candidate.lr / self.best))
-        error = self.noise * math.sqrt(2 / BLOCKS)
-        if plan.stage == "fine" and candidate.lr == pytest.approx(0.178, rel=0.01):
-            return 1 + 1.5 * error
-        return 1 + 4 * 7 * error * decades
 
 
 # The budget.
@@ -440,13 +422,13 @@ def test_the_budget_is_kept(
     training = trained(policy, Surface(noise=noise, factor=lambda epoch: 2.0))
     assert cost(training, policy) <= policy.section.budget
     for plan in training.asked:
-        assert plan.first_step + plan.pretrain_steps <= policy.steps(plan.epoch)
+        assert plan.pretrain_steps <= policy.steps(plan.epoch)
 
 
-@pytest.mark.parametrize(("epochs", "steps", "most"), [(16, 125, 0.18), (90, 125, 0.06)])
+@pytest.mark.parametrize(("epochs", "steps", "most"), [(16, 96, 0.12), (90, 125, 0.04)])
 def test_what_a_search_costs_as_a_rule(epochs: int, steps: int, most: float) -> None:
     policy = horizon(epochs, steps)
-    assert 0.02 < cost(trained(policy), policy) <= most
+    assert 0.02 < cost(trained(policy, Surface(noise=0.0)), policy) <= most
 
 
 def test_a_training_of_four_epochs_has_a_search_too() -> None:
@@ -461,27 +443,6 @@ def test_a_training_that_is_too_short_for_any_search_uses_the_initial_rate() -> 
     assert not training.asked
     assert max(training.lrs(policy)) == pytest.approx(0.07, rel=0.2)
     assert "learning_rate.budget" in training.plans[0].reason
-
-
-def test_very_short_schedules_take_the_next_larger_peak() -> None:
-    """16 epochs of 24 steps: candidates have 10 steps. The best of those tried is 0.1."""
-    policy = horizon(16, 24, rounds_at=[])
-    training = trained(policy, Surface(0.1, noise=0.01))
-    decided = training.commits[0][-1]
-    assert decided.steps < 32
-    assert decided.winner is not None
-    assert decided.winner.candidate.lr == pytest.approx(0.1)
-    assert training.peak == pytest.approx(0.1 * 10**0.25)
-    assert "favour small rates" in decided.reason
-    assert max(training.lrs(policy)) == pytest.approx(training.peak, rel=0.1)
-
-
-def test_a_larger_peak_is_not_taken_where_it_diverged() -> None:
-    policy = horizon(4, 100, rounds_at=[])
-    assert trained(policy, Surface(0.1, noise=0.01)).peak > 0.15
-    training = trained(policy, Surface(0.1, diverges_from=0.15, noise=0.01))
-    assert training.commits[0][-1].steps < 32
-    assert training.peak == pytest.approx(0.1)
 
 
 # Later rounds.
@@ -505,7 +466,7 @@ def test_later_rounds_are_where_they_are_asked_for() -> None:
 
 
 def test_a_training_with_little_budget_left_has_none() -> None:
-    assert later_epochs(trained(horizon(16), always(2.0))) == []
+    assert later_epochs(trained(horizon(16, 96), always(2.0))) == []
 
 
 def test_the_factors_accumulate_and_the_rest_of_the_training_follows() -> None:
@@ -578,7 +539,7 @@ def test_lost_later_rounds_are_repeated_lower_and_then_refused() -> None:
     history, peak = lost_rounds(policy, 13, 4, before), before[-1].next_base_lr
     tried = [choice.base_lr for choice in history[len(before) :]]
     assert tried == pytest.approx([peak, peak / 4, peak / 16, peak / 64])
-    with pytest.raises(DivergedError, match="epoch 13.*: 0.1, 0.025, "):
+    with pytest.raises(DivergedError, match="epoch 13.*: 0.101, 0.0252, "):
         policy.plan(13, history)
 
 
@@ -642,7 +603,7 @@ def test_a_spike_is_a_reason_even_where_rounds_have_not_paid() -> None:
     assert ("epochs are done" in why[13], "risen" in why[41]) == (True, True)
 
 
-@pytest.mark.parametrize("budget", [0.1, 0.15, 0.3])
+@pytest.mark.parametrize("budget", [0.15, 0.3])
 def test_no_reason_is_worth_more_than_the_budget(budget: float) -> None:
     """A loss that rises every second epoch."""
     policy = horizon(32, budget=budget, rounds_at=[])
