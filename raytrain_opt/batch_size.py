@@ -172,7 +172,7 @@ def _probe(
     """Probe until the strategy has chosen; every probe is written down as it comes."""
     session.terminal.phase("searching the batch size", 0, job.epochs)
     before = placement_groups()
-    host = start_host(job, local=session.owned, import_all=False)
+    host = start_host(local=session.owned, start_s=job.limits.start_s, import_all=False)
     try:
         setup = ProbeSetup(
             job,

@@ -22,7 +22,7 @@ from raytrain_opt.optim.batch_ramp import epoch_steps
 from raytrain_opt.paths import RunPaths, remove_tree, write_text
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.faults import planned_faults
-from raytrain_opt.pools.host import Host, environment, place_limit_s
+from raytrain_opt.pools.host import Host, environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.pool import Pool, Vault, running
 from raytrain_opt.pools.resources import PoolPlan, plan_pools
@@ -128,7 +128,7 @@ def _check_position(checkpoints: Checkpoints) -> None:
         Position.from_plain(position)
 
 
-def start_host(job: Job, *, local: bool, import_all: bool) -> Any:
+def start_host(*, local: bool, start_s: float, import_all: bool) -> Any:
     """The actor on this node that keeps the pools, and probes batch sizes; see `pools.host`."""
     return (
         ray.remote(Host)
@@ -136,7 +136,7 @@ def start_host(job: Job, *, local: bool, import_all: bool) -> Any:
             num_cpus=0,
             max_concurrency=2,
             label_selector=_this_node(),
-            runtime_env={"env_vars": environment(local=local, place_s=place_limit_s(job))},
+            runtime_env={"env_vars": environment(local=local, start_s=start_s)},
         )
         .remote(import_all=import_all)
     )
@@ -161,7 +161,7 @@ def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
         session.terminal.note(note)
     mailbox: Any = start_mailbox()
     crowded = _crowded(plan)
-    host = start_host(job, local=session.owned, import_all=not crowded)
+    host = start_host(local=session.owned, start_s=job.limits.start_s, import_all=not crowded)
     setup = Setup(
         job, plan, session.paths.run_id, mailbox, session.paths.ray_storage, planned_faults()
     )

@@ -11,7 +11,6 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raytrain_opt.config.schema import Job
     from raytrain_opt.pools.probes import Found, ProbeRecord, ProbeSetup
     from raytrain_opt.pools.setup import Setup
 
@@ -40,23 +39,12 @@ _LOCAL_ENVIRONMENT = {
 }
 
 
-# Ray Train decides on the size of a group that may be smaller by what it knew of the cluster up to
-# 20 s ago; when that does not fit, it decides again after so long.
-_DECIDE_AGAIN_S = 20.0
-
-
-def place_limit_s(job: Job) -> float:
-    """How long a group of workers waits for its places."""
-    can_shrink = job.workers.least < job.workers.count
-    return min(job.limits.start_s, _DECIDE_AGAIN_S) if can_shrink else job.limits.start_s
-
-
-def environment(*, local: bool, place_s: float) -> dict[str, str]:
+def environment(*, local: bool, start_s: float) -> dict[str, str]:
     """Environment variables to start the host with (its children inherit them). `local`: Ray
-    runs on this machine alone. `place_s`: how long a group of workers waits for its places.
+    runs on this machine alone. `start_s`: limit of the workers' start, seconds.
     """
     ours = _ENVIRONMENT | (_LOCAL_ENVIRONMENT if local else {})
-    ours["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(place_s)
+    ours["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(start_s)
     return {name: os.environ.get(name, value) for name, value in ours.items()}
 
 

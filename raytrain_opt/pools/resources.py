@@ -85,13 +85,6 @@ def plan_pools(job: Job, nodes: Sequence[Mapping[str, float]], candidates: int) 
     )
 
 
-def binary(resources: Resources) -> Resources:
-    """Rounded down to 1/1024, so that sums are exact: to find how many workers fit, Ray Train asks
-    how often theirs is in a sum of them, and does not find 0.6 in 0.6 + 0.6 + 0.6 three times.
-    """
-    return {name: math.floor(amount * 1024) / 1024 or amount for name, amount in resources.items()}
-
-
 def _use_gpu(job: Job, nodes: Sequence[Mapping[str, float]]) -> bool:
     wanted, given = job.workers.use_gpu, job.workers.resources
     has_gpu = any(node.get("GPU", 0) > 0 for node in nodes)

@@ -12,11 +12,13 @@ from ray.train import (
     WorkerGroupError,
 )
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util import placement_group, remove_placement_group
 
-from raytrain_opt.pools.resources import binary
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.pools.setup import Setup
 
-_NEVER_S = 1e9
+# Seconds in which places that are free become known as such.
+_ROOM_S, _LEAST_WAIT_S = 15.0, 0.1
 # Seconds that a collective waits for a peer longer than the driver waits for progress.
 _MORE_THAN_THE_DRIVER_S = 60
 
@@ -26,38 +28,46 @@ def run_workers(setup: Setup) -> None:
 
     Raises whatever Ray Train raises when a worker dies more often than the job allows.
     """
-    workers, limits = setup.job.workers, setup.job.limits
+    workers, restarts = setup.job.workers, setup.job.limits.max_restarts
     if workers.least == workers.count:
-        group = {"num_workers": workers.count, "resources_per_worker": setup.plan.worker_resources}
-        _fit(setup, "", group, {"max_failures": limits.max_restarts})
+        _fit(setup, "", workers.count, FailureConfig(max_failures=restarts))
     else:
         _run_as_many_as_fit(setup)
 
 
 def _run_as_many_as_fit(setup: Setup) -> None:
-    """At first with all that the cluster has room for. An elastic group of Ray Train takes their
-    place when one of them died: it begins with what Ray Train knows of the cluster at the moment,
-    which may be less than there is, and would stay so small.
+    """A group of all that there is room for, and another one whenever one of them has died.
+
+    Not an elastic group of Ray Train: its size follows from what Ray Train has noted of the
+    cluster, some time ago and without our slots, and includes what an ended run had reserved.
     """
-    workers, restarts = setup.job.workers, setup.job.limits.max_restarts
-    resources = setup.plan.worker_resources
-    fixed = {"num_workers": setup.plan.placed_workers, "resources_per_worker": resources}
-    try:
-        _fit(setup, "", fixed, {"max_failures": 0, "max_preemption_failures": 0})
-        return
-    except (WorkerGroupError, PreemptionError):
-        if not restarts:
-            raise
-    elastic = {
-        "num_workers": (workers.least, workers.count),
-        "resources_per_worker": binary(resources),
-        # A group that is well stays as it is: another size would start it anew.
-        "elastic_resize_monitor_interval_s": _NEVER_S,
-    }
-    _fit(setup, "-fewer", elastic, {"max_failures": restarts - 1})
+    size, restarts = setup.plan.placed_workers, setup.job.limits.max_restarts
+    never: dict[str, Any] = {"max_failures": 0, "max_preemption_failures": 0}
+    for restart in range(restarts + 1):
+        try:
+            _fit(setup, f"-{restart}", size, FailureConfig(**never))
+            return
+        except (WorkerGroupError, PreemptionError):
+            if restart == restarts:
+                raise
+        while (size := _room(setup)) < setup.job.workers.least:
+            pass  # until a node comes back; it is the driver that waits only so long
 
 
-def _fit(setup: Setup, name: str, group: dict[str, Any], failures: dict[str, Any]) -> None:
+def _room(setup: Setup) -> int:
+    """How many workers fit now. When not all do, some time is given to those that are ending."""
+    places = [
+        placement_group([setup.plan.worker_resources]) for _ in range(setup.job.workers.count)
+    ]
+    deadline_s = monotonic_s() + _ROOM_S
+    waits = (max(_LEAST_WAIT_S, deadline_s - monotonic_s()) for _ in places)
+    room = sum(bool(place.wait(wait_s)) for place, wait_s in zip(places, waits, strict=True))
+    for place in places:
+        remove_placement_group(place)
+    return room
+
+
+def _fit(setup: Setup, name: str, size: int, failures: FailureConfig) -> None:
     _Trainer(
         _worker_main,
         train_loop_config={"setup": setup},
@@ -66,11 +76,15 @@ def _fit(setup: Setup, name: str, group: dict[str, Any], failures: dict[str, Any
             # The driver gives up first: it knows who is silent.
             timeout_s=int(setup.job.limits.stall_s) + _MORE_THAN_THE_DRIVER_S,
         ),
-        scaling_config=ScalingConfig(use_gpu=setup.plan.use_gpu, **group),
+        scaling_config=ScalingConfig(
+            num_workers=size,
+            use_gpu=setup.plan.use_gpu,
+            resources_per_worker=setup.plan.worker_resources,
+        ),
         run_config=RunConfig(
             name=f"workers-{setup.run_id}{name}",
             storage_path=setup.ray_storage_path,
-            failure_config=FailureConfig(**failures),
+            failure_config=failures,
         ),
     ).fit()
 

@@ -110,7 +110,7 @@ def test_records_hold_nothing_of_the_environment(tmp_path: Path, secret: str) ->
 
 
 def test_processes_are_given_only_settings_of_ours(secret: str) -> None:
-    assert secret not in str(environment(local=True, place_s=1.0))
+    assert secret not in str(environment(local=True, start_s=1.0))
 
 
 @pytest.mark.usefixtures("no_ray")
