@@ -7,6 +7,8 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ import psutil
 import pytest
 from small_jobs import read_lines, small_job, without_times
 
-from raytrain_opt import run
-from raytrain_opt.errors import DivergedError, MemberError, PoolError, ResourcesError
+from raytrain_opt import Job, run
+from raytrain_opt.errors import CommitError, DivergedError, MemberError, PoolError, ResourcesError
 from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.pools.session import placement_groups
 from raytrain_opt.train.checkpoint import read_index
@@ -138,27 +140,57 @@ def test_who_hangs_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_the_death_of_a_single_process_is_told(tmp_path: Path, title: str, words: str) -> None:
     """Of those that are not started again; what was committed is there to resume from."""
-    changes = {"epochs": 2000, "learning_rate": NO_CANDIDATES, **ONE_WORKER}
-    over = threading.Event()
-    killer = threading.Thread(target=_kill_after_first_commit, args=(tmp_path, title, over))
-    killer.start()
-    try:
-        with pytest.raises(PoolError, match=words):
-            run(small_job(tmp_path, limits={"stop_s": 2}, **changes))
-    finally:  # or a run that fails early would keep the tests from ending
-        over.set()
-        killer.join()
+
+    def kill() -> None:
+        victim = next(p for p in psutil.process_iter(["cmdline"]) if _is(p, title))
+        os.kill(victim.pid, signal.SIGKILL)
+
+    with after_the_first_commit(tmp_path, kill), pytest.raises(PoolError, match=words):
+        run(endless_job(tmp_path))
     (run_dir,) = tmp_path.iterdir()
     assert read_index(run_dir / "checkpoints")
     assert placement_groups() == set()
 
 
-def _kill_after_first_commit(storage: Path, title: str, over: threading.Event) -> None:
-    while not list(storage.glob("*/checkpoints/index.json")):
-        if over.wait(0.02):
-            return
-    victim = next(p for p in psutil.process_iter(["cmdline"]) if _is(p, title))
-    os.kill(victim.pid, signal.SIGKILL)
+def test_a_storage_that_vanishes_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """Nothing is written in its place, which would be a run without its beginning."""
+    storage, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    with (
+        after_the_first_commit(storage, lambda: storage.rename(elsewhere)),
+        pytest.raises(CommitError, match=rf"^{storage}/\S+ cannot be written: "),
+    ):
+        run(endless_job(storage))
+    (run_dir,) = elsewhere.iterdir()
+    assert read_index(run_dir / "checkpoints")
+    assert not list(storage.glob("*/*.json*"))
+    assert placement_groups() == set()
+
+
+def endless_job(storage: Path) -> Job:
+    limits = {"stop_s": 2}
+    return small_job(
+        storage, epochs=2000, learning_rate=NO_CANDIDATES, limits=limits, **ONE_WORKER
+    )
+
+
+@contextmanager
+def after_the_first_commit(storage: Path, act: Callable[[], object]) -> Iterator[None]:
+    """Something happens while the block runs."""
+    over = threading.Event()
+
+    def wait_and_act() -> None:
+        while not list(storage.glob("*/checkpoints/index.json")):
+            if over.wait(0.02):
+                return
+        act()
+
+    acting = threading.Thread(target=wait_and_act)
+    acting.start()
+    try:
+        yield
+    finally:  # or a run that fails early would keep the tests from ending
+        over.set()
+        acting.join()
 
 
 def _is(process: psutil.Process, title: str) -> bool:
