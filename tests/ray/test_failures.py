@@ -17,10 +17,12 @@ import pytest
 from small_jobs import read_lines, small_job, without_times
 
 from raytrain_opt import Job, run
+from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import CommitError, DivergedError, MemberError, PoolError, ResourcesError
 from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.pools.session import placement_groups
-from raytrain_opt.train.checkpoint import read_index
+from raytrain_opt.stopping import Terminated
+from raytrain_opt.train.checkpoint import Checkpoints, read_index
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
 
@@ -163,6 +165,22 @@ def test_a_storage_that_vanishes_ends_the_run_and_is_named(tmp_path: Path) -> No
     (run_dir,) = elsewhere.iterdir()
     assert read_index(run_dir / "checkpoints")
     assert not list(storage.glob("*/*.json*"))
+    assert placement_groups() == set()
+
+
+def test_sigterm_ends_a_run_with_what_is_committed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        after_the_first_commit(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        pytest.raises(Terminated),
+    ):
+        run(endless_job(tmp_path))
+    (run_dir,) = tmp_path.iterdir()
+    commits = Checkpoints(run_dir / "checkpoints", CheckpointSection())
+    assert commits.latest is not None
+    assert commits.forget_damaged() == []
+    assert f"terminated; kept up to {commits.latest.reached}; go on with" in _told(capfd)
     assert placement_groups() == set()
 
 

@@ -25,10 +25,10 @@ from small_jobs import read_lines, small_job, without_times
 from raytrain_opt import Job
 from raytrain_opt.data import load_shared
 from raytrain_opt.driver import train
-from raytrain_opt.errors import CommitError
+from raytrain_opt.errors import CommitError, PoolError
 from raytrain_opt.optim.batch_ramp import epoch_steps
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools.commands import Command
+from raytrain_opt.pools.commands import Command, Pretrain
 from raytrain_opt.pools.pool import Vault
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
@@ -346,3 +346,18 @@ def test_a_run_whose_directory_vanishes_ends_and_makes_no_new_one(
     with pytest.raises(CommitError, match=rf"^{paths.local}\S* cannot be written"):
         execute(job, paths, vanish)
     assert not paths.local.exists()
+
+
+def test_a_round_in_which_every_slot_died_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once one has died too often, its pool does without its reply."""
+    command = PretendedPool.command
+
+    def answer(pool: PretendedPool, given: Command, expected: Any = None) -> dict[int, Any]:
+        return {} if isinstance(given, Pretrain) else command(pool, given, expected)
+
+    monkeypatch.setattr(PretendedPool, "command", answer)
+    paths = RunPaths.create(str(tmp_path), "run")
+    with pytest.raises(PoolError, match="epoch 1: every slot died more often than limits.max_re"):
+        execute(tiny_job(tmp_path, **JOBS["stpt"]), paths, lambda _: False)
