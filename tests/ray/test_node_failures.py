@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 @dataclass
 class Machines:
-    """The cluster. `seen`: on how many of its nodes the mailbox and the host were found."""
+    """The cluster. `seen`: nodes on which the mailbox, the host and the controller were found."""
 
     cluster: Cluster
     nodes: list[Any] = field(default_factory=list)
