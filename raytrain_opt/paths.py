@@ -47,6 +47,7 @@ class RunPaths:
         run_id = f"{name}-{stamp}-{secrets.token_hex(2)}"
         if "://" in storage_path:
             local = Path(tempfile.mkdtemp(prefix="raytrain_opt-"))
+            (local / "checkpoints").mkdir()
             return cls(local, f"{storage_path.rstrip('/')}/{run_id}")
         try:
             local = Path(storage_path).expanduser().absolute() / run_id
@@ -277,11 +278,11 @@ def _storage(path: str) -> tuple[fs.FileSystem, str]:
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     """Have `write` fill a file beside `path` that then takes its place.
 
-    Raises CommitError naming the path; what stood there before stays.
+    Raises CommitError naming the path; what stood there before stays. Makes no folder: one that
+    vanished while a run was writing to it would be back without what was in it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())

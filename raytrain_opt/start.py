@@ -142,13 +142,24 @@ def start_host(*, local: bool, start_s: float, import_all: bool) -> Any:
     )
 
 
+def start_mailbox() -> Any:
+    """The actor through which driver and pools talk; see `pools.mailbox`. On the driver's node: no
+    other node's death is the end of it.
+    """
+    return (
+        ray.remote(Mailbox)
+        .options(num_cpus=0, max_concurrency=10_000, label_selector=_this_node())
+        .remote()
+    )
+
+
 @contextmanager
 def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
     """Start both pools; leaving the block ends them."""
     plan = plan_pools(job, free_resources(), most_candidates(job))
     for note in plan.notes:
         session.terminal.note(note)
-    mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, max_concurrency=10_000).remote()
+    mailbox: Any = start_mailbox()
     crowded = _crowded(plan)
     host = start_host(local=session.owned, start_s=job.limits.start_s, import_all=not crowded)
     setup = Setup(

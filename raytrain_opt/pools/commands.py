@@ -109,6 +109,13 @@ class MainTrainReply:
     parallel: dict[str, object] = field(default_factory=dict)
 
 
+def state_in(reply: object) -> StateRef | None:
+    """The state that comes with a reply."""
+    if isinstance(reply, MainTrainReply):
+        return reply.state
+    return reply if isinstance(reply, StateRef) else None
+
+
 @dataclass(frozen=True)
 class EvaluateReply:
     """Totals over all workers."""

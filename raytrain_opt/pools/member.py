@@ -30,8 +30,9 @@ from raytrain_opt.train.state import HostState
 _PROGRESS_EVERY_S = 1.0
 
 # A worker whose peer died fails in its next collective, with an error that nothing tells from
-# one of the user's. Ray Train ends the whole group within seconds; who lives on was not hit.
-_PEER_GRACE_S = 15.0
+# one of the user's. Ray Train ends the whole group as soon as it knows; who lives on was not hit.
+# Of a process of this node it knows within seconds, of another node after half a minute.
+_PEER_GRACE_S, _NODE_GRACE_S = 15.0, 60.0
 
 
 # Called before each step with the steps done and their number; raises to stop.
@@ -58,7 +59,7 @@ class Post:
     member: Member
     leave_s: float
     faults: Faults = ()
-    has_peers: bool = False
+    grace_s: float = 0.0
 
     def serve(self, handler: Handler) -> None:
         """Obey until told to close; a member that has not left `leave_s` later (a hung
@@ -90,8 +91,8 @@ class Post:
                 # A reply, not a restart: doing the same again would fail again.
                 if closed.is_set():  # the others left first, and a collective broke
                     return
-                if self.has_peers and isinstance(error, RuntimeError):
-                    closed.wait(_PEER_GRACE_S)
+                if isinstance(error, RuntimeError):
+                    closed.wait(self.grace_s)
                 value = failure(error)
             self.mailbox.reply.remote(pool, index, done, value)
 
@@ -127,6 +128,13 @@ class Post:
 
         threading.Thread(target=watch, daemon=True, name="watch-for-close").start()
         return closed
+
+
+def grace_s(world_size: int, local_world_size: int) -> float:
+    """How long a worker waits with an error that a peer's death may have caused."""
+    if world_size == 1:
+        return 0.0
+    return _PEER_GRACE_S if world_size == local_world_size else _NODE_GRACE_S
 
 
 def fetch(state: StateRef) -> HostState:

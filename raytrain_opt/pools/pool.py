@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -12,6 +12,7 @@ import ray
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import MemberError, PoolError, RaytrainOptError
 from raytrain_opt.pools.commands import (
+    WORKER_POOL,
     Close,
     Command,
     Evaluate,
@@ -24,11 +25,17 @@ from raytrain_opt.pools.commands import (
     StateLost,
     StateRef,
     TakeState,
+    state_in,
 )
-from raytrain_opt.pools.session import placement_groups, remove_placement_groups
+from raytrain_opt.pools.session import gone_nodes, placement_groups, remove_placement_groups
 from raytrain_opt.train.state import HostState
 
 _POLL_S = 0.5
+
+_NODES_GONE = (
+    "Nodes have left the cluster, and the others may have no room for all workers: "
+    "workers.min_count lets a training go on with fewer"
+)
 
 # Called about twice a second while waiting; gets the progress of the pool at work.
 OnWait = Callable[[str, Progress | None], None]
@@ -43,10 +50,22 @@ class Vault:
 
     def __init__(self) -> None:
         self._views: dict[str, HostState] = {}
+        self._held_id = ""
+
+    def take(self, state: StateRef) -> None:
+        """Keep a state that has come back, until another one is held. Raises Ray's ObjectLostError
+        when it is gone already, with its maker.
+        """
+        self._views[state.id] = self.view(state)
 
     def hold(self, state: StateRef) -> None:
-        """Keep this state, and no older one but the latest."""
-        self._views = {**dict(list(self._views.items())[-1:]), state.id: self.view(state)}
+        """Keep this state and the one that was held before it; forget all others."""
+        if state.id == self._held_id:
+            return
+        self.take(state)
+        kept = (self._held_id, state.id)
+        self._views = {name: view for name, view in self._views.items() if name in kept}
+        self._held_id = state.id
 
     def view(self, state: StateRef) -> HostState:
         """Read only, and shared with every process of this node."""
@@ -55,9 +74,11 @@ class Vault:
         return cast(HostState, ray.get(state.ref))
 
     def put(self, state_id: str, state: HostState) -> StateRef:
-        """A state that the driver made, into the store."""
+        """A state that the driver made, into the store; held from now on."""
         self._views[state_id] = state
-        return StateRef(state_id, ray.put(state))
+        made = StateRef(state_id, ray.put(state))
+        self.hold(made)
+        return made
 
     def renewed(self, command: Command) -> Command:
         """The same command with its state put into the store again, owned by the driver."""
@@ -97,18 +118,15 @@ class Pool:
         """All members, when they have joined. Raises PoolError saying who is missing."""
         ref = self.mailbox.members.remote(self.name, self.size)
         began_s = monotonic_s()
-
-        def overdue() -> str | None:
-            waited_s = monotonic_s() - began_s
-            if waited_s <= limit_s:
-                return None
+        if not self._wait(ref, lambda: monotonic_s() - began_s > limit_s):
             joined = {member.index for member in self._ask("joined")}
             missing = self._names(sorted(set(range(self.size)) - joined))
-            return f"{missing} did not start within {waited_s:.0f} s (limits.start_s: {limit_s:g})"
-
-        members = cast("list[Member]", self._wait(ref, overdue))
+            waited_s = monotonic_s() - began_s
+            raise PoolError(
+                f"{missing} did not start within {waited_s:.0f} s (limits.start_s: {limit_s:g})"
+            )
         self._ready = True
-        return members
+        return cast("list[Member]", _answer(ref))
 
     def alive(self) -> tuple[int, ...]:
         """The members that are there or will be again."""
@@ -128,7 +146,7 @@ class Pool:
             for index, reply in replies.items():
                 if isinstance(reply, Failure):
                     raise self._member_error(index, reply)
-            if not any(isinstance(reply, StateLost) for reply in replies.values()):
+            if self._arrived(replies):
                 return {index: replies[index] for index in members if index in replies}
             command = self.vault.renewed(command)
         raise PoolError(f"{self.name} pool: the state of {type(command).__name__} is lost")
@@ -136,41 +154,50 @@ class Pool:
     def _post_and_collect(self, command: Command, expected: Sequence[int]) -> dict[int, Any]:
         number = self._ask("post", command)
         ref = self.mailbox.collect.remote(self.name, number, expected)
-
-        def overdue() -> str | None:
-            silent_s = self._ask("silence_s")
-            if silent_s <= self.limit_s:
-                return None
-            doing = type(command).__name__
+        while not self._wait(ref, lambda: self._ask("silence_s") > self.limit_s):
             late: list[Missing] = self._ask("missing", expected)
-            if self.can_lose_members and len(late) < len(self.alive()):
-                for each in late:  # the others go on without
-                    self._ask("lose", each.index)
-                return None
-            missing = [self._told(each) for each in late]
-            return (
-                f"no progress of {doing} for {silent_s:.0f} s (limits.stall_s: "
-                f"{self.limit_s:g}). Without an answer, the one furthest behind first: "
-                f"{'; '.join(missing)}"
-            )
+            if not self.can_lose_members or len(late) == len(self.alive()):
+                raise PoolError(self._silence(command, late))
+            for each in late:  # the others go on without
+                self._ask("lose", each.index)
+        return cast("dict[int, Any]", _answer(ref))
 
-        return cast("dict[int, Any]", self._wait(ref, overdue))
+    def _arrived(self, replies: Mapping[int, Any]) -> bool:
+        """Whether all that was asked for is here: a state can be lost on its way to a member, or
+        from the one that made it to the driver.
+        """
+        if any(isinstance(reply, StateLost) for reply in replies.values()):
+            return False
+        try:
+            for state in filter(None, map(state_in, replies.values())):
+                self.vault.take(state)
+        except ray.exceptions.ObjectLostError:
+            return False
+        return True
 
-    def _wait(self, ref: Any, overdue: Callable[[], str | None]) -> Any:
-        """`overdue` says what is wrong once it has lasted too long."""
-        while True:
-            ready, _ = ray.wait([ref], timeout=_POLL_S)
-            if ready:
-                return _answer(ref)
+    def _wait(self, ref: Any, is_overdue: Callable[[], bool]) -> bool:
+        """Until there is an answer (True), or it has lasted too long (False)."""
+        while not ray.wait([ref], timeout=_POLL_S)[0]:
             self.raise_if_ended()
-            wrong = overdue()
-            if wrong is not None:
-                raise PoolError(wrong)
+            if is_overdue():
+                return False
             self.on_wait(self.name, self._ask("progress"))
+        return True
 
     def _ask(self, what: str, *arguments: Any) -> Any:
         """One question to the mailbox about this pool."""
         return _answer(getattr(self.mailbox, what).remote(self.name, *arguments))
+
+    def _silence(self, command: Command, late: Sequence[Missing]) -> str:
+        said = "; ".join(map(self._told, late))
+        nodes = gone_nodes()
+        gone = any(m.node_id in nodes for m in self._ask("joined"))
+        hint = ". " + _NODES_GONE if gone and self.name == WORKER_POOL else ""
+        return (
+            f"no progress of {type(command).__name__} for {self._ask('silence_s'):.0f} s "
+            f"(limits.stall_s: {self.limit_s:g}). Without an answer, the one furthest behind "
+            f"first: {said}{hint}"
+        )
 
     def _told(self, missing: Missing) -> str:
         at = missing.progress
@@ -202,8 +229,17 @@ class Pool:
 
     def _names(self, missing: list[int]) -> str:
         known = {m.index: m for m in self._ask("joined")}
-        where = {i: f" (pid {m.pid}, {m.log})" for i, m in known.items()}
-        return ", ".join(f"{self.name} {i}{where.get(i, '')}" for i in missing)
+        gone = gone_nodes()
+
+        def name(index: int) -> str:
+            member = known.get(index)
+            if member is None:
+                return f"{self.name} {index}"
+            address = gone.get(member.node_id)
+            node = f"; its node {address} is gone" if address else ""
+            return f"{member.name} (pid {member.pid}, {member.log}{node})"
+
+        return ", ".join(map(name, missing))
 
     def restarts(self) -> int:
         """How often a member was started again."""

@@ -21,10 +21,13 @@ Resources = dict[str, float]
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """What to start. `slots` is 0 when the policy has no candidates."""
+    """What to start. `slots` is 0 when the policy has no candidates. There is room for
+    `placed_workers` of the `workers`: for all of them unless the job allows fewer.
+    """
 
     use_gpu: bool
     workers: int
+    placed_workers: int
     worker_resources: Resources
     slots: int
     slot_resources: Resources
@@ -58,7 +61,7 @@ def plan_pools(job: Job, nodes: Sequence[Mapping[str, float]], candidates: int) 
             "workers.resources, or add nodes."
         )
     if not candidates:
-        return PoolPlan(use_gpu, job.workers.count, worker, 0, {}, 0)
+        return PoolPlan(use_gpu, job.workers.count, placed, worker, 0, {}, 0)
     wanted = min(job.slots.count or candidates, candidates)
     slots = _place(free, slot, wanted)
     if slots == 0:
@@ -73,6 +76,7 @@ def plan_pools(job: Job, nodes: Sequence[Mapping[str, float]], candidates: int) 
     return PoolPlan(
         use_gpu,
         job.workers.count,
+        placed,
         worker,
         slots,
         slot,

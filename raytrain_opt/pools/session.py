@@ -108,6 +108,12 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in nodes if node["Alive"]]
 
 
+def gone_nodes() -> dict[str, str]:
+    """Address of each node that has left the cluster, by Ray's identity of it."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if not node["Alive"]}
+
+
 def cpu_count() -> float:
     """Cores of the whole cluster."""
     return sum(float(node["Resources"].get("CPU", 0.0)) for node in alive_nodes())

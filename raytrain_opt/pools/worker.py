@@ -23,7 +23,7 @@ from raytrain_opt.pools.commands import (
     ShareState,
     StateRef,
 )
-from raytrain_opt.pools.member import OnStep, Post, describe_self, fetch, hand_over
+from raytrain_opt.pools.member import OnStep, Post, describe_self, fetch, grace_s, hand_over
 from raytrain_opt.pools.setup import Setup, threads_for
 from raytrain_opt.train.connection import begin_connection
 from raytrain_opt.train.group import Parallel, distribute, use_threads
@@ -35,6 +35,8 @@ def serve(setup: Setup) -> None:
     """The life of a worker, inside the function that Ray Train runs."""
     context = ray.train.get_context()
     parts, device = Parts(), ray.train.torch.get_device()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    local_world_size = context.get_local_world_size()
     connection = begin_connection(setup.job.parallel, device)
 
     def join(model: nn.Module, section: ParallelSection) -> Parallel:
@@ -42,14 +44,14 @@ def serve(setup: Setup) -> None:
         return distribute(model, section)
 
     with parts.measure("build_s"):
-        use_threads(threads_for(setup.job.workers.threads, context.get_local_world_size()))
+        use_threads(threads_for(setup.job.workers.threads, local_world_size))
         learner = Learner(setup.job, setup.fetch_shared(), device, join)
-    rank, world_size = context.get_world_rank(), context.get_world_size()
     absent = tuple(range(world_size, setup.job.workers.count))
     member = replace(describe_self(WORKER_POOL, rank, parts.seconds), absent=absent)
     try:
         worker = Worker(learner, rank, world_size, connection.wait())
-        post = Post(setup.mailbox, member, setup.leave_s, setup.faults, has_peers=world_size > 1)
+        grace = grace_s(world_size, local_world_size)
+        post = Post(setup.mailbox, member, setup.leave_s, setup.faults, grace)
         post.serve(worker)
     finally:
         learner.close()

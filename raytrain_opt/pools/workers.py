@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import (
+    FailureConfig,
+    PreemptionError,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util import placement_group, remove_placement_group
 
-from raytrain_opt.config.schema import WorkersSection
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.pools.setup import Setup
 
-_NEVER_S = 1e9
+# Seconds in which places that are free become known as such.
+_ROOM_S, _LEAST_WAIT_S = 15.0, 0.1
 # Seconds that a collective waits for a peer longer than the driver waits for progress.
 _MORE_THAN_THE_DRIVER_S = 60
 
@@ -20,36 +28,65 @@ def run_workers(setup: Setup) -> None:
 
     Raises whatever Ray Train raises when a worker dies more often than the job allows.
     """
-    job = setup.job
+    workers, restarts = setup.job.workers, setup.job.limits.max_restarts
+    if workers.least == workers.count:
+        _fit(setup, "", workers.count, FailureConfig(max_failures=restarts))
+    else:
+        _run_as_many_as_fit(setup)
+
+
+def _run_as_many_as_fit(setup: Setup) -> None:
+    """A group of all that there is room for, and another one whenever one of them has died.
+
+    Not an elastic group of Ray Train: its size follows from what Ray Train has noted of the
+    cluster, some time ago and without our slots, and includes what an ended run had reserved.
+    """
+    size, restarts = setup.plan.placed_workers, setup.job.limits.max_restarts
+    never: dict[str, Any] = {"max_failures": 0, "max_preemption_failures": 0}
+    for restart in range(restarts + 1):
+        try:
+            _fit(setup, f"-{restart}", size, FailureConfig(**never))
+            return
+        except (WorkerGroupError, PreemptionError):
+            if restart == restarts:
+                raise
+        while (size := _room(setup)) < setup.job.workers.least:
+            pass  # until a node comes back; it is the driver that waits only so long
+
+
+def _room(setup: Setup) -> int:
+    """How many workers fit now. When not all do, some time is given to those that are ending."""
+    places = [
+        placement_group([setup.plan.worker_resources]) for _ in range(setup.job.workers.count)
+    ]
+    deadline_s = monotonic_s() + _ROOM_S
+    waits = (max(_LEAST_WAIT_S, deadline_s - monotonic_s()) for _ in places)
+    room = sum(bool(place.wait(wait_s)) for place, wait_s in zip(places, waits, strict=True))
+    for place in places:
+        remove_placement_group(place)
+    return room
+
+
+def _fit(setup: Setup, name: str, size: int, failures: FailureConfig) -> None:
     _Trainer(
         _worker_main,
         train_loop_config={"setup": setup},
         torch_config=TorchConfig(
             backend="nccl" if setup.plan.use_gpu else "gloo",
             # The driver gives up first: it knows who is silent.
-            timeout_s=int(job.limits.stall_s) + _MORE_THAN_THE_DRIVER_S,
+            timeout_s=int(setup.job.limits.stall_s) + _MORE_THAN_THE_DRIVER_S,
         ),
         scaling_config=ScalingConfig(
+            num_workers=size,
             use_gpu=setup.plan.use_gpu,
             resources_per_worker=setup.plan.worker_resources,
-            **_group_size(job.workers),
         ),
         run_config=RunConfig(
-            name=f"workers-{setup.run_id}",
+            name=f"workers-{setup.run_id}{name}",
             storage_path=setup.ray_storage_path,
-            failure_config=FailureConfig(max_failures=job.limits.max_restarts),
+            failure_config=failures,
         ),
     ).fit()
-
-
-def _group_size(workers: WorkersSection) -> dict[str, Any]:
-    if workers.least == workers.count:
-        return {"num_workers": workers.count}
-    # A group that is well stays as it is: another size would start it anew.
-    return {
-        "num_workers": (workers.least, workers.count),
-        "elastic_resize_monitor_interval_s": _NEVER_S,
-    }
 
 
 # Each keeps an idle process on the head node, which wakes many times a second; where workers

@@ -11,6 +11,7 @@ from typing import Any
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.paths import RunPaths, append_json_line, write_json, write_text
+from raytrain_opt.telemetry.events import Events
 
 SCHEMA_VERSION = 1
 
@@ -43,29 +44,29 @@ class Recorder:
     """The record files of one run, open while it lives."""
 
     def __init__(self, paths: RunPaths) -> None:
-        from tensorboardX import SummaryWriter
-
         self.paths = paths
-        self._events = SummaryWriter(logdir=str(paths.tensorboard))
+        self._events = Events(paths.tensorboard)
 
     def round(self, record: Mapping[str, Any], step: int) -> None:
         """A line of rounds.jsonl, and every candidate's score over its learning rate."""
         line = {"schema_version": SCHEMA_VERSION, **finite(record)}
         append_json_line(self.paths.rounds, line)
-        for candidate in line["candidates"]:
-            name = f"round/candidate_{candidate['index']}"
-            scalars = {f"{name}/{key}": candidate[key] for key in ("lr", "score")}
-            self._scalars(step, scalars)
+        scalars = {
+            f"round/candidate_{candidate['index']}/{key}": candidate[key]
+            for candidate in line["candidates"]
+            for key in ("lr", "score")
+        }
+        self._events.scalars(step, scalars)
 
     def epoch(self, record: EpochRecord, step: int) -> None:
         """A line of epochs.jsonl, and the same as scalars."""
         line = {"schema_version": SCHEMA_VERSION, **finite(vars(record))}
         append_json_line(self.paths.epochs, line)
         names = ("lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "test_top5")
-        self._scalars(step, {f"epoch/{name}": line[name] for name in names})
-        self._scalars(step, {"epoch/samples_per_s": record.samples_per_s})
+        scalars = {f"epoch/{name}": line[name] for name in (*names, "samples_per_s")}
         if line["noise_scale"] is not None:
-            self._scalars(step, {"epoch/noise_scale": line["noise_scale"]["value"]})
+            scalars["epoch/noise_scale"] = line["noise_scale"]["value"]
+        self._events.scalars(step, scalars)
 
     def forget_after(self, rounds: int, epochs: int) -> None:
         """Keep as many lines; a resumed run writes again what came after its last commit."""
@@ -81,13 +82,8 @@ class Recorder:
         line = {"schema_version": SCHEMA_VERSION, "finished_utc": utc_now(), **finite(record)}
         write_json(self.paths.result, line)
 
-    def _scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        for name, value in values.items():
-            if value is not None:
-                self._events.add_scalar(name, value, step)
-
     def close(self) -> None:
-        """Flush the events."""
+        """End the file of events."""
         self._events.close()
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from raytrain_opt.config.schema import CheckpointSection
-from raytrain_opt.errors import CheckpointError
+from raytrain_opt.errors import CheckpointError, CommitError
 from raytrain_opt.paths import remove_tree, write_atomic, write_json
 from raytrain_opt.train.state import HostState, model_tensors, optimizer_state_dict, to_host
 
@@ -157,6 +157,10 @@ def _best(commits: list[Commit]) -> Commit | None:
 
 def write_checkpoint(folder: Path, state: HostState, position: dict[str, Any]) -> dict[str, str]:
     """One commit's files; returns the SHA-256 of each. Raises CommitError naming the path."""
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CommitError(f"{folder} cannot be written: {error}") from error
     weights = {name: tensor.contiguous() for name, tensor in model_tensors(state).items()}
     rest = {
         "optimizer": optimizer_state_dict(state),

@@ -84,9 +84,9 @@ def test_cut_and_resumed_equals_uncut(tmp_path: Path) -> None:
         _wait_for_the_round(process, tmp_path / "cut", epoch=6)
         process.kill()
         process.wait(60)
-    assert _still_there() == []
-
+    # While Ray's own agents take their time to end.
     resumed = _run(*again)
+    assert _still_there() == []
     assert f"going on with {cut_dir}" in resumed
     assert "resumed after round 1 of epoch 6" in resumed
     assert _numbers(cut_dir) == _numbers(whole_dir)

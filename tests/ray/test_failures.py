@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from small_jobs import read_lines, small_job, without_times
 
-from raytrain_opt import run
-from raytrain_opt.errors import DivergedError, MemberError, PoolError, ResourcesError
+from raytrain_opt import Job, run
+from raytrain_opt.config.schema import CheckpointSection
+from raytrain_opt.errors import CommitError, DivergedError, MemberError, PoolError, ResourcesError
 from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.pools.session import placement_groups
-from raytrain_opt.train.checkpoint import read_index
+from raytrain_opt.stopping import Terminated
+from raytrain_opt.train.checkpoint import Checkpoints, read_index
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
 
@@ -33,9 +39,17 @@ def test_a_device_that_the_cluster_does_not_have(tmp_path: Path) -> None:
         run(job)
 
 
+# Starting a process costs ten seconds of CPU: jobs have no more of them than it takes.
+ONE_WORKER: dict[str, Any] = {"workers": {"count": 1, "threads": 1}}
+NO_CANDIDATES = {"policy": "schedule", "shape": "linear"}
+
+
 def test_an_exception_in_user_code_reaches_the_user(tmp_path: Path) -> None:
+    job = small_job(
+        tmp_path, model="small_jobs:make_breaking_model", slots={"count": 1}, **ONE_WORKER
+    )
     with pytest.raises(MemberError, match="slot .*ValueError: planted failure") as caught:
-        run(small_job(tmp_path, model="small_jobs:make_breaking_model"))
+        run(job)
     assert "in forward" in caught.value.remote_traceback
     assert placement_groups() == set()
 
@@ -49,7 +63,7 @@ def test_when_all_candidates_diverge_the_base_is_halved_then_given_up(tmp_path: 
         "max_halvings": 1,
     }
     with pytest.raises(DivergedError, match=r"1e\+30, 5e\+29"):
-        run(small_job(tmp_path, learning_rate=learning_rate))
+        run(small_job(tmp_path, learning_rate=learning_rate, slots={"count": 1}, **ONE_WORKER))
     (run_dir,) = tmp_path.iterdir()
     rounds = read_lines(str(run_dir), "rounds")
     assert [line["winner"] for line in rounds] == [None, None]
@@ -62,23 +76,27 @@ def test_when_all_candidates_diverge_the_base_is_halved_then_given_up(tmp_path: 
 def test_killed_processes_are_started_again_and_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots and workers are killed in every phase; the numbers are those of a quiet run. Every
-    candidate's state is wanted, so what a killed slot had is trained again.
+    """Slots and workers are killed in every phase, and at a random step; the numbers are those of
+    a quiet run. Every candidate's state is wanted, so what a killed slot had is trained again.
     """
     stpt = {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 5, "combine": "average"}
-    changes = {"epochs": 4, "learning_rate": stpt}
-    quiet = run(small_job(tmp_path / "quiet", **changes))
+    quiet = run(small_job(tmp_path / "quiet", learning_rate=stpt))
+    chance = random.Random(seed := random.randrange(10**9))
+    print(f"seed of the random kills: {seed}")
+    main_steps = quiet.summary["steps_per_epoch"] - 5
+    slot, worker, step = chance.randrange(2), chance.randrange(2), chance.randrange(main_steps)
     faults = [
         {"role": "slot", "index": 1, "epoch": 1, "phase": "pretrain", "step": 3},
+        {"role": "worker", "index": 1, "phase": "evaluate", "step": 0},
         {"role": "slot", "index": 0, "epoch": 2, "phase": "take_state"},
         {"role": "worker", "index": 1, "epoch": 2, "phase": "main_train"},  # before it loads
-        {"role": "worker", "index": 0, "epoch": 3, "phase": "main_train", "step": 4},
-        {"role": "worker", "index": 1, "phase": "evaluate", "step": 0},
+        {"role": "slot", "index": slot, "epoch": 3, "phase": "pretrain", "step": step % 5},
+        {"role": "worker", "index": worker, "epoch": 3, "phase": "main_train", "step": step},
     ]
     monkeypatch.setenv(VARIABLE, json.dumps(faults))
-    disturbed = run(small_job(tmp_path / "hit", **changes))
+    disturbed = run(small_job(tmp_path / "hit", learning_rate=stpt))
     restarts = disturbed.summary["restarts"]
-    assert (restarts["slot"], restarts["worker"]) == (2, 6)  # the whole group, three times
+    assert (restarts["slot"], restarts["worker"]) == (3, 6)  # the whole group, three times
     expected = without_times(read_lines(quiet.run_dir, "rounds"))
     assert without_times(read_lines(disturbed.run_dir, "rounds")) == expected
     assert {tuple(sorted(line["averaged"])) for line in expected} == {(0, 1)}
@@ -92,7 +110,7 @@ def test_a_slot_that_dies_too_often_is_given_up_and_the_others_go_on(
 ) -> None:
     faults = [{"role": "slot", "index": 1, "epoch": 2, "phase": "pretrain", "always": True}]
     monkeypatch.setenv(VARIABLE, json.dumps(faults))
-    result = run(small_job(tmp_path, limits={"max_restarts": 1}))
+    result = run(small_job(tmp_path, limits={"max_restarts": 1}, **ONE_WORKER))
     first, second, third = read_lines(result.run_dir, "rounds")
     assert [c["status"] for c in first["candidates"]] == ["ok", "ok"]
     assert [c["status"] for c in second["candidates"]] == ["ok", "lost"]
@@ -112,8 +130,9 @@ def test_who_hangs_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.Mon
     words = r"no progress of MainTrain for \d+ s .*limits\.stall_s: 20.*" + ".*".join(
         each.format(rank) for rank in range(2)
     )
+    limits = {"stall_s": 20, "stop_s": 2}
     with pytest.raises(PoolError, match=words):
-        run(small_job(tmp_path, limits={"stall_s": 20, "stop_s": 2}))
+        run(small_job(tmp_path, learning_rate=NO_CANDIDATES, limits=limits))
     assert placement_groups() == set()
 
 
@@ -123,26 +142,73 @@ def test_who_hangs_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_the_death_of_a_single_process_is_told(tmp_path: Path, title: str, words: str) -> None:
     """Of those that are not started again; what was committed is there to resume from."""
-    over = threading.Event()
-    killer = threading.Thread(target=_kill_after_first_commit, args=(tmp_path, title, over))
-    killer.start()
-    try:
-        with pytest.raises(PoolError, match=words):
-            run(small_job(tmp_path, epochs=200, limits={"stop_s": 2}))
-    finally:  # or a run that fails early would keep the tests from ending
-        over.set()
-        killer.join()
+
+    def kill() -> None:
+        victim = next(p for p in psutil.process_iter(["cmdline"]) if _is(p, title))
+        os.kill(victim.pid, signal.SIGKILL)
+
+    with after_the_first_commit(tmp_path, kill), pytest.raises(PoolError, match=words):
+        run(endless_job(tmp_path))
     (run_dir,) = tmp_path.iterdir()
     assert read_index(run_dir / "checkpoints")
     assert placement_groups() == set()
 
 
-def _kill_after_first_commit(storage: Path, title: str, over: threading.Event) -> None:
-    while not list(storage.glob("*/checkpoints/index.json")):
-        if over.wait(0.02):
-            return
-    victim = next(p for p in psutil.process_iter(["cmdline"]) if _is(p, title))
-    os.kill(victim.pid, signal.SIGKILL)
+def test_a_storage_that_vanishes_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """Nothing is written in its place, which would be a run without its beginning."""
+    storage, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    with (
+        after_the_first_commit(storage, lambda: storage.rename(elsewhere)),
+        pytest.raises(CommitError, match=rf"^{storage}/\S+ cannot be written: "),
+    ):
+        run(endless_job(storage))
+    (run_dir,) = elsewhere.iterdir()
+    assert read_index(run_dir / "checkpoints")
+    assert not list(storage.glob("*/*.json*"))
+    assert placement_groups() == set()
+
+
+def test_sigterm_ends_a_run_with_what_is_committed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        after_the_first_commit(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        pytest.raises(Terminated),
+    ):
+        run(endless_job(tmp_path))
+    (run_dir,) = tmp_path.iterdir()
+    commits = Checkpoints(run_dir / "checkpoints", CheckpointSection())
+    assert commits.latest is not None
+    assert commits.forget_damaged() == []
+    assert f"terminated; kept up to {commits.latest.reached}; go on with" in _told(capfd)
+    assert placement_groups() == set()
+
+
+def endless_job(storage: Path) -> Job:
+    limits = {"stop_s": 2}
+    return small_job(
+        storage, epochs=2000, learning_rate=NO_CANDIDATES, limits=limits, **ONE_WORKER
+    )
+
+
+@contextmanager
+def after_the_first_commit(storage: Path, act: Callable[[], object]) -> Iterator[None]:
+    """Something happens while the block runs."""
+    over = threading.Event()
+
+    def wait_and_act() -> None:
+        while not list(storage.glob("*/checkpoints/index.json")):
+            if over.wait(0.02):
+                return
+        act()
+
+    acting = threading.Thread(target=wait_and_act)
+    acting.start()
+    try:
+        yield
+    finally:  # or a run that fails early would keep the tests from ending
+        over.set()
+        acting.join()
 
 
 def _is(process: psutil.Process, title: str) -> bool:

@@ -69,6 +69,7 @@ def test_full_storage_is_found_at_the_start_and_left_clean(tmp_path: Path) -> No
 def run_dir(tmp_path: Path) -> Path:
     """A run that ended after its first epoch."""
     folder = tmp_path / "ein Lauf – 実行"
+    (folder / "checkpoints").mkdir(parents=True)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = capture(model, optimizer, torch.amp.GradScaler("cpu"), copy=True)

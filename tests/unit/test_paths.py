@@ -114,6 +114,7 @@ def test_what_is_removed_here_is_removed_there_and_nothing_is_sent_twice(tmp_pat
     run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
     there = tmp_path / "bucket" / run.run_id
     for name in ("epoch-0001", "epoch-0002"):
+        (run.checkpoints / name).mkdir()
         write_text(run.checkpoints / name / "weights", name)
     run.publish()
     (there / "checkpoints" / "epoch-0002" / "weights").write_text("as sent before")
@@ -143,6 +144,7 @@ def test_a_fetched_run_is_not_sent_again_and_what_it_removes_is_removed_there(
 ) -> None:
     run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
     for name in ("index.json", "epoch-0001/rest.pt", "epoch-0002/rest.pt"):
+        (run.checkpoints / name).parent.mkdir(exist_ok=True)
         write_json(run.checkpoints / name, {})
     run.publish()
     there = tmp_path / "bucket" / run.run_id / "checkpoints"
@@ -160,6 +162,7 @@ def test_a_fetched_run_is_not_sent_again_and_what_it_removes_is_removed_there(
 def test_a_uri_that_cannot_be_written_is_named(tmp_path: Path, uri: str) -> None:
     (tmp_path / "file").write_text("")
     run = RunPaths(tmp_path / "local", uri.format(file=tmp_path / "file"))
+    run.local.mkdir()
     write_text(run.job, "job")
     assert run.remote is not None
     with pytest.raises(CommitError, match=rf"{run.remote} cannot be written"):
@@ -176,7 +179,7 @@ def test_a_local_run_is_published_where_it_is(tmp_path: Path) -> None:
 
 
 def test_json_is_readable_and_comes_back(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "folder" / "x.json"
+    path = tmp_path / "x.json"
     write_json(path, {"käse": [1, 0.1]})
     assert json.loads(path.read_text(encoding="utf-8")) == {"käse": [1, 0.1]}
     assert "käse" in path.read_text(encoding="utf-8")
@@ -245,7 +248,7 @@ def test_records_are_on_disk_before_a_commit_is(
 
 
 def test_removing_what_is_not_there_is_no_error(tmp_path: Path) -> None:
-    write_text(tmp_path / "a" / "b", "")
+    (tmp_path / "a" / "b").mkdir(parents=True)
     remove_tree(tmp_path / "a")
     remove_tree(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []

@@ -35,6 +35,7 @@ def job(storage: object, **changes: Any) -> Job:
 def left(storage: object, run_id: str, started_with: Job, *files: str) -> str:
     """A run directory with the job as a run writes it and these other files."""
     folder = Path(str(storage).removeprefix("file://")) / run_id
+    (folder / "checkpoints").mkdir(parents=True)
     write_text(folder / "job.yaml", dump_job(started_with))
     for name in files:
         write_json(folder / name, {"commits": []})
@@ -155,6 +156,7 @@ def test_who_stops_a_run_is_told_how_far_it_is_kept(
 ) -> None:
     paths = RunPaths(tmp_path)
     assert "nothing was committed yet" in how_to_resume(paths)
+    paths.checkpoints.mkdir()
     entry = {"epoch": 3, "rounds": rounds, "test_accuracy": None, "sha256": {}}
     write_json(paths.checkpoints / "index.json", {"commits": [entry]})
     assert how_to_resume(paths) == (

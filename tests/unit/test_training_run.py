@@ -7,7 +7,9 @@ from __future__ import annotations
 import copy
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,22 +18,24 @@ from typing import Any
 import pytest
 import ray
 import torch
+from full_disk import files_at_most
 from rich.console import Console
 from small_jobs import read_lines, small_job, without_times
 
 from raytrain_opt import Job
 from raytrain_opt.data import load_shared
 from raytrain_opt.driver import train
+from raytrain_opt.errors import CommitError, PoolError
 from raytrain_opt.optim.batch_ramp import epoch_steps
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools.commands import Command
+from raytrain_opt.pools.commands import Command, Pretrain
 from raytrain_opt.pools.pool import Vault
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
 from raytrain_opt.position import Position
 from raytrain_opt.search import build_policy, most_candidates
 from raytrain_opt.telemetry.terminal import Lines
-from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint
+from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.training_run import Startup, TrainingRun
 
@@ -298,3 +302,62 @@ def test_a_damaged_commit_costs_what_came_after_the_one_before(tmp_path: Path) -
     assert "resumed after epoch 2" in rest.told
     assert rest.moves[0] == "pretrain"
     assert outcome(cut) == outcome(whole)
+
+
+# Storage that fails while a run writes to it.
+
+
+def failing_after(epochs: int, fail: Callable[[], None]) -> Callable[[list[str]], bool]:
+    """Nothing is cut, but after so many epochs `fail` is called once."""
+    due = [fail]
+
+    def is_cut(moves: list[str]) -> bool:
+        if due and moves.count("commit") == epochs:
+            due.pop()()
+        return False
+
+    return is_cut
+
+
+@pytest.mark.parametrize("room", [0, 1500, 6000])
+def test_a_full_disk_ends_the_run_and_costs_nothing_that_was_committed(
+    room: int, tmp_path: Path
+) -> None:
+    """Whether it refuses the weights, or the end of a line of a record."""
+    job = tiny_job(tmp_path, **JOBS["stpt"])
+    whole, cut = (RunPaths.create(str(tmp_path), kind) for kind in ("whole", "cut"))
+    execute(job, whole, lambda _: False)
+    with ExitStack() as full:
+        fill = failing_after(2, lambda: full.enter_context(files_at_most(room)))
+        with pytest.raises(CommitError, match=rf"^{cut.local}.* cannot be written: "):
+            execute(job, cut, fill)
+    assert read_index(cut.checkpoints)[-1].epoch >= 1
+    resumed_until_finished(job, cut, lambda _: False)
+    assert outcome(cut) == outcome(whole)
+
+
+@pytest.mark.parametrize("name", ["stpt", "schedule"])
+def test_a_run_whose_directory_vanishes_ends_and_makes_no_new_one(
+    name: str, tmp_path: Path
+) -> None:
+    job = tiny_job(tmp_path, **JOBS[name])
+    paths = RunPaths.create(str(tmp_path), "run")
+    vanish = failing_after(1, lambda: shutil.rmtree(paths.local))
+    with pytest.raises(CommitError, match=rf"^{paths.local}\S* cannot be written"):
+        execute(job, paths, vanish)
+    assert not paths.local.exists()
+
+
+def test_a_round_in_which_every_slot_died_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once one has died too often, its pool does without its reply."""
+    command = PretendedPool.command
+
+    def answer(pool: PretendedPool, given: Command, expected: Any = None) -> dict[int, Any]:
+        return {} if isinstance(given, Pretrain) else command(pool, given, expected)
+
+    monkeypatch.setattr(PretendedPool, "command", answer)
+    paths = RunPaths.create(str(tmp_path), "run")
+    with pytest.raises(PoolError, match="epoch 1: every slot died more often than limits.max_re"):
+        execute(tiny_job(tmp_path, **JOBS["stpt"]), paths, lambda _: False)

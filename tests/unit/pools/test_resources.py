@@ -185,6 +185,7 @@ def test_an_error_says_what_is_there_and_what_to_change() -> None:
 
 def test_a_group_that_may_be_smaller_starts_with_what_there_is() -> None:
     section = {"count": 4, "resources": {"CPU": 1.0}}
-    assert plan(LAPTOP, candidates=0, workers={**section, "min_count": 2}).workers == 4
+    found = plan(LAPTOP, candidates=0, workers={**section, "min_count": 2})
+    assert (found.workers, found.placed_workers) == (4, 2)
     with pytest.raises(ResourcesError, match="room for 2"):
         plan(LAPTOP, candidates=0, workers={**section, "min_count": 3})

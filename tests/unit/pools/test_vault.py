@@ -74,6 +74,19 @@ def test_the_last_two_states_are_held_and_no_older(store: Store) -> None:
         vault.view(refs[0])
 
 
+def test_what_came_back_is_kept_beside_what_is_held_until_another_one_is(store: Store) -> None:
+    vault, refs = Vault(), [stored(store, number) for number in range(4)]
+    vault.hold(refs[0])
+    for ref in refs[1:]:
+        vault.take(ref)
+    vault.hold(refs[3])
+    store.clear()
+    assert [vault.view(refs[number]) for number in (0, 3)] == [state(0), state(3)]
+    for number in (1, 2):
+        with pytest.raises(KeyError):
+            vault.view(refs[number])
+
+
 def test_a_state_of_the_driver_is_put_and_held(store: Store) -> None:
     vault = Vault()
     ref = vault.put("epoch 3", state(3))

@@ -354,6 +354,7 @@ def test_a_damaged_index_is_named(tmp_path: Path, content: bytes) -> None:
 def test_an_index_can_neither_leave_out_a_file_nor_name_a_folder_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     folder = tmp_path / "checkpoints"
+    folder.mkdir()
     save_all(opened(folder, keep=1, keep_best=False), [0.1])
     index = folder / "index.json"
     index.write_text(
