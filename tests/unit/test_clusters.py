@@ -20,48 +20,52 @@ RAY_UP = ("onprem", "aws_8xh100", "aws_cpu_smoke", "gcp_8xh100")
 KUBERAY = ("kuberay_raycluster", "kuberay_rayjob")
 SPOT = ("aws_cpu_smoke",)  # say in their header that they use spot machines
 
+
+def _fields(names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split())
+
+
 # Fields of KubeRay's types, ray.io/v1 (1.5.1 and newer), and of the Kubernetes objects in them as
 # far as these files need them. A name maps to what is inside, or to None where anything may be.
-_CONTAINER = dict.fromkeys(("name", "image", "env", "resources", "volumeMounts"))
-_POD: dict[str, Any] = {
-    "metadata": None,
+_CONTAINER = _fields("name image env resources volumeMounts")
+_POD = {
+    **_fields("metadata"),
     "spec": {
         "containers": [_CONTAINER],
-        **dict.fromkeys(("nodeSelector", "tolerations", "volumes", "serviceAccountName")),
+        **_fields("nodeSelector tolerations volumes serviceAccountName"),
     },
 }
-_CLUSTER_SPEC: dict[str, Any] = {
-    "authOptions": dict.fromkeys(("mode", "secretName", "enableK8sTokenAuth")),
-    "autoscalerOptions": dict.fromkeys(
+_CLUSTER_SPEC = {
+    "authOptions": _fields("mode secretName enableK8sTokenAuth"),
+    "autoscalerOptions": _fields(
         "env envFrom idleTimeoutSeconds image imagePullPolicy resources securityContext "
-        "upscalingMode version volumeMounts".split()
+        "upscalingMode version volumeMounts"
     ),
     "headGroupSpec": {
         "template": _POD,
-        **dict.fromkeys(("enableIngress", "headService", "rayStartParams", "serviceType")),
-        **dict.fromkeys(("labels", "resources")),
+        **_fields("enableIngress headService labels rayStartParams resources serviceType"),
     },
     "workerGroupSpecs": [
         {
             "template": _POD,
-            **dict.fromkeys(
+            **_fields(
                 "groupName idleTimeoutSeconds labels maxReplicas minReplicas numOfHosts "
-                "rayStartParams replicas resources scaleStrategy suspend".split()
+                "rayStartParams replicas resources scaleStrategy suspend"
             ),
         }
     ],
-    **dict.fromkeys(
+    **_fields(
         "enableInTreeAutoscaling gcsFaultToleranceOptions headServiceAnnotations managedBy "
-        "rayVersion suspend upgradeStrategy".split()
+        "rayVersion suspend upgradeStrategy"
     ),
 }
-_JOB_SPEC: dict[str, Any] = {
+_JOB_SPEC = {
     "rayClusterSpec": _CLUSTER_SPEC,
-    **dict.fromkeys(
+    **_fields(
         "activeDeadlineSeconds backoffLimit clusterSelector deletionStrategy entrypoint "
         "entrypointNumCpus entrypointNumGpus entrypointResources jobId managedBy metadata "
         "preRunningDeadlineSeconds runtimeEnvYAML shutdownAfterJobFinishes submissionMode "
-        "submitterConfig submitterPodTemplate suspend ttlSecondsAfterFinished".split()
+        "submitterConfig submitterPodTemplate suspend ttlSecondsAfterFinished"
     ),
 }
 KINDS = {"RayCluster": _CLUSTER_SPEC, "RayJob": _JOB_SPEC}
