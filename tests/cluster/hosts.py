@@ -62,24 +62,38 @@ class Host:
     pid: int  # of its process 1, as seen from outside
     own: Path  # folder of what it wrote: home/, tmp/
 
-    def command(self, *arguments: str) -> list[str]:
-        """To be started outside, for it to run inside, in the same folder."""
+    def command(self, *arguments: str, cwd: Path = Path("/")) -> list[str]:
+        """To be started outside, for it to run inside."""
         enter = ["nsenter", f"--target={self.pid}", "--mount", "--uts", "--ipc", "--net", "--pid"]
-        return [*enter, "--", "env", "-C", os.getcwd(), *arguments]
+        return [*enter, "--", "env", "-C", str(cwd), *arguments]
 
     def run(
-        self, *arguments: str, timeout_s: float = 60, **environment: str
+        self,
+        *arguments: str,
+        cwd: Path = Path("/"),
+        timeout_s: float = 60,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         """Standard output and error come together; the exit code is the caller's to judge."""
-        return subprocess.run(
-            self.command(*arguments),
+        process = self.start(*arguments, cwd=cwd, **environment)
+        with process:
+            try:
+                output, _ = process.communicate(timeout=timeout_s)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(arguments, process.returncode, output)
+
+    def start(
+        self, *arguments: str, cwd: Path = Path("/"), **environment: str
+    ) -> subprocess.Popen[str]:
+        """The same, without waiting."""
+        return subprocess.Popen(
+            self.command(*arguments, cwd=cwd),
             env=clean_environment() | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout_s,
-            check=False,
         )
 
     def die(self) -> None:
