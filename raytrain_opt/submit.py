@@ -193,12 +193,13 @@ def _token_place() -> str | None:
 
 
 def _refused(given: str, token: str | None) -> Problem:
+    mode = os.environ.get("RAY_AUTH_MODE")
     if token is None:
         rule = "the cluster asks for a token, and there is none here"
         hint = "copy the head's ~/.ray/auth_token here, or put its content into RAY_AUTH_TOKEN"
-    elif os.environ["RAY_AUTH_MODE"] != "token":
-        rule = f"the cluster asks for a token, and RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']} "
-        rule, hint = rule + "sends none", "set RAY_AUTH_MODE=token"
+    elif mode != "token":
+        rule = f"the cluster asks for a token, and RAY_AUTH_MODE={mode} sends none"
+        hint = "set RAY_AUTH_MODE=token"
     else:
         rule = f"the cluster refuses the token of {token}"
         hint = "it must be that of the head's ~/.ray/auth_token, with which it was started"
