@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from raytrain_opt import Job, run
+from raytrain_opt import Job
 
 ARMS = 3
 
@@ -76,5 +76,7 @@ def make_job() -> Job:
 
 
 if __name__ == "__main__":
+    from raytrain_opt import run  # here: every worker imports this file
+
     result = run(make_job())
     print(f"test accuracy {result.test_accuracy:.1%}, written to {result.run_dir}")

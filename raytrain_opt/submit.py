@@ -117,6 +117,8 @@ def _start(client: JobSubmissionClient, arguments: Sequence[str]) -> str:
 
 async def _follow(client: JobSubmissionClient, job_id: str, *, show: bool = True) -> str:
     """All that the job prints until it has ended. A connection that breaks is made again."""
+    from aiohttp import ClientError
+
     log, lost_since = "", None
     while True:
         seen = 0
@@ -129,7 +131,7 @@ async def _follow(client: JobSubmissionClient, job_id: str, *, show: bool = True
                     print(new, end="", flush=True)
             if client.get_job_status(job_id).is_terminal():
                 return log
-        except (OSError, RuntimeError) as error:  # of requests and aiohttp, and a closed socket
+        except (ClientError, OSError, RuntimeError) as error:  # of aiohttp, requests, and Ray
             lost_since = lost_since or monotonic_s()
             if monotonic_s() - lost_since > _LOST_S:
                 raise ClusterError(_lost(client, job_id, error)) from error

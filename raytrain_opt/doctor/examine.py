@@ -9,11 +9,12 @@ from typing import Any
 from uuid import uuid4
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job, LimitsSection
 from raytrain_opt.doctor.checks import check_nodes
-from raytrain_opt.doctor.exchange import measure_exchange
+from raytrain_opt.doctor.exchange import cause, measure_exchange
 from raytrain_opt.doctor.facts import Examiner, NodeFacts
 from raytrain_opt.doctor.finding import Finding, ok, print_findings
 from raytrain_opt.errors import CommitError, JobError, ResourcesError
@@ -47,46 +48,60 @@ def _reached(owned: bool) -> Finding:
 
 def _examined(job: Job | None) -> list[Finding]:
     limits = LimitsSection() if job is None else job.limits
-    nodes = _facts(job, limits.start_s)
+    nodes, silent = _ask_nodes(job, limits.start_s)
+    if silent:
+        return silent
     fits, plan = _fits(job)
-    return [*check_nodes(nodes, limits.start_s), *fits, _exchange(job, plan, len(nodes))]
+    return [*check_nodes(nodes, limits.start_s), *fits, _exchange(plan, len(nodes))]
 
 
-def _facts(job: Job | None, limit_s: float) -> list[NodeFacts]:
-    """Of all nodes, that of the driver first. The actors leave afterwards."""
+def _ask_nodes(job: Job | None, limit_s: float) -> tuple[list[NodeFacts], list[Finding]]:
+    """Facts of all nodes, that of the driver first; and of those that do not answer, what they
+    say instead. The actors leave afterwards.
+    """
     here = ray.get_runtime_context().get_node_id()
     nodes = sorted(alive_nodes(), key=lambda node: node["NodeID"] != here)
     start_s = monotonic_s()
     examiners = [_examiner(node["NodeID"]) for node in nodes]
+    facts, silent = [], []
     try:
         asked = [examiner.facts.remote(job) for examiner in examiners]
-        ready_s = [_seconds_until(answer, start_s, limit_s) for answer in asked]
-        facts = [
-            replace(
-                ray.get(answer),
-                ready_s=seconds,
-                ray_gpus=node["Resources"].get("GPU", 0.0),
-                object_store_mib=int(node["Resources"].get("object_store_memory", 0)) // 1024**2,
-                **_clock(examiner),
-            )
-            for answer, seconds, node, examiner in zip(
-                asked, ready_s, nodes, examiners, strict=True
-            )
-        ]
-        return _with_storage(facts, examiners, _STORAGE if job is None else job.storage_path)
+        for node, examiner, answer in zip(nodes, examiners, asked, strict=True):
+            try:
+                left_s = max(0.0, start_s + limit_s - monotonic_s())
+                told: NodeFacts = ray.get(answer, timeout=left_s)
+            except (GetTimeoutError, RayError) as error:
+                silent.append(_silent(node, error))
+            else:
+                facts.append(_completed(told, node, monotonic_s() - start_s, examiner))
+        if not silent:
+            facts = _with_storage(facts, examiners, _STORAGE if job is None else job.storage_path)
+        return facts, silent
     finally:
         for examiner in examiners:
             ray.kill(examiner)
 
 
+def _silent(node: dict[str, Any], error: Exception) -> Finding:
+    what = f"{node['NodeManagerHostname']}: no process of this package runs there: {cause(error)}"
+    remedy = "install constraints.txt and this package on it; its logs are below /tmp/ray"
+    return Finding("start-up", "error", what, remedy)
+
+
+def _completed(told: NodeFacts, node: dict[str, Any], ready_s: float, examiner: Any) -> NodeFacts:
+    resources = node["Resources"]
+    return replace(
+        told,
+        ready_s=ready_s,
+        ray_gpus=resources.get("GPU", 0.0),
+        object_store_mib=int(resources.get("object_store_memory", 0)) // 1024**2,
+        **_clock(examiner),
+    )
+
+
 def _examiner(node_id: str) -> Any:
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": {"ray.io/node-id": node_id}}
     return ray.remote(Examiner).options(**options).remote()
-
-
-def _seconds_until(answer: Any, start_s: float, limit_s: float) -> float:
-    ray.wait([answer], timeout=limit_s)
-    return monotonic_s() - start_s
 
 
 def _clock(examiner: Any) -> dict[str, float]:
@@ -147,7 +162,7 @@ def _taken() -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in taken.items() if amount > 0.01)
 
 
-def _exchange(job: Job | None, plan: PoolPlan | None, nodes: int) -> Finding:
+def _exchange(plan: PoolPlan | None, nodes: int) -> Finding:
     """Between the job's workers; without a job that fits, between one process on each node."""
     if plan is None:
         return measure_exchange(nodes, {"CPU": 0.001}, use_gpu=False)

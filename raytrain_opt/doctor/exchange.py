@@ -47,7 +47,7 @@ def measure_exchange(count: int, resources: dict[str, float], use_gpu: bool) -> 
             "open all TCP ports between the nodes; a host name must not stand for 127.0.1.1 in "
             "/etc/hosts; with several networks name one: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
         )
-        what = f"{count} workers could not exchange data with {backend}: {_cause(error)}"
+        what = f"{count} workers could not exchange data with {backend}: {cause(error)}"
         return Finding("exchange", "error", what, remedy)
     finally:
         for rank in ranks:

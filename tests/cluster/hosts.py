@@ -181,13 +181,14 @@ def _started(name: str, space: str, own: Path, folder: Path) -> Iterator[subproc
         "SSHD": str(_program("sshd")),
     }
     separate = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", space, *separate, "--mount-proc", "bash", "-c", _INIT],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=(own / "init.log").open("wb"),
-        stderr=subprocess.STDOUT,
-    )
+    with (own / "init.log").open("wb") as log:
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", space, *separate, "--mount-proc", "bash", "-c", _INIT],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
     try:
         yield process
     finally:

@@ -89,7 +89,7 @@ def cluster() -> Iterator[Cluster]:
         assert up.code == 0, up.output
         with _way_to_the_dashboard(made["client"]):
             yield this
-        print(json.dumps(this.figures))
+        print(f"\n{json.dumps(this.figures)}")
 
 
 def _for_these_hosts(made: dict[str, Host]) -> str:
