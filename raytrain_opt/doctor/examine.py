@@ -90,12 +90,14 @@ def _silent(node: dict[str, Any], error: Exception) -> Finding:
 
 def _completed(told: NodeFacts, node: dict[str, Any], ready_s: float, examiner: Any) -> NodeFacts:
     resources = node["Resources"]
+    offset_s, uncertainty_s = _clock(examiner)
     return replace(
         told,
         ready_s=ready_s,
         ray_gpus=resources.get("GPU", 0.0),
         object_store_mib=int(resources.get("object_store_memory", 0)) // 1024**2,
-        **_clock(examiner),
+        clock_offset_s=offset_s,
+        clock_uncertainty_s=uncertainty_s,
     )
 
 
@@ -104,15 +106,12 @@ def _examiner(node_id: str) -> Any:
     return ray.remote(Examiner).options(**options).remote()
 
 
-def _clock(examiner: Any) -> dict[str, float]:
+def _clock(examiner: Any) -> tuple[float, float]:
     """How far the node's clock is from ours, and how far a message's way lets us tell."""
     sent = time.time()
-    there = ray.get(examiner.now.remote())
+    there = float(ray.get(examiner.now.remote()))
     back = time.time()
-    return {
-        "clock_offset_s": there - (sent + back) / 2,
-        "clock_uncertainty_s": (back - sent) / 2,
-    }
+    return there - (sent + back) / 2, (back - sent) / 2
 
 
 def _with_storage(

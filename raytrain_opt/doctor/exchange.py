@@ -92,6 +92,7 @@ class _Rank:
         return statistics.median(times[1:])
 
 
-def _cause(error: Exception) -> str:
+def cause(error: Exception) -> str:
+    """The last line of what Ray says, which is where a remote exception tells what it is."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
