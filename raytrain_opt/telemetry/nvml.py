@@ -117,17 +117,22 @@ def gpu_states() -> tuple[str | None, list[GpuState]]:
 
 
 def _state(gpu: Gpu) -> GpuState:
-    import psutil
     import pynvml
 
     memory = pynvml.nvmlDeviceGetMemoryInfo(gpu.handle)
     pids = [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle)]
-    # Those of another container have a number here, and no name.
-    names = tuple(
-        f"{psutil.Process(pid).name()} (process {pid})" if psutil.pid_exists(pid) else f"{pid}"
-        for pid in pids
-    )
+    names = tuple(_process_name(pid) for pid in pids)
     return gpu.name, memory.total // 1024**2, memory.used // 1024**2, names
+
+
+def _process_name(pid: int) -> str:
+    """Those of another container have a number here, and no name."""
+    import psutil
+
+    try:
+        return f"{psutil.Process(pid).name()} (process {pid})"
+    except psutil.Error:
+        return f"process {pid}"
 
 
 @dataclass(frozen=True)
