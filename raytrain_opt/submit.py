@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import shlex
 import zlib
@@ -77,6 +78,8 @@ def connect(address: str | None) -> JobSubmissionClient:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
+    for name in ("ray", "ray.dashboard.modules.job.sdk"):  # which files it packs, and the like
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         return JobSubmissionClient(given)
     except AuthenticationError as error:
