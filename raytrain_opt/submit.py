@@ -168,9 +168,11 @@ def _take_home(client: JobSubmissionClient, run_dir: str) -> None:
     found = [line for line in log.splitlines() if line.startswith(MARK)]
     if not found:
         raise ClusterError(f"{run_dir}: its files could not be read on the cluster:\n{log}")
+    files = json.loads(found[-1].removeprefix(MARK))
+    if not files:  # of a run that could not begin
+        return
     folder = Path(HOME) / Path(run_dir).name
     folder.mkdir(parents=True, exist_ok=True)
-    files = json.loads(found[-1].removeprefix(MARK))
     for name, content in files.items():
         (folder / Path(name).name).write_bytes(zlib.decompress(base64.b64decode(content)))
     print(f"copied here: {', '.join(f'{folder}/{name}' for name in files)}", flush=True)

@@ -1,4 +1,6 @@
-"""How fast workers exchange gradients: a timed all-reduce between processes placed like theirs."""
+"""How fast workers exchange gradients: a timed all-reduce between processes like them, which
+are spread over the nodes, so that the network is in it.
+"""
 
 from __future__ import annotations
 
