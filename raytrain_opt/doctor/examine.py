@@ -11,6 +11,7 @@ from uuid import uuid4
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from raytrain_opt.check import check_job
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job, LimitsSection
 from raytrain_opt.doctor.checks import check_nodes
@@ -31,7 +32,7 @@ def examine(job: Job | None, address: str | None) -> int:
     try:
         check_address(address)
         with ray_session(address, verbose=False) as owned:
-            findings = [_reached(owned), *_examined(job)]
+            findings = [_reached(owned), *_job(job), *_examined(job)]
     except JobError as error:
         what = "; ".join(str(problem) for problem in error.problems)
         remedy = "start the cluster, or give the head's address and token"
@@ -44,6 +45,16 @@ def _reached(owned: bool) -> Finding:
     if owned:
         return ok("Ray", "no cluster was named: Ray was started on this machine for the checks")
     return ok("Ray", f"reached, {len(alive_nodes())} nodes; the token is right, or none is asked")
+
+
+def _job(job: Job | None) -> list[Finding]:
+    """What a run would refuse here, before anything starts."""
+    if job is None:
+        return []
+    problems = check_job(job)
+    if not problems:
+        return [ok("job", "its names, functions and files are right")]
+    return [Finding("job", "error", str(problem), "see left") for problem in problems]
 
 
 def _examined(job: Job | None) -> list[Finding]:
