@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from raytrain_opt.check import check_job
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.schema import Job, LimitsSection
+from raytrain_opt.config.schema import Job
 from raytrain_opt.doctor.checks import check_nodes
 from raytrain_opt.doctor.exchange import cause, measure_exchange
 from raytrain_opt.doctor.facts import Examiner, NodeFacts
@@ -24,7 +24,8 @@ from raytrain_opt.pools.resources import PoolPlan, plan_pools
 from raytrain_opt.pools.session import alive_nodes, check_address, free_resources, ray_session
 from raytrain_opt.search import most_candidates
 
-_STORAGE = "runs"  # as the job file's default
+# Defaults of the job file, for where there is none.
+_STORAGE, _START_S = "runs", 600.0
 
 
 def examine(job: Job | None, address: str | None) -> int:
@@ -58,12 +59,12 @@ def _job(job: Job | None) -> list[Finding]:
 
 
 def _examined(job: Job | None) -> list[Finding]:
-    limits = LimitsSection() if job is None else job.limits
-    nodes, silent = _ask_nodes(job, limits.start_s)
+    start_s = _START_S if job is None else job.limits.start_s
+    nodes, silent = _ask_nodes(job, start_s)
     if silent:
         return silent
     fits, plan = _fits(job)
-    return [*check_nodes(nodes, limits.start_s), *fits, _exchange(plan, len(nodes))]
+    return [*check_nodes(nodes, start_s), *fits, _exchange(plan, len(nodes))]
 
 
 def _ask_nodes(job: Job | None, limit_s: float) -> tuple[list[NodeFacts], list[Finding]]:
