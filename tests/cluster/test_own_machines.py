@@ -31,6 +31,8 @@ DASHBOARD = "http://localhost:8265"
 JOB = "jobs/quickstart.yaml"
 SENT = ("raytrain_opt", "jobs", "clusters", "pyproject.toml", "constraints.txt", "README.md")
 WORKER = "ray::RayTrainWorker"
+# A worker and a slot fill a host, which has one CPU here.
+ONE_A_HOST = ("--set", "workers.resources={CPU: 0.6}", "--set", "slots.resources={CPU: 0.4}")
 
 
 @dataclass
@@ -159,8 +161,7 @@ def test_who_has_no_token_is_refused(
 def test_the_quickstart_waits_for_the_second_host_and_trains_on_both(cluster: Cluster) -> None:
     """Submitted while only the head is there, or a little later."""
     began_s = time.monotonic()
-    arguments = ["--set", "workers.resources={CPU: 0.6}", "--set", "slots.resources={CPU: 0.4}"]
-    command = [str(BIN / "python"), "-m", "raytrain_opt", "submit", JOB, *arguments]
+    command = [str(BIN / "python"), "-m", "raytrain_opt", "submit", JOB, *ONE_A_HOST]
     marks: dict[str, float] = {}
     lines, seen_on = [], set()
     with cluster.client.start(*command, cwd=cluster.project) as process:
@@ -255,8 +256,9 @@ def test_a_job_that_is_stopped_has_committed(cluster: Cluster) -> None:
 
 def test_a_run_goes_on_when_a_host_is_lost(cluster: Cluster) -> None:
     """On the workers that are left, as `workers.min_count` promises."""
-    arguments = ["--set", "workers.min_count=1", "--set", "name=lost", "--set", "epochs=6"]
-    command = [str(BIN / "python"), "-m", "raytrain_opt", "submit", JOB, *arguments]
+    arguments = ["workers.min_count=1", "slots.count=1", "epochs=6", "name=lost"]
+    options = [text for argument in arguments for text in ("--set", argument)]
+    command = [str(BIN / "python"), "-m", "raytrain_opt", "submit", JOB, *ONE_A_HOST, *options]
     lost_s: float | None = None
     lines = []
     with cluster.client.start(*command, cwd=cluster.project) as process:
