@@ -33,6 +33,8 @@ DASHBOARD = "http://localhost:8265"
 _EXCLUDES = [".git/", ".venv/", "__pycache__/", f"/{HOME}/"]
 # What `ray job stop` gives a run to finish its commit; Ray's own is 3 s, and then it kills.
 _ENVIRONMENT = {"RAY_JOB_STOP_WAIT_TIME_S": "120"}
+# Loggers of Ray that tell which files are packed, and the like.
+_CHATTY = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 _PAUSE_S, _LOST_S = 2.0, 120.0
 _STOPPED_CODE = 143
 
@@ -78,7 +80,7 @@ def connect(address: str | None) -> JobSubmissionClient:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
-    for name in ("ray", "ray.dashboard.modules.job.sdk"):  # which files it packs, and the like
+    for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         return JobSubmissionClient(given)
