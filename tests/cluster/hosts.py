@@ -19,8 +19,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAMS = ("sshd", "ssh", "ssh-keygen", "rsync", "ip", "unshare", "nsenter")
-_BRIDGE = "rtopt-bridge"
+PROGRAMS = ("sshd", "ssh", "ssh-keygen", "rsync", "ip", "unshare", "nsenter", "setpriv")
+# Names of network namespaces are the whole machine's; two tests may run at a time.
+_MARK = f"rtopt-{os.getpid()}"
+_BRIDGE = f"{_MARK}-bridge"
 _SUBNET = "10.77.0"
 _START_S = 20.0
 
@@ -98,7 +100,7 @@ class Host:
 
     def die(self) -> None:
         """As when the power goes: nothing answers any more, not even with a refusal."""
-        _inside(f"rtopt-{self.name}", "link", "set", "eth0", "down")
+        _inside(f"{_MARK}-{self.name}", "link", "set", "eth0", "down")
         os.kill(self.pid, 9)  # process 1, and with it all others
 
 
@@ -106,7 +108,8 @@ class Host:
 def hosts(names: Sequence[str]) -> Iterator[tuple[dict[str, Host], Path]]:
     """Hosts by name, whose users can log into each other by key, and the folder that all share.
 
-    Whatever happens inside, nothing of them is left afterwards.
+    Whatever happens inside, nothing of them is left afterwards; of a test that was killed, no
+    process is, only three names and a folder in /var/tmp.
     """
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="raytrain_opt-hosts-", dir="/var/tmp"))
@@ -143,7 +146,7 @@ def _keygen(path: Path) -> None:
 
 @contextmanager
 def _host(name: str, address: str, folder: Path) -> Iterator[Host]:
-    own, space = folder / name, f"rtopt-{name}"
+    own, space = folder / name, f"{_MARK}-{name}"
     for part in ("home/.ssh", "work", "tmp"):
         (own / part).mkdir(parents=True)
     (own / "tmp").chmod(0o1777)
@@ -183,7 +186,9 @@ def _started(name: str, space: str, own: Path, folder: Path) -> Iterator[subproc
     separate = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
     with (own / "init.log").open("wb") as log:
         process = subprocess.Popen(
-            ["ip", "netns", "exec", space, *separate, "--mount-proc", "bash", "-c", _INIT],
+            # Should this process be killed, the host goes with it.
+            ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", space]
+            + [*separate, "--mount-proc", "bash", "-c", _INIT],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
