@@ -88,9 +88,7 @@ def connect(address: str | None) -> JobSubmissionClient:
         raise JobError([_refused(given, token)], "arguments") from error
     except (ConnectionError, OSError) as error:
         rule = "no dashboard of a Ray cluster answers there"
-        hint = (
-            f"is the way to it open? ray dashboard CLUSTER.yaml, or ssh -N -L {_way(given)} HEAD"
-        )
+        hint = f"open the way: ssh -fNL {_way(given)} USER@HEAD, or ray dashboard CLUSTER.yaml"
         raise JobError([_problem(rule, given, hint)], "arguments") from error
     except RuntimeError as error:
         rule = f"what answers there is no dashboard of this Ray: {error}"

@@ -118,8 +118,8 @@ def _for_these_hosts(made: dict[str, Host]) -> str:
 
 @contextmanager
 def _way_to_the_dashboard(client: Host) -> Iterator[None]:
-    """What `ray dashboard` does, without its waiting for a key press."""
-    options = ["-o", "StrictHostKeyChecking=no", "-N", "-L", "8265:localhost:8265"]
+    """As the README has it, but not in the background, so that it can be ended."""
+    options = ["-o", "StrictHostKeyChecking=no", "-NL", "8265:localhost:8265"]
     with subprocess.Popen(client.command("ssh", *options, "head")) as way:
         time.sleep(2)
         yield
