@@ -62,6 +62,10 @@ class Cluster:
         """`ray job NAME --address … …`."""
         return self.user(str(BIN / "ray"), "job", name, "--address", DASHBOARD, *arguments)
 
+    def status(self) -> str:
+        """`ray status`, on the head."""
+        return self.head.run(str(BIN / "ray"), "status", RAY_AUTH_MODE="token").stdout
+
     def start_job(self, name: str, *arguments: str) -> subprocess.Popen[str]:
         """The same, without waiting."""
         command = (str(BIN / "ray"), "job", name, "--address", DASHBOARD, *arguments)
@@ -256,6 +260,7 @@ def test_a_job_that_is_stopped_has_committed(cluster: Cluster) -> None:
 
 def test_a_run_goes_on_when_a_host_is_lost(cluster: Cluster) -> None:
     """On the workers that are left, as `workers.min_count` promises."""
+    _until(lambda: "/2.0 CPU" in cluster.status(), 120)  # else it would start with one worker
     arguments = ["workers.min_count=1", "slots.count=1", "epochs=6", "name=lost"]
     options = [text for argument in arguments for text in ("--set", argument)]
     command = [str(BIN / "python"), "-m", "raytrain_opt", "submit", JOB, *ONE_A_HOST, *options]
@@ -278,6 +283,9 @@ def test_a_run_goes_on_when_a_host_is_lost(cluster: Cluster) -> None:
     result = json.loads((run_dir / "result.json").read_text())
     assert result["status"] == "finished"
     assert result["final"]["test_accuracy"] >= 0.9
+    epochs = (run_dir / "epochs.jsonl").read_text().splitlines()
+    workers = [json.loads(line)["workers"] for line in epochs]
+    assert (workers[0], workers[-1]) == (2, 1)
 
 
 def test_ray_down_leaves_nothing_on_the_head(cluster: Cluster) -> None:
