@@ -6,13 +6,15 @@ UV_VERSION := 0.13.8
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-gpu lint types pytest clean
+.PHONY: help install quickstart test test-gpu lint types pytest test-cluster clean
 
 help:
 	@echo "make install     environment in $(VENV) with the versions of constraints.txt"
 	@echo "make quickstart  train the first job: handwritten digits, 2 workers, 4 candidates, CPU"
 	@echo "make test        style, types, import contracts and all tests that need no GPU"
 	@echo "make test-gpu    the tests that need an NVIDIA GPU"
+	@echo "make test-cluster  own machines from ray up to ray down, on hosts made of namespaces;"
+	@echo "                 needs root, openssh-server, rsync and iproute2"
 	@echo "make lint        style and import contracts only"
 	@echo "make types       types only"
 	@echo "make clean       remove the environment, builds and caches; keeps runs/"
@@ -46,6 +48,9 @@ pytest: install
 
 test-gpu: install
 	$(BIN)/pytest -m gpu tests/gpu
+
+test-cluster: install
+	$(BIN)/pytest -m cluster -s tests/cluster
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

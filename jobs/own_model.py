@@ -1,6 +1,9 @@
-"""A network and a data set of one's own, for jobs/own_model.yaml: two small functions.
+"""A network and a data set of one's own: two small functions, named by jobs/own_model.yaml.
 
-Points of a plane lie on three spiral arms; the network says on which.
+Points of a plane lie on three spiral arms; the network says on which. From Python:
+
+    python jobs/own_model.py
+    ray job submit --working-dir . -- python jobs/own_model.py
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+from raytrain_opt import Job
 
 ARMS = 3
 
@@ -50,3 +55,28 @@ def make_model(num_classes: int, sample_shape: tuple[int, ...], width: int) -> n
         nn.ReLU(),
         nn.Linear(width, num_classes),
     )
+
+
+def make_job() -> Job:
+    """As jobs/own_model.yaml, with the functions themselves instead of their names."""
+    return Job(
+        name="own-model",
+        model={"name": make_model, "args": {"width": 32}},
+        data={
+            "name": make_data,
+            "args": {"train_size": 2000, "test_size": 500},
+            "loader_workers": 0,
+        },
+        epochs=5,
+        global_batch_size=64,
+        learning_rate={"policy": "stpt", "candidates": [2.0, 1.0, 0.5], "alpha": 0.25},
+        workers={"count": 2, "threads": 1},
+        slots={"count": 1},
+    )
+
+
+if __name__ == "__main__":
+    from raytrain_opt import run  # here: every worker imports this file
+
+    result = run(make_job())
+    print(f"test accuracy {result.test_accuracy:.1%}, written to {result.run_dir}")

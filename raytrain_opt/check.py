@@ -29,7 +29,7 @@ def check_job(job: Job) -> list[Problem]:
 
     return [
         *check_model(job.model),
-        *_check_data(job),
+        *check_data(job),
         *_check_schedule(job),
         *_check_sampler(job),
         *check_optimizer(job.optimizer),
@@ -63,7 +63,8 @@ def _check_sampler(job: Job) -> list[Problem]:
     return []
 
 
-def _check_data(job: Job) -> list[Problem]:
+def check_data(job: Job) -> list[Problem]:
+    """Every problem of the files, folders or function that the job's data are read from."""
     data = job.data
     if isinstance(data, ArraysData):
         files = {"train": data.train, "test": data.test}

@@ -1,4 +1,4 @@
-"""The command line: `raytrain-opt run | batch-size | validate | schema`.
+"""The command line: `raytrain-opt run | batch-size | submit | doctor | validate | schema`.
 
 Heavy imports stand inside the commands, so that help and checks answer at once.
 """
@@ -36,6 +36,9 @@ _overrides = click.option(
 _fresh = click.option("--fresh", is_flag=True, help="Search the batch size again.")
 _address = click.option(
     "--address", metavar="ADDR", help="Ray cluster; default: RAY_ADDRESS, else local."
+)
+_dashboard = click.option(
+    "--address", metavar="URL", help="The head's dashboard; default: http://localhost:8265."
 )
 _verbose_ray = click.option(
     "--verbose", is_flag=True, help="Show Ray's own messages and tracebacks."
@@ -110,6 +113,46 @@ def batch_size(
 
         found = find_batch_size(job, address=address, verbose=verbose, fresh=fresh, trace=trace)
         click.echo(f"train with it: raytrain-opt run {found.run_dir}/job.yaml")
+
+
+@main.command()
+@_job_file
+@_overrides
+@_dashboard
+@click.option("--verbose", is_flag=True, help="Show tracebacks.")
+def submit(job_file: str, overrides: tuple[str, ...], address: str | None, verbose: bool) -> None:
+    """Run a job of this folder on a cluster, wait, and take its results home."""
+    with _errors_told(verbose):
+        from raytrain_opt.submit import submit as submit_job
+
+        raise SystemExit(submit_job(job_file, overrides, address))
+
+
+@main.command()
+@click.argument("job_file", metavar="JOB.yaml", required=False)
+@_overrides
+@click.option(
+    "--address",
+    metavar="ADDR",
+    help="Ray cluster, or the URL of its dashboard; default: RAY_ADDRESS, else local.",
+)
+@click.option("--verbose", is_flag=True, help="Show tracebacks.")
+def doctor(
+    job_file: str | None, overrides: tuple[str, ...], address: str | None, verbose: bool
+) -> None:
+    """Check a cluster, for a job if one is given, before a run is paid for."""
+    with _errors_told(verbose):
+        from raytrain_opt.config.load import load_job
+
+        job = load_job(job_file, overrides) if job_file is not None else None
+        if address is not None and address.startswith("http"):
+            from raytrain_opt.submit import examine_there
+
+            raise SystemExit(examine_there(job_file, overrides, address))
+
+        from raytrain_opt.doctor.examine import examine
+
+        raise SystemExit(examine(job, address))
 
 
 @main.command()

@@ -71,6 +71,10 @@ class ResourcesError(RaytrainOptError):
     exit_code = 2
 
 
+class ClusterError(RaytrainOptError):
+    """A job that was submitted to a cluster was lost sight of; says how to find it again."""
+
+
 class PoolError(RaytrainOptError):
     """A resident pool failed or did not answer in time; says who, since when, and the log."""
 

@@ -50,7 +50,7 @@ class RunPaths:
             (local / "checkpoints").mkdir()
             return cls(local, f"{storage_path.rstrip('/')}/{run_id}")
         try:
-            local = Path(storage_path).expanduser().absolute() / run_id
+            local = local_folder(storage_path) / run_id
             (local / "checkpoints").mkdir(parents=True)
         except (OSError, ValueError, RuntimeError) as error:  # of RuntimeError: an unknown ~user
             rule = f"no run directory can be made in it: {error}"
@@ -69,7 +69,7 @@ class RunPaths:
             raise JobError(problems, "arguments")
         remote: str | None = None
         try:
-            local = Path(run_dir).expanduser().absolute()
+            local = local_folder(run_dir)
             if "://" in run_dir:
                 local, remote = Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir.rstrip("/")
                 _fetch(remote, local)
@@ -269,8 +269,30 @@ def write_stored(storage_path: str, name: str, content: bytes) -> None:
         raise CommitError(f"{storage_path}/{name} cannot be written: {error}") from error
 
 
+def remove_stored(storage_path: str, name: str) -> None:
+    """Remove what `write_stored` wrote; raises CommitError."""
+    try:
+        storage, root = _storage(storage_path)
+        storage.delete_file(f"{root}/{name}")
+    except _STORAGE_ERRORS as error:
+        raise CommitError(f"{storage_path}/{name} cannot be removed: {error}") from error
+
+
+# Where Ray unpacks the folder that a job was submitted with. It is deleted after the job.
+_COPIES = "working_dir_files"
+
+
+def local_folder(path: str) -> Path:
+    """A path of results, made absolute. A relative one is below the working directory, or below
+    the home when that is the copy of a submitted folder: results must outlive it.
+    """
+    here = Path.cwd()
+    base = Path.home() if _COPIES in here.parts else here
+    return base / Path(path).expanduser()
+
+
 def _storage(path: str) -> tuple[fs.FileSystem, str]:
-    local = path if "://" in path else str(Path(path).expanduser().absolute())
+    local = path if "://" in path else str(local_folder(path))
     storage, root = fs.FileSystem.from_uri(local)
     return storage, root.rstrip("/")
 

@@ -22,16 +22,17 @@ from raytrain_opt.optim.batch_ramp import epoch_steps
 from raytrain_opt.paths import RunPaths, remove_tree, write_text
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.faults import planned_faults
+from raytrain_opt.pools.growth import plan_when_there_is_room
 from raytrain_opt.pools.host import Host, environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.pool import Pool, Vault, running
-from raytrain_opt.pools.resources import PoolPlan, plan_pools
-from raytrain_opt.pools.session import check_address, cpu_count, free_resources, ray_session
+from raytrain_opt.pools.resources import PoolPlan
+from raytrain_opt.pools.session import check_address, cpu_count, ray_session
 from raytrain_opt.pools.setup import Setup
 from raytrain_opt.position import Position
 from raytrain_opt.search import build_policy, most_candidates
 from raytrain_opt.stopping import Terminated, stops_on_sigterm
-from raytrain_opt.telemetry.terminal import Terminal, open_terminal
+from raytrain_opt.telemetry.terminal import Terminal, open_terminal, run_dir_text
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.training_run import Startup, TrainingRun
 
@@ -94,7 +95,7 @@ def _run_directory(
     """
     text = dump_job(job)
     paths = RunPaths.existing(resume) if resume else RunPaths.create(job.storage_path, job.name)
-    notes = [f"{'going on with' if resume else 'run directory:'} {paths.shown}"]
+    notes = [run_dir_text(paths.shown, resumed=resume is not None)]
     with ExitStack() as stack:
         try:
             if not stack.enter_context(only_user(paths.local)):
@@ -156,7 +157,7 @@ def start_mailbox() -> Any:
 @contextmanager
 def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
     """Start both pools; leaving the block ends them."""
-    plan = plan_pools(job, free_resources(), most_candidates(job))
+    plan = plan_when_there_is_room(job, most_candidates(job), session.terminal.note)
     for note in plan.notes:
         session.terminal.note(note)
     mailbox: Any = start_mailbox()

@@ -109,6 +109,8 @@ def _default(
     job: Job, nodes: Sequence[Mapping[str, float]], use_gpu: bool, part: float
 ) -> Resources:
     cpus = sum(node.get("CPU", 0) for node in nodes)
+    if cpus <= 0:
+        raise ResourcesError(f"no node offers a CPU for workers: {_describe(nodes)}")
     share = min(1.0, cpus / job.workers.count) * part
     cpu = math.floor(share * 1000) / 1000
     return {"CPU": cpu, "GPU": part} if use_gpu else {"CPU": cpu}

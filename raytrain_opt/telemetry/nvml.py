@@ -95,6 +95,46 @@ class NvmlSampler:
             pynvml.nvmlShutdown()
 
 
+GpuState = tuple[str, int, int, tuple[str, ...]]
+
+
+def gpu_states() -> tuple[str | None, list[GpuState]]:
+    """The driver's version, and of every GPU its name, memory (MiB), how much of it is taken, and
+    the processes that compute on it. No version and no GPUs on a machine without a driver.
+    """
+    import pynvml
+
+    with ExitStack() as undo:
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError_LibraryNotFound:
+            return None, []
+        except pynvml.NVMLError as error:
+            raise ResourcesError(f"NVML could not start: {error}") from error
+        undo.callback(pynvml.nvmlShutdown)
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        return driver, [_state(gpu) for gpu in _accessible_gpus()]
+
+
+def _state(gpu: Gpu) -> GpuState:
+    import pynvml
+
+    memory = pynvml.nvmlDeviceGetMemoryInfo(gpu.handle)
+    pids = [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle)]
+    names = tuple(_process_name(pid) for pid in pids)
+    return gpu.name, memory.total // 1024**2, memory.used // 1024**2, names
+
+
+def _process_name(pid: int) -> str:
+    """Those of another container have a number here, and no name."""
+    import psutil
+
+    try:
+        return f"{psutil.Process(pid).name()} (process {pid})"
+    except psutil.Error:
+        return f"process {pid}"
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A physical GPU and NVML's handle of it."""

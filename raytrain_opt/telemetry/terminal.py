@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -120,6 +121,20 @@ def open_terminal(epochs: int, *, plain: bool = False) -> Terminal:
     """A bar on a terminal, lines elsewhere."""
     console = Console(file=sys.stdout)
     return Bar(console, epochs) if console.is_terminal and not plain else Lines(console)
+
+
+_NEW_RUN, _OLD_RUN = "run directory:", "going on with"
+
+
+def run_dir_text(shown: str, *, resumed: bool) -> str:
+    """The line that says where a run writes."""
+    return f"{_OLD_RUN if resumed else _NEW_RUN} {shown}"
+
+
+def find_run_dir(log: str) -> str | None:
+    """What the last such line in the output of a run says."""
+    found = re.findall(rf"^(?:{_NEW_RUN}|{_OLD_RUN}) (.+)$", log, re.MULTILINE)
+    return found[-1].strip() if found else None
 
 
 def epoch_text(record: EpochRecord, epochs: int) -> str:

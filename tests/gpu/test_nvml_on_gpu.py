@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raytrain_opt.config.batch_size import UtilizationSection
-from raytrain_opt.telemetry.nvml import NvmlSampler
+from raytrain_opt.telemetry.nvml import NvmlSampler, gpu_states
 from raytrain_opt.telemetry.utilization import UtilizationMonitor, open_sampler
 
 pytest.importorskip("pynvml")
@@ -77,3 +77,12 @@ def test_a_job_on_a_gpu_gets_nvml() -> None:
     assert isinstance(sampler, NvmlSampler)
     assert 0 <= sampler.sample() <= 100
     sampler.close()
+
+
+def test_cudas_devices_are_among_the_gpus_that_are_told() -> None:
+    driver, states = gpu_states()
+    assert driver is not None
+    properties = torch.cuda.get_device_properties(0)
+    (memory_mib, used_mib) = next(s[1:3] for s in states if s[0] == properties.name)
+    assert memory_mib >= properties.total_memory // 1024**2 * 0.95
+    assert 0 < used_mib <= memory_mib

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from small_jobs import read_lines, small_job, without_times
 
 from raytrain_opt import RunResult, load_job, run
+from raytrain_opt.doctor.examine import examine
 from raytrain_opt.train.checkpoint import read_index, read_rest, read_weights
 from raytrain_opt.train.learner import Learner
 
@@ -158,6 +160,21 @@ def test_the_large_batch_kit_trains_together(storage: Path) -> None:
     assert parallel["first_step_s"] > 0
     assert result.test_accuracy is not None
     assert result.test_accuracy > 0.8
+
+
+def test_the_doctor_finds_this_machine_fit_or_says_why_not(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = set(storage.iterdir())
+    assert examine(small_job(storage), None) == 0
+    output = capsys.readouterr().out
+    for about in ("Ray", "versions", "storage", "clocks", "start-up", "room", "exchange"):
+        assert re.search(rf"│ ok +│ {about} ", output), output
+    assert "2 workers on 1 node with gloo" in output
+    assert set(storage.iterdir()) == before
+    too_large = small_job(storage, workers={"count": 2, "resources": {"CPU": 7}})
+    assert examine(too_large, None) == 1
+    assert re.search(r"│ error +│ room ", capsys.readouterr().out)
 
 
 def _descendants() -> list[psutil.Process]:

@@ -199,10 +199,13 @@ def test_schema_is_json() -> None:
     assert "global_batch_size" in json.loads(result.stdout)["properties"]
 
 
+COMMANDS = ("run", "batch-size", "submit", "doctor", "validate", "schema")
+
+
 def test_help_names_the_commands() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    assert all(command in result.stdout for command in ("run", "batch-size", "validate", "schema"))
+    assert all(command in result.stdout for command in COMMANDS)
 
 
 def test_the_module_is_the_command() -> None:
@@ -223,7 +226,9 @@ def imported_by(*arguments: str) -> set[str]:
     return set(result.stderr.split())
 
 
-@pytest.mark.parametrize("arguments", [("schema",), ("--help",), ("run", "--help")])
+@pytest.mark.parametrize(
+    "arguments", [("schema",), ("--help",), *((name, "--help") for name in COMMANDS)]
+)
 def test_light_commands_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
     heavy = {"torch", "torchvision", "ray", "sklearn", "numpy"}
     assert imported_by(*arguments) & heavy == set()

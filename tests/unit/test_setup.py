@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import logging
 import re
 import tomllib
 from pathlib import Path
+from types import ModuleType
+from zipfile import ZipFile
 
 import pytest
+from ray._private.runtime_env.packaging import create_package
 
-from raytrain_opt.config.load import load_job
+from raytrain_opt.check import check_job
+from raytrain_opt.config.load import dump_job, load_job
+from raytrain_opt.search.fixed import FoundSchedule
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
+SCRIPTS = ("only_batch_size", "only_learning_rate", "own_model")
 PIN = re.compile(r"([a-z0-9-]+)==[0-9][0-9a-z.]*( ; [a-z_'<>=!.()0-9A-Z ]+)?")
 
 
@@ -38,6 +47,49 @@ def test_every_shipped_job_is_valid(path: Path) -> None:
     assert load_job(path).epochs > 0
 
 
-@pytest.mark.parametrize("path", [".venv/", "/runs/", ".git/"])
-def test_large_folders_stay_at_home(path: str) -> None:
-    assert path in (ROOT / ".rayignore").read_text().splitlines()
+def script(name: str) -> ModuleType:
+    """A driver script of jobs/, imported and not run."""
+    path = ROOT / "jobs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"script_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_all_scripts_are_tested_here() -> None:
+    assert {path.stem for path in (ROOT / "jobs").glob("*.py")} == {*SCRIPTS, "replay_schedule"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_job_of_every_script_is_valid(name: str) -> None:
+    assert check_job(script(name).make_job()) == []
+
+
+def test_the_replay_script_takes_job_and_rates_of_a_run(tmp_path: Path) -> None:
+    job = load_job(ROOT / "jobs/quickstart.yaml", ["epochs=1"])
+    (tmp_path / "job.yaml").write_text(dump_job(job))
+    found = FoundSchedule((2,), (0.1, 0.05))
+    (tmp_path / "schedule.json").write_text(json.dumps(found.to_json()))
+    replay = script("replay_schedule").make_job(str(tmp_path))
+    assert check_job(replay) == []
+    assert replay.learning_rate.policy == "replay"
+    assert (replay.data, replay.seed, replay.epochs) == (job.data, job.seed, 1)
+
+
+def packaged(folder: Path) -> Path:
+    """What `ray job submit --working-dir .` sends, made by Ray itself."""
+    target = folder / "package.zip"
+    create_package(str(ROOT), target, include_gitignore=True, logger=logging.getLogger("test"))
+    return target
+
+
+def test_little_is_sent_to_a_cluster(tmp_path: Path) -> None:
+    sent = packaged(tmp_path)
+    assert sent.stat().st_size < 5 * 10**6
+    with ZipFile(sent) as archive:
+        names = archive.namelist()
+    assert {"raytrain_opt/driver.py", "jobs/quickstart.yaml", "jobs/own_model.py"} <= set(names)
+    folders = {name.split("/")[0] for name in names}
+    assert folders & {".git", ".venv", "runs", "tests", "build", ".mypy_cache"} == set()

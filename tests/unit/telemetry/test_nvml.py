@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.telemetry.nvml import NvmlSampler
+from raytrain_opt.telemetry.nvml import NvmlSampler, gpu_states
 
 CPU_INSTEAD = "batch_size_search.utilization.sampler: cpu"
 H100, A100 = "NVIDIA H100", "NVIDIA A100"
@@ -48,6 +49,7 @@ class FakeGpu:
     energy_mj: int | None = 0
     allowed: bool = True
     reports: bool = True
+    pids: tuple[int, ...] = ()
 
 
 class FakeNvml(ModuleType):
@@ -85,6 +87,15 @@ class FakeNvml(ModuleType):
 
     def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:
         return gpu.name
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "595.58.03"
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> SimpleNamespace:
+        return SimpleNamespace(total=80 * 1024**3, used=len(gpu.pids) * 1024**3)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid) for pid in gpu.pids]
 
     def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> SimpleNamespace:
         if self.lost:
@@ -261,3 +272,22 @@ def test_closing_leaves_nvml_once(machine: Machine) -> None:
     assert nvml.started == 1
     second.close()
     assert nvml.started == 0
+
+
+def test_all_gpus_are_told_with_who_computes_on_them(machine: Machine) -> None:
+    nvml = machine(
+        FakeGpu(A, pids=(os.getpid(), 2**22 + 1)), FakeGpu(B), FakeGpu(C, allowed=False)
+    )
+    driver, states = gpu_states()
+    assert driver == "595.58.03"
+    (name, memory_mib, used_mib, processes), idle = states
+    assert (name, memory_mib, used_mib) == (H100, 80 * 1024, 2 * 1024)
+    assert processes[0].endswith(f"(process {os.getpid()})")
+    assert processes[1] == f"process {2**22 + 1}"  # of another container
+    assert idle == (H100, 80 * 1024, 0, ())
+    assert nvml.started == 0
+
+
+def test_a_machine_without_a_driver_has_no_gpus(machine: Machine) -> None:
+    machine(driver=False)
+    assert gpu_states() == (None, [])

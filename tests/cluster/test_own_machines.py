@@ -1,0 +1,296 @@
+"""Own machines, from `ray up` to `ray down`: real ssh, real Ray, on hosts made of namespaces.
+
+    make test-cluster
+
+Run in order. What is timed is printed as one JSON object at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hosts import Host, hosts, missing
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.prefix) / "bin"
+DASHBOARD = "http://localhost:8265"
+JOB = "jobs/quickstart.yaml"
+SENT = ("raytrain_opt", "jobs", "clusters", "pyproject.toml", "constraints.txt", "README.md")
+WORKER = "ray::RayTrainWorker"
+# A worker and a slot fill a host, which has one CPU here.
+ONE_A_HOST = ("--set", "workers.resources={CPU: 0.6}", "--set", "slots.resources={CPU: 0.4}")
+
+
+@dataclass
+class Cluster:
+    """A user's machine, with a copy of the repository, and the two that train."""
+
+    client: Host
+    head: Host
+    worker: Host
+    project: Path
+    file: Path  # for `ray up`
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def user(self, *command: str, timeout_s: float = 300, **environment: str) -> Done:
+        """A command that the user gives in the repository's root."""
+        done = self.client.run(
+            *command, cwd=self.project, timeout_s=timeout_s, RAY_AUTH_MODE="token", **environment
+        )
+        return Done(done.returncode, done.stdout)
+
+    def raytrain(self, name: str, *arguments: str, **environment: str) -> Done:
+        """`raytrain-opt NAME … --address …`."""
+        command = (str(BIN / "python"), "-m", "raytrain_opt", name, *arguments)
+        return self.user(*command, "--address", DASHBOARD, **environment)
+
+    def job(self, name: str, *arguments: str) -> Done:
+        """`ray job NAME --address … …`."""
+        return self.user(str(BIN / "ray"), "job", name, "--address", DASHBOARD, *arguments)
+
+    def status(self) -> str:
+        """`ray status`, on the head."""
+        return self.head.run(str(BIN / "ray"), "status", RAY_AUTH_MODE="token").stdout
+
+    def start_job(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+        """The same, without waiting."""
+        command = (str(BIN / "ray"), "job", name, "--address", DASHBOARD, *arguments)
+        return self.client.start(*command, cwd=self.project, RAY_AUTH_MODE="token")
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        began_s = time.monotonic()
+        yield
+        self.figures[name] = round(time.monotonic() - began_s, 1)
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    output: str
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """`ray up`, and the way to the dashboard."""
+    lacking = missing()
+    assert not lacking, f"make test-cluster needs {', '.join(lacking)}"
+    with hosts(["client", "head", "worker"]) as (made, shared):
+        subprocess.run(["cp", "-r", *(ROOT / name for name in SENT), ROOT / "LICENSE", shared])
+        subprocess.run(["cp", ROOT / ".rayignore", ROOT / ".gitignore", shared], check=True)
+        this = Cluster(**made, project=shared, file=shared / "clusters/here.yaml")
+        this.file.write_text(_for_these_hosts(made))
+        assert this.user(str(BIN / "ray"), "get-auth-token", "--generate").code == 0
+        with this.timed("ray_up_s"):
+            up = this.user(str(BIN / "ray"), "up", "-y", str(this.file))
+        assert up.code == 0, up.output
+        with _way_to_the_dashboard(made["client"]):
+            yield this
+        print(f"\n{json.dumps(this.figures)}")
+
+
+def _for_these_hosts(made: dict[str, Host]) -> str:
+    """clusters/onprem.yaml with what a user edits; the environment is there already. One CPU
+    for each host, so that two workers need both.
+    """
+    config = yaml.safe_load((ROOT / "clusters/onprem.yaml").read_text())
+    config["provider"] |= {"head_ip": made["head"].address, "worker_ips": [made["worker"].address]}
+    config["auth"]["ssh_user"] = "root"
+    paths = [line for line in config["setup_commands"] if ".bashrc" in line]
+    config["setup_commands"] = [f"ln -sfn {sys.prefix} ~/raytrain-opt-env", *paths]
+    for role in ("head", "worker"):
+        lines = config[f"{role}_start_ray_commands"]
+        config[f"{role}_start_ray_commands"] = [
+            line.replace("ray start ", "ray start --num-cpus=1 ") for line in lines
+        ]
+    return yaml.safe_dump(config, width=1000)
+
+
+@contextmanager
+def _way_to_the_dashboard(client: Host) -> Iterator[None]:
+    """As the README has it, but not in the background, so that it can be ended."""
+    options = ["-o", "StrictHostKeyChecking=no", "-NL", "8265:localhost:8265"]
+    with subprocess.Popen(client.command("ssh", *options, "head")) as way:
+        time.sleep(2)
+        yield
+        way.kill()
+
+
+def _until(true: Any, limit_s: float) -> float:
+    """Seconds until it was; fails after the limit."""
+    began_s = time.monotonic()
+    while not true():
+        assert time.monotonic() - began_s < limit_s
+        time.sleep(0.5)
+    return time.monotonic() - began_s
+
+
+def _processes(host: Host, name: str) -> list[str]:
+    return host.run("pgrep", "-f", name).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RAY_AUTH_TOKEN": "wrong" * 8}, "refuses the token of RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, "asks for a token, and there is none here"),
+    ],
+    ids=["wrong token", "no token"],
+)
+def test_who_has_no_token_is_refused(
+    cluster: Cluster, environment: dict[str, str], words: str
+) -> None:
+    done = cluster.raytrain("submit", JOB, **environment)
+    assert done.code == 2, done.output
+    assert words in done.output
+    assert "Traceback" not in done.output
+    ray = (str(BIN / "ray"), "job", "list", "--address", DASHBOARD)
+    assert cluster.user(*ray, **environment).code != 0
+
+
+def test_the_quickstart_waits_for_the_second_host_and_trains_on_both(cluster: Cluster) -> None:
+    """Submitted while only the head is there, or a little later."""
+    began_s = time.monotonic()
+    command = [str(BIN / "python"), "-m", "raytrain_opt", "submit", JOB, *ONE_A_HOST]
+    marks: dict[str, float] = {}
+    lines, seen_on = [], set()
+    with cluster.client.start(*command, cwd=cluster.project) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            marks.setdefault(line.split()[0] if line.split() else "", time.monotonic() - began_s)
+            if line.startswith("epoch "):
+                both = (cluster.head, cluster.worker)
+                seen_on |= {host.name for host in both if _processes(host, WORKER)}
+    log = "".join(lines)
+    assert process.returncode == 0, log
+    assert seen_on == {"head", "worker"}, log
+    assert "\x1b[" not in log, "no progress bar in a log"
+    (run_dir,) = (cluster.project / "runs").iterdir()
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["final"]["test_accuracy"] >= 0.95
+    assert len(result["hardware"]["nodes"]) == 2
+    assert (run_dir / "schedule.json").exists()
+    cluster.figures |= {
+        "quickstart_s": round(time.monotonic() - began_s, 1),
+        "submit_to_run_directory_s": round(marks["run"], 1),
+        "submit_to_first_step_s": round(
+            marks["run"] + result["time_to_first_step_s"] - result["startup_s"]["data_read_s"], 1
+        ),
+        "time_to_first_step_s": round(result["time_to_first_step_s"], 1),
+        "wall_s": round(result["wall_s"], 1),
+        **_round_overheads(run_dir),
+    }
+
+
+def _round_overheads(run_dir: Path) -> dict[str, Any]:
+    """What a round costs beside its computing, in the epochs between the first and the last: its
+    seconds without the slowest slot's computing, the workers', and the evaluation.
+    """
+    text = (run_dir / "epochs.jsonl").read_text()
+    epochs = [json.loads(line) for line in text.splitlines()][1:-1]
+    overheads = [e["seconds"] - sum(e["parts_s"].get(p, 0.0) for p in _COMPUTING) for e in epochs]
+    parts = sorted({name for e in epochs for name in e["parts_s"]})
+    medians = {p: statistics.median(e["parts_s"].get(p, 0.0) for e in epochs) for p in parts}
+    return {
+        "round_overhead_s": round(statistics.median(overheads), 2),
+        "round_overhead_range_s": [round(min(overheads), 2), round(max(overheads), 2)],
+        "round_parts_s": {name: round(value, 3) for name, value in medians.items()},
+    }
+
+
+_COMPUTING = ("longest_slot_s", "main_compute_s", "evaluate_s")
+
+
+def test_the_doctor_finds_what_two_hosts_without_shared_storage_are(cluster: Cluster) -> None:
+    with cluster.timed("doctor_s"):
+        done = cluster.raytrain("doctor", JOB)
+    assert done.code == 0, done.output
+    print(done.output)
+    for about in ("Ray", "versions", "GPUs", "clocks", "memory", "start-up", "room", "exchange"):
+        assert re.search(rf"│ ok +│ {about} ", done.output), about
+    assert re.search(r"│ warning │ storage .*worker does not see", done.output)
+    assert "2 workers on 2 nodes with gloo" in done.output
+
+
+def test_the_exit_code_is_that_of_the_run(cluster: Cluster) -> None:
+    """What only the cluster can know: code 2, told in the log."""
+    done = cluster.raytrain("submit", JOB, "--set", "workers.resources={CPU: 7}")
+    assert done.code == 2, done.output
+    assert "workers of 7 CPU each do not fit" in done.output
+
+
+def test_a_job_that_is_stopped_has_committed(cluster: Cluster) -> None:
+    """Submitted, followed and stopped by Ray's own commands."""
+    run = ["python", "-m", "raytrain_opt", "run", JOB, "--set", "epochs=500"]
+    options = ["--working-dir", ".", "--submission-id", "to-be-stopped"]
+    command = ("submit", *options, "--", *run, "--set", "name=stopped")
+    with cluster.start_job(*command) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("epoch 2/500"):
+                began_s = time.monotonic()
+                stopped = cluster.job("stop", "to-be-stopped")
+                assert stopped.code == 0, stopped.output
+                cluster.figures["ray_job_stop_s"] = round(time.monotonic() - began_s, 1)
+    log = "".join(lines)
+    assert re.search(r"terminated; kept up to .* --resume /root/runs/stopped-", log), log
+    assert "Traceback" not in log
+    assert "was stopped" in log
+    (index,) = (cluster.head.own / "home/runs").glob("stopped-*/checkpoints/index.json")
+    assert json.loads(index.read_text())
+    _until(lambda: not _processes(cluster.head, WORKER), 60)
+
+
+def test_a_run_goes_on_when_a_host_is_lost(cluster: Cluster) -> None:
+    """On the workers that are left, as `workers.min_count` promises."""
+    _until(lambda: "/2.0 CPU" in cluster.status(), 120)  # else it would start with one worker
+    arguments = ["workers.min_count=1", "slots.count=1", "epochs=6", "name=lost"]
+    options = [text for argument in arguments for text in ("--set", argument)]
+    command = [str(BIN / "python"), "-m", "raytrain_opt", "submit", JOB, *ONE_A_HOST, *options]
+    lost_s: float | None = None
+    lines = []
+    with cluster.client.start(*command, cwd=cluster.project) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("epoch 2/"):
+                assert _processes(cluster.worker, WORKER), "a worker was on the other host"
+                cluster.worker.die()
+                lost_s = time.monotonic()
+            elif line.startswith("epoch 3/") and lost_s is not None:
+                cluster.figures["lost_host_to_next_epoch_s"] = round(time.monotonic() - lost_s, 1)
+    log = "".join(lines)
+    assert process.returncode == 0, log
+    assert re.search(r"epoch \d: on 1 of 2 workers", log), log
+    (run_dir,) = (cluster.project / "runs").glob("lost-*")
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["status"] == "finished"
+    assert result["final"]["test_accuracy"] >= 0.9
+    epochs = (run_dir / "epochs.jsonl").read_text().splitlines()
+    workers = [json.loads(line)["workers"] for line in epochs]
+    assert (workers[0], workers[-1]) == (2, 1)
+
+
+def test_ray_down_leaves_nothing_on_the_head(cluster: Cluster) -> None:
+    with cluster.timed("ray_down_s"):
+        down = cluster.user(str(BIN / "ray"), "down", "-y", str(cluster.file))
+    assert down.code == 0, down.output
+    assert "Exception occurred" not in down.output, down.output
+    _until(lambda: not _processes(cluster.head, "/raylet/raylet|gcs_server|dashboard.py"), 30)
