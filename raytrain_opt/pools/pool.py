@@ -26,6 +26,7 @@ from raytrain_opt.pools.commands import (
     TakeState,
 )
 from raytrain_opt.pools.session import placement_groups, remove_placement_groups
+from raytrain_opt.telemetry.timeline import Event, Span
 from raytrain_opt.train.state import HostState
 
 _POLL_S = 0.5
@@ -204,6 +205,15 @@ class Pool:
         known = {m.index: m for m in self._ask("joined")}
         where = {i: f" (pid {m.pid}, {m.log})" for i, m in known.items()}
         return ", ".join(f"{self.name} {i}{where.get(i, '')}" for i in missing)
+
+    def take_log(self) -> tuple[list[Span], list[Event]]:
+        """What the members did and met since the last call, on this process's clock."""
+        now_s, spans, events = self._ask("take_log")
+        ahead_s = monotonic_s() - now_s
+        return (
+            [replace(span, at_s=span.at_s + ahead_s) for span in spans],
+            [replace(event, at_s=event.at_s + ahead_s) for event in events],
+        )
 
     def restarts(self) -> int:
         """How often a member was started again."""
