@@ -67,7 +67,7 @@ def _accuracy(run: RunRecords) -> Plot:
             "Short lines: every candidate, from the state it started from to its accuracy on the "
             "selection split after its pre-training (as figure 2 of the STPT paper). "
         )
-    caption += _thinned(run) + "Data: tables of rounds and epochs."
+    caption += _thinned(run) + _where_data(run)
 
     def paint(axes: Axes) -> None:
         others, winners = _Line.empty(), _Line.empty()
@@ -135,7 +135,7 @@ def _main_line(run: RunRecords) -> tuple[list[float], list[float]]:
 def _rates(run: RunRecords) -> Plot:
     caption = "The rate of each step of the training"
     caption += ", and every candidate that was tried. " if run.rounds else ". "
-    caption += _thinned(run) + "Data: tables of rounds and epochs."
+    caption += _thinned(run) + _where_data(run)
 
     def paint(axes: Axes) -> None:
         shown = [(at, c) for at in few(run.rounds, _MOST_ROUNDS) for c in at.candidates]
@@ -204,6 +204,10 @@ def _thinned(run: RunRecords) -> str:
     if shown == len(run.rounds):
         return ""
     return f"{shown:,} of {len(run.rounds):,} rounds are drawn. "
+
+
+def _where_data(run: RunRecords) -> str:
+    return f"Data: {'tables of rounds and' if run.rounds else 'table of'} epochs."
 
 
 def rounds_table(run: RunRecords) -> Table:

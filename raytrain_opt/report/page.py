@@ -23,7 +23,7 @@ from raytrain_opt.report.plots import Cell, Column, Plot, Table
 from raytrain_opt.report.records import RunRecords
 from raytrain_opt.report.timing import epochs_table, staleness_plot, time_plots
 from raytrain_opt.report.verdict import Verdict, verdict_of
-from raytrain_opt.report.words import count, duration, percent, rate
+from raytrain_opt.report.words import count, duration, percent, plain
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _tiles(verdict: Verdict) -> list[tuple[str, str, str]]:
     search, best = verdict.search, ""
     if verdict.best_test_accuracy is not None:
         best = f"best {percent(verdict.best_test_accuracy, 2)} in epoch {verdict.best_epoch}"
-    low, high = rate(verdict.lr_lowest), rate(verdict.lr_highest)
+    low, high = plain(verdict.lr_lowest, 3), plain(verdict.lr_highest, 3)
     samples = percent(search.samples_fraction, 0) if search.rounds else "none"
     batch = f"{verdict.workers} × {verdict.batch_size_per_worker} per worker"
     return [

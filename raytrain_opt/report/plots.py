@@ -92,6 +92,8 @@ def draw(
         figure = Figure(figsize=_SIZE_IN, layout="constrained", facecolor="none")
         axes = figure.add_subplot()
         paint(axes)
+        figure.draw_without_rendering()  # the layout, which need not be found for each file
+        figure.set_layout_engine("none")
         svg, png = io.StringIO(), io.BytesIO()
         figure.savefig(svg, format="svg", metadata=_NO_METADATA)
         figure.savefig(png, format="png", dpi=_DPI, facecolor="white", metadata={"Software": None})
@@ -159,15 +161,16 @@ def whole_numbers(axes: Axes) -> None:
     """No fractions on the x axis."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def thousands(axes: Axes, which: str) -> None:
-    """Numbers with separators."""
-    from matplotlib.ticker import FuncFormatter
+    """Numbers with separators, so few that they do not touch."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    formatter = FuncFormatter(lambda value, _: f"{value:,.10g}")
-    getattr(axes, f"{which}axis").set_major_formatter(formatter)
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_major_locator(MaxNLocator(5))
 
 
 colour = partial(COLOURS.__getitem__)

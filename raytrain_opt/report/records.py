@@ -176,6 +176,11 @@ class RunRecords:
         """Samples of one update, without the batch ramp."""
         return int(self.job["global_batch_size"])
 
+    @property
+    def is_batch_size_search(self) -> bool:
+        """Whether a batch size was found, and nothing trained (yet)."""
+        return self.batch_size is not None and not self.epochs and not self.rounds
+
     @cached_property
     def _steps_before(self) -> list[int]:
         steps = self.schedule["epoch_steps"] if self.schedule else []
@@ -191,8 +196,16 @@ class RunRecords:
 
     @cached_property
     def ends_s(self) -> list[float]:
-        """For each epoch, the seconds of the run at its end."""
-        return list(accumulate(epoch.seconds for epoch in self.epochs))
+        """For each epoch, the seconds of the run at its end: by the timeline, or, of a run that
+        has none, as if it had started so much before the first epoch as it took beside them.
+        """
+        ends = {span.epoch: span.at_s + span.seconds for span in self.spans}
+        beside_s = 0.0
+        if self.result is not None:
+            beside_s = self.result["wall_s"] - sum(epoch.seconds for epoch in self.epochs)
+        sums = accumulate((epoch.seconds for epoch in self.epochs), initial=max(beside_s, 0.0))
+        by_sum = list(sums)[1:]
+        return [ends.get(e.epoch, s) for e, s in zip(self.epochs, by_sum, strict=True)]
 
     @cached_property
     def rounds_of(self) -> Mapping[int, Sequence[RoundLine]]:

@@ -49,7 +49,7 @@ _EPOCH_PARTS = {
     "evaluate_s": "evaluate",
 }
 _WINDOW_EPOCHS, _WINDOW_SPANS = 3, 400
-_MOST_BARS = 120
+_MOST_BARS = 60
 
 
 def time_plots(run: RunRecords) -> list[Plot]:

@@ -63,7 +63,7 @@ def verdict_of(run: RunRecords) -> Verdict:
     return Verdict(
         run_dir=run.run_dir,
         name=run.name,
-        status="finished" if run.result else "not finished",
+        status=_status(run),
         epochs_done=len(run.epochs),
         epochs=int(run.job["epochs"]),
         test_accuracy=measured[-1].test_accuracy if measured else None,
@@ -81,6 +81,12 @@ def verdict_of(run: RunRecords) -> Verdict:
         sentences=tuple(_sentences(run, search, wall_s)),
         warnings=tuple(warnings_of(run)),
     )
+
+
+def _status(run: RunRecords) -> str:
+    if run.result is not None:
+        return "finished"
+    return "batch size found" if run.is_batch_size_search else "not finished"
 
 
 def lr_range(run: RunRecords) -> tuple[float | None, float | None]:
@@ -141,7 +147,7 @@ def _cost(run: RunRecords, search: SearchCost) -> Iterator[str]:
 
 
 def _brought(run: RunRecords) -> Iterator[str]:
-    published = [line for line in run.rounds if not line.stage]
+    published = [at for at in run.rounds if not at.stage and at.chosen is not None]
     if published:
         yield _brought_by_rounds(published)
     peaks = [line for line in run.rounds if line.stage and line.epoch == 1 and line.winner]
@@ -159,8 +165,7 @@ def _brought(run: RunRecords) -> Iterator[str]:
         yield f"{changed} of {times(len(later), 'later round')} changed the rest of the schedule."
 
 
-def _brought_by_rounds(rounds: Sequence[RoundLine]) -> str:
-    decided = [line for line in rounds if line.chosen is not None]
+def _brought_by_rounds(decided: Sequence[RoundLine]) -> str:
     gains = [gain for line in decided if (gain := _gain(line)) is not None]
     changed = sum(at.chosen is not None and at.chosen.multiplier != 1 for at in decided)
     text = f"It changed the rate in {changed} of {times(len(decided), 'round')}"

@@ -30,10 +30,8 @@ def data_wait(run: RunRecords) -> float | None:
 
 
 def _unfinished(run: RunRecords) -> Iterator[str]:
-    if run.result is not None:
+    if run.result is not None or run.is_batch_size_search:
         return
-    if not run.epochs and run.batch_size is not None and not run.rounds:
-        return  # a batch-size search alone
     done = f"{len(run.epochs)} of {run.job['epochs']} epochs are done"
     last = run.events[-1] if run.events else None
     if last is not None and last.what in ("failed", "interrupted"):

@@ -20,7 +20,7 @@ def duration(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
+        return f"{1000 * seconds:.{0 if seconds >= 0.01 or not seconds else 2}f} ms"
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -30,6 +30,8 @@ def duration(seconds: float | None) -> str:
 
 def plain(value: float | None, digits: int = 4) -> str:
     """So many significant digits."""
+    if value is not None and abs(value) >= 10**digits:
+        return count(value)
     return "–" if value is None else f"{value:.{digits}g}"
 
 

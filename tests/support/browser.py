@@ -100,7 +100,7 @@ async def _look(address: str, page: Path, view: View) -> Seen:
         for script in view.scripts:
             done = await tab.call("Runtime.evaluate", expression=script, returnByValue=True)
             seen.answers.append(done["result"].get("value"))
-        shot = await tab.call("Page.captureScreenshot", captureBeyondViewport=True)
+        shot = await tab.call("Page.captureScreenshot")
         seen.picture = base64.b64decode(shot["data"])
         reading.cancel()
         return seen

@@ -63,8 +63,8 @@ def epoch_line(epoch: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def round_line(epoch: int, winner: int = 1, **changes: Any) -> dict[str, Any]:
-    """Three candidates; the winner is 10 points of accuracy ahead of the others."""
+def round_line(epoch: int, winner: int | None = 1, **changes: Any) -> dict[str, Any]:
+    """Three candidates; the winner, if any, is 10 points of accuracy ahead."""
     best = accuracy(epoch) - 0.05
     candidates = [
         {
@@ -93,7 +93,7 @@ def round_line(epoch: int, winner: int = 1, **changes: Any) -> dict[str, Any]:
         "winner": winner,
         "averaged": [],
         "reason": "best val_accuracy of 3",
-        "next_base_lr": 0.1 * MULTIPLIERS[winner],
+        "next_base_lr": 0.1 * (1.0 if winner is None else MULTIPLIERS[winner]),
         "winner_sha256": "0" * 64,
         "loaded_sha256": ["0" * 64] * 2,
         "parts_s": {"pretrain_s": 0.2},
