@@ -22,7 +22,8 @@ from raytrain_opt.telemetry.timeline import Event, Span
 
 SCHEMA_VERSION = 1
 
-# Events reach TensorBoard while the run goes on: after each round and epoch.
+# Events are on disk, where TensorBoard looks, so soon after they happened.
+_FLUSH_S = 2
 _OF_A_CANDIDATE = ("lr", "score", "val_accuracy", "val_loss", "train_loss")
 
 
@@ -57,7 +58,7 @@ class Recorder:
         from tensorboardX import SummaryWriter
 
         self.paths = paths
-        self._events = SummaryWriter(logdir=str(paths.tensorboard))
+        self._events = SummaryWriter(logdir=str(paths.tensorboard), flush_secs=_FLUSH_S)
 
     def round(self, record: Mapping[str, Any], step: int) -> None:
         """A line of rounds.jsonl, and every candidate's score over its learning rate."""
@@ -68,7 +69,6 @@ class Recorder:
             scalars = {f"{name}/{key}": candidate.get(key) for key in _OF_A_CANDIDATE}
             self._scalars(step, scalars)
         self._scalars(step, {"round/next_base_lr": line.get("next_base_lr")})
-        self._events.flush()
 
     def epoch(self, record: EpochRecord, step: int) -> None:
         """A line of epochs.jsonl, and the same as scalars."""
@@ -79,7 +79,6 @@ class Recorder:
         self._scalars(step, {"epoch/samples_per_s": record.samples_per_s})
         if line["noise_scale"] is not None:
             self._scalars(step, {"epoch/noise_scale": line["noise_scale"]["value"]})
-        self._events.flush()
 
     def timeline(self, epoch: int, spans: Sequence[Span], began_s: float) -> None:
         """Lines of timeline.jsonl; their times count from `began_s` of the spans' clock."""
