@@ -316,21 +316,16 @@ class TrainingRun:
 
     def _add_samples(self, search: int = 0, main: int = 0) -> None:
         at = self.position
-        self.position = replace(
-            at,
-            search_samples=at.search_samples + search,
-            main_samples=at.main_samples + main,
-        )
+        searched, trained = at.search_samples + search, at.main_samples + main
+        self.position = replace(at, search_samples=searched, main_samples=trained)
 
     def _tell_when_fewer(self, plan: Plan, workers: int) -> None:
         before, self._workers_at_work = self._workers_at_work, workers
         if workers != before:
-            self.diary.note(
-                "fewer" if workers < before else "more",
-                plan.epoch,
-                f"epoch {plan.epoch}: on {workers} of {self.workers.size} workers; the global "
-                "batch is the same, in larger parts",
-            )
+            what = "fewer" if workers < before else "more"
+            at_work = f"on {workers} of {self.workers.size} workers"
+            text = f"epoch {plan.epoch}: {at_work}; the global batch is the same, in other parts"
+            self.diary.note(what, plan.epoch, text)
 
     def _note_main_parts(self, replies: list[MainTrainReply]) -> None:
         seconds = self._epoch.parts.seconds
