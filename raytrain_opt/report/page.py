@@ -18,10 +18,13 @@ from raytrain_opt.report.compare import (
     letter,
     verdicts_table,
 )
+from raytrain_opt.report.epoch_time import epoch_parts_plot, epochs_table
 from raytrain_opt.report.learning_rate import learning_rate_plots, rounds_table
 from raytrain_opt.report.plots import Cell, Column, Plot, Table
 from raytrain_opt.report.records import RunRecords
-from raytrain_opt.report.timing import epochs_table, staleness_plot, time_plots
+from raytrain_opt.report.staleness import staleness_plot
+from raytrain_opt.report.timeline import timeline_plot
+from raytrain_opt.report.usage import usage_plots
 from raytrain_opt.report.verdict import Verdict, verdict_of
 from raytrain_opt.report.words import count, duration, percent, plain
 
@@ -163,10 +166,18 @@ def _sections(run: RunRecords) -> list[Section]:
             batch_size_plots(run),
             [probes_table(run)] if run.probes else [],
         ),
-        Section("time", "Time", time_plots(run), [epochs_table(run)] if run.epochs else []),
+        Section("time", "Time", _time_plots(run), [epochs_table(run)] if run.epochs else []),
         Section("asynchronous", "Asynchronous training", [staleness] if staleness else []),
         Section("failures", "Failures and recoveries", tables=events, note=_failures_note(run)),
     ]
+
+
+def _time_plots(run: RunRecords) -> list[Plot]:
+    """None before the first epoch; runs of old have no timeline."""
+    if not run.epochs:
+        return []
+    parts = epoch_parts_plot(run)
+    return [timeline_plot(run), parts, *usage_plots(run)] if run.spans else [parts]
 
 
 def _failures_note(run: RunRecords) -> str:

@@ -30,7 +30,7 @@ COLOURS = {
 }
 SERIES = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
 
-_SIZE_IN = (5.2, 3.2)
+_SIZE_IN = (4.8, 3.1)
 _DPI = 200
 
 
@@ -127,7 +127,7 @@ def legend(axes: Axes, **options: Any) -> None:
     """Above the axes, where no data are."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
-        columns = min(len(labels), 4)
+        columns = len(labels) if len(labels) <= 4 else 3
         axes.legend(
             handles,
             labels,
@@ -180,7 +180,7 @@ _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
-    "font.size": 9,
+    "font.size": 9.5,
     "axes.edgecolor": COLOURS["soft"],
     "axes.labelcolor": COLOURS["ink"],
     "axes.spines.right": False,
@@ -196,7 +196,7 @@ _STYLE: dict[str, Any] = {
     "xtick.labelcolor": COLOURS["ink"],
     "ytick.labelcolor": COLOURS["ink"],
     "legend.frameon": False,
-    "legend.fontsize": 8,
+    "legend.fontsize": 8.5,
     "legend.handlelength": 1.5,
     "legend.columnspacing": 1.2,
     "path.simplify": True,
