@@ -122,6 +122,7 @@ def _sentences(run: RunRecords, search: SearchCost, wall_s: float | None) -> Ite
     yield from _cost(run, search)
     yield from _brought(run)
     yield from _batch_size(run)
+    yield from _staleness(run)
     yield from _start_up(run, wall_s)
     if run.result and run.result.get("noise_scale"):
         yield f"Gradient noise scale: {run.result['noise_scale']['sentence']}."
@@ -202,6 +203,17 @@ def _batch_size(run: RunRecords) -> Iterator[str]:
         f"{found['batch_size_per_worker']} per worker at {count(found['samples_per_s'])} "
         f"samples/s: {found['reason']}."
     )
+
+
+def _staleness(run: RunRecords) -> Iterator[str]:
+    found = [epoch.staleness for epoch in run.epochs if epoch.staleness is not None]
+    updates = sum(sum(at.counts) for at in found)
+    if updates:
+        aged = sum(age * number for at in found for age, number in enumerate(at.counts))
+        yield (
+            f"Asynchronous: gradients were {plain(aged / updates, 3)} updates old on average, at "
+            f"most {max(at.max for at in found)}."
+        )
 
 
 def _start_up(run: RunRecords, wall_s: float | None) -> Iterator[str]:

@@ -102,6 +102,8 @@ def _is_within_noise(line: RoundLine) -> bool | None:
     known = sorted((a for a in accuracies if a is not None), reverse=True)
     if line.stage or chosen is None or not line.selection_samples or len(known) < 2:
         return None
+    if chosen.score != chosen.val_accuracy:
+        return None  # scored by something else
     spread = sum(a * (1 - a) for a in known[:2]) / line.selection_samples
     return known[0] - known[1] <= _CLEAR * math.sqrt(spread)
 

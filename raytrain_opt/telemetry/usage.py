@@ -53,8 +53,15 @@ class UsageMeter:
     def end(self, parts_s: Mapping[str, float]) -> Usage:
         """It is done; `parts_s` are the parts that it measured of itself."""
         seconds = monotonic_s() - self._began_s
-        busy_pct = None if self._sampler is None else self._sampler.sample()
-        return Usage(seconds, busy_pct, self._memory_mib(), dict(parts_s))
+        return Usage(seconds, self._busy_pct(), self._memory_mib(), dict(parts_s))
+
+    def _busy_pct(self) -> float | None:
+        """A GPU that tells no more is no reason to end a training: it is not asked again."""
+        try:
+            return None if self._sampler is None else self._sampler.sample()
+        except ResourcesError:
+            self._sampler = None
+            return None
 
 
 def _gpu_sampler() -> NvmlSampler | None:

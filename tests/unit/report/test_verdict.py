@@ -93,6 +93,13 @@ def test_the_batch_size_and_the_noise_scale_are_explained(run_dir: Path) -> None
     assert "Gradient noise scale: 310 (280 to 340)" in said
 
 
+def test_how_old_gradients_were_is_said(run_dir: Path) -> None:
+    """Of 4 updates in each epoch one was 2 old."""
+    epochs(staleness={"counts": [3, 0, 1], "mean": 0.5, "max": 2})(run_dir)
+    said = " ".join(verdict(run_dir).sentences)
+    assert "gradients were 0.5 updates old on average, at most 2" in said
+
+
 def epochs(**changes: Any) -> Callable[[Path], None]:
     return lambda run: write_lines(
         run / "epochs.jsonl", [epoch_line(n, **changes) for n in range(1, 5)]
@@ -119,7 +126,14 @@ def near(epoch: int) -> dict[str, Any]:
     """A round whose best two are one sample apart."""
     line = round_line(epoch)
     for index, candidate in enumerate(line["candidates"]):
-        candidate["val_accuracy"] = 0.5 + (index == 1) / SELECTION
+        candidate["score"] = candidate["val_accuracy"] = 0.5 + (index == 1) / SELECTION
+    return line
+
+
+def by_loss(line: dict[str, Any]) -> dict[str, Any]:
+    """The same round, scored by the loss, of whose noise nothing is known."""
+    for candidate in line["candidates"]:
+        candidate["score"] = -candidate["val_loss"]
     return line
 
 
@@ -171,6 +185,7 @@ def test_a_warning_is_given(run_dir: Path, change: Callable[[Path], None], said:
         # The winner is clearly ahead in half of the rounds.
         rounds([near(1), near(2), round_line(3), round_line(4)]),
         rounds([round_line(1, 0), round_line(2, 2), round_line(3), round_line(4)]),
+        rounds(by_loss(near(epoch)) for epoch in range(1, 5)),
         epochs(staleness={"counts": [1, 3], "mean": 0.75, "max": 1}),
         events(event_line("resumed", "resumed after epoch 2")),
     ],

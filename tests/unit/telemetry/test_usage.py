@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from raytrain_opt.errors import ResourcesError
 from raytrain_opt.telemetry.usage import UsageMeter
 from raytrain_opt.telemetry.utilization import ScriptedSampler
 
@@ -27,6 +28,15 @@ def test_a_device_that_tells_nothing_has_no_utilisation() -> None:
     meter = UsageMeter(None, lambda: 123.0)
     meter.begin()
     assert meter.end({}).utilization_pct is None
+
+
+def test_a_device_that_tells_no_more_ends_nothing() -> None:
+    meter = UsageMeter(ScriptedSampler([40.0, ResourcesError("the GPU is lost")]), lambda: 123.0)
+    found = []
+    for _ in range(3):
+        meter.begin()
+        found.append(meter.end({}).utilization_pct)
+    assert found == [40.0, None, None]
 
 
 def test_this_process_has_cpu_time_and_memory() -> None:
