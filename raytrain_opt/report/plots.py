@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,8 +42,7 @@ class Column:
     wide: bool = False
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """`value`: by what the table is sorted, where the text is no number; `mark`: a CSS class."""
 
     text: str

@@ -62,7 +62,7 @@ class RoundLine(_Line):
     selection_samples: int = 0
     parts_s: Parts = {}
 
-    @property
+    @cached_property
     def chosen(self) -> CandidateLine | None:
         """The winner, where it is one of this round."""
         return next((c for c in self.candidates if c.index == self.winner), None)
