@@ -98,7 +98,7 @@ def _measurement(line: ProbeLine) -> Measurement:
 
 def _mark_chosen(run: RunRecords, axes: Axes) -> None:
     if run.batch_size is not None:
-        chosen = run.batch_size["batch_size_per_worker"]
+        chosen = run.batch_size.batch_size_per_worker
         axes.axvline(chosen, color=colour("orange"), linestyle="--", label=f"chosen: {chosen}")
 
 

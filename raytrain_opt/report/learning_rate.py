@@ -171,11 +171,10 @@ def _taken(run: RunRecords) -> tuple[list[float], list[float]]:
         return [], []
     x: list[float] = []
     y: list[float] = []
-    steps = [int(count) for count in run.schedule["epoch_steps"]]
-    position = _Position(steps)
-    for segment in run.schedule["segments"]:
-        lr = float(segment["lr"]) or nan
-        x += [position.epoch, position.after(int(segment["steps"]))]
+    position = _Position(run.schedule.epoch_steps)
+    for segment in run.schedule.segments:
+        lr = segment.lr or nan
+        x += [position.epoch, position.after(segment.steps)]
         y += [lr, lr]
     return few(x, _MOST_POINTS), few(y, _MOST_POINTS)
 

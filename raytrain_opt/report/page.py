@@ -116,7 +116,7 @@ def _lead(run: RunRecords, verdict: Verdict) -> list[str]:
     policy = _section(job, "learning_rate").get("policy", "")
     status = verdict.status
     if run.result:
-        status += f" {run.result.get('finished_utc', '')}"
+        status += f" {run.result.finished_utc}"
     return [
         f"{what}, {policy}, {verdict.epochs_done} of {verdict.epochs} epochs, {status}",
         run.run_dir,

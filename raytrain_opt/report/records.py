@@ -146,6 +146,68 @@ class EventLine(_Line):
     cost_s: Number = None
 
 
+class Segment(BaseModel):
+    """So many steps at one rate."""
+
+    steps: int
+    lr: float
+
+
+class ScheduleFile(_Line):
+    """schedule.json."""
+
+    epoch_steps: list[int]
+    segments: list[Segment]
+
+
+class BatchSizeFile(_Line):
+    """batch_size.json."""
+
+    batch_size_per_worker: int
+    samples_per_s: float
+    reason: str
+    seconds: float
+    cached: bool
+    probes: int
+
+
+class SearchCosts(BaseModel):
+    """Of result.json."""
+
+    samples: int
+    fraction_of_training: float
+
+
+class NoiseScaleNote(BaseModel):
+    """Of result.json."""
+
+    sentence: str
+
+
+class ResultFile(_Line):
+    """result.json."""
+
+    wall_s: float
+    search: SearchCosts
+    finished_utc: str = ""
+    time_to_first_step_s: Number = None
+    noise_scale: NoiseScaleNote | None = None
+    restarts: dict[str, int] = {}
+
+
+class _Workers(BaseModel):
+    count: int = Field(gt=0)
+
+
+class _Job(BaseModel):
+    """What a report needs of a job, which may be of any version."""
+
+    epochs: int
+    global_batch_size: int
+    workers: _Workers
+    learning_rate: dict[str, Any] = {}
+
+
 @dataclass(frozen=True)
 class RunRecords:
     """All that a run has written so far. `run_dir` as the user knows it."""
@@ -157,9 +219,9 @@ class RunRecords:
     probes: Sequence[ProbeLine] = ()
     spans: Sequence[SpanLine] = ()
     events: Sequence[EventLine] = ()
-    batch_size: Mapping[str, Any] | None = None
-    schedule: Mapping[str, Any] | None = None
-    result: Mapping[str, Any] | None = None
+    batch_size: BatchSizeFile | None = None
+    schedule: ScheduleFile | None = None
+    result: ResultFile | None = None
 
     @property
     def name(self) -> str:
@@ -183,8 +245,8 @@ class RunRecords:
 
     @cached_property
     def _steps_before(self) -> list[int]:
-        steps = self.schedule["epoch_steps"] if self.schedule else []
-        return list(accumulate((int(n) for n in steps), initial=0))
+        steps = self.schedule.epoch_steps if self.schedule else []
+        return list(accumulate(steps, initial=0))
 
     def first_step(self, epoch: int) -> int:
         """Steps of all epochs before this one; what is not known yet is taken as the last."""
@@ -202,7 +264,7 @@ class RunRecords:
         ends = {span.epoch: span.at_s + span.seconds for span in self.spans}
         beside_s = 0.0
         if self.result is not None:
-            beside_s = self.result["wall_s"] - sum(epoch.seconds for epoch in self.epochs)
+            beside_s = self.result.wall_s - sum(epoch.seconds for epoch in self.epochs)
         sums = accumulate((epoch.seconds for epoch in self.epochs), initial=max(beside_s, 0.0))
         by_sum = list(sums)[1:]
         return [ends.get(e.epoch, s) for e, s in zip(self.epochs, by_sum, strict=True)]
@@ -231,8 +293,12 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
         rule = "holds no run: there is no job.yaml in it"
         raise JobError([Problem("RUN_DIR", rule, repr(run_dir))], "arguments")
     job = read_yaml(text, f"{run_dir}/job.yaml")
-    if not isinstance(job, dict) or not {"epochs", "global_batch_size", "workers"} <= job.keys():
-        raise RecordError(f"{run_dir}/job.yaml is not the job of a run")
+    try:
+        _Job.model_validate(job)
+    except ValidationError as error:
+        raise RecordError(
+            f"{run_dir}/job.yaml: is not the job of a run ({_rule(error)})"
+        ) from error
     return RunRecords(
         shown or run_dir,
         job,
@@ -241,9 +307,9 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
         probes=read_lines(run_dir, "batch_size.jsonl", ProbeLine),
         spans=read_lines(run_dir, "timeline.jsonl", SpanLine),
         events=read_lines(run_dir, "events.jsonl", EventLine),
-        batch_size=_object(run_dir, "batch_size.json", "batch_size_per_worker"),
-        schedule=_object(run_dir, "schedule.json", "epoch_steps"),
-        result=_object(run_dir, "result.json", "final"),
+        batch_size=_file(run_dir, "batch_size.json", BatchSizeFile),
+        schedule=_file(run_dir, "schedule.json", ScheduleFile),
+        result=_file(run_dir, "result.json", ResultFile),
     )
 
 
@@ -258,40 +324,32 @@ def read_lines(run_dir: str, name: str, kind: type[L], skip: int = 0) -> list[L]
     text = _text(run_dir, name) or ""
     whole = text[: text.rfind("\n") + 1].splitlines()
     return [
-        _line(line, kind, f"{run_dir}/{name}, line {number}")
+        _parsed(line, kind, f"{run_dir}/{name}, line {number}")
         for number, line in enumerate(whole[skip:], skip + 1)
     ]
 
 
-def _line(line: str, kind: type[L], place: str) -> L:
+def _file(run_dir: str, name: str, kind: type[L]) -> L | None:
+    text = _text(run_dir, name)
+    return None if text is None else _parsed(text, kind, f"{run_dir}/{name}")
+
+
+def _parsed(text: str, kind: type[L], place: str) -> L:
     try:
-        return kind.model_validate_json(line)
+        return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        if where == "schema_version" and first["type"] == "less_than_equal":
+        if first["loc"] == ("schema_version",) and first["type"] == "less_than_equal":
             rule = f"was written by a newer version of this package (schema {first['input']})"
             raise RecordError(f"{place}: {rule}; this one reads up to {SCHEMA_VERSION}") from error
-        rule = f"{where}: {first['msg']}" if where else first["msg"]
-        raise RecordError(f"{place}: is damaged ({rule})") from error
+        raise RecordError(f"{place}: is damaged ({_rule(error)})") from error
 
 
-class _Object(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-
-def _object(run_dir: str, name: str, key: str) -> Mapping[str, Any] | None:
-    text = _text(run_dir, name)
-    if text is None:
-        return None
-    try:
-        found = _Object.model_validate_json(text).model_extra or {}
-    except ValidationError as error:
-        rule = error.errors(include_url=False)[0]["msg"]
-        raise RecordError(f"{run_dir}/{name}: is damaged ({rule})") from error
-    if key not in found:
-        raise RecordError(f"{run_dir}/{name}: is damaged (it has no {key})")
-    return found
+def _rule(error: ValidationError) -> str:
+    """The first thing that is wrong, and where."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def _text(run_dir: str, name: str) -> str | None:

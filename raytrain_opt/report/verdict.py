@@ -57,7 +57,7 @@ def verdict_of(run: RunRecords) -> Verdict:
     """From the records alone; a run that is not finished has one too."""
     measured = [epoch for epoch in run.epochs if epoch.test_accuracy is not None]
     best = max(measured, key=lambda epoch: epoch.test_accuracy or 0.0, default=None)
-    wall_s = run.result["wall_s"] if run.result else (run.ends_s[-1] if run.epochs else None)
+    wall_s = run.result.wall_s if run.result else (run.ends_s[-1] if run.epochs else None)
     low, high = lr_range(run)
     search = _search_cost(run, wall_s)
     return Verdict(
@@ -91,7 +91,7 @@ def _status(run: RunRecords) -> str:
 
 def lr_range(run: RunRecords) -> tuple[float | None, float | None]:
     """The lowest and the highest rate of any step; decays to zero aside."""
-    steps = [float(at["lr"]) for at in run.schedule["segments"]] if run.schedule else []
+    steps = [at.lr for at in run.schedule.segments] if run.schedule else []
     found = [lr for lr in steps or [epoch.lr for epoch in run.epochs] if lr > 0]
     return (min(found), max(found)) if found else (None, None)
 
@@ -106,13 +106,13 @@ def _speeds(epochs: Sequence[EpochLine]) -> list[float]:
 
 
 def _search_cost(run: RunRecords, wall_s: float | None) -> SearchCost:
-    found = run.result["search"] if run.result else None
+    found = run.result.search if run.result else None
     seconds = math.fsum(search_seconds(epoch) for epoch in run.epochs)
     return SearchCost(
         rounds=len(run.rounds),
         candidates=sum(len(line.candidates) for line in run.rounds),
-        samples=found["samples"] if found else None,
-        samples_fraction=found["fraction_of_training"] if found else None,
+        samples=found.samples if found else None,
+        samples_fraction=found.fraction_of_training if found else None,
         seconds=seconds,
         seconds_fraction=seconds / wall_s if wall_s else None,
     )
@@ -124,8 +124,8 @@ def _sentences(run: RunRecords, search: SearchCost, wall_s: float | None) -> Ite
     yield from _batch_size(run)
     yield from _staleness(run)
     yield from _start_up(run, wall_s)
-    if run.result and run.result.get("noise_scale"):
-        yield f"Gradient noise scale: {run.result['noise_scale']['sentence']}."
+    if run.result and run.result.noise_scale:
+        yield f"Gradient noise scale: {run.result.noise_scale.sentence}."
 
 
 def _cost(run: RunRecords, search: SearchCost) -> Iterator[str]:
@@ -197,11 +197,11 @@ def _batch_size(run: RunRecords) -> Iterator[str]:
     found = run.batch_size
     if found is None:
         return
-    taken = "taken from an earlier search" if found.get("cached") else duration(found["seconds"])
+    taken = "taken from an earlier search" if found.cached else duration(found.seconds)
     yield (
-        f"The batch-size search ({times(found['probes'], 'probe')}, {taken}) chose "
-        f"{found['batch_size_per_worker']} per worker at {count(found['samples_per_s'])} "
-        f"samples/s: {found['reason']}."
+        f"The batch-size search ({times(found.probes, 'probe')}, {taken}) chose "
+        f"{found.batch_size_per_worker} per worker at {count(found.samples_per_s)} "
+        f"samples/s: {found.reason}."
     )
 
 
@@ -217,7 +217,7 @@ def _staleness(run: RunRecords) -> Iterator[str]:
 
 
 def _start_up(run: RunRecords, wall_s: float | None) -> Iterator[str]:
-    first_s = run.result.get("time_to_first_step_s") if run.result else None
+    first_s = run.result.time_to_first_step_s if run.result else None
     if first_s is not None and wall_s:
         yield (
             f"The first training step came {duration(first_s)} after the start "

@@ -56,8 +56,8 @@ def _failures(run: RunRecords) -> Iterator[str]:
             "passed from the last sign of life to the return. What they did was repeated from the "
             "same state"
         )
-    elif run.result is not None and any(run.result.get("restarts", {}).values()):
-        names = ", ".join(f"{pool}: {n}" for pool, n in run.result["restarts"].items() if n)
+    elif run.result is not None and any(run.result.restarts.values()):
+        names = ", ".join(f"{pool}: {n}" for pool, n in run.result.restarts.items() if n)
         yield f"Processes were started again ({names})"
     for what in ("lost", "fewer"):
         yield from (event.text for event in run.events if event.what == what)
