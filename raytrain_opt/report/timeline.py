@@ -33,6 +33,8 @@ _SPAN_PARTS = {
     "hand_over_s": ("communicate", "orange"),
 }
 _WHOLE_SPANS = {"evaluate": ("score", "sky"), "commit": ("commit", "green")}
+# Where a record does not tell the parts.
+_UNDIVIDED = {"pretrain": ("compute", "blue"), "main_train": ("compute", "blue")}
 _REST = ("communicate", "orange")
 
 _WINDOW_EPOCHS, _WINDOW_SPANS = 3, 400
@@ -99,7 +101,7 @@ def _bars(spans: Iterable[SpanLine]) -> list[tuple[str, str, list[tuple[float, f
 
 def _kinds(span: SpanLine) -> list[tuple[tuple[str, str], float]]:
     """What a span is made of; what it does not tell is communication."""
-    whole = _WHOLE_SPANS.get(span.doing)
+    whole = _WHOLE_SPANS.get(span.doing) or (None if span.parts_s else _UNDIVIDED.get(span.doing))
     if whole is not None:
         return [(whole, span.seconds)]
     parts = [
