@@ -29,6 +29,7 @@ from raytrain_opt.pools.probes import Found, ProbeRecord, ProbeSetup
 from raytrain_opt.pools.resources import PoolPlan, plan_pools
 from raytrain_opt.pools.session import free_resources, placement_groups, remove_placement_groups
 from raytrain_opt.pools.setup import threads_for
+from raytrain_opt.report import write_report
 from raytrain_opt.search.batch_size import Limits
 from raytrain_opt.search.batch_size_build import check_sampler
 from raytrain_opt.search.noise_scale import NoiseScale
@@ -75,6 +76,8 @@ def find_batch_size(
     with open_session(job, address=address, verbose=verbose, began_s=monotonic_s()) as session:
         result = _search(job, section, session, fresh=fresh or trace, trace=trace)
         write_text(session.paths.job, dump_job(result.job))
+        report = write_report([str(session.paths.local)], session.paths.shown)
+        session.terminal.note(f"report  {report}")
         session.paths.publish()
         return result
 

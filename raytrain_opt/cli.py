@@ -1,4 +1,4 @@
-"""The command line: `raytrain-opt run | batch-size | submit | doctor | validate | schema`.
+"""The command line: `raytrain-opt COMMAND`; `raytrain-opt --help` lists the commands.
 
 Heavy imports stand inside the commands, so that help and checks answer at once.
 """
@@ -37,6 +37,7 @@ _fresh = click.option("--fresh", is_flag=True, help="Search the batch size again
 _address = click.option(
     "--address", metavar="ADDR", help="Ray cluster; default: RAY_ADDRESS, else local."
 )
+_verbose = click.option("--verbose", is_flag=True, help="Show tracebacks.")
 _dashboard = click.option(
     "--address", metavar="URL", help="The head's dashboard; default: http://localhost:8265."
 )
@@ -116,10 +117,36 @@ def batch_size(
 
 
 @main.command()
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the verdict instead, for scripts.")
+@_verbose
+def report(run_dirs: tuple[str, ...], as_json: bool, verbose: bool) -> None:
+    """Write RUN_DIR/report.html and its plots; of several runs, a comparison into the first."""
+    with _errors_told(verbose):
+        from raytrain_opt.report import verdicts, write_report
+
+        if as_json:
+            click.echo(json.dumps(verdicts(run_dirs), indent=2))
+        else:
+            click.echo(f"report  {write_report(run_dirs)}")
+
+
+@main.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+@_verbose
+def watch(run_dir: str, verbose: bool) -> None:
+    """Follow a run in the terminal from its records, here or under a URI, until it ends."""
+    with _errors_told(verbose):
+        from raytrain_opt.report.watch import watch as follow
+
+        follow(run_dir)
+
+
+@main.command()
 @_job_file
 @_overrides
 @_dashboard
-@click.option("--verbose", is_flag=True, help="Show tracebacks.")
+@_verbose
 def submit(job_file: str, overrides: tuple[str, ...], address: str | None, verbose: bool) -> None:
     """Run a job of this folder on a cluster, wait, and take its results home."""
     with _errors_told(verbose):
@@ -136,7 +163,7 @@ def submit(job_file: str, overrides: tuple[str, ...], address: str | None, verbo
     metavar="ADDR",
     help="Ray cluster, or the URL of its dashboard; default: RAY_ADDRESS, else local.",
 )
-@click.option("--verbose", is_flag=True, help="Show tracebacks.")
+@_verbose
 def doctor(
     job_file: str | None, overrides: tuple[str, ...], address: str | None, verbose: bool
 ) -> None:
@@ -158,7 +185,7 @@ def doctor(
 @main.command()
 @_job_file
 @_overrides
-@click.option("--verbose", is_flag=True, help="Show tracebacks.")
+@_verbose
 def validate(job_file: str, overrides: tuple[str, ...], verbose: bool) -> None:
     """Check a job file and the data it names, without training or fetching anything."""
     with _errors_told(verbose):

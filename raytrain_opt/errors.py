@@ -103,3 +103,9 @@ class CheckpointError(CommitError):
     """A commit cannot be read: damaged, or not made by this package; names the file."""
 
     exit_code = 2
+
+
+class RecordError(RaytrainOptError):
+    """A record of a run cannot be read; names the file and the line."""
+
+    exit_code = 2

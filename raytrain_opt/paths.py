@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,16 @@ class RunPaths:
         return self.local / "epochs.jsonl"
 
     @property
+    def timeline(self) -> Path:
+        """One JSON line for each command that a worker or slot did, and each commit."""
+        return self.local / "timeline.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One JSON line for each failure, recovery, resume and early end."""
+        return self.local / "events.jsonl"
+
+    @property
     def batch_sizes(self) -> Path:
         """One JSON line a batch-size probe."""
         return self.local / "batch_size.jsonl"
@@ -175,7 +185,7 @@ class RunPaths:
 
     def sync_records(self) -> None:
         """Until the lines of all records are on disk. Raises CommitError."""
-        for path in (self.rounds, self.epochs):
+        for path in (self.rounds, self.epochs, self.timeline, self.events):
             try:
                 if path.exists():
                     with path.open("rb") as file:
@@ -331,9 +341,15 @@ def write_text(path: Path, text: str) -> None:
 
 def append_json_line(path: Path, value: Any) -> None:
     """One more line of a record. Raises CommitError naming the path."""
+    append_json_lines(path, [value])
+
+
+def append_json_lines(path: Path, values: Sequence[Any]) -> None:
+    """More lines of a record. Raises CommitError naming the path."""
+    lines = [json.dumps(value, allow_nan=False, ensure_ascii=False) + "\n" for value in values]
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(value, allow_nan=False, ensure_ascii=False) + "\n")
+            file.writelines(lines)
     except OSError as error:
         raise CommitError(f"{path} cannot be written: {error}") from error
 

@@ -110,6 +110,7 @@ def round_record(
         "pretrain_steps": plan.pretrain_steps,
         "kept_steps": plan.kept_steps,
         "candidates": candidates,
+        "selection_samples": max((result.val_samples for result in results), default=0),
         "winner": None if choice.winner is None else choice.winner.candidate.index,
         "averaged": [member.candidate.index for member in choice.averaged],
         "reason": choice.reason,

@@ -10,6 +10,7 @@ from typing import Any
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.session import alive_nodes
+from raytrain_opt.report import write_report
 from raytrain_opt.search import noise_scale
 from raytrain_opt.telemetry.records import versions
 from raytrain_opt.telemetry.terminal import print_summary
@@ -37,9 +38,12 @@ def finish(this: TrainingRun) -> RunResult:
     summary = _summary(this, epochs, wall_s)
     this.recorder.result(summary)
     this.recorder.close()
+    report = write_report([str(this.paths.local)], this.paths.shown)
     this.paths.publish()
     this.terminal.advance(this.job.epochs)
-    print_summary(_table(epochs, _read_lines(this.paths, "rounds")), _places(this, summary))
+    print_summary(
+        _table(epochs, _read_lines(this.paths, "rounds")), _places(this, summary, report)
+    )
     final, best = summary["final"], summary["best"]
     return RunResult(
         run_dir=this.paths.shown,
@@ -121,7 +125,7 @@ def _table(
     ]
 
 
-def _places(this: TrainingRun, summary: dict[str, Any]) -> list[tuple[str, str]]:
+def _places(this: TrainingRun, summary: dict[str, Any], report: str) -> list[tuple[str, str]]:
     cost = summary["search"]["fraction_of_training"]
     shown = this.paths.shown
     latest = this.checkpoints.latest
@@ -130,6 +134,7 @@ def _places(this: TrainingRun, summary: dict[str, Any]) -> list[tuple[str, str]]
         ("wall time", f"{summary['wall_s']:.1f} s"),
         ("search cost", f"{cost:.0%} of the training's samples"),
         *([("noise scale", noise["sentence"])] if noise else []),
+        ("report", report),
         ("result", f"{shown}/result.json"),
         ("rounds", f"{shown}/rounds.jsonl"),
         ("epochs", f"{shown}/epochs.jsonl"),

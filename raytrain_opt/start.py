@@ -203,6 +203,10 @@ def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
         )
         try:
             yield this
+        except BaseException as error:
+            this.close()
+            this.diary.end(this.position.next_epoch, error)
+            raise
         finally:
             this.close()
 

@@ -34,6 +34,7 @@ from raytrain_opt.position import Begun, EpochInHand, Position, round_record
 from raytrain_opt.search.fixed import FoundSchedule
 from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.search.policy import CandidateResult, Plan, Policy, Round, is_finite
+from raytrain_opt.telemetry.diary import Diary
 from raytrain_opt.telemetry.records import EpochRecord, Recorder
 from raytrain_opt.telemetry.terminal import Terminal
 from raytrain_opt.train.average import averaged
@@ -75,6 +76,7 @@ class TrainingRun:
         self.workers, self.slots, self.vault = workers, slots, vault
         self.terminal, self.startup, self.uses_gpu = terminal, startup, uses_gpu
         self.recorder = Recorder(paths)
+        self.diary = Diary(self.recorder, terminal, startup.began_s)
         self.checkpoints = checkpoints
         self.position = Position()
         self.parallel: dict[str, object] = {}  # how gradients travelled, of the latest epoch
@@ -84,9 +86,12 @@ class TrainingRun:
         self._workers_ready = False
         self._workers_at_work = workers.size
         self._first_step = workers.mailbox.first_step.remote()
-        for pool in (workers, slots):
-            if pool is not None:
-                pool.on_wait = self._on_wait
+        for pool in self._pools:
+            pool.on_wait = self._on_wait
+
+    @property
+    def _pools(self) -> list[Pool]:
+        return [self.workers] if self.slots is None else [self.workers, self.slots]
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -160,10 +165,12 @@ class TrainingRun:
         lost = [c for c in plan.candidates if c.index not in there]
         if lost:
             rates = ", ".join(f"{candidate.lr:.3g}" for candidate in lost)
-            self.terminal.note(
+            self.diary.note(
+                "lost",
+                plan.epoch,
                 f"epoch {plan.epoch}: learning rate {rates} is left out: its slot died more often "
                 "than limits.max_restarts allows, or was silent for longer than limits.stall_s; "
-                f"{len(self.slots.alive())} of {self.slots.size} slots are left"
+                f"{len(self.slots.alive())} of {self.slots.size} slots are left",
             )
         return [CandidateResult.of_lost(candidate) for candidate in lost]
 
@@ -249,6 +256,7 @@ class TrainingRun:
             begun=Begun(),
         )
         self.recorder.epoch(record, self.steps.before(plan.epoch + 1))
+        self.diary.write(plan.epoch, self._pools)
         done = tuple(self.steps(epoch) for epoch in range(1, plan.epoch + 1))
         schedule = FoundSchedule(done, self.position.lrs, plan.decay)
         write_json(self.paths.schedule, schedule.to_json())
@@ -260,8 +268,7 @@ class TrainingRun:
 
     def restarts(self) -> dict[str, int]:
         """How often a process of each pool was started again."""
-        pools = [self.workers] if self.slots is None else [self.workers, self.slots]
-        return {pool.name: pool.restarts() for pool in pools}
+        return {pool.name: pool.restarts() for pool in self._pools}
 
     def wait_for_commit(self) -> None:
         """Until the commit under way is on disk. Raises CommitError when it could not be."""
@@ -288,7 +295,7 @@ class TrainingRun:
         self.position = at = Position.from_plain(position)
         self._epoch = EpochInHand.after(at.begun)
         self.recorder.forget_after(at.rounds_written, at.next_epoch - 1)
-        self.terminal.note(f"resumed after {commit.reached}")
+        self.diary.go_on(at.next_epoch, f"resumed after {commit.reached}")
         return self.vault.put(commit.folder, state)
 
     def _on_wait(self, pool: str, progress: Progress | None) -> None:
@@ -309,19 +316,16 @@ class TrainingRun:
 
     def _add_samples(self, search: int = 0, main: int = 0) -> None:
         at = self.position
-        self.position = replace(
-            at,
-            search_samples=at.search_samples + search,
-            main_samples=at.main_samples + main,
-        )
+        searched, trained = at.search_samples + search, at.main_samples + main
+        self.position = replace(at, search_samples=searched, main_samples=trained)
 
     def _tell_when_fewer(self, plan: Plan, workers: int) -> None:
         before, self._workers_at_work = self._workers_at_work, workers
         if workers != before:
-            self.terminal.note(
-                f"epoch {plan.epoch}: on {workers} of {self.workers.size} workers; the global "
-                "batch is the same, in larger parts"
-            )
+            what = "fewer" if workers < before else "more"
+            at_work = f"on {workers} of {self.workers.size} workers"
+            text = f"epoch {plan.epoch}: {at_work}; the global batch is the same, in other parts"
+            self.diary.note(what, plan.epoch, text)
 
     def _note_main_parts(self, replies: list[MainTrainReply]) -> None:
         seconds = self._epoch.parts.seconds
@@ -384,11 +388,12 @@ class TrainingRun:
         view, position = self.vault.view(state), self.position
 
         def save() -> Commit:
-            self.paths.sync_records()  # they are never behind the commit
-            commit = self.checkpoints.save(
-                epoch, view, position.to_plain(), test_accuracy=accuracy, rounds=rounds
-            )
-            self.paths.publish()
+            with self.diary.doing("commit"):
+                self.paths.sync_records()  # they are never behind the commit
+                commit = self.checkpoints.save(
+                    epoch, view, position.to_plain(), test_accuracy=accuracy, rounds=rounds
+                )
+                self.paths.publish()
             return commit
 
         self._pending_commit = self._commits.submit(save)

@@ -8,6 +8,7 @@ it again from the same state. The class holds no Ray, so its tests need none.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ from raytrain_opt.pools.commands import (
     Progress,
     StateLost,
 )
+from raytrain_opt.telemetry.timeline import Event, Span
+from raytrain_opt.telemetry.usage import Usage
 
 
 @dataclass
@@ -37,10 +40,19 @@ class _Pool:
     moved_s: float = field(default_factory=monotonic_s)
     restarts: int = 0
     first_step: bool = False
+    spans: list[Span] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     def sign_of_life(self, index: int) -> None:
         """Something came from this member, and so did the pool's work go on."""
         self.moved_s = self.heard_s[index] = monotonic_s()
+
+    def note_restart(self, member: Member) -> None:
+        """What it cost is the time since the member was heard of last."""
+        now_s = monotonic_s()
+        silent_s = now_s - self.heard_s.get(member.index, self.posted_s)
+        text = f"{member.name} was started again, during {_doing(self.command)}"
+        self.events.append(Event("restarted", text, now_s, member.name, silent_s))
 
 
 class Mailbox:
@@ -62,7 +74,9 @@ class Mailbox:
     async def join(self, member: Member) -> None:
         """A member is ready for commands (again, when it was started again)."""
         pool = self._pool(member.pool)
-        pool.restarts += member.index in pool.members
+        if member.index in pool.members:
+            pool.restarts += 1
+            pool.note_restart(member)
         pool.members[member.index] = member
         if member.absent is not None:
             pool.lost = set(member.absent)
@@ -116,11 +130,15 @@ class Mailbox:
             await self._changed.wait_for(lambda: isinstance(self._pool(pool).command, Close))
         return True
 
-    async def reply(self, pool: str, index: int, command_id: int, value: Any) -> None:
+    async def reply(
+        self, pool: str, index: int, command_id: int, value: Any, usage: Usage | None = None
+    ) -> None:
         """A member's answer; one to a command that is no longer present is dropped."""
         at = self._pool(pool)
         if command_id == at.command_id:
             at.sign_of_life(index)
+            if usage is not None:
+                at.spans.append(_span(f"{pool} {index}", _doing(at.command), usage))
             at.replies[index] = value
             await self._notify()
 
@@ -192,6 +210,34 @@ class Mailbox:
         assert self._shared_data is not None
         return self._shared_data
 
+    async def take_log(self, pool: str) -> tuple[float, list[Span], list[Event]]:
+        """What the members did and met since the last call, and the time now; both on this
+        process's clock, so that those of the nodes need not agree.
+        """
+        at = self._pool(pool)
+        spans, events = at.spans, at.events
+        at.spans, at.events = [], []
+        return monotonic_s(), spans, events
+
     async def restarts(self, pool: str) -> int:
         """How often a member was started again."""
         return self._pool(pool).restarts
+
+
+def _span(who: str, doing: str, usage: Usage) -> Span:
+    """It ends now."""
+    began_s = monotonic_s() - usage.seconds
+    return Span(
+        who,
+        doing,
+        began_s,
+        usage.seconds,
+        usage.parts_s,
+        usage.utilization_pct,
+        usage.memory_mib,
+    )
+
+
+def _doing(command: Command | None) -> str:
+    """main_train of MainTrain."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(command).__name__).lower()

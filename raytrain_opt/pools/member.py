@@ -7,7 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import ray
@@ -24,6 +24,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.faults import Faults, Injection
+from raytrain_opt.telemetry.usage import UsageMeter
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.state import HostState
 
@@ -60,6 +61,7 @@ class Post:
     leave_s: float
     faults: Faults = ()
     grace_s: float = 0.0
+    meter: UsageMeter = field(default_factory=UsageMeter.of_this_process)
 
     def serve(self, handler: Handler) -> None:
         """Obey until told to close; a member that has not left `leave_s` later (a hung
@@ -80,6 +82,7 @@ class Post:
             done, command = ray.get(self.mailbox.next_command.remote(pool, done))
             if isinstance(command, Close):
                 return
+            self.meter.begin()
             try:
                 on_step = injection.watch(command, self._progress_reporter(closed))
                 value = handler.handle(command, on_step)
@@ -94,7 +97,8 @@ class Post:
                 if isinstance(error, RuntimeError):
                     closed.wait(self.grace_s)
                 value = failure(error)
-            self.mailbox.reply.remote(pool, index, done, value)
+            usage = self.meter.end(getattr(value, "parts_s", {}))
+            self.mailbox.reply.remote(pool, index, done, value, usage)
 
     def _is_first(self, fault: int) -> bool:
         return cast(bool, ray.get(self.mailbox.is_first.remote(f"fault {fault}")))

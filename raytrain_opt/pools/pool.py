@@ -28,6 +28,7 @@ from raytrain_opt.pools.commands import (
     state_in,
 )
 from raytrain_opt.pools.session import gone_nodes, placement_groups, remove_placement_groups
+from raytrain_opt.telemetry.timeline import Event, Span
 from raytrain_opt.train.state import HostState
 
 _POLL_S = 0.5
@@ -240,6 +241,15 @@ class Pool:
             return f"{member.name} (pid {member.pid}, {member.log}{node})"
 
         return ", ".join(map(name, missing))
+
+    def take_log(self) -> tuple[list[Span], list[Event]]:
+        """What the members did and met since the last call, on this process's clock."""
+        now_s, spans, events = self._ask("take_log")
+        ahead_s = monotonic_s() - now_s
+        return (
+            [replace(span, at_s=span.at_s + ahead_s) for span in spans],
+            [replace(event, at_s=event.at_s + ahead_s) for event in events],
+        )
 
     def restarts(self) -> int:
         """How often a member was started again."""

@@ -83,6 +83,8 @@ class Slot:
                 self._live = candidate.index
                 if not is_last:  # the last one's state stays in the live model
                     self._stash(candidate, parts)
+        parts.seconds["compute_s"] = sum(result.train_s for result in results)
+        parts.seconds["score_s"] = sum(result.score_s for result in results)
         return PretrainReply(tuple(results), parts.seconds)
 
     def _candidate(

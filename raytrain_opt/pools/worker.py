@@ -105,6 +105,8 @@ class Worker:
             on_step=partial(self._before_step, on_step, len(command.lrs)),
             decay=command.decay,
         )
+        parts.seconds["data_wait_s"] = totals.data_wait_s
+        parts.seconds["compute_s"] = totals.seconds - totals.data_wait_s
         with parts.measure("average_s"):
             self.learner.settle_statistics()
             totals = self._over_all_workers(totals)

@@ -68,7 +68,7 @@ class Plan:
 class CandidateResult:
     """What came of one candidate. `status` ok, diverged, or lost (its process died too often);
     times in seconds. `val_losses`: mean loss of each block of the selection split, where the plan
-    is `paired`.
+    is `paired`; `val_samples`: of that split.
     """
 
     candidate: Candidate
@@ -81,6 +81,7 @@ class CandidateResult:
     score_s: float
     slot: int
     val_losses: tuple[float, ...] = ()
+    val_samples: int = 0
 
     @classmethod
     def of(
@@ -100,6 +101,7 @@ class CandidateResult:
             score_s=scored.seconds,
             slot=slot,
             val_losses=scored.block_losses,
+            val_samples=scored.samples,
         )
 
     @classmethod

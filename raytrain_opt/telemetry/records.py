@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from raytrain_opt.clock import utc_now
-from raytrain_opt.paths import RunPaths, append_json_line, write_json, write_text
+from raytrain_opt.paths import (
+    RunPaths,
+    append_json_line,
+    append_json_lines,
+    write_json,
+    write_text,
+)
 from raytrain_opt.telemetry.events import Events
+from raytrain_opt.telemetry.timeline import Event, Span
 
 SCHEMA_VERSION = 1
+
+_OF_A_CANDIDATE = ("lr", "score", "val_accuracy", "val_loss", "train_loss")
 
 
 @dataclass(frozen=True)
@@ -52,11 +62,11 @@ class Recorder:
         line = {"schema_version": SCHEMA_VERSION, **finite(record)}
         append_json_line(self.paths.rounds, line)
         scalars = {
-            f"round/candidate_{candidate['index']}/{key}": candidate[key]
+            f"round/candidate_{candidate['index']}/{key}": candidate.get(key)
             for candidate in line["candidates"]
-            for key in ("lr", "score")
+            for key in _OF_A_CANDIDATE
         }
-        self._events.scalars(step, scalars)
+        self._events.scalars(step, {**scalars, "round/next_base_lr": line.get("next_base_lr")})
 
     def epoch(self, record: EpochRecord, step: int) -> None:
         """A line of epochs.jsonl, and the same as scalars."""
@@ -68,6 +78,29 @@ class Recorder:
             scalars["epoch/noise_scale"] = line["noise_scale"]["value"]
         self._events.scalars(step, scalars)
 
+    def timeline(self, epoch: int, spans: Sequence[Span], began_s: float) -> None:
+        """Lines of timeline.jsonl; their times count from `began_s` of the spans' clock."""
+        lines = [
+            {"schema_version": SCHEMA_VERSION, "epoch": epoch, **finite(vars(span))}
+            | {"at_s": span.at_s - began_s}
+            for span in spans
+        ]
+        append_json_lines(self.paths.timeline, lines)
+
+    def event(self, epoch: int, event: Event, began_s: float) -> None:
+        """A line of events.jsonl. Resuming forgets none: they tell what happened."""
+        line = {"schema_version": SCHEMA_VERSION, "utc": utc_now(), "epoch": epoch}
+        line |= finite(vars(event)) | {"at_s": event.at_s - began_s}
+        append_json_line(self.paths.events, line)
+
+    def told_s(self) -> float:
+        """Until when the timeline is written, in seconds of the run; 0 when it is empty."""
+        if not self.paths.timeline.exists():
+            return 0.0
+        lines = self.paths.timeline.read_text(encoding="utf-8").splitlines()
+        ends = [at["at_s"] + at["seconds"] for at in map(json.loads, lines)]
+        return max(ends, default=0.0)
+
     def forget_after(self, rounds: int, epochs: int) -> None:
         """Keep as many lines; a resumed run writes again what came after its last commit."""
         for path, count in ((self.paths.rounds, rounds), (self.paths.epochs, epochs)):
@@ -76,6 +109,15 @@ class Recorder:
                 # A line without an end was cut off when the run died.
                 whole = [line for line in lines if line.endswith("\n")]
                 write_text(path, "".join(whole[:count]))
+        self._forget_spans_after(epochs)
+
+    def _forget_spans_after(self, epochs: int) -> None:
+        path = self.paths.timeline
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            kept = [line for line in whole if json.loads(line)["epoch"] <= epochs]
+            write_text(path, "".join(kept))
 
     def result(self, record: Mapping[str, Any]) -> None:
         """result.json."""

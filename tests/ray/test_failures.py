@@ -65,6 +65,9 @@ def test_when_all_candidates_diverge_the_base_is_halved_then_given_up(tmp_path: 
     with pytest.raises(DivergedError, match=r"1e\+30, 5e\+29"):
         run(small_job(tmp_path, learning_rate=learning_rate, slots={"count": 1}, **ONE_WORKER))
     (run_dir,) = tmp_path.iterdir()
+    [event] = read_lines(str(run_dir), "events")
+    assert event["what"] == "failed"
+    assert "1e+30, 5e+29" in event["text"]
     rounds = read_lines(str(run_dir), "rounds")
     assert [line["winner"] for line in rounds] == [None, None]
     assert rounds[1]["base_lr"] == rounds[0]["base_lr"] / 2
@@ -97,6 +100,9 @@ def test_killed_processes_are_started_again_and_nothing_changes(
     disturbed = run(small_job(tmp_path / "hit", learning_rate=stpt))
     restarts = disturbed.summary["restarts"]
     assert (restarts["slot"], restarts["worker"]) == (3, 6)  # the whole group, three times
+    events = read_lines(disturbed.run_dir, "events")
+    assert [event["what"] for event in events] == ["restarted"] * 9
+    assert all(event["cost_s"] > 0 for event in events)
     expected = without_times(read_lines(quiet.run_dir, "rounds"))
     assert without_times(read_lines(disturbed.run_dir, "rounds")) == expected
     assert {tuple(sorted(line["averaged"])) for line in expected} == {(0, 1)}

@@ -101,6 +101,20 @@ def test_the_resolved_job_and_the_events_are_there(finished: RunResult) -> None:
     assert any((folder / "tensorboard").glob("events.*"))
 
 
+def test_the_report_and_the_timeline_are_there(finished: RunResult) -> None:
+    page = (Path(finished.run_dir) / "report.html").read_text()
+    assert f"{finished.test_accuracy:.2%}".replace("%", " %") in page
+    spans = read_lines(finished.run_dir, "timeline")
+    mine = [(at["who"], at["doing"]) for at in spans if at["epoch"] == 2]
+    for who, doing in [("slot", "pretrain"), ("worker", "main_train"), ("worker", "evaluate")]:
+        assert {name for name, what in mine if what == doing} == {f"{who} 0", f"{who} 1"}
+    assert ("driver", "commit") in mine
+    for at in spans:
+        assert 0 <= at["at_s"] <= at["at_s"] + at["seconds"] <= finished.wall_s
+        assert sum(at["parts_s"].values()) <= at["seconds"]
+    assert all(at["memory_mib"] > 10 for at in spans if at["who"] != "driver")
+
+
 def test_no_file_of_a_run_holds_what_is_secret_in_the_environment(finished: RunResult) -> None:
     secret = os.environ["MY_SECRET_TOKEN"].encode()
     files = [path for path in Path(finished.run_dir).rglob("*") if path.is_file()]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from made_runs import made_run
 
 from raytrain_opt import cli, clock
 from raytrain_opt.errors import DataError, JobError, PoolError, Problem
@@ -193,13 +194,57 @@ def test_validate_without_a_file(tmp_path: Path) -> None:
     assert "does not exist" in result.stderr
 
 
+def test_report_writes_a_page_and_says_where(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", epochs=1)
+    result = invoke("report", str(run))
+    assert (result.exit_code, result.stdout) == (0, f"report  {run}/report.html\n")
+    assert (run / "report.html").is_file()
+
+
+def test_report_as_json_prints_the_verdicts_and_writes_nothing(tmp_path: Path) -> None:
+    runs = [str(made_run(tmp_path / name)) for name in ("a", "b")]
+    result = invoke("report", *runs, "--json")
+    assert result.exit_code == 0
+    assert [run["test_accuracy"] for run in json.loads(result.stdout)["runs"]] == [11 / 12] * 2
+    assert not (tmp_path / "a" / "report.html").exists()
+
+
+@pytest.mark.parametrize("command", ["report", "watch"])
+def test_a_record_that_is_damaged_is_named(tmp_path: Path, command: str) -> None:
+    run = made_run(tmp_path / "run")
+    (run / "epochs.jsonl").write_text("no JSON\n")
+    result = invoke(command, str(run))
+    assert result.exit_code == 2
+    assert f"error: {run}/epochs.jsonl, line 1: is damaged" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["report", "watch"])
+def test_a_place_without_a_run_is_wrong_input(tmp_path: Path, command: str) -> None:
+    result = invoke(command, str(tmp_path))
+    assert result.exit_code == 2
+    assert "holds no run" in result.stderr
+
+
+def test_watch_tells_what_a_run_wrote_until_its_end(tmp_path: Path) -> None:
+    result = invoke("watch", str(made_run(tmp_path / "run", epochs=2)))
+    assert result.exit_code == 0
+    assert "epoch 2/2" in result.stdout
+    assert "finished: test accuracy 75.00 %" in result.stdout
+
+
+def test_report_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
+    modules = imported_by("report", str(made_run(tmp_path / "run", epochs=1)))
+    assert "matplotlib" in modules
+    assert modules & {"torch", "ray", "sklearn", "tensorboardX"} == set()
+
+
 def test_schema_is_json() -> None:
     result = invoke("schema")
     assert result.exit_code == 0
     assert "global_batch_size" in json.loads(result.stdout)["properties"]
 
 
-COMMANDS = ("run", "batch-size", "submit", "doctor", "validate", "schema")
+COMMANDS = ("run", "batch-size", "report", "watch", "submit", "doctor", "validate", "schema")
 
 
 def test_help_names_the_commands() -> None:

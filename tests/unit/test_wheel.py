@@ -20,6 +20,8 @@ from raytrain_opt.cli import main
 main(["schema"])
 """
 
+TEMPLATES = ("page.html", "page.js", "style.css")
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,6 +42,7 @@ def test_it_holds_the_package_and_its_types_and_nothing_else(wheel: Path) -> Non
     names = zipfile.ZipFile(wheel).namelist()
     assert "raytrain_opt/py.typed" in names
     assert "raytrain_opt/pools/slot.py" in names
+    assert {f"raytrain_opt/report/templates/{name}" for name in TEMPLATES} <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"raytrain_opt"}
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from raytrain_opt.pools.commands import Close, Failure, Member, Progress, ShareState, StateLost
 from raytrain_opt.pools.mailbox import Mailbox
+from raytrain_opt.telemetry.timeline import Span
+from raytrain_opt.telemetry.usage import Usage
 
 T = TypeVar("T")
 LIMIT_S = 5.0
@@ -266,3 +268,41 @@ def test_a_group_that_started_again_with_fewer_does_without_the_others() -> None
         return await box.lost("worker")
 
     assert play(scene) == []
+
+
+def test_what_members_did_is_told_once_with_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
+
+    async def scene(box: Mailbox) -> None:
+        number = await box.post("slot", ShareState())
+        now[0] += 5
+        usage = Usage(seconds=2.0, utilization_pct=80.0, memory_mib=300.0, parts_s={"load_s": 0.5})
+        await box.reply("slot", 1, number, "done", usage)
+        await box.reply("slot", 0, number - 1, "late", usage)
+        span = Span("slot 1", "share_state", 103.0, 2.0, {"load_s": 0.5}, 80.0, 300.0)
+        assert await box.take_log("slot") == (105.0, [span], [])
+        assert await box.take_log("slot") == (105.0, [], [])
+        assert await box.take_log("worker") == (105.0, [], [])
+
+    play(scene)
+
+
+def test_a_restart_costs_what_passed_since_the_last_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
+
+    async def scene(box: Mailbox) -> None:
+        await box.join(member(1))
+        await box.post("slot", ShareState())
+        now[0] += 3
+        await box.report_progress("slot", 1, Progress(1, 9))
+        now[0] += 7
+        await box.join(member(1, pid=2))
+        _, _, [event] = await box.take_log("slot")
+        assert (event.what, event.who, event.at_s, event.cost_s) == ("restarted", "slot 1", 110, 7)
+        assert event.text == "slot 1 was started again, during share_state"
+
+    play(scene)

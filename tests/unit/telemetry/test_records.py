@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,22 @@ def test_tensorboard_reads_the_scalars(recorder: Recorder, paths: RunPaths) -> N
     assert found["epoch/samples_per_s"] == (20, 50.0)
     assert "epoch/test_top5" not in found
     assert "epoch/noise_scale" not in found
+
+
+def test_tensorboard_sees_rounds_and_epochs_while_the_run_goes_on(
+    recorder: Recorder, paths: RunPaths
+) -> None:
+    line = round_(2, 0.25)
+    line["candidates"][0]["val_loss"] = 1.5
+    recorder.round({**line, "next_base_lr": 0.2}, 10)
+    recorder.epoch(epoch(2), 20)
+    deadline_s = time.monotonic() + 60
+    while "epoch/train_loss" not in events(paths) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    found = events(paths)
+    assert found["round/candidate_0/val_loss"] == (10, 1.5)
+    assert found["round/next_base_lr"] == (10, pytest.approx(0.2))
+    assert found["epoch/train_loss"] == (20, 0.5)
 
 
 def test_a_noise_scale_is_a_scalar_where_it_is_finite(recorder: Recorder, paths: RunPaths) -> None:

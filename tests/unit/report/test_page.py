@@ -1,0 +1,245 @@
+"""The page without a browser: what is in it, that nothing outside is needed, and that texts of
+users stay texts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from made_runs import (
+    epoch_line,
+    event_line,
+    made_run,
+    round_line,
+    with_batch_size_search,
+    write_lines,
+)
+
+from raytrain_opt.errors import RecordError
+from raytrain_opt.report import write_report
+
+PLANTED = '<script>alert("planted")</script>&$x$'
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """What a parser finds in a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+
+def read(place: str) -> Page:
+    return Page(Path(place).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with everything that a report can show."""
+    run = with_batch_size_search(made_run(tmp_path_factory.mktemp("whole") / "run"))
+    staleness = {"counts": [5, 3, 2], "mean": 0.7, "max": 2}
+    write_lines(run / "epochs.jsonl", [epoch_line(n, staleness=staleness) for n in range(1, 7)])
+    write_lines(run / "events.jsonl", [event_line("restarted", "slot 1 again", who="slot 1")])
+    write_report([str(run)])
+    return run
+
+
+def test_every_plot_is_in_the_page_and_beside_it(whole: Path) -> None:
+    page = read(f"{whole}/report.html")
+    plots = {
+        "accuracy", "learning_rate", "batch_size_speed", "batch_size_time_parts",
+        "batch_size_utilization", "batch_size_order", "timeline", "time_parts", "utilization",
+        "memory", "staleness",
+    }  # fmt: skip
+    assert {f"plot-{name}" for name in plots} == {f["id"] for f in page.all("figure")}
+    assert len(page.all("svg")) == len(plots)
+    assert all(svg["role"] == "img" and svg["aria-label"] for svg in page.all("svg"))
+    files = {path.name for path in (whole / "plots").iterdir()}
+    assert files == {f"{name}.{kind}" for name in plots for kind in ("svg", "png")}
+    assert (whole / "plots" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_hold_the_data(whole: Path) -> None:
+    page = read(f"{whole}/report.html")
+    names = {"rounds", "probes", "processes", "utilization", "epochs", "staleness", "events"}
+    assert {table["id"] for table in page.all("table")} == {f"table-{name}" for name in names}
+    assert len(page.all("caption")) == len(names)
+    assert all(head["scope"] == "col" for head in page.all("th"))
+    losers = [text for text in page.texts if "★" in text]
+    assert len(losers) == 6
+    assert all(rate in losers[0] for rate in ("0.2", "0.1", "0.05"))
+
+
+def test_processes_idle_times_add_up(whole: Path) -> None:
+    """A worker is at work for 1.3 of 2 s in each of 6 epochs; the timeline ends 0.1 s early."""
+    page = read(f"{whole}/report.html")
+    table = next(i for i, text in enumerate(page.texts) if text.startswith("Time of each process"))
+    cells = page.texts[page.texts.index("worker 0", table) :]
+    idle = float(next(text for text in cells if text.endswith(" %")).removesuffix(" %"))
+    assert idle == pytest.approx(100 * (1 - 6 * 1.3 / 11.9), abs=0.2)
+
+
+def test_nothing_outside_is_needed(whole: Path) -> None:
+    html = (whole / "report.html").read_text()
+    assert "http:" not in html
+    assert "https:" not in html
+    page = Page(html)
+    for _, attributes in page.tags:
+        for name in ("src", "href", "action", "data"):
+            link = attributes.get(name)
+            assert link is None or link.startswith(("#", "data:,"))
+    assert "url(" not in re.sub(r"url\(#", "", html)
+    assert "@import" not in html
+
+
+def test_identifiers_are_unique_and_known(whole: Path) -> None:
+    page = read(f"{whole}/report.html")
+    known = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(known) == len(set(known))
+    used = {link for link in links(page) if link.startswith("#")}
+    assert used
+    assert {link[1:] for link in used} <= set(known)
+
+
+def links(page: Page) -> Iterator[str]:
+    for _, attributes in page.tags:
+        yield attributes.get("href") or ""
+        yield from re.findall(r"url\((#[^)]+)\)", " ".join(v or "" for v in attributes.values()))
+
+
+def test_plots_take_the_colours_of_the_page(whole: Path) -> None:
+    html = (whole / "report.html").read_text()
+    body = html[html.index("<body>") :]
+    assert "var(--blue)" in body
+    assert not re.search(r"#0072b2|#1f2329|#d9dde3", body)
+    assert "#0072b2" in (whole / "plots" / "accuracy.svg").read_text()
+
+
+def test_texts_of_users_stay_texts(tmp_path: Path) -> None:
+    changes = {
+        "model": {"name": PLANTED},
+        "data": {"name": PLANTED},
+        "name": PLANTED,
+        "learning_rate": {"policy": PLANTED, "initial": 0.1},
+    }
+    run = made_run(tmp_path / "run<b>&$y$" / "_x", job_changes=changes)
+    write_lines(run / "rounds.jsonl", [round_line(1, reason=PLANTED, stage=PLANTED)])
+    write_lines(run / "events.jsonl", [event_line("failed", PLANTED, who=PLANTED)])
+    page = read(write_report([str(run)]))
+    other = made_run(tmp_path / "other", job_changes={"seed": PLANTED})
+    compared = read(write_report([str(run), str(other)]))
+    for found in (page, compared):
+        assert len(found.all("script")) == 1
+        assert not found.all("b")
+        assert PLANTED in found.text
+
+
+def test_a_run_that_was_cut_has_a_report(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", epochs=1, finished=False)
+    write_lines(run / "events.jsonl", [event_line("interrupted", "Terminated")])
+    page = read(write_report([str(run)]))
+    assert "1 of 3 epochs" in page.text
+    assert "interrupted: Terminated" in page.text
+
+
+def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", epochs=0, finished=False)
+    assert "0 of 2 epochs" in read(write_report([str(run)])).text
+
+
+def test_a_batch_size_search_alone_has_a_report(tmp_path: Path) -> None:
+    run = with_batch_size_search(made_run(tmp_path / "run", epochs=0, finished=False))
+    page = read(write_report([str(run)]))
+    assert {f["id"] for f in page.all("figure")} >= {"plot-batch_size_speed"}
+    assert "not finished" not in page.text
+
+
+@pytest.mark.parametrize("measured", [[None], [1.0], [None, 0.5, None]])
+def test_few_measurements_are_enough(tmp_path: Path, measured: list[float | None]) -> None:
+    run = made_run(tmp_path / "run", epochs=len(measured))
+    lines = [epoch_line(n, test_accuracy=a, train_loss=None) for n, a in enumerate(measured, 1)]
+    write_lines(run / "epochs.jsonl", lines)
+    read(write_report([str(run)]))
+
+
+def test_several_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
+    runs = [
+        made_run(tmp_path / "a", job_changes={"seed": 1}),
+        made_run(tmp_path / "b", epochs=3, rounds=False, job_changes={"seed": 2}),
+    ]
+    place = write_report([str(run) for run in runs])
+    assert place == f"{runs[0]}/comparison.html"
+    page = read(place)
+    assert [f["id"] for f in page.all("figure")] == [
+        "plot-accuracy_over_time",
+        "plot-accuracy_over_samples",
+    ]
+    assert "By final test accuracy: A (91.67 %), B (83.33 %)." in page.text
+    rows = " ".join(page.texts[page.texts.index("seed") :])
+    assert "global_batch_size" not in rows
+    assert "epochs" in page.texts
+
+
+def test_search_samples_count_in_the_comparison(tmp_path: Path) -> None:
+    """An epoch has 20 steps of 64 samples, of which 15 in the main training, and its round takes
+    3 x 5 more.
+    """
+    from raytrain_opt.report.compare import samples_at_ends
+    from raytrain_opt.report.records import read_run
+
+    run = read_run(str(made_run(tmp_path / "a", epochs=2)))
+    assert samples_at_ends(run) == [35 * 64, 70 * 64]
+
+
+def test_a_report_under_a_uri_is_written_there(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    assert write_report([f"file://{run}"]) == f"file://{run}/report.html"
+    assert read(f"{run}/report.html").all("svg")
+    assert (run / "plots" / "timeline.svg").is_file()
+
+
+def test_a_damaged_record_leaves_no_page(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    (run / "rounds.jsonl").write_text("no JSON\n")
+    with pytest.raises(RecordError, match=r"rounds\.jsonl, line 1"):
+        write_report([str(run)])
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.timeout(600)
+def test_ten_thousand_rounds_are_a_page_that_a_browser_can_take(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", epochs=10_000)
+    page = Path(write_report([str(run)]))
+    assert page.stat().st_size < 15e6
+    assert page.read_text().count("<tr>") > 20_000
