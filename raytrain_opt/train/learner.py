@@ -8,7 +8,7 @@ a phase.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -33,10 +33,11 @@ from raytrain_opt.train.batchnorm import (
     prepare,
     recalibrate,
 )
+from raytrain_opt.train.buffers import buffers_of
 from raytrain_opt.train.group import Parallel, alone
 from raytrain_opt.train.loss import build_loss
 from raytrain_opt.train.state import HostState, capture, restore
-from raytrain_opt.train.totals import BLOCK, EvalTotals, GradientNorms, TrainTotals
+from raytrain_opt.train.totals import BLOCK, Buffers, EvalTotals, GradientNorms, TrainTotals
 
 _AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -177,6 +178,32 @@ class Learner:
             data_wait_s=wait_s,
             norms=self._norms(),
         )
+
+    def begin_shares(self, epoch: int, count: int) -> None:
+        """Shares of any steps of `epoch` follow, each by itself; `count` of them make a step."""
+        self._phase = _Phase(epoch, Shares(range(1), count), batches_seen(self.model))
+        self.model.train()
+
+    def batches_at(self, places: Iterable[tuple[int, int]]) -> Iterator[Batch]:
+        """Those of the epoch that was begun: (step, share)."""
+        at = self._phase
+        size = self._global_batch_size(at.epoch)
+        return self.data.train_places(at.epoch, places, at.shares.count, size)
+
+    def add_gradient(self, batch: Batch, place: tuple[int, int]) -> tuple[float, int]:
+        """Add the gradient of the mean loss of one share to what the parameters have. Returns the
+        sum of its losses and the hits. The same share draws the same random numbers everywhere.
+        """
+        step, share = place
+        self._seed(f"{self.job.seed} {self._phase.epoch} {step} share {share}")
+        loss_sum, hits = self._accumulate(batch, 1.0).tolist()
+        return loss_sum, int(hits)
+
+    def buffers(self, batches: int) -> Buffers:
+        """What `batches` shares, since they were begun, did to this process's model."""
+        at = self._phase
+        size = self._global_batch_size(at.epoch) // at.shares.count
+        return buffers_of(self.model, size, self._positions, at.seen, batches)
 
     def _norms(self) -> GradientNorms | None:
         """What was measured of the gradients of the phase that is over."""

@@ -1,9 +1,9 @@
 """Who computes what, on weights how old, and which gradients make an update. Pure.
 
-Asynchronous data parallelism with a bounded staleness (after Ho et al., SSP, NIPS 2013). An epoch's
-steps are cut into shares, as many to a step as there are workers. Any worker claims the next share,
-so fast ones do more. The gradients of any P shares make one update, so that the rate, the momentum,
-and the number of updates mean what they mean when all workers take each step together.
+Asynchronous data parallelism with a bounded staleness (after Ho et al., SSP, NIPS 2013). The steps
+of an epoch are cut into shares, as many to a step as there are workers. Any worker claims the next
+share, so fast ones do more. The gradients of any P shares make one update, so that the rate, the
+momentum and the number of updates mean what they mean when all workers take each step together.
 
     P        shares of one update
     u        updates done so far, the version of the weights
@@ -165,13 +165,16 @@ class ShareClock:
         self._claims[number] = worker
         return number
 
-    def leave(self, worker: int) -> None:
-        """It died, or begins anew: what it had not done is for others."""
+    def leave(self, worker: int) -> list[Update]:
+        """It died, or begins anew: what it had not done is for others. Returns the updates that
+        waited for it.
+        """
         self._workers.pop(worker, None)
         for number in [n for n, owner in self._claims.items() if owner == worker]:
             del self._claims[number]
             self._begun.pop(number, None)
             heapq.heappush(self._returned, number)
+        return self._updates()
 
     @property
     def has_work(self) -> bool:
@@ -204,8 +207,8 @@ class ShareClock:
         self._begun[number] = version
 
     def done(self, worker: int, share: Done, now_s: float) -> list[Update]:
-        """Its gradient is there. Returns the updates that can be made now, in their order; those of
-        others, or none, where the share has become another's.
+        """Its gradient is there. Returns the updates that can be made now, in their order; none
+        where the share has become another's.
         """
         self.heard(worker, now_s)
         if not self.owns(worker, share.number) or share.number not in self._begun:
@@ -241,8 +244,8 @@ class ShareClock:
         return update
 
     def _in_time(self, versions: list[int], update: int) -> bool:
-        """Whether gradients of weights of these versions can all make their deadlines when the next
-        update has this number.
+        """Whether gradients of weights of these versions can all make their deadlines when the
+        next update has this number.
         """
         bound = self.phase.bound
         if bound is None:

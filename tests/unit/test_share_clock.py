@@ -1,4 +1,4 @@
-"""Staleness never exceeds its bound, every share counts once, and nobody waits without a reason."""
+"""Staleness never exceeds its bound, every share counts once, nobody waits without a reason."""
 
 from __future__ import annotations
 
@@ -145,6 +145,19 @@ def test_what_a_dead_worker_had_goes_to_others_and_its_late_gradient_counts_for_
     assert [number for number, _ in update.weights] == [0, 1]
     assert clock.done(1, done(1), 2.0) == []
     assert clock.totals.samples == 8
+
+
+def test_an_update_that_waited_for_a_dead_worker_is_made() -> None:
+    clock = ShareClock(phase(3, 1, 1))
+    for worker in (0, 1):
+        clock.claim(worker, 0.0)
+        clock.begin(worker, worker, 0, 0.0)
+    assert len(clock.done(1, done(1), 1.0)) == 1
+    clock.claim(1, 1.0)
+    clock.begin(1, 2, 1, 1.0)
+    assert clock.done(1, done(2), 2.0) == []
+    [update] = clock.leave(0)
+    assert [number for number, _ in update.weights] == [2]
 
 
 def test_silence_is_measured_by_a_workers_own_shares() -> None:
