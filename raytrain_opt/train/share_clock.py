@@ -16,7 +16,7 @@ ever late if that is no later than its deadline, for all of them; that is kept t
 (1) when a share begins: at most P (s + 1) of them at a time, on weights that are new enough;
 (2) when an update is made: of the P gradients with the earliest deadlines, and only if those that
     are still being computed can make theirs. Else it waits for them.
-With s = 0 these are the shares of one step, in each step: the synchronous result.
+With s = 0, and shares begun in order, these are the shares of one step: the synchronous result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _SILENT_AT_FIRST_S = 120.0
 class Phase:
     """What is trained: the steps of `epoch` from `first_step` on, each at its rate, with `decay`
     times the weight decay, in `shares` shares each. `bound`: s; `damped`: divide a gradient by 1 +
-    its staleness.
+    its staleness; `in_order`: no share of a step begins before the step before it is an update
+    (where loader processes claim ahead, workers would wait for each other's).
     """
 
     id: str
@@ -49,6 +50,7 @@ class Phase:
     shares: int
     bound: int | None
     damped: bool = False
+    in_order: bool = False
     decay: float = 1.0
 
     @property
@@ -185,9 +187,11 @@ class ShareClock:
         """Whether this worker is the one to compute the share."""
         return self._claims.get(number) == worker
 
-    def may_begin(self) -> bool:
+    def may_begin(self, number: int) -> bool:
         """(1), the number of shares."""
         bound = self.phase.bound
+        if self.phase.in_order and number >= self.phase.shares * (self.version + 1):
+            return False
         if bound is None:
             return True
         return len(self._begun) + len(self._waiting) < self.phase.shares * (bound + 1)

@@ -43,7 +43,9 @@ class LocalServer:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @classmethod
-    def begun(cls, phase: Phase, shards: list[Shard], state: HostState, **kind: Any) -> LocalServer:
+    def begun(
+        cls, phase: Phase, shards: list[Shard], state: HostState, **kind: Any
+    ) -> LocalServer:
         for shard in shards:
             shard.load(state, phase.decay)
         return cls(ShareClock(phase), shards, **kind)
@@ -71,7 +73,7 @@ class Member:
     def begin(self, share: int, version: int) -> int | None:
         clock = self.server.clock
         with self.server.changed:
-            assert self.server.changed.wait_for(clock.may_begin, timeout=60)
+            assert self.server.changed.wait_for(lambda: clock.may_begin(share), timeout=60)
             if not clock.new_enough(version):
                 return clock.version
             clock.begin(self.worker, share, version, monotonic_s())

@@ -30,7 +30,8 @@ CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"name": "SGD", "args": {"momentum": 0.9, "weight_decay": 1e-2}},
     "LARS": {"name": "LARS", "args": {"momentum": 0.9, "weight_decay": 1e-2}},
-    "AdamW": {"name": "AdamW", "args": {}},
+    # A gradient near zero is divided by itself but for eps: rounding would be all that it is.
+    "AdamW": {"name": "AdamW", "args": {"eps": 0.1}},
 }
 
 
@@ -64,7 +65,7 @@ def asynchronous(
 ) -> tuple[HostState, LocalServer, list[Report]]:
     """One phase; each worker is a thread with a learner of its own."""
     learners = [Learner(job, digits, CPU) for _ in range(WORKERS)]
-    phase = Phase("1.x", 1, first_step, LRS, WORKERS, bound, decay=decay)
+    phase = Phase("1.x", 1, first_step, LRS, WORKERS, bound, in_order=bound == 0, decay=decay)
     wire = torch.bfloat16 if job.parallel.compression == "bf16" else torch.float32
     shard_list = open_shards(job, learners[0].info, shards)
     server = LocalServer.begun(phase, shard_list, state, wire=wire)

@@ -56,7 +56,7 @@ class Simulated:
         if number is None:
             return
         self._claimed[worker] = number
-        if not self.clock.may_begin():
+        if not self.clock.may_begin(number):
             self._blocked.append(worker)
             return
         version = self.clock.version
@@ -95,10 +95,10 @@ def test_no_gradient_is_staler_than_the_bound_and_none_is_lost(
     assert clock.staleness == Staleness(tuple(histogram))
 
 
-@pytest.mark.parametrize("shares", [4, 8])
+@pytest.mark.parametrize("shares", [2, 4, 8])
 @pytest.mark.parametrize("seed", range(4))
 def test_without_staleness_each_update_is_one_step(shares: int, seed: int) -> None:
-    clock = ShareClock(phase(10, shares, 0))
+    clock = ShareClock(phase(10, shares, 0, in_order=True))
     run = Simulated(clock, [1.0, 2.0, 5.0, 0.3], seed)
     run.run()
     for update in run.updates:
