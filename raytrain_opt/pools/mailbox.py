@@ -64,6 +64,7 @@ class Mailbox:
         pool = self._pool(member.pool)
         pool.restarts += member.index in pool.members
         pool.members[member.index] = member
+        pool.lost.discard(member.index)
         if member.absent is not None:
             pool.lost = set(member.absent)
         pool.sign_of_life(member.index)

@@ -8,6 +8,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from raytrain_opt.config.schema import WorkersSection
+from raytrain_opt.pools.apart import TellGone, apart
 from raytrain_opt.pools.setup import Setup
 
 _NEVER_S = 1e9
@@ -24,11 +25,7 @@ def run_workers(setup: Setup) -> None:
     _Trainer(
         _worker_main,
         train_loop_config={"setup": setup},
-        torch_config=TorchConfig(
-            backend="nccl" if setup.plan.use_gpu else "gloo",
-            # The driver gives up first: it knows who is silent.
-            timeout_s=int(job.limits.stall_s) + _MORE_THAN_THE_DRIVER_S,
-        ),
+        torch_config=(_together if setup.server is None else apart)(setup),
         scaling_config=ScalingConfig(
             use_gpu=setup.plan.use_gpu,
             resources_per_worker=setup.plan.worker_resources,
@@ -38,8 +35,17 @@ def run_workers(setup: Setup) -> None:
             name=f"workers-{setup.run_id}",
             storage_path=setup.ray_storage_path,
             failure_config=FailureConfig(max_failures=job.limits.max_restarts),
+            callbacks=None if setup.server is None else [TellGone(setup.mailbox, setup.server)],
         ),
     ).fit()
+
+
+def _together(setup: Setup) -> TorchConfig:
+    return TorchConfig(
+        backend="nccl" if setup.plan.use_gpu else "gloo",
+        # The driver gives up first: it knows who is silent.
+        timeout_s=int(setup.job.limits.stall_s) + _MORE_THAN_THE_DRIVER_S,
+    )
 
 
 def _group_size(workers: WorkersSection) -> dict[str, Any]:
@@ -68,6 +74,10 @@ class _Trainer(TorchTrainer):
 
 
 def _worker_main(config: dict[str, Any]) -> None:
-    from raytrain_opt.pools.worker import serve
+    setup: Setup = config["setup"]
+    if setup.server is None:
+        from raytrain_opt.pools.worker import serve
+    else:
+        from raytrain_opt.pools.async_worker import serve
 
-    serve(config["setup"])
+    serve(setup)

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,12 +24,12 @@ from raytrain_opt.train.parameter_server import (
     move_into,
     split_parameters,
     to_wire,
+    wire_dtype,
 )
 from raytrain_opt.train.share_clock import Done, Phase
 from raytrain_opt.train.state import HostState, model_tensors
-from raytrain_opt.train.totals import Buffers
+from raytrain_opt.train.totals import Report
 
-_WIRE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Fetching begins so many times as long before the end of a share as it took.
 _EARLY = 2.0
 
@@ -65,22 +64,6 @@ class Server(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Report:
-    """One worker's part of a phase: seconds, in all and by part, shares, and buffers."""
-
-    shares: int
-    seconds: float
-    data_wait_s: float
-    parts_s: dict[str, float]
-    buffers: Buffers
-
-
-def wire_dtype(compression: str, weights: torch.dtype) -> torch.dtype:
-    """In which gradients are sent, and weights are not."""
-    return _WIRE_DTYPE.get(compression, weights)
-
-
 class AsyncTrainer:
     """The learner's part in asynchronous phases. Its model's weights become views of one buffer
     per shard, and so do the gradients.
@@ -95,8 +78,8 @@ class AsyncTrainer:
             move_into(weights, part)
             for parameter, view in zip(part, gradients.views, strict=True):
                 parameter.grad = view if parameter.requires_grad else None
-        weights_dtype = self._weights[0].buffer.dtype
-        self._wire = wire_dtype(learner.job.parallel.compression, weights_dtype)
+        self.dtype = self._weights[0].buffer.dtype
+        self._wire = wire_dtype(learner.job.parallel.compression, self.dtype)
 
     def load(self, state: HostState) -> None:
         """Weights and buffers; the shards have the optimiser."""

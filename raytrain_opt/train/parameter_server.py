@@ -21,6 +21,8 @@ from raytrain_opt.optim.build import build_optimizer, set_lr, set_weight_decays,
 from raytrain_opt.train.share_clock import Update
 from raytrain_opt.train.state import HostState, HostTensor, optimizer_state_dict, to_host
 
+_WIRE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 # Tensors on the wire: flat, of any type that gradients are sent in, as bytes.
 Wire = npt.NDArray[np.uint8]
 
@@ -67,6 +69,11 @@ def move_into(flat: Flat, parameters: Sequence[nn.Parameter]) -> None:
     for parameter, view in zip(parameters, flat.views, strict=True):
         view.copy_(parameter.detach())
         parameter.data = view
+
+
+def wire_dtype(compression: str, weights: torch.dtype) -> torch.dtype:
+    """In which gradients are sent, and weights are not."""
+    return _WIRE_DTYPE.get(compression, weights)
 
 
 def to_wire(flat: Tensor, dtype: torch.dtype) -> Wire:

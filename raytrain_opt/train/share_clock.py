@@ -26,6 +26,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from raytrain_opt.config.schema import Job
+from raytrain_opt.optim.batch_ramp import ramp_factor
 from raytrain_opt.train.totals import TrainTotals
 
 # A worker is taken for dead when nothing was heard of it for so many times its longest share, and
@@ -66,6 +68,24 @@ class Phase:
     def place(self, number: int) -> tuple[int, int]:
         """Step of the epoch and share of that step."""
         return self.first_step + number // self.shares, number % self.shares
+
+
+def phase_of(job: Job, epoch: int, first_step: int, lrs: tuple[float, ...], decay: float) -> Phase:
+    """These steps, as the job wants them trained."""
+    factor = ramp_factor(job.batch_ramp, epoch) if job.ramp_by == "accumulation" else 1
+    bound = job.parallel.staleness_bound
+    reads_ahead = bool(getattr(job.data, "loader_workers", 0))
+    return Phase(
+        id=f"{epoch}.{first_step + len(lrs)}",
+        epoch=epoch,
+        first_step=first_step,
+        lrs=lrs,
+        shares=job.workers.count * factor,
+        bound=bound,
+        damped=job.parallel.staleness_lr,
+        in_order=bound == 0 and not reads_ahead,
+        decay=decay,
+    )
 
 
 @dataclass(frozen=True)

@@ -90,3 +90,16 @@ class Buffers:
     batches: int
     values: dict[str, npt.NDArray[np.float64]]
     by_chance: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One worker's part of an asynchronous phase: shares that it computed, seconds in all and by
+    part, and what they did to its buffers.
+    """
+
+    shares: int
+    seconds: float
+    data_wait_s: float
+    parts_s: dict[str, float]
+    buffers: Buffers

@@ -1,4 +1,4 @@
-"""The parameter server in this process: the real clock and shards, and a lock instead of actors."""
+"""The parameter server in this process: the real clock and shards, a lock instead of actors."""
 
 from __future__ import annotations
 

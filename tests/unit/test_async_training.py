@@ -17,12 +17,13 @@ from raytrain_opt import Job
 from raytrain_opt.data import load_shared
 from raytrain_opt.data.array_sets import Arrays
 from raytrain_opt.errors import JobError
-from raytrain_opt.train.async_trainer import AsyncTrainer, Report
+from raytrain_opt.train.async_trainer import AsyncTrainer
 from raytrain_opt.train.buffers import moved_on
 from raytrain_opt.train.learner import Learner, Shares
 from raytrain_opt.train.parameter_server import joined, split_parameters
 from raytrain_opt.train.share_clock import Phase
 from raytrain_opt.train.state import HostState
+from raytrain_opt.train.totals import Report
 
 WORKERS = 3
 LRS = (0.1, 0.1, 0.05, 0.05, 0.02)
