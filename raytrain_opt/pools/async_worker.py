@@ -102,11 +102,11 @@ class _Remote:
         self._phase, self._worker, self._dtype = phase, worker, dtype
 
     def claim(self) -> int | None:
-        return cast("int | None", ray.get(self._clock.claim.remote(self._phase, self._worker)))
+        return cast("int | None", _answer(self._clock.claim.remote(self._phase, self._worker)))
 
     def begin(self, share: int, version: int) -> int | None:
         answer = self._clock.begin_share.remote(self._phase, self._worker, share, version)
-        return cast("int | None", ray.get(answer))
+        return cast("int | None", _answer(answer))
 
     def pull(self, at_least: int) -> Weights:
         for _ in range(_TRIES):
@@ -135,4 +135,12 @@ class _Remote:
 
     def wait_for_work(self) -> bool:
         answer = self._clock.wait_for_work.remote(self._phase, self._worker)
-        return cast(bool, ray.get(answer))
+        return cast(bool, _answer(answer))
+
+
+def _answer(ref: Any) -> Any:
+    """Raises what was raised there, as itself."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error

@@ -23,6 +23,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import PoolError
+from raytrain_opt.pools.session import alive_nodes
 from raytrain_opt.train.share_clock import Done, Phase, ShareClock, Staleness, Update
 from raytrain_opt.train.totals import TrainTotals
 
@@ -284,8 +285,13 @@ class ServerHandles:
 
 
 @contextmanager
-def parameter_server(job: Job, info: DataInfo, nodes: int) -> Iterator[ServerHandles]:
-    """Start the clock and the shards, spread over the nodes; they end with the block."""
+def parameter_server(job: Job, info: DataInfo) -> Iterator[ServerHandles | None]:
+    """Start the clock and the shards, spread over the nodes; they end with the block. None where
+    all workers take each step together.
+    """
+    if job.parallel.mode == "sync":
+        yield None
+        return
     clock: Any = ray.remote(Clock).options(num_cpus=0, max_concurrency=10_000).remote()
     holder = ray.remote(ShardHolder).options(
         num_cpus=0,
@@ -295,7 +301,7 @@ def parameter_server(job: Job, info: DataInfo, nodes: int) -> Iterator[ServerHan
         max_task_retries=-1,
         scheduling_strategy="SPREAD",
     )
-    count = job.parallel.shards or nodes
+    count = job.parallel.shards or len(alive_nodes())
     shards: list[Any] = [holder.remote(job, info, i, count, clock) for i in range(count)]
     try:
         yield ServerHandles(clock, shards)

@@ -35,9 +35,13 @@ def run_workers(setup: Setup) -> None:
             name=f"workers-{setup.run_id}",
             storage_path=setup.ray_storage_path,
             failure_config=FailureConfig(max_failures=job.limits.max_restarts),
-            callbacks=None if setup.server is None else [TellGone(setup.mailbox, setup.server)],
+            callbacks=_callbacks(setup),
         ),
     ).fit()
+
+
+def _callbacks(setup: Setup) -> list[Any] | None:
+    return None if setup.server is None else [TellGone(setup.mailbox, setup.server)]
 
 
 def _together(setup: Setup) -> TorchConfig:

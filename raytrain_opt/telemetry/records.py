@@ -18,7 +18,8 @@ SCHEMA_VERSION = 1
 @dataclass(frozen=True)
 class EpochRecord:
     """One epoch. Seconds from a monotonic clock; accuracies and losses as measured. `noise_scale`:
-    that of the gradients, where it was measured (`NoiseScale.to_record`).
+    that of the gradients, where it was measured (`NoiseScale.to_record`). `staleness`: how many
+    gradients had which, with parallel.mode async (`Staleness.to_record`).
     """
 
     epoch: int
@@ -37,6 +38,7 @@ class EpochRecord:
     seconds: float
     parts_s: dict[str, float]
     noise_scale: dict[str, Any] | None = None
+    staleness: dict[str, object] | None = None
 
 
 class Recorder:
@@ -66,6 +68,8 @@ class Recorder:
         self._scalars(step, {"epoch/samples_per_s": record.samples_per_s})
         if line["noise_scale"] is not None:
             self._scalars(step, {"epoch/noise_scale": line["noise_scale"]["value"]})
+        if line["staleness"] is not None:
+            self._scalars(step, {"epoch/staleness": line["staleness"]["mean"]})
 
     def forget_after(self, rounds: int, epochs: int) -> None:
         """Keep as many lines; a resumed run writes again what came after its last commit."""
