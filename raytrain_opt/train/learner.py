@@ -238,7 +238,7 @@ class Learner:
         block_losses: list[Tensor] = []
         sums = torch.zeros(3, device=self.device, dtype=torch.float64)
         self.model.eval()
-        batch_size = self._eval_batch_size()
+        batch_size = self.eval_batch_size
         split_size = self.info.test_size if split == "test" else self.info.selection_size
         total = math.ceil(split_size / (world_size * batch_size))
         for done, batch in enumerate(self.data.evaluate(split, rank, world_size, batch_size)):
@@ -315,7 +315,9 @@ class Learner:
         dtype = _AMP_DTYPE.get(self.job.precision)
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
-    def _eval_batch_size(self) -> int:
+    @property
+    def eval_batch_size(self) -> int:
+        """Of one forward pass without gradients."""
         given = self.job.evaluate.batch_size_per_worker
         return given or max(self.job.batch_size_per_worker, 256)
 
