@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -171,15 +172,20 @@ class ShardHolder:
     on from its last snapshot, or from the start of the phase.
     """
 
-    def __init__(self, job: Job, info: DataInfo, index: int, count: int, clock: Any) -> None:
+    def __init__(self, job: Job, info: DataInfo, index: int, count: int, clock: str) -> None:
+        """`clock`: its name. (A handle would be lost with whoever gave it, and Ray says so.)"""
         self._job, self._info, self._index, self._count = job, info, index, count
-        self._clock = clock
+        self._clock: Any = ray.get_actor(clock)
         self._shard: Shard | None = None
         self._phase = ""
         self._published: tuple[int, Any] | None = None
         self._lost_updates = 0
         self._building = asyncio.Lock()
         self._changed = asyncio.Condition()
+
+    async def prepare(self) -> None:
+        """Build the shard, which takes seconds, before it is needed."""
+        await self._there()
 
     async def load(self, phase: Phase, boxed_state: list[Any]) -> None:
         """Begin a phase at this state."""
@@ -292,7 +298,8 @@ def parameter_server(job: Job, info: DataInfo) -> Iterator[ServerHandles | None]
     if job.parallel.mode == "sync":
         yield None
         return
-    clock: Any = ray.remote(Clock).options(num_cpus=0, max_concurrency=10_000).remote()
+    name = f"clock-{secrets.token_hex(8)}"
+    clock: Any = ray.remote(Clock).options(num_cpus=0, max_concurrency=10_000, name=name).remote()
     holder = ray.remote(ShardHolder).options(
         num_cpus=0,
         max_concurrency=10_000,
@@ -302,7 +309,9 @@ def parameter_server(job: Job, info: DataInfo) -> Iterator[ServerHandles | None]
         scheduling_strategy="SPREAD",
     )
     count = job.parallel.shards or len(alive_nodes())
-    shards: list[Any] = [holder.remote(job, info, i, count, clock) for i in range(count)]
+    shards: list[Any] = [holder.remote(job, info, i, count, name) for i in range(count)]
+    for shard in shards:
+        shard.prepare.remote()
     try:
         yield ServerHandles(clock, shards)
     finally:
