@@ -83,7 +83,7 @@ class AsyncWorker:
         ray.get(self._server.clock.leave.remote(self.index))  # what it had before it died
         self._load(command.state)
         self._live_id = ""
-        server = _Remote(self._server, phase.id, self.index, self._trainer.dtype)
+        server = Remote(self._server, phase.id, self.index, self._trainer.dtype)
         return self._trainer.train(phase, server, lambda done: on_step(done, phase.updates))
 
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvaluateReply:
@@ -94,7 +94,7 @@ class AsyncWorker:
         return EvaluateReply(totals)
 
 
-class _Remote:
+class Remote:
     """The `Server` of `train.async_trainer` through Ray."""
 
     def __init__(self, handles: ServerHandles, phase: str, worker: int, dtype: Any) -> None:

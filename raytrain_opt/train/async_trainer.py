@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from raytrain_opt.clock import Parts, monotonic_s
 from raytrain_opt.data.base import Batch
@@ -99,11 +100,10 @@ class AsyncTrainer:
                 for share, batch in self._claimed(phase, server, parts):
                     on_share(shares)
                     with parts.measure("gate_s"):
-                        self._take_weights(share, server, ahead)
+                        weights = _new_enough(share, server, ahead)
                     ahead.begin()
-                    done = self._compute(phase, share, batch)
+                    done, wires = self.compute(phase, share, batch, weights.parts)
                     ahead.computed()
-                    wires = [to_wire(flat.buffer, self._wire) for flat in self._gradients]
                     with parts.measure("push_wait_s"):
                         _finish(pushed)
                     pushed = pushes.submit(_push, server, done, wires)
@@ -133,20 +133,27 @@ class AsyncTrainer:
                 return
             yield numbers.popleft(), batch
 
-    def _take_weights(self, share: int, server: Server, ahead: _Ahead) -> None:
-        weights = ahead.take()
-        needed = server.begin(share, weights.version)
-        while needed is not None:
-            weights = server.pull(needed)
-            needed = server.begin(share, weights.version)
-        for flat, part in zip(self._weights, weights.parts, strict=True):
+    def compute(
+        self, phase: Phase, share: int, batch: Batch, weights: Sequence[Tensor]
+    ) -> tuple[Done, list[Wire]]:
+        """The gradient of one share on these weights, as it is sent to each shard."""
+        for flat, part in zip(self._weights, weights, strict=True):
             flat.buffer.copy_(part)
-
-    def _compute(self, phase: Phase, share: int, batch: Batch) -> Done:
         for flat in self._gradients:
             flat.buffer.zero_()
         loss_sum, correct = self.learner.add_gradient(batch, phase.place(share))
-        return Done(share, loss_sum, len(batch.y), correct, batch.skipped)
+        done = Done(share, loss_sum, len(batch.y), correct, batch.skipped)
+        return done, [to_wire(flat.buffer, self._wire) for flat in self._gradients]
+
+
+def _new_enough(share: int, server: Server, ahead: _Ahead) -> Weights:
+    """Weights on which the share may begin, when it may."""
+    weights = ahead.take()
+    needed = server.begin(share, weights.version)
+    while needed is not None:
+        weights = server.pull(needed)
+        needed = server.begin(share, weights.version)
+    return weights
 
 
 def _push(server: Server, done: Done, wires: Sequence[Wire]) -> None:
