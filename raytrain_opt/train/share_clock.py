@@ -210,7 +210,9 @@ class ShareClock:
     def may_begin(self, number: int) -> bool:
         """(1), the number of shares."""
         bound = self.phase.bound
-        if self.phase.in_order and number >= self.phase.shares * (self.version + 1):
+        # What a dead worker had may be missing in this step: those who wait take its place.
+        in_order = self.phase.in_order and not self._returned
+        if in_order and number >= self.phase.shares * (self.version + 1):
             return False
         if bound is None:
             return True
