@@ -318,8 +318,8 @@ class TrainingRun:
         before, self._workers_at_work = self._workers_at_work, workers
         if workers != before:
             self.terminal.note(
-                f"epoch {plan.epoch}: on {workers} of {self.workers.size} workers; the global "
-                "batch is the same, in larger parts"
+                f"epoch {plan.epoch}: on {workers} of {self.workers.size} workers, each of "
+                "which does more; the global batch is the same"
             )
 
     def _finish_round(self, loaded: Sequence[str | None]) -> None:

@@ -86,7 +86,9 @@ class AsyncWorker:
         server = Remote(self._server, phase.id, self.index, self._trainer.dtype)
         return self._trainer.train(phase, server, lambda done: on_step(done, phase.updates))
 
-    def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvaluateReply:
+    def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvaluateReply | None:
+        if self.index not in command.members:  # it came back when the others had begun
+            return None
         self._load(command.state)
         place, count = command.members.index(self.index), len(command.members)
         totals = self.learner.evaluate("test", place, count, on_step)
