@@ -12,6 +12,9 @@ throughput   4 workers, each a process with one thread, one of them 4 x slower. 
              each such sleep, without an optimiser's step. `async_over_sync`: samples/s, with the
              slow worker (ideal: 3.25); `async_over_sync_even`: without it. The timer covers the
              loop of steps; processes, connections and the shards' start are not in it.
+             `pull_ms`: how long 4 workers at a time take to fetch weights of some sizes from one
+             process, sent anew to each (`value`), or put into the object store once (`reference`,
+             what the shards do above 100 kB).
 scaling      1 to 48 simulated workers on a simulated network, decided by the product's clock
              (see async_simulation.py; nothing is measured): `efficiency_at_48`, and a table over
              bandwidths. Three workers a node, a shard on each node, 100 MB of weights (ResNet-50),
@@ -33,6 +36,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from async_simulation import Network, Simulation
@@ -56,6 +60,7 @@ from raytrain_opt.train.totals import Buffers, Report
 WORKERS, SLOWER = 4, 4.0
 SHARE_SAMPLES = 32
 INFO = DataInfo(10, (3, 32, 32), 10_000, 0, 0)
+PULL_BYTES = (50_000, 500_000, 5_000_000, 50_000_000)
 BOUNDS = [0, 1, 4, 16, None]
 WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 48)
 GBIT_PER_S = (10, 25, 100)
@@ -96,6 +101,15 @@ class SimulatedWorker:
         server = Remote(handles, phase.id, self.index, trainer.dtype)
         return trainer.train(phase, server, lambda _: None)
 
+    def pull(self, giver: Any, way: str, size: int, times: int) -> float:
+        """Seconds of as many fetches, each of new weights."""
+        started_s = monotonic_s()
+        for version in range(times):
+            found = ray.get(getattr(giver, way).remote(size, version))
+            weights = ray.get(found[0]) if way == "reference" else found
+            assert len(weights) == size
+        return monotonic_s() - started_s
+
     def synchronous(self, meeting: str, steps: int, seconds: float) -> float:
         """Seconds of `steps` steps, together."""
         import torch.distributed as dist
@@ -114,6 +128,33 @@ class SimulatedWorker:
         took_s = monotonic_s() - started_s
         dist.destroy_process_group()
         return took_s
+
+
+class Giver:
+    """Weights of some size, handed out in two ways."""
+
+    def __init__(self) -> None:
+        self._boxed: dict[int, list[Any]] = {}
+
+    def value(self, size: int, version: int) -> Any:
+        return np.ones(size, np.uint8)
+
+    def reference(self, size: int, version: int) -> list[Any]:
+        if version not in self._boxed:
+            self._boxed = {version: [ray.put(np.ones(size, np.uint8))]}
+        return self._boxed[version]
+
+
+def pull_ms(workers: Sequence[Any], times: int = 20) -> dict[str, dict[str, float]]:
+    """Milliseconds of one fetch, by size and way; the median worker."""
+    giver: Any = ray.remote(Giver).options(num_cpus=0).remote()
+    found: dict[str, dict[str, float]] = {}
+    for size in PULL_BYTES:
+        for way in ("value", "reference"):
+            seconds = ray.get([worker.pull.remote(giver, way, size, times) for worker in workers])
+            milliseconds = round(1000 * median(seconds) / times, 2)
+            found.setdefault(f"{size / 1e6:g} MB", {})[way] = milliseconds
+    return found
 
 
 def throughput(args: argparse.Namespace) -> dict[str, Any]:
@@ -135,6 +176,7 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
         make: Any = ray.remote(SimulatedWorker).options(num_cpus=0)
         workers = [make.remote(job, index) for index in range(WORKERS)]
         state = ray.put(start_state(job))
+        pulls = pull_ms(workers)
         for _ in range(args.repeats):
             for name, slower in (("slow", SLOWER), ("even", 1.0)):
                 seconds = [args.seconds] * (WORKERS - 1) + [args.seconds * slower]
@@ -151,6 +193,7 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
         "async_over_sync_even": round(middle["async_even"] / middle["sync_even"], 3),
         "samples_per_s": {name: [round(v, 1) for v in at] for name, at in speeds.items()},
         "staleness": staleness,
+        "pull_ms": pulls,
         "share_s": args.seconds,
         "steps": args.steps,
         "shards": args.shards,
