@@ -12,6 +12,7 @@ import pytest
 import torch
 from local_server import LocalServer, Member, open_shards
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from raytrain_opt import Job
 from raytrain_opt.data import load_shared
@@ -56,17 +57,20 @@ def job(**changes: Any) -> Job:
 
 def asynchronous(
     job: Job,
-    digits: Arrays,
+    digits: Arrays | None,
     state: HostState,
     bound: int | None,
     *,
     shards: int = 2,
     decay: float = 1.0,
     first_step: int = 0,
+    in_order: bool = True,
 ) -> tuple[HostState, LocalServer, list[Report]]:
     """One phase; each worker is a thread with a learner of its own."""
     learners = [Learner(job, digits, CPU) for _ in range(WORKERS)]
-    phase = Phase("1.x", 1, first_step, LRS, WORKERS, bound, in_order=bound == 0, decay=decay)
+    phase = Phase(
+        "1.x", 1, first_step, LRS, WORKERS, bound, in_order=in_order and bound == 0, decay=decay
+    )
     wire = torch.bfloat16 if job.parallel.compression == "bf16" else torch.float32
     shard_list = open_shards(job, learners[0].info, shards)
     server = LocalServer.begun(phase, shard_list, state, wire=wire)
@@ -78,6 +82,8 @@ def asynchronous(
 
     with ThreadPoolExecutor(WORKERS) as threads:
         reports = list(threads.map(work, range(WORKERS)))
+    for learner in learners:
+        learner.close()
     buffers = moved_on(state, [report.buffers for report in reports], len(LRS))
     return joined(state, [shard.state() for shard in shard_list], buffers), server, reports
 
@@ -142,6 +148,23 @@ def test_with_staleness_every_share_counts_once(
             assert int(found.tensors[name].tensor()) == int(tensor.tensor()) + len(LRS)
     for tensor in found.tensors.values():
         assert torch.isfinite(tensor.tensor().double()).all()
+
+
+def made_up() -> tuple[TensorDataset, TensorDataset]:
+    """A user's function: images like digits."""
+    x = torch.rand(320, 1, 8, 8)
+    return TensorDataset(x, torch.arange(320) % 10), TensorDataset(x[:9], torch.arange(9))
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_loader_processes_claim_ahead_and_nobody_waits_for_ever(bound: int) -> None:
+    data = {"name": made_up, "num_classes": 10, "normalize": "none", "loader_workers": 2}
+    given = job(data=data)
+    state = Learner(given, None, CPU).state(copy=True)
+    _, server, _ = asynchronous(given, None, state, bound, in_order=False)
+    shares = [number for update in server.updates for number, _ in update.weights]
+    assert sorted(shares) == list(range(len(LRS) * WORKERS))
+    assert len(server.clock.staleness.counts) <= bound + 1
 
 
 def test_it_learns(digits: Arrays) -> None:
