@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import ray
+import torch
+from small_jobs import small_job
 
+from raytrain_opt.data.base import DataInfo
 from raytrain_opt.pools import shards
-from raytrain_opt.pools.shards import Clock
-from raytrain_opt.train.share_clock import Done, Phase
+from raytrain_opt.pools.shards import Clock, ShardHolder
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.parameter_server import from_wire
+from raytrain_opt.train.share_clock import Done, Phase, Update
 
 PHASE = Phase("1.4", 1, 0, (0.1,) * 4, shares=2, bound=0, in_order=True)
 
@@ -123,3 +133,63 @@ def test_before_the_first_phase_there_is_nothing_to_go_on_from() -> None:
         await Clock().leave(3)
 
     asyncio.run(test())
+
+
+class Handle:
+    """An actor in this event loop."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._actor, name)
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(method(*args)))
+
+
+INFO = DataInfo(10, (1, 8, 8), 64, 0, 0)
+
+
+@pytest.mark.parametrize(("snapshot_every", "lost_updates"), [(2, 1), (100, 3)])
+def test_a_shard_that_died_goes_on_from_its_snapshot_at_the_version_of_now(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot_every: int, lost_updates: int
+) -> None:
+    """It dies after three of four updates, with the gradients of the fourth; what is left is what
+    the updates before the snapshot came to.
+    """
+    parallel = {"mode": "async", "staleness_bound": None, "snapshot_every": snapshot_every}
+    job = small_job(tmp_path, parallel=parallel)
+    phase = Phase("1.4", 1, 0, (0.1,) * 4, shares=1, bound=None)
+
+    async def test() -> None:
+        state = asyncio.get_running_loop().create_future()
+        state.set_result(Learner(job, None, torch.device("cpu")).state(copy=True))
+        clock = Clock()
+        monkeypatch.setattr(ray, "get_actor", lambda _: Handle(clock))
+        first, second = (ShardHolder(job, INFO, 0, 1, "clock") for _ in range(2))
+        handles: list[Any] = [Handle(first)]
+        await clock.begin(phase, handles, [state])
+        await first.load(phase, [state])
+        _, weights = await first.pull(0)
+        gradient = from_wire(weights, torch.float32).numpy().view(np.uint8)
+        for share in range(4):
+            await clock.claim(phase.id, 0)
+            await clock.begin_share(phase.id, 0, share, share)
+            await first.add(phase.id, share, gradient)
+            if share == 3:
+                handles[0] = Handle(second)  # the first is dead
+                assert (await second.pull(3))[0] == 3
+            await clock.done(phase.id, 0, done(share))
+            await handles[0].collect.remote(share + 1)
+        found, lost_gradients, lost = await second.collect(4)
+        assert (lost_gradients, lost) == (1, lost_updates)
+        kept = ShardHolder(job, INFO, 0, 1, "clock")
+        await clock.begin(phase, [Handle(kept)], [state])
+        await kept.load(phase, [state])
+        for number in range(3 - lost_updates):
+            await kept.add(phase.id, number, gradient)
+            await kept.apply(Update(phase.id, number, 0.1, ((number, 1.0),)))
+        # The lost gradient counts as none at all: momentum and decay go on.
+        await kept.apply(Update(phase.id, 3, 0.1, ()))
+        assert (await kept.collect(4))[0].digest() == found.digest()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
