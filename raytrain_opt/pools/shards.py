@@ -11,7 +11,6 @@ Free of torch, like the clock's process: only shards load it.
 from __future__ import annotations
 
 import asyncio
-import pickle
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +36,9 @@ _WATCH_S = 2.0
 # Below this size Ray sends a value with the answer, which is one message less (its own limit).
 _INLINE_BYTES = 100 * 1024
 
+# The fields of each tensor of a state by name, and its plain values.
+Snapshot = tuple[dict[str, tuple[Any, ...]], dict[str, Any]]
+
 
 class Clock:
     """The books, as an actor. All methods are asynchronous and none blocks the others."""
@@ -45,7 +47,7 @@ class Clock:
         self._books: ShareClock | None = None
         self._shards: list[Any] = []
         self._start: list[Any] = []
-        self._snapshots: dict[int, tuple[int, bytes]] = {}
+        self._snapshots: dict[int, tuple[int, Snapshot]] = {}
         self._changed = asyncio.Condition()
         self._waiting: list[int] = []
         self._error: str | None = None
@@ -105,14 +107,14 @@ class Clock:
         assert self._books is not None
         return self._books.finished, self._books.totals, self._books.staleness
 
-    async def keep(self, phase: str, shard: int, version: int, snapshot: bytes) -> None:
+    async def keep(self, phase: str, shard: int, version: int, snapshot: Snapshot) -> None:
         """A shard's snapshot after so many updates."""
         if self._of(phase) is not None:
             self._snapshots[shard] = (version, snapshot)
 
     async def recover(
         self, shard: int
-    ) -> tuple[Phase, int, tuple[int, bytes] | None, list[Any]] | None:
+    ) -> tuple[Phase, int, tuple[int, Snapshot] | None, list[Any]] | None:
         """For a shard that was started again: the phase, its version now, the last snapshot and
         the state at the start; None before the first phase.
         """
@@ -209,8 +211,9 @@ class ShardHolder:
             return
         shard.apply(update)
         if shard.version % self._job.parallel.snapshot_every == 0:
-            snapshot = pickle.dumps(shard.state(), protocol=pickle.HIGHEST_PROTOCOL)
-            self._clock.keep.remote(self._phase, self._index, shard.version, snapshot)
+            self._clock.keep.remote(
+                self._phase, self._index, shard.version, _packed(shard.state())
+            )
         async with self._changed:
             self._changed.notify_all()
 
@@ -253,9 +256,17 @@ class ShardHolder:
         self._phase, self._lost_updates = phase.id, version - kept
 
 
-def _unpacked(version: int, snapshot: bytes) -> tuple[int, HostState]:
-    state: HostState = pickle.loads(snapshot)
-    return version, state
+def _packed(state: HostState) -> Snapshot:
+    """Arrays and plain values only, which the clock can hold without torch."""
+    fields = {n: (t.data, t.shape, t.dtype, t.order) for n, t in state.tensors.items()}
+    return fields, state.plain
+
+
+def _unpacked(version: int, snapshot: Snapshot) -> tuple[int, HostState]:
+    from raytrain_opt.train.state import HostState, HostTensor
+
+    tensors, plain = snapshot
+    return version, HostState({n: HostTensor(*fields) for n, fields in tensors.items()}, plain)
 
 
 def _published(shard: Shard) -> Any:

@@ -16,12 +16,16 @@ from small_jobs import small_job
 
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.pools import shards
-from raytrain_opt.pools.shards import Clock, ShardHolder
+from raytrain_opt.pools.shards import Clock, ShardHolder, Snapshot
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.parameter_server import from_wire
 from raytrain_opt.train.share_clock import Done, Phase, Update
 
 PHASE = Phase("1.4", 1, 0, (0.1,) * 4, shares=2, bound=0, in_order=True)
+
+
+OLD: Snapshot = ({}, {"age": 1})
+NEW: Snapshot = ({}, {"age": 2})
 
 
 def run(test: Callable[[Clock], Awaitable[None]], phase: Phase = PHASE) -> None:
@@ -115,10 +119,10 @@ def test_messages_about_another_phase_change_nothing() -> None:
 
 def test_a_shard_that_comes_back_gets_its_latest_snapshot_of_this_phase() -> None:
     async def test(clock: Clock) -> None:
-        await clock.keep("0.9", 1, 2, b"old")
+        await clock.keep("0.9", 1, 2, OLD)
         assert await clock.recover(1) == (PHASE, 0, None, [])
-        await clock.keep(PHASE.id, 1, 2, b"new")
-        assert await clock.recover(1) == (PHASE, 0, (2, b"new"), [])
+        await clock.keep(PHASE.id, 1, 2, NEW)
+        assert await clock.recover(1) == (PHASE, 0, (2, NEW), [])
         assert await clock.recover(0) == (PHASE, 0, None, [])
         later = Phase("2.4", 2, 0, (0.1,) * 4, shares=2, bound=0)
         await clock.begin(later, [], [])
