@@ -32,14 +32,15 @@ def test_workers_and_shards_die_and_no_sample_is_lost(
     monkeypatch.setenv(VARIABLE, json.dumps([fault]))
     parallel = {"mode": "async", "staleness_bound": 1, "shards": 2, "snapshot_every": 4}
     job = small_job(tmp_path, epochs=4, parallel=parallel)
-    ended = threading.Event()
-    killer = threading.Thread(target=_kill_a_shard, args=(tmp_path, ended))
+    ended, killed = threading.Event(), list[int]()
+    killer = threading.Thread(target=_kill_a_shard, args=(tmp_path, ended, killed))
     killer.start()
     try:
         result = run(job)
     finally:
         ended.set()
         killer.join()
+    assert len(killed) == 1
     assert result.summary["restarts"]["worker"] <= 1  # not the whole group
     epochs, rounds = (read_lines(result.run_dir, name) for name in ("epochs", "rounds"))
     assert [epoch["epoch"] for epoch in epochs] == [1, 2, 3, 4]
@@ -57,14 +58,15 @@ def test_workers_and_shards_die_and_no_sample_is_lost(
     assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
 
 
-def _kill_a_shard(storage: Path, ended: threading.Event) -> None:
-    """When the third epoch is written down."""
+def _kill_a_shard(storage: Path, ended: threading.Event, killed: list[int]) -> None:
+    """When the third epoch is written down; notes its process."""
     while not ended.wait(0.05):
         for records in storage.glob("*/epochs.jsonl"):
             if records.read_text().count("\n") >= 3:
                 for process in psutil.process_iter():
                     if process.name().startswith("ray::ShardHolder") and _is_child(process):
                         os.kill(process.pid, signal.SIGKILL)
+                        killed.append(process.pid)
                         return
 
 
