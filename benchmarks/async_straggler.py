@@ -315,8 +315,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--gbit-per-s", type=int, choices=GBIT_PER_S, default=25)
     parser.add_argument("--data-root", type=Path)
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--samples", type=int, default=4096, help="training images")
+    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=3072, help="training images")
     parser.add_argument("--side", type=int, default=28, help="pixels")
     return parser.parse_args()
 
