@@ -206,6 +206,23 @@ def validate(job_file: str, overrides: tuple[str, ...], verbose: bool) -> None:
 
 
 @main.command()
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+@click.option("--ensemble", is_flag=True, help="Also average the probabilities of all of them.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--verbose", is_flag=True, help="Show tracebacks.")
+def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, verbose: bool) -> None:
+    """Top-1 and top-5 error of finished runs, or of single commits (RUN_DIR/checkpoints/...)."""
+    with _errors_told(verbose):
+        from raytrain_opt.evaluate import evaluate_runs
+
+        found = evaluate_runs(run_dirs, ensemble=ensemble)
+        for note in found.notes:
+            click.echo(note, err=True)
+        text = json.dumps(found.to_json()) if as_json else "\n".join(found.lines())
+        click.echo(text)
+
+
+@main.command()
 def schema() -> None:
     """Print the JSON schema of job files."""
     from raytrain_opt.config.load import job_schema

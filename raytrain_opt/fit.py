@@ -95,6 +95,10 @@ def _model_problems(job: Job, info: DataInfo) -> list[Problem]:
     try:
         model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
         check_output(model, shape, classes, "cpu")
+        if job.parallel.mode == "async":
+            from raytrain_opt.train.parameter_server import split_parameters
+
+            split_parameters(model, 1)
     except JobError as error:
         return error.problems
     except DataError as error:

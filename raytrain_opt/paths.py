@@ -59,12 +59,13 @@ class RunPaths:
         return cls(local)
 
     @classmethod
-    def existing(cls, run_dir: str) -> RunPaths:
-        """The directory of an earlier run; one under a URI is copied here first.
+    def existing(cls, run_dir: str, argument: str = "--resume") -> RunPaths:
+        """The directory of an earlier run; one under a URI is copied here first. `argument`: what
+        it was given as.
 
-        Raises JobError when there is nothing to resume.
+        Raises JobError when there is no commit of a run.
         """
-        problems = check_storage(run_dir, "--resume")
+        problems = check_storage(run_dir, argument)
         if problems:
             raise JobError(problems, "arguments")
         remote: str | None = None
@@ -75,11 +76,11 @@ class RunPaths:
                 _fetch(remote, local)
             there = (local / "checkpoints" / "index.json").is_file()
         except (*_STORAGE_ERRORS, RuntimeError) as error:  # of RuntimeError: an unknown ~user
-            problem = Problem("--resume", f"cannot be read: {error}", repr(run_dir))
+            problem = Problem(argument, f"cannot be read: {error}", repr(run_dir))
             raise JobError([problem], "arguments") from error
         if not there:
             rule = "holds no commit of a run (checkpoints/index.json)"
-            raise JobError([Problem("--resume", rule, repr(run_dir))], "arguments")
+            raise JobError([Problem(argument, rule, repr(run_dir))], "arguments")
         paths = cls(local, remote)
         if remote is not None:  # all that is here is there, and is removed there with it
             paths._published = paths._versions()

@@ -72,6 +72,7 @@ class EpochInHand:
     lrs: list[float] = field(default_factory=list)
     train: TrainTotals | None = None
     test: EvalTotals | None = None
+    staleness: dict[str, object] | None = None
 
     @classmethod
     def after(cls, begun: Begun) -> EpochInHand:

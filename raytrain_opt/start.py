@@ -18,6 +18,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import CheckpointError, CommitError, DataError, JobError, Problem
 from raytrain_opt.fit import Data, fitting_data
 from raytrain_opt.lock import only_user
+from raytrain_opt.main_training import Apart, Together
 from raytrain_opt.optim.batch_ramp import epoch_steps
 from raytrain_opt.paths import RunPaths, remove_tree, write_text
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
@@ -29,6 +30,7 @@ from raytrain_opt.pools.pool import Pool, Vault, running
 from raytrain_opt.pools.resources import PoolPlan
 from raytrain_opt.pools.session import check_address, cpu_count, ray_session
 from raytrain_opt.pools.setup import Setup
+from raytrain_opt.pools.shards import ServerHandles, parameter_server
 from raytrain_opt.position import Position
 from raytrain_opt.search import build_policy, most_candidates
 from raytrain_opt.stopping import Terminated, stops_on_sigterm
@@ -156,7 +158,15 @@ def start_mailbox() -> Any:
 
 @contextmanager
 def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
-    """Start both pools; leaving the block ends them."""
+    """Start both pools, and the parameter server of a job that wants one; leaving the block ends
+    them.
+    """
+    with parameter_server(job, session.data.info) as server, _pools(job, session, server) as this:
+        yield this
+
+
+@contextmanager
+def _pools(job: Job, session: Session, server: ServerHandles | None) -> Iterator[TrainingRun]:
     plan = plan_when_there_is_room(job, most_candidates(job), session.terminal.note)
     for note in plan.notes:
         session.terminal.note(note)
@@ -164,11 +174,23 @@ def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
     crowded = _crowded(plan)
     host = start_host(local=session.owned, start_s=job.limits.start_s, import_all=not crowded)
     setup = Setup(
-        job, plan, session.paths.run_id, mailbox, session.paths.ray_storage, planned_faults()
+        job,
+        plan,
+        session.paths.run_id,
+        mailbox,
+        session.paths.ray_storage,
+        planned_faults(),
+        server,
     )
     vault, limit_s = Vault(), job.limits.stall_s
     workers = Pool(
-        WORKER_POOL, plan.workers, lambda: host.run_workers.remote(setup), mailbox, vault, limit_s
+        WORKER_POOL,
+        plan.workers,
+        lambda: host.run_workers.remote(setup),
+        mailbox,
+        vault,
+        limit_s,
+        can_lose_members=server is not None,
     )
     slots = Pool(
         SLOT_POOL,
@@ -200,6 +222,7 @@ def open_run(job: Job, session: Session) -> Iterator[TrainingRun]:
             session.terminal,
             session.startup,
             plan.use_gpu,
+            Together(workers) if server is None else Apart(job, workers, vault, server),
         )
         try:
             yield this

@@ -17,12 +17,11 @@ import ray
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import DivergedError, PoolError
+from raytrain_opt.main_training import MainTraining
 from raytrain_opt.optim.batch_ramp import EpochSteps, ramp_factor
 from raytrain_opt.paths import RunPaths, write_json
 from raytrain_opt.pools.commands import (
-    Evaluate,
     MainTrain,
-    MainTrainReply,
     Pretrain,
     Progress,
     ShareState,
@@ -70,9 +69,10 @@ class TrainingRun:
         terminal: Terminal,
         startup: Startup,
         uses_gpu: bool,
+        main: MainTraining,
     ) -> None:
         self.job, self.paths, self.policy = job, paths, policy
-        self.steps = steps
+        self.steps, self.main = steps, main
         self.workers, self.slots, self.vault = workers, slots, vault
         self.terminal, self.startup, self.uses_gpu = terminal, startup, uses_gpu
         self.recorder = Recorder(paths)
@@ -214,17 +214,17 @@ class TrainingRun:
         first_step = self.steps(plan.epoch) - len(lrs)
         with self._epoch.parts.measure("main_train_s"):
             command = MainTrain(state, plan.epoch, first_step, lrs, plan.decay)
-            replies: dict[int, MainTrainReply] = self.workers.command(command)
-        trained = replies[0]
-        assert trained.state is not None
-        self._tell_when_fewer(plan, len(replies))
+            trained = self.main.train(command, check=self._epoch.round_record is not None)
+        self._tell_when_fewer(plan, trained.workers)
         self.vault.hold(trained.state)
         self._epoch.train, self.parallel = trained.totals, trained.parallel
+        self._epoch.staleness = trained.staleness
         self._epoch.lrs.extend(lrs)
-        self._note_main_parts(list(replies.values()))
+        seconds = {f"main_{name}": value for name, value in trained.parts_s.items()}
+        self._epoch.parts.seconds.update(seconds)
         factor = ramp_factor(self.job.batch_ramp, plan.epoch)
         self._add_samples(main=self.steps(plan.epoch) * self.job.global_batch_size * factor)
-        self._finish_round(replies)
+        self._finish_round(trained.loaded_sha256)
         self._refuse_when_diverged(plan, trained.totals, lrs)
         return trained.state
 
@@ -235,8 +235,7 @@ class TrainingRun:
             return
         self.terminal.phase("evaluate", plan.epoch, self.job.epochs)
         with self._epoch.parts.measure("evaluate_s"):
-            replies = self.workers.command(Evaluate(state))
-        self._epoch.test = replies[0].totals
+            self._epoch.test = self.main.evaluate(state)
 
     def commit_round(self, state: StateRef, plan: Plan, history: tuple[Round, ...]) -> None:
         """Write the state after a round beside the next phase, so that no round is repeated."""
@@ -327,19 +326,12 @@ class TrainingRun:
             text = f"epoch {plan.epoch}: {at_work}; the global batch is the same, in other parts"
             self.diary.note(what, plan.epoch, text)
 
-    def _note_main_parts(self, replies: list[MainTrainReply]) -> None:
-        seconds = self._epoch.parts.seconds
-        seconds["main_compute_s"] = max(reply.totals.seconds for reply in replies)
-        seconds["main_data_wait_s"] = max(reply.totals.data_wait_s for reply in replies)
-        for name in ("load_s", "average_s", "hand_over_s"):
-            seconds[f"main_{name}"] = max(reply.parts_s.get(name, 0.0) for reply in replies)
-
-    def _finish_round(self, replies: dict[int, MainTrainReply]) -> None:
+    def _finish_round(self, loaded: Sequence[str | None]) -> None:
         if self._epoch.round_record is None:
             return
-        loaded = [reply.loaded_sha256 for _, reply in sorted(replies.items())]
         parts = dict(self._epoch.parts.seconds)
-        self._write_round({**self._epoch.round_record, "loaded_sha256": loaded, "parts_s": parts})
+        record = {**self._epoch.round_record, "loaded_sha256": list(loaded), "parts_s": parts}
+        self._write_round(record)
 
     def _write_round(self, record: dict[str, Any]) -> None:
         self.recorder.round(record, self.steps.before(record["epoch"]))
@@ -379,6 +371,7 @@ class TrainingRun:
             seconds=seconds,
             parts_s=dict(self._epoch.parts.seconds),
             noise_scale=None if noise is None else noise.to_record(),
+            staleness=self._epoch.staleness,
         )
 
     def _save(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from raytrain_opt.config.section import (
+    BrokenRule,
     NamedSection,
     NonNegativeInt,
     PositiveFloat,
@@ -87,6 +89,39 @@ class RampStep(Section):
 class ParallelSection(Section):
     """How the workers exchange gradients."""
 
+    mode: Literal["sync", "async"] = Field(
+        "sync",
+        description=(
+            "sync: all workers take each step together (DDP). async: they pull weights and push "
+            "gradients by themselves, and nobody waits for a slow one (a parameter server)."
+        ),
+    )
+    staleness_bound: NonNegativeInt | None = Field(
+        4,
+        description=(
+            "With async: no gradient goes into weights that were updated more than this many "
+            "times since it read them, and no worker is further ahead of the slowest. 0: the "
+            "result of sync; null: no bound."
+        ),
+    )
+    staleness_lr: bool = Field(
+        False,
+        description="With async: divide each gradient by 1 + its staleness.",
+    )
+    shards: PositiveInt | None = Field(
+        None,
+        description=(
+            "With async: processes that hold the weights and the optimiser's state, each a part "
+            "of the tensors. Default: one per node."
+        ),
+    )
+    snapshot_every: PositiveInt = Field(
+        100,
+        description=(
+            "With async: updates after which a shard's part is copied to another process. A shard "
+            "that dies loses as many updates of its part at most."
+        ),
+    )
     buckets: Literal["default", "growing", "auto"] = Field(
         "default",
         description=(
@@ -113,3 +148,15 @@ class ParallelSection(Section):
             "in samples. With one worker there is nothing to compare."
         ),
     )
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Settings of the other mode, which would do nothing."""
+        other = _ONLY_SYNC if self.mode == "async" else _ONLY_ASYNC
+        for name in other:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                mode = "sync" if self.mode == "async" else "async"
+                yield name, f"belongs to parallel.mode: {mode}"
+
+
+_ONLY_SYNC = ("buckets",)
+_ONLY_ASYNC = ("staleness_bound", "staleness_lr", "shards", "snapshot_every")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from raytrain_opt.config.asynchronous import async_rules
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.learning_rate import HorizonPolicy, LearningRateSection
 from raytrain_opt.config.optimizer import (
@@ -294,6 +295,7 @@ class Job(Section):
         yield from self._rate_rules()
         yield from self._ramp_rules()
         yield from self._device_rules()
+        yield from async_rules(self)
 
     def _batch_rules(self) -> Iterator[BrokenRule]:
         if self.global_batch_size % self.workers.count:

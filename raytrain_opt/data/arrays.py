@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from typing import Protocol
 
 import numpy as np
@@ -65,16 +66,28 @@ class ArrayData:
         self, epoch: int, steps: range, shares: range, num_shares: int, global_batch_size: int
     ) -> Iterator[Batch]:
         """See `TrainingData.train`. Raises ValueError for a step or share that does not exist."""
+        return self.train_places(epoch, product(steps, shares), num_shares, global_batch_size)
+
+    def train_places(
+        self,
+        epoch: int,
+        places: Iterable[tuple[int, int]],
+        num_shares: int,
+        global_batch_size: int,
+    ) -> Iterator[Batch]:
+        """See `TrainingData.train_places`. Raises ValueError like `train`."""
         indices = self._orders.of(epoch)
-        for step in steps:
+        drawn: int | None = None
+        draws: order.CropFlip | None = None
+        for step, share in places:
+            if step != drawn:
+                drawn, draws = step, self._draws(epoch, step, global_batch_size)
+            chosen = order.share_places(share, num_shares, global_batch_size)
             of_step = order.step_indices(indices, step, global_batch_size)
-            draws = self._draws(epoch, step, global_batch_size)
-            for share in shares:
-                places = order.share_places(share, num_shares, global_batch_size)
-                x, y = self._train.take(of_step[places], self.on_copy)
-                if draws is not None:
-                    x = pixels.crop_and_flip(x, draws.take(places), self._augment.crop_padding)
-                yield Batch(self._prepare(x), y)
+            x, y = self._train.take(of_step[chosen], self.on_copy)
+            if draws is not None:
+                x = pixels.crop_and_flip(x, draws.take(chosen), self._augment.crop_padding)
+            yield Batch(self._prepare(x), y)
 
     def evaluate(
         self, split: Split, rank: int, world_size: int, batch_size: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -54,6 +54,18 @@ class TrainingData(Protocol):
 
         The samples and their augmentation depend on (seed, epoch, step, place in the global
         batch) only, not on who computes which share. Raises DataError on unreadable samples.
+        """
+        ...
+
+    def train_places(
+        self,
+        epoch: int,
+        places: Iterable[tuple[int, int]],
+        num_shares: int,
+        global_batch_size: int,
+    ) -> Iterator[Batch]:
+        """The same for any steps and shares, in the order of `places`: (step, share). Loader
+        processes ask for places before their batches are wanted.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -56,15 +57,24 @@ class LoaderData:
         self, epoch: int, steps: range, shares: range, num_shares: int, global_batch_size: int
     ) -> Iterator[Batch]:
         """See `TrainingData.train`. Raises ValueError for a step or share that does not exist."""
+        return self.train_places(epoch, product(steps, shares), num_shares, global_batch_size)
+
+    def train_places(
+        self,
+        epoch: int,
+        places: Iterable[tuple[int, int]],
+        num_shares: int,
+        global_batch_size: int,
+    ) -> Iterator[Batch]:
+        """See `TrainingData.train_places`. Raises ValueError like `train`."""
         indices = self._orders.of(epoch)
 
         def requests() -> Iterator[BatchRequest]:
-            for step in steps:
+            for step, share in places:
                 of_step = order.step_indices(indices, step, global_batch_size)
-                for share in shares:
-                    places = order.share_places(share, num_shares, global_batch_size)
-                    name = f"share {share} of {num_shares} of step {step} of epoch {epoch}"
-                    yield _request(name, "train", Purpose.TRAIN_SAMPLE, epoch, of_step[places])
+                chosen = order.share_places(share, num_shares, global_batch_size)
+                name = f"share {share} of {num_shares} of step {step} of epoch {epoch}"
+                yield _request(name, "train", Purpose.TRAIN_SAMPLE, epoch, of_step[chosen])
 
         return self._batches(requests())
 

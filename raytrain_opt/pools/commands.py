@@ -74,9 +74,12 @@ class MainTrain:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Workers: evaluate `state` on the test split, each its part."""
+    """Workers: evaluate `state` on the test split, each its part. `members`: by whom, where it is
+    not the process group.
+    """
 
     state: StateRef
+    members: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

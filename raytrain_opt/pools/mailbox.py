@@ -78,6 +78,7 @@ class Mailbox:
             pool.restarts += 1
             pool.note_restart(member)
         pool.members[member.index] = member
+        pool.lost.discard(member.index)
         if member.absent is not None:
             pool.lost = set(member.absent)
         pool.sign_of_life(member.index)

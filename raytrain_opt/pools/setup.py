@@ -12,6 +12,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data.array_sets import Arrays
 from raytrain_opt.pools.faults import Faults
 from raytrain_opt.pools.resources import PoolPlan
+from raytrain_opt.pools.shards import ServerHandles
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Setup:
     mailbox: Any  # handle of the Mailbox actor
     ray_storage_path: str
     faults: Faults = ()
+    server: ServerHandles | None = None  # with parallel.mode: async
 
     @property
     def leave_s(self) -> float:

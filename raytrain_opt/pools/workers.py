@@ -15,6 +15,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util import placement_group, remove_placement_group
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.pools.apart import TellGone, apart
 from raytrain_opt.pools.setup import Setup
 
 # Seconds in which places that are free become known as such.
@@ -71,11 +72,7 @@ def _fit(setup: Setup, name: str, size: int, failures: FailureConfig) -> None:
     _Trainer(
         _worker_main,
         train_loop_config={"setup": setup},
-        torch_config=TorchConfig(
-            backend="nccl" if setup.plan.use_gpu else "gloo",
-            # The driver gives up first: it knows who is silent.
-            timeout_s=int(setup.job.limits.stall_s) + _MORE_THAN_THE_DRIVER_S,
-        ),
+        torch_config=(_together if setup.server is None else apart)(setup),
         scaling_config=ScalingConfig(
             num_workers=size,
             use_gpu=setup.plan.use_gpu,
@@ -85,8 +82,21 @@ def _fit(setup: Setup, name: str, size: int, failures: FailureConfig) -> None:
             name=f"workers-{setup.run_id}{name}",
             storage_path=setup.ray_storage_path,
             failure_config=failures,
+            callbacks=_callbacks(setup),
         ),
     ).fit()
+
+
+def _callbacks(setup: Setup) -> list[Any] | None:
+    return None if setup.server is None else [TellGone(setup.mailbox, setup.server)]
+
+
+def _together(setup: Setup) -> TorchConfig:
+    return TorchConfig(
+        backend="nccl" if setup.plan.use_gpu else "gloo",
+        # The driver gives up first: it knows who is silent.
+        timeout_s=int(setup.job.limits.stall_s) + _MORE_THAN_THE_DRIVER_S,
+    )
 
 
 # Each keeps an idle process on the head node, which wakes many times a second; where workers
@@ -105,6 +115,10 @@ class _Trainer(TorchTrainer):
 
 
 def _worker_main(config: dict[str, Any]) -> None:
-    from raytrain_opt.pools.worker import serve
+    setup: Setup = config["setup"]
+    if setup.server is None:
+        from raytrain_opt.pools.worker import serve
+    else:
+        from raytrain_opt.pools.async_worker import serve
 
-    serve(config["setup"])
+    serve(setup)

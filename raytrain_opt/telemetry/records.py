@@ -29,7 +29,8 @@ _OF_A_CANDIDATE = ("lr", "score", "val_accuracy", "val_loss", "train_loss")
 @dataclass(frozen=True)
 class EpochRecord:
     """One epoch. Seconds from a monotonic clock; accuracies and losses as measured. `noise_scale`:
-    that of the gradients, where it was measured (`NoiseScale.to_record`).
+    that of the gradients, where it was measured (`NoiseScale.to_record`). `staleness`: how many
+    gradients had which, with parallel.mode async (`Staleness.to_record`).
     """
 
     epoch: int
@@ -48,6 +49,7 @@ class EpochRecord:
     seconds: float
     parts_s: dict[str, float]
     noise_scale: dict[str, Any] | None = None
+    staleness: dict[str, object] | None = None
 
 
 class Recorder:
@@ -76,6 +78,8 @@ class Recorder:
         scalars = {f"epoch/{name}": line[name] for name in (*names, "samples_per_s")}
         if line["noise_scale"] is not None:
             scalars["epoch/noise_scale"] = line["noise_scale"]["value"]
+        if line["staleness"] is not None:
+            scalars["epoch/staleness"] = line["staleness"]["mean"]
         self._events.scalars(step, scalars)
 
     def timeline(self, epoch: int, spans: Sequence[Span], began_s: float) -> None:

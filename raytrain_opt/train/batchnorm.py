@@ -131,14 +131,22 @@ def pool_statistics(
     others = _other_buffers(model)
     if not layers and not others:
         return
+    by_chance = strayed_by_chance(model, batch_size, positions, since)
+    _pool(list(layers.values()), [by_chance[name] for name in layers], others)
+
+
+def strayed_by_chance(
+    model: nn.Module, batch_size: int, positions: Mapping[str, float], since: Mapping[str, int]
+) -> dict[str, float]:
+    """s of each BatchNorm layer, by its name; the arguments are those of `pool_statistics`."""
     seen = batches_seen(model)
-    by_chance = [
-        _sum_of_squares(layer.momentum, seen[name], since[name]) / (batch_size * positions[name])
+    return {
+        name: _sum_of_squares(layer.momentum, seen[name], since[name])
+        / (batch_size * positions[name])
         if name in positions
         else 0.0
-        for name, layer in layers.items()
-    ]
-    _pool(list(layers.values()), by_chance, others)
+        for name, layer in _layers(model).items()
+    }
 
 
 def recalibrate(

@@ -8,7 +8,7 @@ a phase.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -33,10 +33,11 @@ from raytrain_opt.train.batchnorm import (
     prepare,
     recalibrate,
 )
+from raytrain_opt.train.buffers import buffers_of
 from raytrain_opt.train.group import Parallel, alone
 from raytrain_opt.train.loss import build_loss
 from raytrain_opt.train.state import HostState, capture, restore
-from raytrain_opt.train.totals import BLOCK, EvalTotals, GradientNorms, TrainTotals
+from raytrain_opt.train.totals import BLOCK, Buffers, EvalTotals, GradientNorms, TrainTotals
 
 _AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -178,6 +179,32 @@ class Learner:
             norms=self._norms(),
         )
 
+    def begin_shares(self, epoch: int, count: int) -> None:
+        """Shares of any steps of `epoch` follow, each by itself; `count` of them make a step."""
+        self._phase = _Phase(epoch, Shares(range(1), count), batches_seen(self.model))
+        self.model.train()
+
+    def batches_at(self, places: Iterable[tuple[int, int]]) -> Iterator[Batch]:
+        """Those of the epoch that was begun: (step, share)."""
+        at = self._phase
+        size = self._global_batch_size(at.epoch)
+        return self.data.train_places(at.epoch, places, at.shares.count, size)
+
+    def add_gradient(self, batch: Batch, place: tuple[int, int]) -> tuple[float, int]:
+        """Add the gradient of the mean loss of one share to what the parameters have. Returns the
+        sum of its losses and the hits. The same share draws the same random numbers everywhere.
+        """
+        step, share = place
+        self._seed(f"{self.job.seed} {self._phase.epoch} {step} share {share}")
+        loss_sum, hits = self._accumulate(batch, 1.0).tolist()
+        return loss_sum, int(hits)
+
+    def buffers(self, batches: int) -> Buffers:
+        """What `batches` shares, since they were begun, did to this process's model."""
+        at = self._phase
+        size = self._global_batch_size(at.epoch) // at.shares.count
+        return buffers_of(self.model, size, self._positions, at.seen, batches)
+
     def _norms(self) -> GradientNorms | None:
         """What was measured of the gradients of the phase that is over."""
         pairs, size = self.parallel.finish(), self._global_batch_size(self._phase.epoch)
@@ -211,7 +238,7 @@ class Learner:
         block_losses: list[Tensor] = []
         sums = torch.zeros(3, device=self.device, dtype=torch.float64)
         self.model.eval()
-        batch_size = self._eval_batch_size()
+        batch_size = self.eval_batch_size
         split_size = self.info.test_size if split == "test" else self.info.selection_size
         total = math.ceil(split_size / (world_size * batch_size))
         for done, batch in enumerate(self.data.evaluate(split, rank, world_size, batch_size)):
@@ -288,7 +315,9 @@ class Learner:
         dtype = _AMP_DTYPE.get(self.job.precision)
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
-    def _eval_batch_size(self) -> int:
+    @property
+    def eval_batch_size(self) -> int:
+        """Of one forward pass without gradients."""
         given = self.job.evaluate.batch_size_per_worker
         return given or max(self.job.batch_size_per_worker, 256)
 

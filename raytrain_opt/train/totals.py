@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -73,3 +78,28 @@ class EvalTotals:
     def top5(self) -> float:
         """Share of samples whose label is among the five best guesses."""
         return self.correct_top5 / max(self.samples, 1)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What one worker's forward passes did to its model, after `batches` of them: floating-point
+    buffers by name, and by the names of the BatchNorm layers that moved, the s of
+    `train.batchnorm`.
+    """
+
+    batches: int
+    values: dict[str, npt.NDArray[np.float64]]
+    by_chance: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One worker's part of an asynchronous phase: shares that it computed, seconds in all and by
+    part, and what they did to its buffers.
+    """
+
+    shares: int
+    seconds: float
+    data_wait_s: float
+    parts_s: dict[str, float]
+    buffers: Buffers

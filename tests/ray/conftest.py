@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,9 @@ def local_ray() -> Iterator[None]:
     Its environment holds a secret, which nothing may write down.
     """
     support = str(Path(__file__).parents[1] / "support")
+    given = os.environ.get("PYTHONPATH")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", support)
+        patch.setenv("PYTHONPATH", f"{support}:{given}" if given else support)
         patch.setenv("MY_SECRET_TOKEN", "hunter2-planted-secret")
         patch.setenv("RAY_AUTH_TOKEN", "hunter2-planted-secret")
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")

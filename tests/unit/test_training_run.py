@@ -27,6 +27,7 @@ from raytrain_opt import Job
 from raytrain_opt.data import load_shared
 from raytrain_opt.driver import train
 from raytrain_opt.errors import CommitError, PoolError
+from raytrain_opt.main_training import Together
 from raytrain_opt.optim.batch_ramp import epoch_steps
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import Command, Pretrain
@@ -145,18 +146,20 @@ def execute(job: Job, paths: RunPaths, is_cut: Callable[[list[str]], bool]) -> P
     checkpoints.forget_damaged()
     steps = epoch_steps(learners[0].info.train_size, job.global_batch_size, job.batch_ramp)
     slots = PretendedPool("slot", [Slot(learners[0], 0)]) if most_candidates(job) else None
+    workers: Any = PretendedPool("worker", [Worker(learners[1], 0, 1, 0.0)])
     this = TrainingRun(
         job,
         paths,
         checkpoints,
         build_policy(job, steps),
         steps,
-        PretendedPool("worker", [Worker(learners[1], 0, 1, 0.0)]),  # type: ignore[arg-type]
+        workers,
         slots,  # type: ignore[arg-type]
         Vault(),
         Lines(Console(file=output)),
         Startup(0.0),
         uses_gpu=False,
+        main=Together(workers),
     )
     process = Process([], "", finished=False)
     for name in MOVES:
