@@ -50,6 +50,7 @@ def _write(run_dir: str, name: str, content: bytes) -> None:
         return
 
     def fill(temporary: Path) -> None:
+        temporary.parent.mkdir(exist_ok=True)  # of plots; a run that vanished is not made again
         temporary.write_bytes(content)
 
     write_atomic(Path(run_dir).expanduser().absolute() / name, fill)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,15 @@ def output() -> io.StringIO:
 
 
 @pytest.fixture
-def diary(paths: RunPaths, output: io.StringIO) -> Diary:
-    return Diary(Recorder(paths), Lines(Console(file=output)), BEGAN_S)
+def recorder(paths: RunPaths) -> Iterator[Recorder]:
+    made = Recorder(paths)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def diary(recorder: Recorder, output: io.StringIO) -> Diary:
+    return Diary(recorder, Lines(Console(file=output)), BEGAN_S)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -98,12 +106,11 @@ def test_what_the_driver_does_is_a_span_of_its_own(
 
 
 def test_a_resumed_run_goes_on_where_its_timeline_ends(
-    diary: Diary, paths: RunPaths, output: io.StringIO
+    diary: Diary, recorder: Recorder, paths: RunPaths, output: io.StringIO
 ) -> None:
     """What was not committed is forgotten, but not what happened."""
     diary.write(1, [PretendedPool()])
     diary.write(2, [PretendedPool(replace(SPAN, at_s=BEGAN_S + 20))])
-    recorder = Recorder(paths)
     recorder.forget_after(0, 1)
     again = Diary(recorder, Lines(Console(file=output)), began_s=5000.0)
     again.go_on(2, "resumed after epoch 1")
