@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from raytrain_opt.telemetry.timeline import Event, Span
 from raytrain_opt.train.state import HostState
 
 _POLL_S = 0.5
+# Seconds after which what the host started knows that it is gone.
+_LAST_START_S = 2.0
 
 _NODES_GONE = (
     "Nodes have left the cluster, and the others may have no room for all workers: "
@@ -259,6 +262,11 @@ class Pool:
         """Ask the members to leave; does not wait."""
         self.mailbox.post.remote(self.name, Close())
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it is left, or it was never started."""
+        return self._ended is None or bool(ray.wait([self._ended], timeout=0)[0])
+
     def wait_for_end(self, limit_s: float) -> None:
         """Until the pool has ended, but not longer than this, and only if it ever was ready."""
         if self._ready and self._ended is not None:
@@ -293,6 +301,10 @@ def running(*pools: Pool, host: Any, stop_s: float) -> Iterator[None]:
         deadline_s = monotonic_s() + stop_s
         for pool in pools:
             pool.wait_for_end(max(0.0, deadline_s - monotonic_s()))
+        have_ended = all(pool.has_ended for pool in pools)
         ray.kill(host)
         ray.kill(pools[0].mailbox)
         remove_placement_groups(placement_groups() - before)
+        if not have_ended:  # Ray may have been starting members anew: a last one is on its way
+            time.sleep(_LAST_START_S)
+            remove_placement_groups(placement_groups() - before)
