@@ -67,15 +67,12 @@ def at(title: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
-    support = str(Path(__file__).parents[1] / "support")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", support, prepend=":")
-        head = {"num_cpus": 0, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        yield Machines(cluster)
-        ray.shutdown()
-        cluster.shutdown()
+    head = {"num_cpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield Machines(cluster)
+    ray.shutdown()
+    cluster.shutdown()
 
 
 def a_job(storage: Path, **changes: Any) -> Job:
