@@ -182,25 +182,8 @@ def _pools(job: Job, session: Session, server: ServerHandles | None) -> Iterator
         planned_faults(),
         server,
     )
-    vault, limit_s = Vault(), job.limits.stall_s
-    workers = Pool(
-        WORKER_POOL,
-        plan.workers,
-        lambda: host.run_workers.remote(setup),
-        mailbox,
-        vault,
-        limit_s,
-        can_lose_members=server is not None,
-    )
-    slots = Pool(
-        SLOT_POOL,
-        plan.slots,
-        lambda: host.run_slots.remote(setup),
-        mailbox,
-        vault,
-        limit_s,
-        can_lose_members=True,
-    )
+    vault = Vault()
+    workers, slots = _workers_and_slots(setup, host, vault)
     pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
     stop_s = _OWN_RAY_STOP_S if session.owned else job.limits.stop_s
     with running(*pools, host=host, stop_s=stop_s):
@@ -232,6 +215,30 @@ def _pools(job: Job, session: Session, server: ServerHandles | None) -> Iterator
             raise
         finally:
             this.close()
+
+
+def _workers_and_slots(setup: Setup, host: Any, vault: Vault) -> tuple[Pool, Pool]:
+    """Not started yet."""
+    plan, limit_s = setup.plan, setup.job.limits.stall_s
+    workers = Pool(
+        WORKER_POOL,
+        plan.workers,
+        lambda: host.run_workers.remote(setup),
+        setup.mailbox,
+        vault,
+        limit_s,
+        can_lose_members=setup.server is not None,
+    )
+    slots = Pool(
+        SLOT_POOL,
+        plan.slots,
+        lambda: host.run_slots.remote(setup),
+        setup.mailbox,
+        vault,
+        limit_s,
+        can_lose_members=True,
+    )
+    return workers, slots
 
 
 def how_to_resume(paths: RunPaths) -> str:
