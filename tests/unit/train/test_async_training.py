@@ -81,6 +81,11 @@ def asynchronous(
         trainer.load(state)
         done[worker] = trainer.train(phase, Member(server, worker), lambda _: None)
 
+    for learner in learners:
+        # Loader processes begin here, while no other thread runs: torch's seeding holds a lock
+        # for a moment, and a process forked in that moment would wait for it for ever. In a run
+        # a process has one learner.
+        learner.evaluate("test")
     # Not of an executor: a process forked from one of its threads ends with code 1, because it
     # waits for that thread, which is then its own.
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(WORKERS)]
