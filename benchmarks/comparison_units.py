@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from comparison_tasks import Task
+from comparison_tasks import OPTIMIZERS, Task
 
 Result = dict[str, Any]
 TUNE = ("asha", "pbt")
@@ -31,10 +31,19 @@ class Setting:
     seed: int
     epochs: int
     data: Mapping[str, Any]
+    optimizer: str = "SGD"
 
     def job(self, learning_rate: Mapping[str, Any]) -> dict[str, Any]:
         """The job file's contents."""
-        return self.task.job(dict(self.data), self.epochs, self.seed, dict(learning_rate))
+        optimizer, _ = OPTIMIZERS[self.optimizer]
+        return self.task.job(
+            dict(self.data), self.epochs, self.seed, dict(learning_rate), optimizer
+        )
+
+    @property
+    def usual_lr(self) -> float:
+        """What people begin with, of this optimiser."""
+        return OPTIMIZERS[self.optimizer][1]
 
     @property
     def training_samples(self) -> int:

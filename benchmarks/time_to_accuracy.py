@@ -2,10 +2,12 @@
 
     python benchmarks/time_to_accuracy.py --data-root FOLDER [--cache FILE] [--quick]
         [--tasks T ...] [--rows R ...] [--seeds 3] [--epochs 16] [--scale 1] [--ours JSON]
+        [--optimizer SGD]
 
 Tasks: subsets of real image sets, small enough for 2 cores, in `comparison_tasks.py`, which also
-says what FOLDER holds. ResNet-8, momentum SGD 0.9, weight decay 5e-4, the same batch, epochs and
-augmentation for all contenders of a task. Of the training images a selection split is left out
+says what FOLDER holds. ResNet-8, momentum SGD 0.9, weight decay 5e-4 (or AdamW or LARS: then
+without the rows of other packages), the same batch, epochs and augmentation for all contenders
+of a task. Of the training images a selection split is left out
 by every contender; whatever a contender chooses, it chooses by that split. The accuracy is that
 on the test split after the last epoch; nobody chooses by it but the rows named `oracle`, which
 say what perfect choice would give. A seed sets weights, order, augmentation and both splits of
@@ -17,8 +19,10 @@ ours                  the product's default policy (`--ours`: another learning_r
                       the same when told to begin at a rate 100 times too small or too large
 stpt                  the published rule: policy stpt, Mix, alpha a fifth of an epoch
 cosine, linear        a warm-up of a tenth of the epochs (rounded), then the decay to zero, from
-                      0.1; and the best of six rates, by the test split (oracle) or by the
-                      selection split (grid). All six are paid for
+                      the optimiser's usual rate (0.1 with SGD, 0.001 with AdamW, 1 with LARS);
+                      and the best of six, a quarter to eight times that, by the test split
+                      (oracle) or by the selection split (grid). All six are paid for. Ours is
+                      not told the usual rate: it begins at 0.1 with any optimiser
 asha, pbt             Ray Tune's own, with the compute of the grid; see `comparison_tune.py`
 schedulefree          schedulefree.SGDScheduleFree at its default rate, 1; the best of three
 lr_find               Lightning's Tuner.lr_find, then cosine from its suggestion. Since 2.5.3 it
@@ -34,10 +38,10 @@ and trial's included, divided by those of one training; samples that are only sc
 `wall_seconds`: training, searching and scoring in one process of one thread, one after the other;
 not counted are the start of processes (but Ray Tune's own for its trials), imports, building
 the network, reading data, and looking at the test split. `reach_*`: the same up to the epoch
-after which it is as good as cosine 0.1 of the same seed is at its end, on a part of the test split
-of about 2,500 images that is looked at after each epoch of the second half of the training: a
-noisy measure; means over the `reached` seeds. Where one of several trainings is taken, the others
-come first; of a search on Ray Tune, all that ran before.
+after which it is as good as the cosine from the usual rate, with the same seed, is at its end, on
+a part of the test split of about 2,500 images that is looked at after each epoch of the second
+half of the training: a noisy measure; means over the `reached` seeds. Where one of several
+trainings is taken, the others come first; of a search on Ray Tune, all that ran before.
 
 `summary`: differences in points and `ours_samples_ratio` (trainings of ours), means over the
 tasks, then by task. The oracle is the better of the cosine's and the linear's.
@@ -56,13 +60,14 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common import machine
 from comparison_command import command, described, fill, parsed, settings_of
 from comparison_rows import Row, outcome, over_seeds, rows, summary, target_of
-from comparison_tasks import TASKS
+from comparison_tasks import OPTIMIZERS, TASKS
 from comparison_units import Cache, Result, Setting
 
 from raytrain_opt.clock import monotonic_s
@@ -86,7 +91,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     started_s = monotonic_s()
     chosen = {name: row for name, row in rows(args.ours).items() if name in args.rows}
     baseline = rows(args.ours)["cosine_default"]
-    settings = settings_of(args, folder)
+    settings = [replace(s, optimizer=args.optimizer) for s in settings_of(args, folder)]
     kept = Cache(args.merge, args.cache)
     wanted = [
         unit
@@ -106,7 +111,11 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "tasks": table,
         "summary": summary(table),
         "seconds": round(monotonic_s() - started_s, 1),
-        "setting": {**described(args, settings), "ours": args.ours},
+        "setting": {
+            **described(args, settings),
+            "ours": args.ours,
+            "optimizer": args.optimizer,
+        },
         "machine": machine(),
         "versions": _versions(),
     }
@@ -158,7 +167,15 @@ def _versions() -> dict[str, Any]:
 def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command("Learning-rate searches against each other.", TASKS, list(rows(OURS)))
     parser.add_argument("--ours", type=json.loads, default=OURS, help="learning_rate, as JSON")
-    return parsed(parser, given, TASKS, WHOLE, QUICK)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="SGD")
+    parser.set_defaults(rows=None)
+    args = parsed(parser, given, TASKS, WHOLE, QUICK)
+    every = rows(args.ours)
+    possible = [name for name in every if args.optimizer == "SGD" or not every[name].only_sgd]
+    args.rows = args.rows or possible
+    if impossible := sorted({*args.rows}.difference(possible)):
+        parser.error(f"--rows: only with SGD: {', '.join(impossible)}")
+    return args
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import comparison_rows as rows_of
 import comparison_units
 import in_process
 import time_to_accuracy as benchmark
-from comparison_tasks import MADE_UP, TASKS
+from comparison_tasks import MADE_UP, OPTIMIZERS, TASKS
 from comparison_units import Cache, Result, Setting, Unit, compute
 
 OURS = {"policy": "stpt_horizon"}
@@ -309,6 +310,29 @@ def test_real_tasks_need_their_data(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         benchmark._arguments(["--tasks", next(iter(TASKS))])
     assert "--data-root" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_train_with_the_optimizer_and_a_grid_around_its_usual_rate(
+    name: str, setting: Setting
+) -> None:
+    _, usual = OPTIMIZERS[name]
+    units = rows_of.rows(OURS)["cosine_oracle"].units(replace(setting, optimizer=name))
+    jobs = [Job.model_validate(unit.job) for unit in units]
+    assert {job.optimizer.name for job in jobs} == {name}
+    rates = [job.learning_rate.initial for job in jobs]
+    assert usual in rates
+    assert (min(rates), max(rates)) == (usual / 4, usual * 8)
+
+
+def test_other_packages_rows_are_only_of_sgd(capsys: pytest.CaptureFixture[str]) -> None:
+    others = benchmark._arguments(["--tasks", "made_up", "--optimizer", "AdamW"]).rows
+    assert {"ours", "stpt", "cosine_grid"} <= {*others} < {*rows_of.rows(OURS)}
+    with pytest.raises(SystemExit):
+        benchmark._arguments(
+            ["--tasks", "made_up", "--optimizer", "LARS", "--rows", "asha", "ours"]
+        )
+    assert "only with SGD: asha" in capsys.readouterr().err
 
 
 def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
