@@ -22,7 +22,8 @@ def command(
     parser.add_argument("--data-root", type=Path, help="folder of the image sets")
     parser.add_argument("--tasks", nargs="+", choices=[*tasks, MADE_UP.name])
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
-    parser.add_argument("--seeds", type=int, help="how many, from 0")
+    parser.add_argument("--seeds", type=int, help="how many")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--scale", type=float, help="factor of the images")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
@@ -61,7 +62,7 @@ def settings_of(args: argparse.Namespace, folder: Path) -> list[Setting]:
     return [
         Setting(task, seed, args.epochs, data[task.name])
         for task in tasks
-        for seed in range(args.seeds)
+        for seed in range(args.first_seed, args.first_seed + args.seeds)
     ]
 
 
@@ -70,7 +71,7 @@ def described(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str
     tasks = {setting.task.name: setting.task for setting in settings}
     return {
         "tasks": {name: vars(task) for name, task in tasks.items()},
-        "seeds": args.seeds,
+        "seeds": sorted({setting.seed for setting in settings}),
         "epochs": args.epochs,
         "processes": args.processes,
     }

@@ -1,7 +1,7 @@
 """The experiments of the paper that STPT comes from, at small scale, on CPU.
 
     python benchmarks/stpt_paper.py --data-root FOLDER [--cache FILE] [--quick]
-        [--tasks T ...] [--rows R ...] [--seeds 3] [--epochs 40] [--scale 1]
+        [--tasks T ...] [--rows R ...] [--seeds 3] [--first-seed 0] [--epochs 40] [--scale 1]
 
 Yamada et al. train ResNet-50 on ImageNet for 40 epochs of 2,500 iterations. Here: ResNet-8 on
 the tasks of `comparison_tasks.py` (which also says what FOLDER holds), by default the 20 coarse

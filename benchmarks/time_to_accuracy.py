@@ -2,7 +2,7 @@
 
     python benchmarks/time_to_accuracy.py --data-root FOLDER [--cache FILE] [--quick]
         [--tasks T ...] [--rows R ...] [--seeds 3] [--epochs 16] [--scale 1] [--ours JSON]
-        [--optimizer SGD]
+        [--first-seed 0] [--optimizer SGD]
 
 Tasks: subsets of real image sets, small enough for 2 cores, in `comparison_tasks.py`, which also
 says what FOLDER holds. ResNet-8, momentum SGD 0.9, weight decay 5e-4 (or AdamW or LARS: then
