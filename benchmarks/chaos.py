@@ -17,11 +17,11 @@ cluster would; the others go on by themselves. Each is compared with one that no
                         in `recovery_s`
     started_again       by us, after the whole command died
 
-Each kill comes at a random time between the first commit and what is left of the undisturbed
-run's duration; run N is the same with the same seed, whichever come before it. On 2 cores a run
-takes 1 to 3 minutes, so they can be made in pieces: `--into FILE` keeps each outcome as a line of
-JSON, and `--first 6 --runs 5` adds the runs 6 to 10. The last line is one JSON object, over all
-runs in FILE.
+Each kill comes after a random one of the run's records (lines of epochs.jsonl and rounds.jsonl,
+but the last), by a random part of the time that a record took so far; the seed and N decide both
+for run N, whichever come before it. On 2 cores a run takes 1 to 3 minutes, so they can be made in
+pieces: `--into FILE` keeps each outcome as a line of JSON, and `--first 6 --runs 5` adds the runs
+6 to 10. The last line is one JSON object, over all runs in FILE.
 """
 
 from __future__ import annotations
@@ -119,12 +119,10 @@ class Run:
         """What the commands printed."""
         return (self.storage / "log.txt").read_text()
 
-    def progress(self) -> tuple[int, int]:
-        """Of the records: grows when the run gets on."""
-        return tuple(  # type: ignore[return-value]
-            sum(len(p.read_bytes().splitlines()) for p in self.storage.glob(f"*/{name}.jsonl"))
-            for name in ("epochs", "rounds")
-        )
+    def records(self) -> int:
+        """How many there are: grows when the run gets on."""
+        files = [*self.storage.glob("*/epochs.jsonl"), *self.storage.glob("*/rounds.jsonl")]
+        return sum(len(path.read_bytes().splitlines()) for path in files)
 
     def processes(self) -> list[psutil.Process]:
         """Those of the latest command that live."""
@@ -172,7 +170,7 @@ class Quiet:
 
     epochs: int
     result: str
-    seconds: float
+    records: int
 
 
 def main() -> None:
@@ -196,11 +194,9 @@ def main() -> None:
 
 def undisturbed(folder: Path, epochs: int) -> Quiet:
     run = Run(_made(folder / "quiet"), epochs)
-    started_s = monotonic_s()
     if run.start().wait(LIMIT_S):
         raise SystemExit(run.told())
-    seconds = monotonic_s() - started_s
-    return Quiet(epochs, run.result(), seconds)
+    return Quiet(epochs, run.result(), run.records())
 
 
 def _append(into: Path, value: Quiet | Outcome) -> None:
@@ -216,18 +212,11 @@ def read(into: Path) -> tuple[Quiet, list[Outcome]]:
 
 def disturb(run: Run, outcome: Outcome, chance: random.Random, quiet: Quiet) -> None:
     """One run with one kill; started again until it is done."""
-    began_s = monotonic_s()
     command = run.start()
-    while not run.commits() and command.poll() is None:
-        sleep(0.1)
-    # What is left of it is known roughly; a run that is over cannot be hit.
-    left_s = max(1.0, 0.8 * (quiet.seconds - (monotonic_s() - began_s)))
-    due_s = monotonic_s() + chance.random() * left_s
-    while command.poll() is None and monotonic_s() < due_s:
-        sleep(0.05)
+    _wait(run, command, chance, quiet)
     before = run.reached()
     outcome.killed, killed_s = _kill(run, command, outcome.role, chance), monotonic_s()
-    progress = run.progress()
+    records = run.records()
     while outcome.recovery_s is None or command.poll() is None:
         if command.poll() not in (None, 0):
             outcome.lost_commit |= run.reached() < before
@@ -235,7 +224,7 @@ def disturb(run: Run, outcome: Outcome, chance: random.Random, quiet: Quiet) -> 
                 break
             outcome.started_again += 1
             command = run.start()
-        if outcome.recovery_s is None and (run.progress() > progress or command.poll() == 0):
+        if outcome.recovery_s is None and (run.records() > records or command.poll() == 0):
             outcome.recovery_s = monotonic_s() - killed_s
         if monotonic_s() - killed_s > LIMIT_S:
             command.kill()
@@ -245,6 +234,20 @@ def disturb(run: Run, outcome: Outcome, chance: random.Random, quiet: Quiet) -> 
     outcome.leaked = run.leaked()
     outcome.completed = command.poll() == 0
     outcome.identical = outcome.completed and run.result() == quiet.result
+
+
+def _wait(run: Run, command: subprocess.Popen[bytes], chance: random.Random, quiet: Quiet) -> None:
+    """Until the moment of the kill, or the end of a run that failed."""
+    wanted, part = chance.randrange(1, quiet.records), chance.random()
+    first_s: float | None = None
+    while command.poll() is None and not (run.commits() and run.records() >= wanted):
+        if first_s is None and run.records():
+            first_s = monotonic_s()
+        sleep(0.05)
+    took_s = monotonic_s() - first_s if first_s is not None else 0.0
+    due_s = monotonic_s() + part * took_s / max(1, wanted - 1)
+    while command.poll() is None and monotonic_s() < due_s:
+        sleep(0.01)
 
 
 def _kill(run: Run, command: subprocess.Popen[bytes], role: str, chance: random.Random) -> bool:

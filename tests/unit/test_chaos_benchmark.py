@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import chaos
 from chaos import Outcome, Quiet, Run, disturb, read, summary
 
-QUIET = Quiet(1, "digest", 0.1)
+QUIET = Quiet(1, "digest", 2)
 
 
 class Pretended(Run):
@@ -32,6 +32,8 @@ class Pretended(Run):
         run.mkdir(parents=True, exist_ok=True)
         commit = {"epoch": len(self._marks), "test_accuracy": None, "sha256": {}}
         (run / "index.json").write_text(json.dumps({"commits": [commit]}))
+        with (self.storage / "run" / "epochs.jsonl").open("a") as records:
+            records.write("{}\n")
         (self.storage / "log.txt").touch()
         return process
 
@@ -45,6 +47,20 @@ def test_a_killed_driver_is_started_again_at_once_and_counted(tmp_path: Path) ->
     assert (outcome.killed, outcome.completed, outcome.identical) == (True, True, True)
     assert (outcome.started_again, outcome.lost_commit, outcome.leaked) == (1, False, [])
     assert outcome.recovery_s is not None
+
+
+def test_a_kill_waits_for_a_record_before_the_last(tmp_path: Path) -> None:
+    """A run that is over cannot be hit, however quick it was."""
+    run, reached = Pretended(tmp_path, 1), []
+    command = run.start()
+    for records in range(1, 5):
+        chaos._wait(run, command, random.Random(records), Quiet(1, "digest", records + 1))
+        reached.append(run.records())
+        with (tmp_path / "run" / "epochs.jsonl").open("a") as file:
+            file.write("{}\n")
+    command.kill()
+    command.wait()
+    assert reached == [1, 2, 3, 4]
 
 
 def test_outcomes_are_kept_and_added_up(tmp_path: Path) -> None:
