@@ -92,7 +92,7 @@ class Task:
         epochs: int,
         seed: int,
         learning_rate: dict[str, Any],
-        optimizer: dict[str, Any],
+        optimizer: str = "SGD",
     ) -> dict[str, Any]:
         """A job file's contents."""
         patches = {"patch": self.patch} if self.patch > 1 else {}
@@ -105,7 +105,7 @@ class Task:
             "epochs": epochs,
             "global_batch_size": self.batch,
             "learning_rate": learning_rate,
-            "optimizer": optimizer,
+            "optimizer": OPTIMIZERS[optimizer][0],
             "seed": seed,
         }
 

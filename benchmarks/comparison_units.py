@@ -35,9 +35,8 @@ class Setting:
 
     def job(self, learning_rate: Mapping[str, Any]) -> dict[str, Any]:
         """The job file's contents."""
-        optimizer, _ = OPTIMIZERS[self.optimizer]
         return self.task.job(
-            dict(self.data), self.epochs, self.seed, dict(learning_rate), optimizer
+            dict(self.data), self.epochs, self.seed, dict(learning_rate), self.optimizer
         )
 
     @property
