@@ -12,10 +12,13 @@ from types import ModuleType
 from zipfile import ZipFile
 
 import pytest
+import torch
 from ray._private.runtime_env.packaging import create_package
+from torch import nn
 
 from raytrain_opt.check import check_job
 from raytrain_opt.config.load import dump_job, load_job
+from raytrain_opt.models.check import check_names
 from raytrain_opt.search.fixed import FoundSchedule
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +62,8 @@ def script(name: str) -> ModuleType:
 
 
 def test_all_scripts_are_tested_here() -> None:
-    assert {path.stem for path in (ROOT / "jobs").glob("*.py")} == {*SCRIPTS, "replay_schedule"}
+    tested = {*SCRIPTS, "replay_schedule", "cnn11"}
+    assert {path.stem for path in (ROOT / "jobs").glob("*.py")} == tested
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -76,6 +80,14 @@ def test_the_replay_script_takes_job_and_rates_of_a_run(tmp_path: Path) -> None:
     assert check_job(replay) == []
     assert replay.learning_rate.policy == "replay"
     assert (replay.data, replay.seed, replay.epochs) == (job.data, job.seed, 1)
+
+
+def test_the_network_of_the_asynchronous_paper_has_eleven_convolutions() -> None:
+    job = load_job(ROOT / "jobs/imagenet_cnn11_async.yaml")
+    assert check_names(job.model) == []
+    model = script("cnn11").make_model(num_classes=10)
+    assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) == 11
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
 def packaged(folder: Path) -> Path:
