@@ -28,7 +28,7 @@ Choice = Callable[[Sequence[Result]], int]
 @dataclass(frozen=True)
 class Row:
     """`choice`: by what one of several trainings is taken; all of them are paid for.
-    `only_sgd`: with another optimiser it would be another contender, or has none.
+    `only_sgd`: of other packages, which the benchmark sets up for SGD.
     """
 
     title: str
