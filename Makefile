@@ -4,19 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.8
 STAMP := $(VENV)/.installed
+# For the tests without Ray. Some of them start two to four processes of their own.
+PYTEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-gpu lint types pytest test-cluster clean
+.PHONY: help install quickstart test test-gpu lint types pytest test-cluster docs clean
 
 help:
 	@echo "make install     environment in $(VENV) with the versions of constraints.txt"
 	@echo "make quickstart  train the first job: handwritten digits, 2 workers, 4 candidates, CPU"
-	@echo "make test        style, types, import contracts and all tests that need no GPU"
+	@echo "make test        style, types, import contracts and all tests that need no GPU;"
+	@echo "                 tests without Ray in 2 processes (PYTEST_PROCESSES=N for more)"
 	@echo "make test-gpu    the tests that need an NVIDIA GPU"
-	@echo "make test-cluster  own machines from ray up to ray down, on hosts made of namespaces;"
+	@echo "make test-cluster  ray up to ray down on your own machines, simulated by network namespaces;"
 	@echo "                 needs root, openssh-server, rsync and iproute2"
 	@echo "make lint        style and import contracts only"
 	@echo "make types       types only"
+	@echo "make docs        the generated parts of docs/: job file and records"
 	@echo "make clean       remove the environment, builds and caches; keeps runs/"
 
 install: $(STAMP)
@@ -27,7 +31,8 @@ $(STAMP): pyproject.toml constraints.txt
 	    "$$($(PYTHON) --version 2>&1); choose one: make PYTHON=python3.11 install" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install -c constraints.txt -e '.[dev]'
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --compile-bytecode \
+	  -c constraints.txt -e '.[dev]'
 	@touch $@
 
 quickstart: install
@@ -43,14 +48,22 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# Two processes for the tests without Ray; the tests with Ray share its sessions, one after another.
+# loadfile: a file's fixtures are set up once. No restarts: with them, xdist 3.8 hangs at the end
+# after a test has crashed its process (pytest-xdist issue 1378).
 pytest: install
-	$(BIN)/pytest
+	$(BIN)/pytest --durations=20 -n $(PYTEST_PROCESSES) --dist loadfile --max-worker-restart=0 \
+	  tests/unit tests/multiprocess
+	$(BIN)/pytest --durations=20 tests/ray
 
 test-gpu: install
 	$(BIN)/pytest -m gpu tests/gpu
 
 test-cluster: install
 	$(BIN)/pytest -m cluster -s tests/cluster
+
+docs: install
+	$(BIN)/python -m docs.generate
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,27 +1,28 @@
-"""Asynchronous against synchronous training where one worker is slow, and with many workers.
+"""Asynchronous against synchronous training: one slow worker, and many workers.
 
-    python benchmarks/async_straggler.py [--data-root FOLDER] [--repeats 2] [--parts ...]
+    python -m benchmarks.async_straggler [--data-root FOLDER] [--repeats 2] [--parts ...]
 
-Three parts, each with its keys in the JSON object of the last line:
+Three parts; the JSON object of the last line holds the keys of each:
 
-throughput   4 workers, each a process with one thread, one of them 4 x slower. **Their computing
-             is simulated**: a share is a sleep of `--seconds`, because 4 real computations on 2
-             cores would measure the cores. All else is real: Ray, the product's clock, shards and
-             the loop of its workers; gradients and weights of ResNet-8 (width 64, 1.2 million
-             parameters) travel. Synchronous is an all-reduce of the same gradient with gloo after
-             each such sleep, without an optimiser's step. `async_over_sync`: samples/s, with the
-             slow worker (ideal: 3.25); `async_over_sync_even`: without it. The timer covers the
-             loop of steps; processes, connections and the shards' start are not in it.
-             `pull_ms`: how long 4 workers at a time take to fetch weights of some sizes from one
-             process, sent anew to each (`value`), or put into the object store once (`reference`,
-             what the shards do above 100 kB).
-scaling      1 to 48 simulated workers on a simulated network, decided by the product's clock
-             (see async_simulation.py; nothing is measured): `efficiency_at_48`, and a table over
-             bandwidths. Three workers a node, a shard on each node, 100 MB of weights (ResNet-50),
-             0.25 s for a share, which varies by nothing.
-training     real training on a simulated clock (see async_training.py): ResNet-8, Fashion-MNIST
-             from `--data-root` (layout: comparison_tasks.py), s in 0, 1, 4, 16 and no bound: final
-             test accuracy and staleness of each.
+throughput   4 workers, each a process with one thread; one of them is 4 times slower. **Their
+             computing is simulated**: a micro-batch is a sleep of `--seconds`, because 4 real
+             computations on 2 cores would measure the cores. Everything else is real: Ray, the
+             product's scheduler, shards and worker loop; gradients and weights of ResNet-8
+             (width 64, 1.2 million parameters) travel. Synchronous training is an all-reduce of
+             the same gradient with gloo after each such sleep, without an optimizer step.
+             `async_over_sync`: ratio of samples/s with the slow worker (ideal: 3.25);
+             `async_over_sync_even`: without it. The timer covers the loop of steps, not the
+             start of processes, connections and shards. `pull_ms`: milliseconds in which 4
+             workers at once fetch weights of several sizes from one process, sent to each anew
+             (`value`) or put into the object store once (`reference`, as the shards do above
+             100 kB).
+scaling      1 to 48 simulated workers on a simulated network, scheduled by the product's
+             scheduler (async_simulation.py; nothing is measured): `efficiency_at_48`, and a table
+             over bandwidths. Three workers and one shard per node, 100 MB of weights (ResNet-50),
+             0.25 s per micro-batch without variation.
+training     real training on a simulated clock (async_training.py): ResNet-8 on Fashion-MNIST
+             from `--data-root` (layout: comparison_tasks.py) with staleness bounds 0, 1, 4, 16
+             and none: the final test accuracy and the staleness of each.
 """
 
 from __future__ import annotations
@@ -39,84 +40,87 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from async_simulation import Network, Simulation
-from async_training import final_accuracies
-from common import machine
 
+from benchmarks.async_simulation import Network, Simulation
+from benchmarks.async_training import final_accuracies
+from benchmarks.common import machine
 from raytrain_opt import Job
+from raytrain_opt.async_training.actors import ServerHandles, parameter_server
+from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
+from raytrain_opt.async_training.worker import RemoteServer
+from raytrain_opt.async_training.worker_loop import AsyncTrainer
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.cluster.connection import ray_session
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.models import build_model
-from raytrain_opt.optim.build import build_optimizer
-from raytrain_opt.pools.async_worker import Remote
-from raytrain_opt.pools.session import ray_session
-from raytrain_opt.pools.shards import ServerHandles, parameter_server
-from raytrain_opt.telemetry.records import versions
-from raytrain_opt.train.async_trainer import AsyncTrainer
-from raytrain_opt.train.share_clock import Done, Phase
-from raytrain_opt.train.state import HostState, to_host
-from raytrain_opt.train.totals import Buffers, Report
+from raytrain_opt.optim.factory import build_optimizer
+from raytrain_opt.recording.recorder import versions
+from raytrain_opt.results import AsyncWorkerMetrics, BufferUpdates
+from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.state import TrainingState, to_cpu_state
 
 WORKERS, SLOWER = 4, 4.0
-SHARE_SAMPLES = 32
+MICRO_BATCH_SAMPLES = 32
 INFO = DataInfo(10, (3, 32, 32), 10_000, 0, 0)
 PULL_BYTES = (50_000, 500_000, 5_000_000, 50_000_000)
 BOUNDS = [0, 1, 4, 16, None]
 WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 48)
 GBIT_PER_S = (10, 25, 100)
-MEGABYTES, SHARE_S, WORKERS_PER_NODE = 100, 0.25, 3
+MEGABYTES, MICRO_BATCH_S, WORKERS_PER_NODE = 100, 0.25, 3
 
 
 class Sleeper:
-    """A learner whose shares take a fixed time."""
+    """A learner whose micro-batches take a fixed time."""
 
     def __init__(self, job: Job, seconds: float) -> None:
-        self.job, self.seconds = job, seconds
+        self.config, self.seconds = LearnerConfig.from_job(job), seconds
         self.model = network(job)
 
-    def begin_shares(self, epoch: int, count: int) -> None: ...
+    def begin_micro_batches(self, epoch: int, count: int) -> None: ...
 
-    def batches_at(self, places: Iterator[tuple[int, int]]) -> Iterator[Batch]:
+    def micro_batches_at(self, places: Iterator[tuple[int, int]]) -> Iterator[Batch]:
         for _ in places:
-            yield Batch(torch.empty(SHARE_SAMPLES, 0), torch.zeros(SHARE_SAMPLES))
+            yield Batch(torch.empty(MICRO_BATCH_SAMPLES, 0), torch.zeros(MICRO_BATCH_SAMPLES))
 
     def add_gradient(self, batch: Batch, place: tuple[int, int]) -> tuple[float, int]:
         time.sleep(self.seconds)
         return 0.0, 0
 
-    def buffers(self, batches: int) -> Buffers:
-        return Buffers(batches, {}, {})
+    def buffers(self, batches: int) -> BufferUpdates:
+        return BufferUpdates(batches, {}, {})
 
 
 class SimulatedWorker:
-    """A process with one thread, as a Ray actor."""
+    """A worker process with one thread, as a Ray actor."""
 
     def __init__(self, job: Job, index: int) -> None:
         torch.set_num_threads(1)
         self.job, self.index = job, index
 
-    def asynchronous(self, handles: ServerHandles, phase: Phase, seconds: float) -> Report:
+    def asynchronous(
+        self, handles: ServerHandles, phase: EpochPhase, seconds: float
+    ) -> AsyncWorkerMetrics:
         learner: Any = Sleeper(self.job, seconds)
         trainer = AsyncTrainer(learner, len(handles.shards))
-        server = Remote(handles, phase.id, self.index, trainer.dtype)
+        server = RemoteServer(handles, phase.id, self.index, trainer.dtype)
         return trainer.train(phase, server, lambda _: None)
 
-    def pull(self, giver: Any, way: str, size: int, times: int) -> float:
-        """Seconds of as many fetches, each of new weights."""
+    def pull(self, source: Any, way: str, size: int, times: int) -> float:
+        """Return the seconds of `times` fetches, each of new weights."""
         started_s = monotonic_s()
         for version in range(times):
-            found = ray.get(getattr(giver, way).remote(size, version))
-            weights = ray.get(found[0]) if way == "reference" else found
+            answer = ray.get(getattr(source, way).remote(size, version))
+            weights = ray.get(answer[0]) if way == "reference" else answer
             assert len(weights) == size
         return monotonic_s() - started_s
 
-    def synchronous(self, meeting: str, steps: int, seconds: float) -> float:
-        """Seconds of `steps` steps, together."""
+    def synchronous(self, rendezvous: str, steps: int, seconds: float) -> float:
+        """Return the seconds of `steps` steps together with the other workers."""
         import torch.distributed as dist
 
         gradient = torch.cat([p.detach().flatten() for p in network(self.job).parameters()])
         dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=self.index, world_size=WORKERS
+            "gloo", init_method=f"file://{rendezvous}", rank=self.index, world_size=WORKERS
         )
         dist.all_reduce(gradient)
         dist.barrier()
@@ -125,15 +129,16 @@ class SimulatedWorker:
             time.sleep(seconds)
             dist.all_reduce(gradient)
             gradient /= WORKERS
-        took_s = monotonic_s() - started_s
+        duration_s = monotonic_s() - started_s
         dist.destroy_process_group()
-        return took_s
+        return duration_s
 
 
-class Giver:
-    """Weights of some size, handed out in two ways."""
+class WeightSource:
+    """A process that hands out weights of any size in two ways."""
 
     def __init__(self) -> None:
+        # A reference in a list arrives as a reference; on its own Ray would resolve it.
         self._boxed: dict[int, list[Any]] = {}
 
     def value(self, size: int, version: int) -> Any:
@@ -146,32 +151,35 @@ class Giver:
 
 
 def pull_ms(workers: Sequence[Any], times: int = 20) -> dict[str, dict[str, float]]:
-    """Milliseconds of one fetch, by size and way; the median worker."""
-    giver: Any = ray.remote(Giver).options(num_cpus=0).remote()
-    found: dict[str, dict[str, float]] = {}
+    """Return the median worker's milliseconds per fetch, by size and way."""
+    source: Any = ray.remote(WeightSource).options(num_cpus=0).remote()
+    fetch_ms: dict[str, dict[str, float]] = {}
     for size in PULL_BYTES:
         for way in ("value", "reference"):
-            seconds = ray.get([worker.pull.remote(giver, way, size, times) for worker in workers])
+            seconds = ray.get([worker.pull.remote(source, way, size, times) for worker in workers])
             milliseconds = round(1000 * median(seconds) / times, 2)
-            found.setdefault(f"{size / 1e6:g} MB", {})[way] = milliseconds
-    return found
+            fetch_ms.setdefault(f"{size / 1e6:g} MB", {})[way] = milliseconds
+    return fetch_ms
 
 
 def throughput(args: argparse.Namespace) -> dict[str, Any]:
-    """Both ways, with and without the slow worker."""
+    """Measure both kinds of training with and without the slow worker."""
     job = Job.model_validate(
         {
             "model": {"name": "resnet8", "args": {"width": 64}},
             "data": "digits",
             "epochs": 1,
-            "global_batch_size": WORKERS * SHARE_SAMPLES,
+            "global_batch_size": WORKERS * MICRO_BATCH_SAMPLES,
             "workers": {"count": WORKERS},
             "parallel": {"mode": "async", "staleness_bound": 16, "shards": args.shards},
         }
     )
     speeds: dict[str, list[float]] = {}
     staleness: dict[str, Any] = {}
-    with ray_session(None, verbose=False), parameter_server(job, INFO) as handles:
+    with (
+        ray_session(None, verbose=False),
+        parameter_server(LearnerConfig.from_job(job), INFO, job.max_restarts) as handles,
+    ):
         assert handles is not None
         make: Any = ray.remote(SimulatedWorker).options(num_cpus=0)
         workers = [make.remote(job, index) for index in range(WORKERS)]
@@ -180,86 +188,91 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.repeats):
             for name, slower in (("slow", SLOWER), ("even", 1.0)):
                 seconds = [args.seconds] * (WORKERS - 1) + [args.seconds * slower]
-                speed, seen = asynchronous(workers, handles, state, args.steps, seconds)
+                speed, staleness[name] = asynchronous(workers, handles, state, args.steps, seconds)
                 speeds.setdefault(f"async_{name}", []).append(speed)
-                staleness[name] = seen
                 speeds.setdefault(f"sync_{name}", []).append(
                     synchronous(workers, args.steps, seconds)
                 )
-                print({key: [round(v, 1) for v in at] for key, at in speeds.items()}, flush=True)
-    middle = {name: median(values) for name, values in speeds.items()}
+                print(rounded(speeds), flush=True)
+    medians = {name: median(values) for name, values in speeds.items()}
     return {
-        "async_over_sync": round(middle["async_slow"] / middle["sync_slow"], 3),
-        "async_over_sync_even": round(middle["async_even"] / middle["sync_even"], 3),
-        "samples_per_s": {name: [round(v, 1) for v in at] for name, at in speeds.items()},
+        "async_over_sync": round(medians["async_slow"] / medians["sync_slow"], 3),
+        "async_over_sync_even": round(medians["async_even"] / medians["sync_even"], 3),
+        "samples_per_s": rounded(speeds),
         "staleness": staleness,
         "pull_ms": pulls,
-        "share_s": args.seconds,
+        "micro_batch_s": args.seconds,
         "steps": args.steps,
         "shards": args.shards,
         "simulated_compute": True,
     }
 
 
+def rounded(speeds: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: [round(speed, 1) for speed in values] for name, values in speeds.items()}
+
+
 def asynchronous(
     workers: Sequence[Any], handles: ServerHandles, state: Any, steps: int, seconds: list[float]
 ) -> tuple[float, dict[str, object]]:
-    """Samples per second, and the staleness."""
-    phase = Phase(f"{monotonic_s()}", 1, 0, (0.01,) * steps, WORKERS, 16)
-    ray.get(handles.clock.begin.remote(phase, handles.shards, [state]))
+    """Return samples per second and the staleness of an asynchronous phase."""
+    phase = EpochPhase(f"{monotonic_s()}", 1, 0, (0.01,) * steps, WORKERS, 16)
+    ray.get(handles.coordinator.begin.remote(phase, handles.shards, [state]))
     ray.get([shard.load.remote(phase, [state]) for shard in handles.shards])
     pairs = zip(workers, seconds, strict=True)
-    reports: list[Report] = ray.get(
-        [worker.asynchronous.remote(handles, phase, each) for worker, each in pairs]
+    reports: list[AsyncWorkerMetrics] = ray.get(
+        [worker.asynchronous.remote(handles, phase, pause_s) for worker, pause_s in pairs]
     )
-    _, totals, staleness = ray.get(handles.clock.result.remote())
-    took_s = max(report.seconds for report in reports)
-    return totals.samples / took_s, staleness.to_record()
+    _, totals, staleness = ray.get(handles.coordinator.result.remote())
+    duration_s = max(report.duration_s for report in reports)
+    samples_per_s: float = totals.samples / duration_s
+    return samples_per_s, staleness.to_json()
 
 
 def synchronous(workers: Sequence[Any], steps: int, seconds: list[float]) -> float:
-    """Samples per second."""
+    """Return samples per second of synchronous training."""
     with tempfile.TemporaryDirectory() as folder:
         pairs = zip(workers, seconds, strict=True)
-        took_s = ray.get(
-            [worker.synchronous.remote(f"{folder}/meet", steps, each) for worker, each in pairs]
+        durations_s: list[float] = ray.get(
+            [
+                worker.synchronous.remote(f"{folder}/rendezvous", steps, pause_s)
+                for worker, pause_s in pairs
+            ]
         )
-    return steps * WORKERS * SHARE_SAMPLES / max(took_s)
+    return steps * WORKERS * MICRO_BATCH_SAMPLES / max(durations_s)
 
 
 def network(job: Job) -> torch.nn.Module:
-    """The one whose weights and gradients travel."""
+    """Return the network whose weights and gradients travel."""
     return build_model(
         job.model, num_classes=INFO.num_classes, sample_shape=INFO.sample_shape, seed=0
     ).to(memory_format=torch.channels_last)
 
 
-def start_state(job: Job) -> HostState:
-    """Of a training that has not begun."""
+def start_state(job: Job) -> TrainingState:
+    """Return the state before the first step."""
     model = network(job)
     optimizer = build_optimizer(job.optimizer, model, steps_per_epoch=1)
-    return to_host(model.state_dict(), optimizer.state_dict(), {}, copy=True)
+    return to_cpu_state(model.state_dict(), optimizer.state_dict(), {}, copy=True)
 
 
 def scaling(args: argparse.Namespace) -> dict[str, Any]:
-    """Efficiencies on simulated networks."""
-    table = [
+    """Compute the efficiencies on simulated networks."""
+    table: list[dict[str, Any]] = [
         {
             "gbit_per_s": gbit_per_s,
             "gradients": gradients,
             "efficiency": {
-                workers: round(efficiency(workers, gbit_per_s, half), 3)
+                workers: round(efficiency(workers, gbit_per_s, size), 3)
                 for workers in WORKER_COUNTS
             },
         }
         for gbit_per_s in GBIT_PER_S
-        for gradients, half in (("fp32", 1.0), ("bf16", 0.5))
+        for gradients, size in (("fp32", 1.0), ("bf16", 0.5))
     ]
-    [chosen] = [
-        row for row in table if row["gbit_per_s"] == args.gbit_per_s and row["gradients"] == "fp32"
-    ]
+    row = next(r for r in table if (r["gbit_per_s"], r["gradients"]) == (args.gbit_per_s, "fp32"))
     return {
-        "efficiency_at_48": chosen["efficiency"][48],
+        "efficiency_at_48": row["efficiency"][48],
         "scaling": table,
         "scaling_gbit_per_s": args.gbit_per_s,
         "scaling_shards_at_48": nodes_of(48),
@@ -269,40 +282,45 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def nodes_of(workers: int) -> int:
-    """As many as they fill, each with a shard."""
+    """Return the number of nodes that the workers fill; each has a shard."""
     return math.ceil(workers / WORKERS_PER_NODE)
 
 
-def efficiency(workers: int, gbit_per_s: float, gradient_part: float) -> float:
-    """Shares per second and worker, over those of one worker without any wait."""
+def efficiency(workers: int, gbit_per_s: float, gradient_size: float) -> float:
+    """Return the micro-batches per second and worker relative to one worker that never waits.
+
+    `gradient_size`: bytes of the gradients in units of the weights' bytes.
+    """
     nodes = nodes_of(workers)
     link = Network(
         nodes,
         nodes,
         weight_bytes=MEGABYTES * 1e6,
-        gradient_bytes=MEGABYTES * 1e6 * gradient_part,
+        gradient_bytes=MEGABYTES * 1e6 * gradient_size,
         bytes_per_s=gbit_per_s * 1e9 / 8,
     )
-    phase = Phase("1.0", 1, 0, (0.1,) * 60, workers, 16)
-    run = Simulation(phase, [SHARE_S] * workers, link, lambda _, share: Done(share, 0, 0, 0, 0))
-    return phase.size * SHARE_S / (run.run() * workers)
+    phase = EpochPhase("1.0", 1, 0, (0.1,) * 60, workers, 16)
+    run = Simulation(
+        phase, [MICRO_BATCH_S] * workers, link, lambda _, index: MicroBatchDone(index, 0, 0, 0, 0)
+    )
+    return phase.size * MICRO_BATCH_S / (run.run() * workers)
 
 
 def main() -> None:
     args = _arguments()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if "throughput" in args.parts:
-        found |= throughput(args)
+        result |= throughput(args)
     if "scaling" in args.parts:
-        found |= scaling(args)
+        result |= scaling(args)
     if "training" in args.parts:
         torch.set_num_threads(1)
-        found["training"] = final_accuracies(
+        result["training"] = final_accuracies(
             args.data_root, BOUNDS, args.epochs, args.samples, args.side
         )
-        found["training_data"] = "made up" if args.data_root is None else "Fashion-MNIST"
-        found["training_epochs"] = args.epochs
-    print(json.dumps({**found, "machine": machine(), "versions": versions()}))
+        result["training_data"] = "synthetic" if args.data_root is None else "Fashion-MNIST"
+        result["training_epochs"] = args.epochs
+    print(json.dumps({**result, "machine": machine(), "versions": versions()}))
 
 
 def _arguments() -> argparse.Namespace:
@@ -310,14 +328,14 @@ def _arguments() -> argparse.Namespace:
     names = ("throughput", "scaling", "training")
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60, help="of 4 shares each")
-    parser.add_argument("--seconds", type=float, default=0.25, help="of a share")
+    parser.add_argument("--steps", type=int, default=60, help="of 4 micro-batches each")
+    parser.add_argument("--seconds", type=float, default=0.25, help="of a micro-batch")
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--gbit-per-s", type=int, choices=GBIT_PER_S, default=25)
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--samples", type=int, default=3072, help="training images")
-    parser.add_argument("--side", type=int, default=28, help="pixels")
+    parser.add_argument("--side", type=int, default=28, help="pixels of an image's side")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What the two batch-size benchmarks share: one training, its finders, the sweep, the regret."""
+"""Shared by the two batch-size benchmarks: a training, its finders, the sweep, the regret."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from raytrain_opt import MinibatchSizeOptimizer
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.config.schema import ModelSection
-from raytrain_opt.minibatch import endless_batches
 from raytrain_opt.models import build_model
-from raytrain_opt.train.probe import Subject, measure, sampler_of
-from raytrain_opt.train.probe_result import Probe
+from raytrain_opt.results import Probe
+from raytrain_opt.train.batch_size_finder import endless_batches
+from raytrain_opt.train.probe import ProbedTraining, measure, open_probe_sampler
 
 STRATEGIES = ("throughput_knee", "epoch_time_minimize", "gpu_usage_maximize")
 
 
 @dataclass(frozen=True)
-class Found:
-    """One run of a finder."""
+class FinderRun:
+    """What one run of a finder chose, and its cost."""
 
     batch_size: int
     probes: int
     seconds: float
 
 
-Finder = Callable[[], Found]
+Finder = Callable[[], FinderRun]
 
 
-class OfPixels(nn.Module):
-    """A network that is given uint8 images [N, C, H, W], scales them and wants channels_last."""
+class PixelInput(nn.Module):
+    """A channels_last network for uint8 images [N, C, H, W], which it scales first."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -53,8 +53,10 @@ class OfPixels(nn.Module):
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained. `settings`: of every finder and measurement, as in the job file;
-    `loader`: of the DataLoader.
+    """A training whose batch size is searched.
+
+    `settings` are the job file's, for every finder and measurement; `loader` is for the
+    DataLoader.
     """
 
     model: nn.Module
@@ -68,26 +70,28 @@ class Training:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def find(self, strategy: str, **settings: Any) -> Found:
-        """Run a strategy of the package on it, in this process."""
+    def find(self, strategy: str, **settings: Any) -> FinderRun:
+        """Run one of the package's strategies in this process."""
         started_s = monotonic_s()
         choice = MinibatchSizeOptimizer(strategy, **{**self.settings, **settings}).apply(
             self.model, self.optimizer, self.dataset, autocast=self.autocast, **self.loader
         )
-        return Found(choice.batch_size, len(choice.probes), monotonic_s() - started_s)
+        return FinderRun(choice.batch_size, len(choice.probes), monotonic_s() - started_s)
 
-    def probe(self, batch_size: int, precision: float, max_seconds: float) -> Probe:
-        """Measure one size, as the finders do."""
-        given = {**self.settings, "precision": precision, "max_seconds": max_seconds}
-        section = ThroughputKneeSearch.model_validate({"strategy": "throughput_knee", **given})
+    def probe(self, batch_size: int, relative_error: float, max_probe_s: float) -> Probe:
+        """Measure one size as the finders do."""
+        limits = {"relative_error": relative_error, "max_probe_s": max_probe_s}
+        section = ThroughputKneeSearch.model_validate(
+            {"strategy": "throughput_knee", **self.settings, **limits}
+        )
         scaler = torch.amp.GradScaler(self.device.type, enabled=False)
         batches = endless_batches(self.dataset, self.device, self.loader)
-        subject = Subject(
+        training = ProbedTraining(
             self.model, self.optimizer, cross_entropy, batches, self.device, self.autocast, scaler
         )
-        sampler = sampler_of(section, self.device, torch.get_num_threads())
+        sampler = open_probe_sampler(section, self.device, torch.get_num_threads())
         try:
-            return measure(subject, batch_size, section, sampler)
+            return measure(training, batch_size, section, sampler)
         finally:
             sampler.close()
 
@@ -100,15 +104,15 @@ def sgd_training(
     device: torch.device,
     **rest: Any,
 ) -> Training:
-    """SGD with momentum on a new network; `rest`: fields of `Training`."""
+    """Build a network with momentum SGD; `rest` are more fields of `Training`."""
     built = build_model(network, num_classes=classes, sample_shape=shape, seed=0)
-    model = OfPixels(built).to(device)
+    model = PixelInput(built).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     return Training(model, optimizer, dataset, **rest)
 
 
 def strategies(training: Training, max_loops: int) -> dict[str, Finder]:
-    """The package's own finders; `max_loops` for the published ones."""
+    """Return the package's finders; `max_loops` bounds the probes of the published ones."""
     return {
         name: partial(training.find, name, **_published(name, max_loops)) for name in STRATEGIES
     }
@@ -121,7 +125,7 @@ def _published(strategy: str, max_loops: int) -> dict[str, Any]:
 def compare(
     training: Training, finders: Mapping[str, Finder], args: Namespace
 ) -> dict[str, object]:
-    """Sweep, finders and regret of one training, for the JSON."""
+    """Return the sweep, the finders' choices and their regret for the JSON object."""
     rate = partial(_rate, training, args)
     passes = _sweep(rate, args.sizes, args.passes)
     sweep = {size: median(rates) for size, rates in passes.items()}
@@ -129,8 +133,8 @@ def compare(
     say(f"best of the sweep: {best}, {sweep[best]:.1f} samples/s")
     runs = _repeated(finders, args.repeats)
     pairs = _pairs_with_best(rate, _choices(runs.values()), best, args.pairs)
-    report = {name: _finder(of_finder, pairs) for name, of_finder in runs.items()}
-    knee_s, epoch_time_s = (median(f.seconds for f in runs[n]) for n in STRATEGIES[:2])
+    report = {name: _finder_report(finder_runs, pairs) for name, finder_runs in runs.items()}
+    knee_s, epoch_time_s = (median(run.seconds for run in runs[n]) for n in STRATEGIES[:2])
     return {
         "finders": report,
         "knee_seconds_over_epoch_time_seconds": round(knee_s / epoch_time_s, 4),
@@ -141,95 +145,95 @@ def compare(
 
 
 def _rate(training: Training, args: Namespace, size: int) -> float:
-    """Samples/s, 0 where the size does not fit into memory."""
-    probe = training.probe(size, args.sweep_precision, args.sweep_max_seconds)
+    """Return samples/s; 0 if the size does not fit into memory."""
+    probe = training.probe(size, args.sweep_relative_error, args.sweep_max_probe_s)
     return probe.samples_per_s if probe.status == "ok" else 0.0
 
 
 def _sweep(
     rate: Callable[[int], float], sizes: Sequence[int], passes: int
 ) -> dict[int, list[float]]:
-    """Every size once a pass, up and down in turn: a drift of the machine hits all alike."""
-    found: dict[int, list[float]] = {size: [] for size in sorted(set(sizes))}
+    """Measure every size once per pass, up and down in turn: a drift affects all sizes alike."""
+    rates: dict[int, list[float]] = {size: [] for size in sorted(set(sizes))}
     for number in range(passes):
-        for size in sorted(found, reverse=number % 2 == 1):
-            found[size].append(rate(size))
-        shown = {size: round(rates[-1]) for size, rates in found.items()}
-        say(f"sweep {number + 1} of {passes}, samples/s: {shown}")
-    return found
+        for size in sorted(rates, reverse=number % 2 == 1):
+            rates[size].append(rate(size))
+        latest = {size: round(values[-1]) for size, values in rates.items()}
+        say(f"sweep {number + 1} of {passes}, samples/s: {latest}")
+    return rates
 
 
-def _repeated(finders: Mapping[str, Finder], repeats: int) -> dict[str, list[Found]]:
-    """In turn, each time in the opposite order."""
-    runs: dict[str, list[Found]] = {name: [] for name in finders}
+def _repeated(finders: Mapping[str, Finder], repeats: int) -> dict[str, list[FinderRun]]:
+    """Run the finders in turn, each time in the opposite order."""
+    runs: dict[str, list[FinderRun]] = {name: [] for name in finders}
     for repeat in range(repeats):
         for name in list(finders)[:: 1 if repeat % 2 == 0 else -1]:
-            found = finders[name]()
-            runs[name].append(found)
+            run = finders[name]()
+            runs[name].append(run)
             say(
-                f"{name}, run {repeat + 1} of {repeats}: {found.batch_size} "
-                f"after {found.probes} probes in {found.seconds:.1f} s"
+                f"{name}, run {repeat + 1} of {repeats}: {run.batch_size} "
+                f"after {run.probes} probes in {run.seconds:.1f} s"
             )
     return runs
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Samples/s of a size, and the share of the best size's in the same pair."""
+    """Samples/s of a size, also as a fraction of the best size's in the same pair."""
 
     samples_per_s: float
-    share: float
+    fraction: float
 
 
 def _pairs_with_best(
     rate: Callable[[int], float], sizes: Iterable[int], best: int, pairs: int
 ) -> dict[int, _Pairs]:
-    """Medians over pairs, which are measured in turn and each time in the opposite order.
+    """Return medians over pairs, measured in turn and each time in the opposite order.
 
-    The best size loses nothing to itself: it is not compared, only measured.
+    The best size is measured, not compared with itself.
     """
     rates: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
     for pair in range(pairs):
-        for size, of_size in rates.items():
+        for size, size_rates in rates.items():
             order = (size, best) if pair % 2 == 0 else (best, size)
-            measured = {each: rate(each) for each in dict.fromkeys(order)}
-            of_size.append((measured[size], measured[best]))
+            measured = {batch_size: rate(batch_size) for batch_size in dict.fromkeys(order)}
+            size_rates.append((measured[size], measured[best]))
         say(f"pair {pair + 1} of {pairs} of each choice with the best size")
     return {
-        size: _Pairs(median(own for own, _ in of_size), median(own / b for own, b in of_size))
-        for size, of_size in rates.items()
+        size: _Pairs(median(own for own, _ in rated), median(own / top for own, top in rated))
+        for size, rated in rates.items()
     }
 
 
-def _choices(runs: Iterable[Sequence[Found]]) -> list[int]:
-    return sorted({found.batch_size for of_finder in runs for found in of_finder})
+def _choices(runs: Iterable[Sequence[FinderRun]]) -> list[int]:
+    return sorted({run.batch_size for finder_runs in runs for run in finder_runs})
 
 
-def _finder(runs: Sequence[Found], pairs: Mapping[int, _Pairs]) -> dict[str, object]:
-    """Medians over the runs of a finder; its choices may differ from run to run."""
-    choices = [found.batch_size for found in runs]
+def _finder_report(runs: Sequence[FinderRun], pairs: Mapping[int, _Pairs]) -> dict[str, object]:
+    """Return medians over the runs of a finder; its choices may differ from run to run."""
+    choices = [run.batch_size for run in runs]
     return {
-        "probes": median(found.probes for found in runs),
-        "seconds": round(median(found.seconds for found in runs), 2),
+        "probes": median(run.probes for run in runs),
+        "seconds": round(median(run.seconds for run in runs), 2),
         "choice": median_low(choices),
         "samples_per_s_of_choice": round(median(pairs[c].samples_per_s for c in choices), 1),
-        "regret_pct": round(median(100 * (1 - pairs[c].share) for c in choices), 2),
+        "regret_pct": round(median(100 * (1 - pairs[c].fraction) for c in choices), 2),
         "choices": choices,
-        "seconds_all": [round(found.seconds, 2) for found in runs],
+        "seconds_all": [round(run.seconds, 2) for run in runs],
     }
 
 
 def add_arguments(parser: ArgumentParser, **defaults: object) -> None:
-    """Those that `compare` reads, and `--max-seconds` and `--max-loops` for the finders."""
-    parser.add_argument("--sizes", type=int, nargs="+", help="of the sweep")
-    parser.add_argument("--passes", type=int, help="of the sweep")
+    """Add the options that `compare` reads, and `--max-probe-s` and `--max-loops` for finders."""
+    parser.add_argument("--sizes", type=int, nargs="+", help="batch sizes of the sweep")
+    parser.add_argument("--passes", type=int, help="passes of the sweep")
     parser.add_argument("--repeats", type=int, help="runs of each finder")
     parser.add_argument("--pairs", type=int, help="measurements of a choice beside the best size")
     parser.add_argument("--max-batch-size", type=int, help="for all finders")
-    parser.add_argument("--max-seconds", type=float, help="of a finder's probe, timed")
-    parser.add_argument("--max-loops", type=int, help="of the published strategies")
-    parser.add_argument("--sweep-precision", type=float, help="of the sweep and the pairs")
-    parser.add_argument("--sweep-max-seconds", type=float, help="of one measurement in them")
+    parser.add_argument("--max-probe-s", type=float, help="timed seconds of a finder's probe")
+    parser.add_argument("--max-loops", type=int, help="probes of the published strategies")
+    parser.add_argument("--sweep-relative-error", type=float, help="of the sweep and the pairs")
+    parser.add_argument("--sweep-max-probe-s", type=float, help="of one measurement in them")
     parser.set_defaults(**defaults)
 
 

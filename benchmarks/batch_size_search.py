@@ -1,33 +1,32 @@
-"""Finders of the batch size against an exhaustive sweep, on real training on CPU.
+"""Batch-size finders against an exhaustive sweep, on real training on CPU.
 
-    python benchmarks/batch_size_search.py [--repeats 3] [--pairs 5] [--data-root FOLDER]
+    python -m benchmarks.batch_size_search [--repeats 3] [--pairs 5] [--data-root FOLDER]
 
-ResNet-8, SGD with momentum, made-up uint8 images of Fashion-MNIST's shape in a TensorDataset
-behind a DataLoader without workers; `--data-root` takes the first `--samples` of the real set
+ResNet-8, momentum SGD, synthetic uint8 images of Fashion-MNIST's shape in a TensorDataset behind
+a DataLoader without workers; `--data-root` takes the first `--samples` images of the real set
 (FOLDER/FashionMNIST/raw, IDX files, gzipped or not). One process, `--threads` compute threads.
 
 1. Sweep: samples/s of training at sizes from 8 to 1,024, measured by the package's own probe
-   but to a tighter precision, in passes of opposite order. `sweep` has the medians.
+   but to a smaller relative error, in passes of opposite order. `sweep` holds the medians.
 2. Finders, `--repeats` times in turn: the package's three strategies through
    `MinibatchSizeOptimizer` with `max_batch_size` 1,024, and Lightning's BatchSizeFinder
    (`Tuner.scale_batch_size`, mode power, 3 steps a trial, from 2) on the same network and data.
 3. Every choice is measured beside the best size of the sweep, `--pairs` times in turn.
 
-Of each finder, medians over its runs: `probes`, `seconds` (the whole call; imports and building
-the network do not count), `choice` (the lower median), `samples_per_s_of_choice`, and
-`regret_pct` = 100 * (1 - median over pairs of choice / best). The best size is the best of a
-noisy sweep, so a choice may beat it: then the regret is negative.
+Medians over the runs of each finder: `probes`, `seconds` (the complete call, without imports and
+building the network), `choice` (the lower median), `samples_per_s_of_choice`, and `regret_pct` =
+100 * (1 - median over pairs of choice / best). The best size is the best of a noisy sweep, so a
+choice may beat it: then the regret is negative.
 
-Two finders are not made for this machine. BatchSizeFinder looks for the largest size that
-fits into memory and measures no speed; here all fit, so it stops at its bound (1,024, which it
-chooses without having tried it): its regret says what that bound costs, no more. And
-GpuUsageMaximize sees CPU time of the process (`utilization.sampler: cpu`, samples of 0.2 s, right
-to 5 %), which is close to 100 % at any size when nothing else runs: the published rule then
-shrinks the batch. To save time, `--max-loops` bounds the published strategies' probes (100 by
-default in a job). All other settings are a job's defaults: a probe of ThroughputKnee ends at a
-standard error of 2 %, because that strategy repeats what is too noisy, those of the published ones
-at 1 %, because they look at each size once; `--max-seconds 0.7` makes all probes about equally
-long.
+Two finders are not made for this machine. BatchSizeFinder looks for the largest size that fits
+into memory and measures no speed. Here every size fits, so it stops at its bound (1,024, chosen
+without having been tried): its regret is the cost of that bound, no more. GpuUsageMaximize sees
+its CPU time (`utilization.sampler: cpu`, samples of 0.2 s, correct to 5 %), which is close
+to 100 % at any size when nothing else runs: the published rule then shrinks the batch. To save
+time, `--max-loops` bounds the published strategies' probes (100 by default in a job). All other
+settings are a job's defaults: a probe of ThroughputKnee ends at a standard error of 2 %, because
+that strategy repeats noisy sizes, a probe of the published strategies at 1 %, because they look
+at each size once. `--max-probe-s 0.7` makes all probes about equally long.
 
 Measure on a machine with nothing else to do; on 2 cores it takes 6 to 10 minutes. The last line
 is one JSON object.
@@ -47,16 +46,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from batch_size_common import Finder, Found, Training, add_arguments, compare, sgd_training
-from batch_size_common import strategies as our_strategies
-from common import machine, made_up_images
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from benchmarks.batch_size_common import (
+    Finder,
+    FinderRun,
+    Training,
+    add_arguments,
+    compare,
+    sgd_training,
+)
+from benchmarks.batch_size_common import strategies as our_strategies
+from benchmarks.common import finite, machine, synthetic_images
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import ModelSection
-from raytrain_opt.telemetry.records import finite, versions
+from raytrain_opt.recording.recorder import versions
 
 CLASSES, IMAGE_SHAPE = 10, (1, 28, 28)
 SIZES = [8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
@@ -79,7 +85,7 @@ def main() -> None:
 def cpu_training(args: argparse.Namespace) -> Training:
     settings = {
         "max_batch_size": args.max_batch_size,
-        "max_seconds": args.max_seconds,
+        "max_probe_s": args.max_probe_s,
         "utilization": UTILIZATION,
     }
     return sgd_training(
@@ -93,9 +99,9 @@ def cpu_training(args: argparse.Namespace) -> Training:
 
 
 def _dataset(args: argparse.Namespace) -> TensorDataset:
-    """uint8 [samples, 1, 28, 28] and labels."""
+    """Return uint8 images [samples, 1, 28, 28] and labels."""
     if args.data_root is None:
-        images, labels = made_up_images(args.samples, IMAGE_SHAPE, CLASSES)
+        images, labels = synthetic_images(args.samples, IMAGE_SHAPE, CLASSES)
     else:
         raw = Path(args.data_root, "FashionMNIST", "raw")
         images = _idx(raw / "train-images-idx3-ubyte", 16)[: args.samples * 28 * 28].copy()
@@ -105,22 +111,22 @@ def _dataset(args: argparse.Namespace) -> TensorDataset:
 
 
 def _idx(path: Path, header_bytes: int) -> Any:
-    """The bytes of an IDX file after its header, from `path` or `path`.gz."""
+    """Return the bytes of an IDX file after its header, from `path` or `path`.gz."""
     packed = path.with_name(path.name + ".gz")
     data = path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
     return np.frombuffer(data, np.uint8, offset=header_bytes)
 
 
 def lightning_finder(training: Training, largest: int, folder: str) -> Finder:
-    """BatchSizeFinder on a copy of the network, as its documentation calls it."""
+    """Return a finder that runs BatchSizeFinder on a copy of the network, as documented."""
     import lightning.pytorch as pl
     from lightning.pytorch.tuner.tuning import Tuner
 
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
-    class Module(pl.LightningModule):
-        """`batch_size` is the attribute that Lightning scales; `tried` is ours."""
+    class Module(pl.LightningModule):  # type: ignore[misc]  # Lightning is optional
+        """The network; Lightning scales its `batch_size`, and `tried` keeps the sizes."""
 
         def __init__(self, network: nn.Module, dataset: Dataset[Any]) -> None:
             super().__init__()
@@ -147,7 +153,7 @@ def lightning_finder(training: Training, largest: int, folder: str) -> Finder:
 
     group = training.optimizer.param_groups[0]
 
-    def find() -> Found:
+    def find() -> FinderRun:
         module = Module(copy.deepcopy(training.model), training.dataset)
         started_s = monotonic_s()
         with warnings.catch_warnings():
@@ -165,7 +171,7 @@ def lightning_finder(training: Training, largest: int, folder: str) -> Finder:
                 module, mode="power", steps_per_trial=3, max_val=largest
             )
         assert size is not None  # it is None for fast_dev_run only
-        return Found(size, len(module.tried), monotonic_s() - started_s)
+        return FinderRun(size, len(module.tried), monotonic_s() - started_s)
 
     return find
 
@@ -173,11 +179,11 @@ def lightning_finder(training: Training, largest: int, folder: str) -> Finder:
 def _setting(args: argparse.Namespace) -> dict[str, object]:
     from importlib.metadata import version
 
-    given = {key: value for key, value in vars(args).items() if key != "data_root"}
+    settings = {key: value for key, value in vars(args).items() if key != "data_root"}
     return {
-        **given,
+        **settings,
         "model": "resnet8",
-        "data": "made up" if args.data_root is None else "Fashion-MNIST",
+        "data": "synthetic" if args.data_root is None else "Fashion-MNIST",
         "machine": machine(),
         "versions": {**versions(), "lightning": version("lightning")},
     }
@@ -196,10 +202,10 @@ def _arguments() -> argparse.Namespace:
         repeats=3,
         pairs=5,
         max_batch_size=1024,
-        max_seconds=10.0,
+        max_probe_s=10.0,
         max_loops=30,
-        sweep_precision=0.005,
-        sweep_max_seconds=1.2,
+        sweep_relative_error=0.005,
+        sweep_max_probe_s=1.2,
     )
     args = parser.parse_args()
     if max(*args.sizes, args.max_batch_size) > args.samples:

@@ -1,4 +1,4 @@
-"""What the comparisons have in common on the command line: options, settings, progress."""
+"""Shared by the comparisons' command lines: options, settings, progress."""
 
 from __future__ import annotations
 
@@ -8,55 +8,56 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comparison_tasks import MADE_UP, Task
-from comparison_units import Cache, Setting, Unit, computed, missing
-
+from benchmarks.comparison_tasks import SYNTHETIC, Task
+from benchmarks.comparison_units import Cache, Setting, Unit, compute_all, missing
 from raytrain_opt.clock import monotonic_s
 
 
 def command(
     description: str, tasks: Mapping[str, Task], rows: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """With the options of every comparison; `parsed` reads them."""
+    """Return a parser with the options of every comparison; `parse` reads them."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data-root", type=Path, help="folder of the image sets")
-    parser.add_argument("--tasks", nargs="+", choices=[*tasks, MADE_UP.name])
+    parser.add_argument("--tasks", nargs="+", choices=[*tasks, SYNTHETIC.name])
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
-    parser.add_argument("--seeds", type=int, help="how many")
+    parser.add_argument("--seeds", type=int, help="number of seeds")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--epochs", type=int)
-    parser.add_argument("--scale", type=float, help="factor of the images")
+    parser.add_argument("--scale", type=float, help="factor of the number of images")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--cache", type=Path, help="file that keeps what was computed")
-    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="more such files")
+    parser.add_argument("--cache", type=Path, help="file that keeps every result")
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", default=[], help="more such files, read only"
+    )
     parser.add_argument("--quick", action="store_true", help="a smaller run")
     return parser
 
 
-def parsed(
+def parse(
     parser: argparse.ArgumentParser,
-    given: Sequence[str] | None,
+    argv: Sequence[str] | None,
     tasks: Mapping[str, Task],
-    whole: Mapping[str, Any],
+    full: Mapping[str, Any],
     quick: Mapping[str, Any],
 ) -> argparse.Namespace:
-    """What was asked for; for what was not, the values of `whole`, or of `quick`."""
-    args = parser.parse_args(given)
-    for name, value in (quick if args.quick else whole).items():
+    """Parse `argv`, with the values of `full` (or `quick`) for options that are not given."""
+    args = parser.parse_args(argv)
+    for name, value in (quick if args.quick else full).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    every = {**tasks, MADE_UP.name: MADE_UP}
-    args.tasks = [every[name] for name in args.tasks]
-    if args.data_root is None and args.tasks != [MADE_UP]:
+    all_tasks = {**tasks, SYNTHETIC.name: SYNTHETIC}
+    args.tasks = [all_tasks[name] for name in args.tasks]
+    if args.data_root is None and args.tasks != [SYNTHETIC]:
         parser.error(
-            "--data-root: the folder of the image sets; see the head of comparison_tasks.py for "
-            "its layout"
+            "--data-root is required: the folder of the image sets (layout: the docstring of "
+            "benchmarks/comparison_tasks.py)"
         )
     return args
 
 
-def settings_of(args: argparse.Namespace, folder: Path) -> list[Setting]:
-    """Every task with every seed; their data are written below `folder`."""
+def prepare_settings(args: argparse.Namespace, folder: Path) -> list[Setting]:
+    """Return every task with every seed; write the tasks' data below `folder`."""
     tasks = [task.scaled(args.scale) for task in args.tasks]
     data = {task.name: task.prepare(args.data_root, folder) for task in tasks}
     return [
@@ -66,8 +67,8 @@ def settings_of(args: argparse.Namespace, folder: Path) -> list[Setting]:
     ]
 
 
-def described(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str, Any]:
-    """What was compared, for the JSON."""
+def setting_record(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str, Any]:
+    """Return tasks, seeds and epochs for the JSON object."""
     tasks = {setting.task.name: setting.task for setting in settings}
     return {
         "tasks": {name: vars(task) for name, task in tasks.items()},
@@ -77,14 +78,14 @@ def described(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str
     }
 
 
-def fill(kept: Cache, wanted: Sequence[Unit], processes: int) -> None:
-    """Compute what is not kept yet, with a line of progress for each."""
-    started_s, units = monotonic_s(), missing(wanted, kept)
-    for done, (unit, result) in enumerate(computed(units, processes), start=1):
-        kept.add(unit, result)
+def compute_missing(cache: Cache, units: Sequence[Unit], processes: int) -> None:
+    """Compute the units that are not in the cache, printing a line for each."""
+    started_s, todo = monotonic_s(), missing(units, cache)
+    for done, (unit, result) in enumerate(compute_all(todo, processes), start=1):
+        cache.add(unit, result)
         setting = unit.setting
         print(
-            f"{monotonic_s() - started_s:6.0f} s  {done}/{len(units)}  {setting.task.name} "
+            f"{monotonic_s() - started_s:6.0f} s  {done}/{len(todo)}  {setting.task.name} "
             f"seed {setting.seed}  {unit.name}: {100 * result['accuracy']:.2f} %, "
             f"{result['samples'] / setting.training_samples:.2f} trainings, "
             f"{result['seconds']:.1f} s, peak {result['peak_lr']:.4g}"

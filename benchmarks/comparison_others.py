@@ -1,4 +1,4 @@
-"""Schedule-free SGD and Lightning's lr_find, on the product's learner."""
+"""Schedule-free SGD and Lightning's lr_find on the product's learner."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from itertools import count
 
 import numpy as np
 import torch
-from in_process import WHOLE, Outcome, Point, Reporter, open_learner, train_in_process
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
+from benchmarks.in_process import WHOLE, Outcome, Point, Reporter, open_learner, train_in_process
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.config.schema import Job
 from raytrain_opt.train.learner import Learner
 
-# Training batches that schedule-free's averaged weights have their BatchNorm statistics from.
+# Training batches that give schedule-free's averaged weights their BatchNorm statistics.
 _NORM_BATCHES = 10
 
 
 def train_schedulefree(job: Job) -> Outcome:
-    """schedulefree.SGDScheduleFree in place of momentum SGD, at the job's constant rate, with
-    its own warm-up of the job's length.
+    """Train with schedulefree.SGDScheduleFree at the job's rate, with its own warm-up.
 
-    It is evaluated at its averaged weights, for which it asks for fresh BatchNorm statistics:
-    those of some training batches, without gradients; no samples are counted for that.
+    It is evaluated at its averaged weights, which need fresh BatchNorm statistics: those of some
+    training batches, without gradients; no samples are counted for that.
     """
     from schedulefree import SGDScheduleFree
 
@@ -43,7 +42,7 @@ def train_schedulefree(job: Job) -> Outcome:
         warmup_steps=section.warmup.epochs * steps,
     )
     learner.optimizer = optimizer
-    reporter, samples = Reporter(learner), 0
+    reporter, samples = Reporter(learner, job.epochs), 0
     for epoch in range(1, job.epochs + 1):
         optimizer.train()
         totals = learner.train(epoch, 0, (section.initial,) * steps, WHOLE)
@@ -60,20 +59,21 @@ def train_schedulefree(job: Job) -> Outcome:
 
 
 def train_after_lr_find(job: Job, by: str) -> Outcome:
-    """Lightning's range test with its defaults on the job's network and data, then the job's
-    schedule from the rate that it suggests; the job's own rate where it suggests none.
+    """Train the job's schedule from the rate that Lightning's range test suggests.
 
-    `by`: "lightning", its own suggestion; or "step", where the smoothed loss falls most from
-    one update to the next, as Lightning suggested before 2.5.3. Since then it divides by the
-    difference of the rates, which is least among the smallest: its issue 21141.
+    The range test has its default settings; the job's own rate is used if it suggests none.
+    `by`: "lightning", its own suggestion; or "step", the rate at which the smoothed loss falls
+    most from one update to the next, which was the suggestion before 2.5.3. Since then Lightning
+    divides by the difference of the rates, which is smallest among the smallest rates (its issue
+    21141).
     """
     section, started_s = _section(job), monotonic_s()
-    found, samples = _lr_found(job, by)
+    suggestion, samples = _suggest_lr(job, by)
     seconds = monotonic_s() - started_s
-    lr = section.initial if found is None else found
+    lr = section.initial if suggestion is None else suggestion
     tuned = section.model_copy(update={"initial": lr})
     outcome = train_in_process(job.model_copy(update={"learning_rate": tuned}))
-    outcome.notes.append({"suggested_lr": found})
+    outcome.notes.append({"suggested_lr": suggestion})
     outcome.search_samples += samples
     outcome.samples += samples
     outcome.seconds += seconds
@@ -84,8 +84,8 @@ def train_after_lr_find(job: Job, by: str) -> Outcome:
     return outcome
 
 
-def _lr_found(job: Job, by: str) -> tuple[float | None, int]:
-    """The suggestion, and the samples trained for it."""
+def _suggest_lr(job: Job, by: str) -> tuple[float | None, int]:
+    """Return the suggestion and the samples trained for it."""
     import lightning.pytorch as pl
     from lightning.pytorch.tuner.tuning import Tuner
 
@@ -94,8 +94,8 @@ def _lr_found(job: Job, by: str) -> tuple[float | None, int]:
     learner = open_learner(job)
     batches = _EndlessBatches(learner)
 
-    class Module(pl.LightningModule):
-        """`lr` is the attribute that Lightning looks for."""
+    class Module(pl.LightningModule):  # type: ignore[misc]  # Lightning is optional
+        """The network; Lightning sets its `lr`."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -119,34 +119,34 @@ def _lr_found(job: Job, by: str) -> tuple[float | None, int]:
             default_root_dir=folder,
         )
         finder = Tuner(trainer).lr_find(Module(), DataLoader(batches, batch_size=None))
-    assert finder is not None  # it is None for fast_dev_run only
-    found = finder.suggestion() if by == "lightning" else _steepest(finder.results)
-    return found, len(finder.results["loss"]) * job.global_batch_size
+    assert finder is not None  # None for fast_dev_run only
+    suggestion = finder.suggestion() if by == "lightning" else _steepest(finder.results)
+    return suggestion, len(finder.results["loss"]) * job.global_batch_size
 
 
 def _steepest(results: Mapping[str, Sequence[float]], skip_begin: int = 10) -> float:
-    """The rate at the steepest fall per update; with the updates that Lightning leaves out."""
+    """Return the rate at the steepest fall per update, skipping the updates Lightning skips."""
     losses = np.array(results["loss"][skip_begin:-1])
     gradients = np.where(np.isfinite(losses), np.gradient(losses), np.inf)
     return results["lr"][skip_begin + int(np.nanargmin(gradients))]
 
 
 class _EndlessBatches(IterableDataset[tuple[Tensor, Tensor]]):
-    """The learner's training batches, epoch after epoch."""
+    """The learner's training batches without end, epoch after epoch."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        steps = self.learner.info.train_size // self.learner.job.global_batch_size
+        steps = self.learner.info.train_size // self.learner.config.global_batch_size
         for epoch in count(1):
             yield from _batches(self.learner, epoch, range(steps))
 
 
 def _batches(learner: Learner, epoch: int, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
-    """x and y of whole batches, augmented as in training."""
-    size = learner.job.global_batch_size
-    for batch in learner.data.train(epoch, steps, range(1), 1, size):
+    """Yield x and y of global batches, augmented as in training."""
+    size = learner.config.global_batch_size
+    for batch in learner.data.train_batches(epoch, steps, range(1), 1, size):
         yield batch.x, batch.y
 
 

@@ -1,34 +1,40 @@
-"""The rows of the comparison: which trainings each is made of, and what it says of them."""
+"""The rows of the comparison: the trainings of each row, and how they are summarized."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from comparison_units import Result, Setting, Unit
+from benchmarks.comparison_units import Result, Setting, Unit
 
-# Times the optimiser's usual rate, which is in the grid: its training is one of the grid's.
+# Factors of the optimizer's customary rate; 1 is among them, so that training is computed once.
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-# Ours is not told the optimiser's usual rate.
+# Ours does not know the optimizer's customary rate and starts from this one.
 DEFAULT_LR = 0.1
 SCHEDULEFREE_DEFAULT_LR = 1.0
-# Lower ones lose by points here.
+# Lower rates lose by points here.
 SCHEDULEFREE_LRS = (SCHEDULEFREE_DEFAULT_LR, 3.0, 10.0)
 WARMUP = 0.1
-WRONG_BY = 100.0
+WRONG_START_FACTOR = 100.0
+# Yamada et al., table 1: 200 of 2,500 iterations of pre-training; 4 of 40 epochs at 0.005.
+STPT_LR = 0.1
+STPT_ALPHA = 200 / 2500
+STPT_WARMUP_FRACTION = 4 / 40
+STPT_WARMUP_LR = 0.005
 
 Units = Callable[[Setting], list[Unit]]
-# Of the outcomes of a row's units, and which of them counts.
+# Return the index of the result that counts, of the results of a row's units.
 Choice = Callable[[Sequence[Result]], int]
 
 
 @dataclass(frozen=True)
 class Row:
-    """`choice`: by what one of several trainings is taken; all of them are paid for.
-    `only_sgd`: of other packages, which the benchmark sets up for SGD.
+    """One or several trainings for a setting; `choice` picks one, all count as cost.
+
+    `only_sgd`: a row of another package, which the benchmark sets up for SGD.
     """
 
     title: str
@@ -38,28 +44,28 @@ class Row:
 
 
 def by_test(results: Sequence[Result]) -> int:
-    """An oracle's choice: nobody who trains has the test split."""
+    """Choose as an oracle does: nobody who trains has the test split."""
     return max(range(len(results)), key=lambda i: results[i]["accuracy"])
 
 
-def by_selection(results: Sequence[Result]) -> int:
-    """The choice that anybody can make."""
-    return max(range(len(results)), key=lambda i: results[i]["selection_accuracy"])
+def by_validation(results: Sequence[Result]) -> int:
+    """Choose as anybody can."""
+    return max(range(len(results)), key=lambda i: results[i]["validation_accuracy"])
 
 
 def rows(ours: Mapping[str, Any]) -> dict[str, Row]:
-    """All rows by name; `ours`: the learning_rate section of the contender."""
+    """Return all rows by name; `ours` is the learning_rate section of the contender."""
     cosine, linear = _grid("cosine"), _grid("linear")
-    low, high = DEFAULT_LR / WRONG_BY, DEFAULT_LR * WRONG_BY
+    low, high = DEFAULT_LR / WRONG_START_FACTOR, DEFAULT_LR * WRONG_START_FACTOR
     return {
         "ours": Row("ours", lambda s: [_ours(s, ours)]),
-        "stpt": Row("STPT as published, Mix", lambda s: [_stpt(s)]),
-        "cosine_default": Row("cosine, usual rate", lambda s: [_schedule(s, "cosine", 1.0)]),
-        "linear_default": Row("linear, usual rate", lambda s: [_schedule(s, "linear", 1.0)]),
+        "stpt": Row("STPT as published, Mix, alpha 8 %", lambda s: [_stpt(s)]),
+        "cosine_default": Row("cosine, customary rate", lambda s: [_schedule(s, "cosine", 1.0)]),
+        "linear_default": Row("linear, customary rate", lambda s: [_schedule(s, "linear", 1.0)]),
         "cosine_oracle": Row("cosine, best of 6 on test", cosine, by_test),
         "linear_oracle": Row("linear, best of 6 on test", linear, by_test),
-        "cosine_grid": Row("cosine, best of 6 on selection", cosine, by_selection),
-        "linear_grid": Row("linear, best of 6 on selection", linear, by_selection),
+        "cosine_grid": Row("cosine, best of 6 on validation", cosine, by_validation),
+        "linear_grid": Row("linear, best of 6 on validation", linear, by_validation),
         "asha": Row("Ray Tune ASHA", lambda s: [_tune(s, "asha")], only_sgd=True),
         "pbt": Row("Ray Tune PBT", lambda s: [_tune(s, "pbt")], only_sgd=True),
         "schedulefree_default": Row(
@@ -97,9 +103,24 @@ def _ours(setting: Setting, section: Mapping[str, Any]) -> Unit:
     return Unit(f"ours{start}", "train", setting, section)
 
 
+def published_stpt(setting: Setting, candidates: str, alpha: float) -> dict[str, Any]:
+    """Return the learning_rate section of STPT in the paper's setting (table 1)."""
+    warmup = {
+        "epochs": round(STPT_WARMUP_FRACTION * setting.epochs),
+        "lr": STPT_WARMUP_LR,
+        "shape": "constant",
+    }
+    return {
+        "policy": "stpt",
+        "initial": STPT_LR,
+        "candidates": candidates,
+        "alpha": alpha,
+        "warmup": warmup,
+    }
+
+
 def _stpt(setting: Setting) -> Unit:
-    # A fifth of an epoch: epochs are so short here that the paper's 8 % would be 2 iterations.
-    return Unit("stpt", "train", setting, {"policy": "stpt", "alpha": 0.2})
+    return Unit("stpt", "train", setting, published_stpt(setting, "mix", STPT_ALPHA))
 
 
 def _section(setting: Setting, shape: str, lr: float) -> dict[str, Any]:
@@ -108,7 +129,7 @@ def _section(setting: Setting, shape: str, lr: float) -> dict[str, Any]:
 
 
 def _schedule(setting: Setting, shape: str, times: float) -> Unit:
-    lr = round(times * setting.usual_lr, 6)
+    lr = round(times * setting.customary_lr, 6)
     return Unit(f"{shape} {lr:g}", "train", setting, _section(setting, shape, lr))
 
 
@@ -132,24 +153,27 @@ def _lr_find(setting: Setting, by: str) -> Unit:
 
 
 def target_of(result: Result) -> float:
-    """The accuracy to reach: where this training ends, as measured after an epoch."""
+    """Return the accuracy to reach: that of this training after its last epoch."""
     curve = result["curve"]
-    # One that diverged is beaten by anybody.
+    # Anything beats a training that diverged.
     return curve[-1]["accuracy"] if curve and not result["diverged"] else 0.0
 
 
 def outcome(row: Row, results: Sequence[Result], target: float, training: int) -> Result:
-    """A row for one seed. `target`: accuracy to reach, `training`: samples of one training."""
-    chosen = row.choice(results)
-    taken = results[chosen]
-    others = [result for i, result in enumerate(results) if i != chosen]
+    """Return a row for one seed.
+
+    `target` is the accuracy to reach, `training` the number of samples of one training.
+    """
+    index = row.choice(results)
+    winner = results[index]
+    others = [result for i, result in enumerate(results) if i != index]
     before = {key: sum(result[key] for result in others) for key in ("samples", "seconds")}
-    reached = next((p for p in taken["curve"] if p["accuracy"] >= target), None)
+    reached = next((p for p in winner["curve"] if p["accuracy"] >= target), None)
     return {
-        "accuracy": 100 * taken["accuracy"],
-        "trainings": (before["samples"] + taken["samples"]) / training,
-        "seconds": before["seconds"] + taken["seconds"],
-        "peak_lr": taken["peak_lr"],
+        "accuracy": 100 * winner["accuracy"],
+        "trainings": (before["samples"] + winner["samples"]) / training,
+        "seconds": before["seconds"] + winner["seconds"],
+        "peak_lr": winner["peak_lr"],
         "reach": reached
         and {
             "trainings": (before["samples"] + reached["samples"]) / training,
@@ -159,7 +183,7 @@ def outcome(row: Row, results: Sequence[Result], target: float, training: int) -
 
 
 def over_seeds(outcomes: Sequence[Result]) -> dict[str, Any]:
-    """A row of one task, for the JSON. Reaching: means over the seeds that reached it."""
+    """Return a row of one task for the JSON object; `reach_*` average the seeds that got there."""
     accuracies = [o["accuracy"] for o in outcomes]
     reached = [o["reach"] for o in outcomes if o["reach"]]
     return {
@@ -180,8 +204,9 @@ Table = Mapping[str, Mapping[str, Mapping[str, Any]]]  # task, row
 
 
 def summary(table: Table) -> dict[str, Any]:
-    """Ours against others: means over the tasks that have the rows, and each task's difference.
-    Of several other rows the better one counts, in each task.
+    """Return ours minus others: means over the tasks that have the rows, and by task.
+
+    Of several other rows the better one counts in each task.
     """
     minus = {
         "ours_minus_oracle_points": ("cosine_oracle", "linear_oracle"),
@@ -193,38 +218,38 @@ def summary(table: Table) -> dict[str, Any]:
         "ours_minus_schedulefree_points": ("schedulefree_default", "schedulefree_oracle"),
         "ours_minus_lr_find_points": ("lr_find", "lr_find_by_step"),
     }
-    found: dict[str, Any] = {}
+    means: dict[str, Any] = {}
     by_task: dict[str, dict[str, float]] = {}
     for name, others in minus.items():
-        of_tasks = {
+        differences = {
             task: by_row["ours"]["accuracy_mean"] - best
             for task, by_row in table.items()
             if "ours" in by_row and not math.isnan(best := _best(by_row, others))
         }
-        found[name] = _mean(of_tasks.values())
-        by_task[name] = {task: round(value, 3) for task, value in of_tasks.items()}
-    found["ours_samples_ratio"] = _mean(
+        means[name] = _mean(differences.values())
+        by_task[name] = {task: round(value, 3) for task, value in differences.items()}
+    means["ours_samples_ratio"] = _mean(
         by_row["ours"]["trainings"] for by_row in table.values() if "ours" in by_row
     )
     wrong = {task: _wrong_start(by_row) for task, by_row in table.items()}
-    return {**found, "wrong_start": wrong, "by_task": by_task}
+    return {**means, "wrong_start": wrong, "by_task": by_task}
 
 
 def _best(by_row: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> float:
-    """The better of the rows; not a number when one is missing."""
+    """Return the best mean accuracy of the rows; not a number if a row is missing."""
     if any(name not in by_row for name in names):
         return math.nan
     return max(float(by_row[name]["accuracy_mean"]) for name in names)
 
 
 def _wrong_start(by_row: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    right = _best(by_row, ("ours",))
+    ours = _best(by_row, ("ours",))
     differences = {
-        name: _best(by_row, (f"ours_start_{name}",)) - right for name in ("too_small", "too_large")
+        name: _best(by_row, (f"ours_start_{name}",)) - ours for name in ("too_small", "too_large")
     }
     return {name: None if math.isnan(d) else round(d, 3) for name, d in differences.items()}
 
 
-def _mean(values: Any) -> float | None:
-    listed = list(values)
-    return round(mean(listed), 3) if listed else None
+def _mean(values: Iterable[float]) -> float | None:
+    numbers = list(values)
+    return round(mean(numbers), 3) if numbers else None

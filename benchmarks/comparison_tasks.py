@@ -1,11 +1,11 @@
-"""The tasks of the comparison: subsets of real image sets, as .npy pairs for the job file.
+"""The tasks of the comparisons: subsets of real image sets as .npy pairs for the job file.
 
-Read below `--data-root`, in this layout (arrays of an .npz file by name):
+Layout of the folder `--data-root` (arrays of an .npz file by name):
 
     fashion_mnist/FashionMNIST/raw/*.gz    the four original IDX files
     cifar100/cifar100.npz                  {train,test}_blob and _ends: lossless WebP tiles of
-                                           10 x 10 images, one after the other, and where each
-                                           ends; {train,test}_y: fine labels; fine_to_coarse
+                                           10 x 10 images, concatenated, and the end of each;
+                                           {train,test}_y: fine labels; fine_to_coarse
     small/imagenette224_small.npz          {train,val}_blob and _ends: JPEGs; {train,val}_y
 """
 
@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from common import made_up_images
+
+from benchmarks.common import synthetic_images
 
 Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
-# With what is trained, and the rate that people begin with: 0.1 is SGD's.
+# Each optimizer's section of a job, and its customary rate.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
     "SGD": ({"name": "SGD", "args": {"momentum": 0.9, "weight_decay": 5e-4}}, 0.1),
     "AdamW": ({"name": "AdamW", "args": {"weight_decay": 0.01}}, 0.001),
@@ -34,46 +35,46 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
 
 @dataclass(frozen=True)
 class Task:
-    """`train` images to train on and `selection` to choose by, of `side` x `side` pixels.
+    """`train` images to train on and `validation` to choose by, of `side` x `side` pixels.
 
-    `patch`: the network's stem sees patches of so many pixels squared, so that it computes at
-    `side / patch`, as networks for large images do. `crop`: padding of the random crop; with 0
-    there is no augmentation, else also a random flip.
+    `patch`: the network's stem sees patches of `patch` x `patch` pixels, so that it computes at
+    `side / patch`, as networks for large images do. `crop`: padding of the random crop; 0 means no
+    augmentation, otherwise images are flipped at random too.
     """
 
     name: str
     source: str
     side: int
     train: int
-    selection: int
+    validation: int
     patch: int = 1
     crop: int = 0
     batch: int = 32
     width: int = 8
 
     def scaled(self, factor: float) -> Task:
-        """With so many times the images; a whole number of batches to train on."""
+        """Return the task with `factor` times the images, rounded to full training batches."""
         batches = max(1, round(factor * self.train / self.batch))
         return replace(
-            self, train=batches * self.batch, selection=max(1, round(factor * self.selection))
+            self, train=batches * self.batch, validation=max(1, round(factor * self.validation))
         )
 
     def prepare(self, root: Path, folder: Path) -> dict[str, Any]:
-        """Write the subset below `folder` unless it is there; the job's data section.
+        """Write the subset below `folder` unless it exists, and return the job's data section.
 
-        Raises SystemExit when the set is not below `root`, or has too few images.
+        Raises SystemExit if the set is missing below `root` or has too few images.
         """
-        size = self.train + self.selection
-        here = folder / f"{self.source}-{self.side}-{size}"
+        size = self.train + self.validation
+        target = folder / f"{self.source}-{self.side}-{size}"
         names = ("train_x", "train_y", "test_x", "test_y")
-        paths = {name: here / f"{name}.npy" for name in names}
+        paths = {name: target / f"{name}.npy" for name in names}
         if not all(path.is_file() for path in paths.values()):
-            here.mkdir(parents=True, exist_ok=True)
+            target.mkdir(parents=True, exist_ok=True)
             train, test = _read(self.source, root, self.side)
             if len(train[0]) < size:
-                raise SystemExit(f"{self.name} wants {size} images; there are {len(train[0])}")
-            some = np.random.default_rng(0).permutation(len(train[0]))[:size]
-            arrays: tuple[npt.NDArray[Any], ...] = (train[0][some], train[1][some], *test)
+                raise SystemExit(f"{self.name} needs {size} images; the set has {len(train[0])}")
+            subset = np.random.default_rng(0).permutation(len(train[0]))[:size]
+            arrays: tuple[npt.NDArray[Any], ...] = (train[0][subset], train[1][subset], *test)
             for path, array in zip(paths.values(), arrays, strict=True):
                 np.save(path, array)
         x, y, test_x, test_y = (str(path) for path in paths.values())
@@ -81,8 +82,8 @@ class Task:
             "name": "arrays",
             "train": [x, y],
             "test": [test_x, test_y],
-            "selection_fraction": (self.selection + 0.5) / size,
-            "selection_max_samples": self.selection,
+            "validation_fraction": (self.validation + 0.5) / size,
+            "validation_max_samples": self.validation,
             "augment": {"crop_padding": self.crop, "flip": self.crop > 0},
         }
 
@@ -94,7 +95,7 @@ class Task:
         learning_rate: dict[str, Any],
         optimizer: str = "SGD",
     ) -> dict[str, Any]:
-        """A job file's contents."""
+        """Return a job file's contents."""
         patches = {"patch": self.patch} if self.patch > 1 else {}
         return {
             "model": {
@@ -110,8 +111,8 @@ class Task:
         }
 
 
-# Epochs of about 100 updates, as small real trainings have: small batches, since images are what
-# costs time here.
+# Epochs of about 100 updates, as small real trainings have. The batches are small because the cost
+# of a training is proportional to its images.
 TASKS = {
     task.name: task
     for task in (
@@ -122,14 +123,14 @@ TASKS = {
         Task("imagenette_64", "imagenette", 64, 1248, 200, patch=4, crop=8, batch=16),
     )
 }
-# Too small to say anything: it shows that the benchmark works.
-MADE_UP = Task("made_up", "made_up", 4, 256, 64, batch=32, width=2)
+# Too small for a meaningful result: it shows that the benchmark works.
+SYNTHETIC = Task("synthetic", "synthetic", 4, 256, 64, batch=32, width=2)
 
 
 def resnet8_of_patches(
     *, num_classes: int, sample_shape: tuple[int, ...], width: int, patch: int
 ) -> Any:
-    """ResNet-8 whose input channels are the pixels of patches [N, C p p, H / p, W / p]."""
+    """Return a ResNet-8 whose input channels are the pixels of patches [N, C p p, H/p, W/p]."""
     from torch import nn
 
     from raytrain_opt.models.resnet import resnet8
@@ -142,46 +143,48 @@ def resnet8_of_patches(
 
 
 def _read(source: str, root: Path, side: int) -> tuple[Pair, Pair]:
-    """(train, test), uint8 [N, side, side, C] and labels."""
+    """Return (train, test), each uint8 images [N, side, side, C] and labels."""
     readers: dict[str, Callable[[Path, int], tuple[Pair, Pair]]] = {
         "fashion_mnist": _fashion_mnist,
         "cifar100_fine": lambda root, side: _cifar100(root, side, coarse=False),
         "cifar100_coarse": lambda root, side: _cifar100(root, side, coarse=True),
         "imagenette": _imagenette,
-        "made_up": _made_up,
+        "synthetic": _synthetic,
     }
     try:
         return readers[source](root, side)
     except FileNotFoundError as error:
-        raise SystemExit(f"--data-root: {error.filename} is not there; {__doc__}") from error
+        raise SystemExit(f"--data-root: {error.filename} does not exist. {__doc__}") from error
 
 
 def _fashion_mnist(root: Path, side: int) -> tuple[Pair, Pair]:
     raw = root / "fashion_mnist" / "FashionMNIST" / "raw"
 
-    def part(name: str) -> Pair:
+    def split(name: str) -> Pair:
         pixels = gzip.decompress((raw / f"{name}-images-idx3-ubyte.gz").read_bytes())
         labels = gzip.decompress((raw / f"{name}-labels-idx1-ubyte.gz").read_bytes())
         images = np.frombuffer(pixels, np.uint8, offset=16).reshape(-1, 28, 28, 1)
-        return _smaller(images, side), np.frombuffer(labels, np.uint8, offset=8).astype(np.int64)
+        return _downsample(images, side), np.frombuffer(labels, np.uint8, offset=8).astype(
+            np.int64
+        )
 
-    return part("train"), part("t10k")
+    return split("train"), split("t10k")
 
 
 def _cifar100(root: Path, side: int, coarse: bool) -> tuple[Pair, Pair]:
     path = root / "cifar100" / "cifar100.npz"
 
-    def part(stored: Any, split: str) -> Pair:
+    def load(stored: Any, split: str) -> Pair:
         tiles = [tile.reshape(10, 32, 10, 32, 3) for tile in _images(stored, split)]
         images = np.stack(tiles).transpose(0, 1, 3, 2, 4, 5).reshape(-1, 32, 32, 3)
         labels = stored[f"{split}_y"]
         return (
-            _smaller(images, side),
+            _downsample(images, side),
             (stored["fine_to_coarse"][labels] if coarse else labels).astype(np.int64),
         )
 
     with np.load(path) as stored:
-        return part(stored, "train"), part(stored, "test")
+        return load(stored, "train"), load(stored, "test")
 
 
 def _imagenette(root: Path, side: int) -> tuple[Pair, Pair]:
@@ -193,13 +196,13 @@ def _imagenette(root: Path, side: int) -> tuple[Pair, Pair]:
     return train, test
 
 
-def _made_up(_root: Path, side: int) -> tuple[Pair, Pair]:
-    x, y = made_up_images(2000, (side, side, 1), 4)
+def _synthetic(_root: Path, side: int) -> tuple[Pair, Pair]:
+    x, y = synthetic_images(2000, (side, side, 1), 4)
     return (x[200:], y[200:]), (x[:200], y[:200])
 
 
 def _images(stored: Any, split: str, side: int | None = None) -> Iterator[npt.NDArray[np.uint8]]:
-    """Each image of a blob, decoded; shrunk to `side` x `side` if that is given."""
+    """Decode each image of a blob, resized to `side` x `side` if given."""
     from PIL import Image
 
     blob, start = stored[f"{split}_blob"], 0
@@ -211,8 +214,8 @@ def _images(stored: Any, split: str, side: int | None = None) -> Iterator[npt.ND
         start = end
 
 
-def _smaller(images: npt.NDArray[np.uint8], side: int) -> npt.NDArray[np.uint8]:
-    """Means over squares of pixels: [N, k side, k side, C] -> [N, side, side, C]."""
+def _downsample(images: npt.NDArray[np.uint8], side: int) -> npt.NDArray[np.uint8]:
+    """Average squares of k x k pixels: [N, k side, k side, C] -> [N, side, side, C]."""
     count, height, _, channels = images.shape
     k = height // side
     squares = images.reshape(count, side, k, side, k, channels)

@@ -1,17 +1,17 @@
-"""Ray Tune's own ASHA and PBT, on the product's learner, one CPU each.
+"""Ray Tune's own ASHA and PBT on the product's learner, one CPU each.
 
 Both search the learning rate, log-uniform from 1e-3 to 1, with as many epochs as the grid takes
-(`trainings` times a whole training):
+(`trainings` complete trainings):
 
-asha   ASHAScheduler with its defaults but for `max_t`. Each trial draws a rate and trains at
-       the job's schedule from it. Trials are started until the epochs are used up.
-pbt    PopulationBasedTraining of as many members as `trainings`, at constant rates that it
-       changes every `_PERTURB_EVERY` epochs (drawn anew, or times 0.8 or 1.2: its defaults). A
-       member that takes over another's weights takes over its epoch too, so that the epochs
-       trained may differ a little from the grid's; they are counted.
+asha   ASHAScheduler with its defaults except `max_t`. Each trial draws a rate and trains the
+       job's schedule from it. Trials are started until the epochs are used up.
+pbt    PopulationBasedTraining with `trainings` trials, at constant rates that it changes every
+       `_PERTURB_EVERY` epochs (drawn anew, or times 0.8 or 1.2: its defaults). A trial that
+       takes over another's weights takes over its epoch too, so the epochs trained may differ a
+       little from the grid's; they are counted.
 
-Of the trials that trained to the end, the best on the selection split is taken; both schedulers
-see that split alone. A trial also looks at the test split after each epoch, for the report.
+Of the trials that trained to the end, the best on the validation split wins; both schedulers use
+that split only. A trial also evaluates on the test split after each epoch, for the report.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from typing import Any
 
 import numpy as np
 import ray
-from comparison_units import Unit
-from in_process import WHOLE, Outcome, Point, Reporter, open_learner
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining, TrialScheduler
 
+from benchmarks.comparison_units import Unit
+from benchmarks.in_process import WHOLE, Outcome, Point, Reporter, open_learner
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
-from raytrain_opt.optim.batch_ramp import EpochSteps
-from raytrain_opt.search import build_policy
+from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.search.factory import build_policy
+from raytrain_opt.search.policy import History, TrainEpoch
 
 _RATES = (1e-3, 1.0)
 _PERTURB_EVERY = 2
@@ -45,7 +46,10 @@ _LANE = "COMPARISON_LANE"
 
 
 class Trial(tune.Trainable):
-    """An epoch a step. `config`: the job's contents, lr, and whether the rate stays constant."""
+    """A trial whose step is an epoch.
+
+    `config`: the job's contents, `lr`, and `constant`, whether the rate stays constant.
+    """
 
     def setup(self, config: dict[str, Any]) -> None:
         import torch
@@ -54,7 +58,7 @@ class Trial(tune.Trainable):
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """The process goes on with another trial, or with the same at another rate."""
+        """Reuse the process for another trial, or for the same trial at another rate."""
         self.learner.close()
         self._begin(new_config)
         return True
@@ -68,14 +72,14 @@ class Trial(tune.Trainable):
 
     def step(self) -> dict[str, Any]:
         self.epoch += 1
-        reporter = Reporter(self.learner)
+        reporter = Reporter(self.learner, self.job.epochs)
         totals = self.learner.train(self.epoch, 0, self._lrs(), WHOLE)
         reporter.look(totals.samples, self.epoch)
-        scored = self.learner.evaluate("selection")
+        scored = self.learner.evaluate("validation")
         return {
             "epoch": self.epoch,
             "samples": totals.samples,
-            "selection_accuracy": scored.accuracy if math.isfinite(scored.loss) else 0.0,
+            "validation_accuracy": scored.accuracy if math.isfinite(scored.loss) else 0.0,
             "glance": [point.accuracy for point in reporter.outcome.curve],
             "test_accuracy": reporter.outcome.accuracy,
             "reporting_s": reporter.reporting_s,
@@ -84,7 +88,9 @@ class Trial(tune.Trainable):
     def _lrs(self) -> tuple[float, ...]:
         if self.constant:
             return (self.lr,) * self.steps
-        return build_policy(self.job, EpochSteps(self.steps)).plan(self.epoch, ()).lrs
+        action = build_policy(self.job, EpochSteps(self.steps)).next(self.epoch, History())
+        assert isinstance(action, TrainEpoch)
+        return action.lrs
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
         return {"epoch": self.epoch, "state": self.learner.state(copy=True)}
@@ -100,9 +106,7 @@ class Trial(tune.Trainable):
 
 @dataclass
 class Ledger(tune.Stopper):
-    """Every epoch of every trial, in the order in which they were reported; ends the search
-    when there are `limit` of them.
-    """
+    """Every epoch of every trial in the order of their reports; ends the search at `limit`."""
 
     epochs: int
     limit: float
@@ -112,8 +116,8 @@ class Ledger(tune.Stopper):
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         self.reporting_s += result["reporting_s"]
-        told = ("epoch", "samples", "selection_accuracy", "glance", "test_accuracy")
-        line = {name: result[name] for name in told}
+        kept = ("epoch", "samples", "validation_accuracy", "glance", "test_accuracy")
+        line = {name: result[name] for name in kept}
         lr = result["config"]["lr"]
         self.lines.append({**line, "trial": trial_id, "lr": lr, "seconds": self.seconds()})
         return bool(result["epoch"] >= self.epochs)
@@ -122,27 +126,30 @@ class Ledger(tune.Stopper):
         return len(self.lines) >= self.limit
 
     def seconds(self) -> float:
-        """Of the search so far, without the looks at the test split."""
+        """Return the seconds of the search so far, without evaluations on the test split."""
         return monotonic_s() - self.began_s - self.reporting_s
 
     def outcome(self) -> Outcome:
-        """Of the trial that is taken. Its curve counts what all trials had used by then."""
+        """Return the winning trial's outcome; its curve counts the samples of all trials."""
         ended = [line for line in self.lines if line["epoch"] == self.epochs]
-        best = max(ended, key=lambda line: float(line["selection_accuracy"]))
-        found = Outcome(best["test_accuracy"], best["selection_accuracy"], peak_lr=best["lr"])
+        best = max(ended, key=lambda line: float(line["validation_accuracy"]))
+        outcome = Outcome(best["test_accuracy"], best["validation_accuracy"], peak_lr=best["lr"])
         for line in self.lines:
-            found.samples += line["samples"]
+            outcome.samples += line["samples"]
             if line["trial"] == best["trial"]:
-                seen = [Point(found.samples, line["seconds"], part) for part in line["glance"]]
-                found.curve.extend(seen)
-        found.search_samples, found.seconds = found.samples, self.seconds()
-        found.notes = [{k: line[k] for k in ("trial", "epoch", "lr")} for line in self.lines]
-        return found
+                outcome.curve.extend(
+                    Point(outcome.samples, line["seconds"], accuracy)
+                    for accuracy in line["glance"]
+                )
+        outcome.search_samples, outcome.seconds = outcome.samples, self.seconds()
+        outcome.notes = [{k: line[k] for k in ("trial", "epoch", "lr")} for line in self.lines]
+        return outcome
 
 
 def search(unit: Unit) -> Outcome:
-    """One search of Ray Tune, in a process that has joined. Starting the trials' process
-    counts.
+    """Run one search of Ray Tune in a process that has called `join`.
+
+    The seconds include the start of the trials' process.
     """
     random.seed(unit.setting.seed)
     np.random.seed(unit.setting.seed)
@@ -154,12 +161,12 @@ def search(unit: Unit) -> Outcome:
             tune.with_resources(Trial, {"cpu": 1, os.environ[_LANE]: 1}),
             param_space={"job": unit.job, "lr": tune.loguniform(*_RATES), "constant": is_pbt},
             tune_config=tune.TuneConfig(
-                metric="selection_accuracy",
+                metric="validation_accuracy",
                 mode="max",
                 scheduler=_pbt() if is_pbt else _asha(epochs),
                 num_samples=trainings if is_pbt else -1,
                 search_alg=tune.search.BasicVariantGenerator(
-                    # ASHA's trials come one after the other, PBT's members side by side.
+                    # ASHA's trials run one after another, PBT's side by side.
                     max_concurrent=0 if is_pbt else 1,
                     random_state=unit.setting.seed,
                 ),
@@ -192,7 +199,7 @@ def _pbt() -> TrialScheduler:
 
 @contextmanager
 def local_ray(searches: int) -> Iterator[str]:
-    """A Ray on this machine with a CPU for each of the processes that search; its address."""
+    """Start Ray on this machine with a CPU for each searching process; yield its address."""
     lanes = {_lane(number): 1.0 for number in range(searches)}
     ray.init(
         address="local",
@@ -208,17 +215,17 @@ def local_ray(searches: int) -> Iterator[str]:
 
 
 def _lane(number: int) -> str:
-    """A resource that only one process's trials ask for: none takes another's CPU."""
+    """Return the resource that only one process's trials request: none takes another's CPU."""
     return f"lane_{number}"
 
 
 def join(address: str, numbers: Queue[int]) -> None:
-    """Make this process one that searches: the next number is its own."""
+    """Connect this process to Ray and give it the next lane."""
     os.environ.update(
         RAY_AIR_NEW_OUTPUT="0",
         TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1",
         **{_LANE: _lane(numbers.get())},
     )
-    # Without the loggers' files, Tune warns of every trial that it finds no metrics there.
+    # Without the loggers' files, Tune warns for every trial that it finds no metrics.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

@@ -1,7 +1,7 @@
-"""The trainings that the comparison is made of, each computed once and kept.
+"""The trainings of a comparison, each computed once and kept in a cache.
 
-A `Unit` says all that its outcome depends on, so that a kept outcome is never taken for
-another one: the task, the seed, the job file, and for what the product decides also its code.
+The key of a `Unit` covers everything its result depends on: task, seed, job file, and for
+searches the code of the product's policies. Versions and machine are not part of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from comparison_tasks import OPTIMIZERS, Task
+from benchmarks.comparison_tasks import OPTIMIZERS, Task
 
 Result = dict[str, Any]
 TUNE = ("asha", "pbt")
@@ -25,7 +25,7 @@ TUNE = ("asha", "pbt")
 
 @dataclass(frozen=True)
 class Setting:
-    """Equal for all contenders of one task and seed. `data`: the job's data section."""
+    """What all contenders of one task and seed have in common; `data` is the job's section."""
 
     task: Task
     seed: int
@@ -34,25 +34,25 @@ class Setting:
     optimizer: str = "SGD"
 
     def job(self, learning_rate: Mapping[str, Any]) -> dict[str, Any]:
-        """The job file's contents."""
+        """Return the job file's contents with this learning_rate section."""
         return self.task.job(
             dict(self.data), self.epochs, self.seed, dict(learning_rate), self.optimizer
         )
 
     @property
-    def usual_lr(self) -> float:
-        """What people begin with, of this optimiser."""
+    def customary_lr(self) -> float:
+        """The customary rate of the optimizer."""
         return OPTIMIZERS[self.optimizer][1]
 
     @property
     def training_samples(self) -> int:
-        """Of one training: the unit in which compute is told."""
+        """Samples of one training: the unit in which compute is reported."""
         return self.epochs * (self.task.train // self.task.batch) * self.task.batch
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One training, or one search of Ray Tune. `kind`: how it is computed; `options`: its own."""
+    """One training, or one search by Ray Tune; `kind` says which function computes it."""
 
     name: str
     kind: str
@@ -67,22 +67,22 @@ class Unit:
 
     @property
     def key(self) -> str:
-        """Of all that the outcome depends on, but for versions and machine."""
-        depends = {
+        """A digest of everything the result depends on, except versions and machine."""
+        inputs = {
             "kind": self.kind,
             "task": asdict(self.setting.task),
             "job": {key: value for key, value in self.job.items() if key != "data"},
             "options": dict(self.options),
-            "code": _digest_of(self.learning_rate["policy"]),
+            "code": _policy_digest(self.learning_rate["policy"]),
         }
-        return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @cache
-def _digest_of(policy: str) -> str:
-    """Of the product's code that decides about learning rates, and what it decides by default.
+def _policy_digest(policy: str) -> str:
+    """Return a digest of the product's code and defaults behind this policy's decisions.
 
-    A written-down schedule decides nothing.
+    A fixed schedule decides nothing, so its digest is empty.
     """
     import raytrain_opt
     from raytrain_opt.config.learning_rate import HorizonPolicy
@@ -102,11 +102,11 @@ def _digest_of(policy: str) -> str:
 
 
 class Cache:
-    """Outcomes by key; each is appended to the file when it is there."""
+    """Results by key; a new one is appended to the file `append` if there is one."""
 
     def __init__(self, files: Sequence[Path], append: Path | None) -> None:
         self._append = append
-        self._known: dict[str, Result] = {}
+        self._results: dict[str, Result] = {}
         for file in (*files, *([append] if append and append.exists() else [])):
             for line in file.read_text().splitlines():
                 self._read(line)
@@ -115,39 +115,40 @@ class Cache:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            return  # empty, or half a line of a run that was killed while it wrote
-        self._known[record["key"]] = record["result"]
+            return  # an empty line, or half a line of a run that was killed while writing
+        self._results[record["key"]] = record["result"]
 
     def __contains__(self, unit: Unit) -> bool:
-        return unit.key in self._known
+        return unit.key in self._results
 
     def __getitem__(self, unit: Unit) -> Result:
-        return self._known[unit.key]
+        return self._results[unit.key]
 
     def add(self, unit: Unit, result: Result) -> None:
-        self._known[unit.key] = result
+        self._results[unit.key] = result
         if self._append is None:
             return
-        told = {"task": unit.setting.task.name, "seed": unit.setting.seed, "name": unit.name}
+        about = {"task": unit.setting.task.name, "seed": unit.setting.seed, "name": unit.name}
         with self._append.open("a") as file:
-            # In front: half a line of a run that was killed must not spoil this one.
-            file.write("\n" + json.dumps({"key": unit.key, **told, "result": result}))
+            # The line break comes first, so half a line of a killed run does not spoil this one.
+            file.write("\n" + json.dumps({"key": unit.key, **about, "result": result}))
 
 
-def missing(units: Sequence[Unit], kept: Cache) -> list[Unit]:
-    """Those to compute, each once."""
-    return list({unit.key: unit for unit in units if unit not in kept}.values())
+def missing(units: Sequence[Unit], cache: Cache) -> list[Unit]:
+    """Return the units that are not in the cache, each once."""
+    return list({unit.key: unit for unit in units if unit not in cache}.values())
 
 
-def computed(units: Sequence[Unit], processes: int) -> Iterator[tuple[Unit, Result]]:
-    """Each unit with its outcome, as they come; side by side in processes of one thread. Those
-    of Ray Tune are last, so that no Ray runs beside the others.
+def compute_all(units: Sequence[Unit], processes: int) -> Iterator[tuple[Unit, Result]]:
+    """Compute the units in parallel processes of one thread, yielding results as they come.
+
+    Ray Tune's searches are last, so that no Ray runs beside the other units.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     yield from _side_by_side([unit for unit in units if unit.kind not in TUNE], processes)
     searches = [unit for unit in units if unit.kind in TUNE]
     if searches:
-        from comparison_tune import join, local_ray
+        from benchmarks.comparison_tune import join, local_ray
 
         numbers = get_context("spawn").Queue()
         for number in range(processes):
@@ -172,7 +173,7 @@ def _side_by_side(
 
 
 def compute(unit: Unit) -> Result:
-    """In this process, on one thread."""
+    """Compute one unit in this process on one thread."""
     import torch
 
     from raytrain_opt.config.schema import Job
@@ -181,23 +182,23 @@ def compute(unit: Unit) -> Result:
     job = Job.model_validate(unit.job)
     match unit.kind:
         case "train":
-            from in_process import train_in_process
+            from benchmarks.in_process import train_in_process
 
             return train_in_process(job).to_json()
         case "plateau":
-            from plateau_decay import train_with_plateau_decay
+            from benchmarks.plateau_decay import train_with_plateau_decay
 
             return train_with_plateau_decay(job, unit.options["patience"]).to_json()
         case "schedulefree":
-            from comparison_others import train_schedulefree
+            from benchmarks.comparison_others import train_schedulefree
 
             return train_schedulefree(job).to_json()
         case "lr_find":
-            from comparison_others import train_after_lr_find
+            from benchmarks.comparison_others import train_after_lr_find
 
             return train_after_lr_find(job, unit.options["by"]).to_json()
         case "asha" | "pbt":
-            from comparison_tune import search
+            from benchmarks.comparison_tune import search
 
             return search(unit).to_json()
-    raise ValueError(f"no such kind of training: {unit.kind}")
+    raise ValueError(f"unknown kind of training: {unit.kind}")

@@ -1,23 +1,23 @@
-"""Finders of the batch size against a sweep on a GPU, and a size that runs out of its memory.
+"""Batch-size finders against a sweep on a GPU, and a size that runs out of its memory.
 
-    python benchmarks/gpu_batch_size_search.py [--cases vgg16_32 ...] [--repeats 1] [--pairs 3]
+    python -m benchmarks.gpu_batch_size_search [--cases vgg16_32 ...] [--repeats 1] [--pairs 3]
 
 ResNet-50 and VGG16, each for 32x32 images (the package's cifar_resnet50 and vgg16_bn) and for
 224x224 (torchvision's), with SGD, bf16 autocast and channels_last. The images are random uint8
-pixels on the host, a few hundred that stand for a set of a million; a DataLoader in the process
+pixels in CPU memory, a few hundred that stand for a set of a million; a DataLoader in the process
 gathers a batch at once, so that loading does not set the pace. No Ray, no downloads, one process.
 
 For each case, as in batch_size_search.py: the sweep, the package's three strategies (bounded by
-memory and `--max-batch-size`), and each choice beside the best size of the sweep. Utilisation is
-NVML's, sampled every 0.2 s; where NVML cannot watch the GPU (MIG), the CPU time of the process.
+memory and `--max-batch-size`), and each choice beside the best size of the sweep. Utilization is
+NVML's, sampled every 0.2 s; where NVML cannot watch the GPU (MIG), the process' CPU time.
 A size of the sweep that does not fit counts as 0 samples/s.
 
-`out_of_memory`: a size that would need twice the GPU's memory, going by the peak of the best
-size. The probe says so in `status` and `why`, the process goes on: `samples_per_s_before` and
-`_after` are of the best size on both sides of it.
+`out_of_memory`: a size that would need twice the GPU's memory, judged by the peak of the best
+size. The probe reports it in `status` and `why` and the process continues:
+`samples_per_s_before` and `_after` are the best size's on both sides of it.
 
-Each case prints its JSON object when it is done; the last line holds all of them. A GPU that
-others use measures nothing. Exit code 2 without a GPU.
+Each case prints its JSON object when it is done; the last line holds all of them. Use a GPU that
+nobody else uses. Exit code 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -30,16 +30,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from batch_size_common import Training, add_arguments, compare, say, sgd_training, strategies
-from common import machine
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from benchmarks.batch_size_common import (
+    Training,
+    add_arguments,
+    compare,
+    say,
+    sgd_training,
+    strategies,
+)
+from benchmarks.common import finite, machine
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.telemetry.records import finite, versions
-from raytrain_opt.train.probe import sampler_of
+from raytrain_opt.recording.recorder import versions
+from raytrain_opt.train.probe import open_probe_sampler
 
 SIZES = [8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
 SET_SAMPLES = 2**20
@@ -47,7 +54,7 @@ SET_SAMPLES = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """`distinct`: images that are kept in memory."""
+    """A network and its images; `distinct` images are kept in memory."""
 
     model: str
     pixels: int
@@ -64,7 +71,7 @@ CASES = {
 
 
 class RandomImages(Dataset[tuple[Tensor, Tensor]]):
-    """`len` uint8 images [3, pixels, pixels] with labels; number i is number i % distinct."""
+    """uint8 images [3, pixels, pixels] with labels; image i equals image i % distinct."""
 
     def __init__(self, case: Case) -> None:
         random = torch.Generator().manual_seed(0)
@@ -79,12 +86,12 @@ class RandomImages(Dataset[tuple[Tensor, Tensor]]):
         return self._x[index % len(self._y)], self._y[index % len(self._y)]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """A whole batch; for a DataLoader whose `collate_fn` takes it as it is."""
-        places = torch.tensor(indices) % len(self._y)
-        return self._x[places], self._y[places]
+        """Return a batch at once; the DataLoader's `collate_fn` must be `keep_batch`."""
+        rows = torch.tensor(indices) % len(self._y)
+        return self._x[rows], self._y[rows]
 
 
-def as_it_is(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def keep_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch
 
 
@@ -95,7 +102,7 @@ def main() -> None:
         parser.exit(
             2,
             "gpu_batch_size_search needs an NVIDIA GPU, and torch sees none (CUDA is not "
-            "available). Without one: python benchmarks/batch_size_search.py\n",
+            "available). Without one: python -m benchmarks.batch_size_search\n",
         )
     sampler = _sampler()
     results = {}
@@ -122,7 +129,7 @@ def gpu_training(
 ) -> Training:
     settings: dict[str, Any] = {
         "max_batch_size": args.max_batch_size,
-        "max_seconds": args.max_seconds,
+        "max_probe_s": args.max_probe_s,
         "utilization": {"sampler": sampler, "period_s": 0.2},
     }
     return sgd_training(
@@ -133,42 +140,44 @@ def gpu_training(
         device,
         settings=settings,
         autocast=partial(torch.autocast, device.type, dtype=torch.bfloat16),
-        loader={"collate_fn": as_it_is},
+        loader={"collate_fn": keep_batch},
     )
 
 
 def out_of_memory(training: Training, size: int, args: argparse.Namespace) -> dict[str, object]:
-    """Probe `size`, one that needs twice the memory there is, and `size` again."""
+    """Probe `size`, then a size that needs twice the GPU's memory, then `size` again."""
     probe = partial(
-        training.probe, precision=args.sweep_precision, max_seconds=args.sweep_max_seconds
+        training.probe,
+        relative_error=args.sweep_relative_error,
+        max_probe_s=args.sweep_max_probe_s,
     )
     before = probe(size)
     total_mib = torch.cuda.get_device_properties(training.device).total_memory / 1024**2
     beyond = too_large(before.peak_memory_mib / size, total_mib)
-    found, after = probe(beyond), probe(size)
-    say(f"batch size {beyond}: {found.status}; {found.why}")
+    failed, after = probe(beyond), probe(size)
+    say(f"batch size {beyond}: {failed.status}; {failed.why}")
     return {
         "batch_size": beyond,
-        "status": found.status,
-        "why": found.why,
+        "status": failed.status,
+        "why": failed.why,
         "samples_per_s_before": round(before.samples_per_s, 1),
         "samples_per_s_after": round(after.samples_per_s, 1),
     }
 
 
 def too_large(mib_per_sample: float, total_mib: float) -> int:
-    """The power of two from which twice the memory would be needed, within the set."""
+    """Return a power of two that would need twice the memory, at most the set's size."""
     return min(SET_SAMPLES, 1 << math.ceil(math.log2(2 * total_mib / mib_per_sample)))
 
 
 def _sampler() -> str:
-    """nvml where it can watch this process's GPU, else cpu."""
-    asked = {"strategy": "throughput_knee", "utilization": {"sampler": "nvml"}}
-    section = ThroughputKneeSearch.model_validate(asked)
+    """Return "nvml" if NVML can watch this process's GPU, else "cpu"."""
+    settings = {"strategy": "throughput_knee", "utilization": {"sampler": "nvml"}}
+    section = ThroughputKneeSearch.model_validate(settings)
     try:
-        sampler_of(section, torch.device("cuda"), torch.get_num_threads()).close()
+        open_probe_sampler(section, torch.device("cuda"), torch.get_num_threads()).close()
     except ResourcesError as error:
-        say(f"utilisation is that of the CPU: {error}")
+        say(f"measuring the CPU's utilization instead: {error}")
         return "cpu"
     return "nvml"
 
@@ -183,10 +192,10 @@ def _parser() -> argparse.ArgumentParser:
         repeats=1,
         pairs=3,
         max_batch_size=None,
-        max_seconds=1.0,
+        max_probe_s=1.0,
         max_loops=40,
-        sweep_precision=0.005,
-        sweep_max_seconds=1.0,
+        sweep_relative_error=0.005,
+        sweep_max_probe_s=1.0,
     )
     return parser
 

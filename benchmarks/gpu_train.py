@@ -1,45 +1,45 @@
 """A training step of ResNet-50 and VGG16 on one GPU: how fast, where the time goes, what helps.
 
-    PYTHONPATH=. python benchmarks/gpu_train.py              all cases, below 9 minutes
-    PYTHONPATH=. python benchmarks/gpu_train.py --quick      two cases, 3 minutes
+    python -m benchmarks.gpu_train              all cases, below 9 minutes
+    python -m benchmarks.gpu_train --quick      two cases, 3 minutes
     ... --only 'resnet50_224:*' '*:compile_graph'            case:variant; or a case alone
     ... --batch-sizes resnet50_224=256 resnet50_224=512
 
 Needs torch, torchvision, pydantic and the repository; no Ray, no network, no data set, no
-installed package. A GPU that others use measures nothing.
+installed package. Use a GPU that nobody else uses.
 
 Cases (default batch): resnet50_224 (256) and vgg16_224 (128), torchvision's resnet50 and
 vgg16_bn with 1,000 classes; resnet50_32 and vgg16_32 (1024), this package's cifar_resnet50
-and vgg16_bn with 100. The images are made up, uint8, and lie on the GPU: a batch is gathered,
-cropped, mirrored and normalised there by the package's own `ArrayData`, for every variant.
+and vgg16_bn with 100. The images are synthetic, uint8, and lie on the GPU: a batch is gathered,
+cropped, mirrored and normalized there by the package's own `InMemoryData`, for every variant.
 
 Variants. Loss: cross entropy with label smoothing 0.1. cudnn.benchmark is on for all.
-  plain_fp32     torchvision's references/classification step as it is without options: float32
+  plain_fp32     torchvision's references/classification step without options: float32
                  (convolutions in TF32), NCHW, SGD with momentum (torch's default: foreach), and
-                 loss, top-1 and top-5 read by the host (.item()) after every step
+                 loss, top-1 and top-5 read by the CPU (.item()) after every step
   plain_amp      the same with --amp: fp16 autocast and GradScaler. All ratios are to this one
   eager          ours: bf16 autocast, channels_last, SGD fused, sums of loss and hits stay on
-                 the GPU, the host never waits
+                 the GPU, the CPU never waits
   eager_lars     the same with the package's LARS
   eager_fp16     as eager in fp16 with GradScaler (the fused SGD skips an overflow by itself).
                  torch gives fp16's BatchNorm to cuDNN, bf16's to kernels of its own
   compile        as eager, torch.compile over the network: BatchNorm, ReLU and the residual sums
-                 become few fused kernels, a part of them is computed again in the backward pass
+                 become few fused kernels, part of them computed again in the backward pass
   graph          as eager; forward, backward and update are one CUDA graph
   compile_graph  both
   compile_graph_lars  both, with LARS
-  autotune_graph only if asked for by its name: as compile_graph, mode max-autotune-no-cudagraphs;
-                 minutes of compiling
-With --device cpu, a trial of the script, graphs and compiling are `skipped` and fp16 is bf16.
+  autotune_graph only if requested by name: as compile_graph, mode max-autotune-no-cudagraphs;
+                 compiles for minutes
+With --device cpu, a trial of the script, graphs and compiling are `skipped`; fp16 becomes bf16.
 
 Left out on purpose: bf16 weights with a float32 master. The casts of 25.6 million weights and
 gradients move 0.3 GB a step, 0.1 ms of some 40 ms at batch 256.
 
-What the timers cover. A block is some steps after one another (as many as take --block-s), from
-synchronisation to synchronisation, data included: `ms.step` and `images_per_s`. Within it CUDA
-events end each part; the parts add up to the step. `data` is the batch up to its place on the
-GPU, `update` also the meters; a graph is one part, `graph`, with the copy of the batch to where
-it reads. Blocks of all variants alternate, each round in the opposite order; figures are medians
+What the timers cover. A block is a number of consecutive steps that take about --block-s, from
+synchronization to synchronization, data included: `ms.step` and `images_per_s`. Within it CUDA
+events end each part; the parts add up to the step. `data` ends with the batch on the GPU,
+`update` includes the meters; a graph is one part, `graph`, including the copy of the batch into
+its input. Blocks of all variants alternate, each round in the opposite order; figures are medians
 over the rounds, ratios medians of the ratios within a round. One network in channels_last and
 one in NCHW are trained by all their variants in turn, at a rate that leaves them in range.
 
@@ -52,23 +52,23 @@ The last line is one JSON object:
               ok: images_per_s, images_per_s_all, ratio (to plain_amp, above 1: faster),
               ms {step, data, forward, backward, update | graph}, setup_s (warm-up, cuDNN's
               trials, compiling, capture), loss (of the last step; null: not finite),
-              matmul_share (achieved flop/s over `matmul_tflop_per_s`), passes (below)
+              matmul_fraction (achieved flop/s over `matmul_tflop_per_s`), passes (below)
     lars_over_sgd        time of a step with LARS over that with SGD: eager, compile_graph
   matmul_tflop_per_s, copy_tb_per_s   measured here: a bf16 product of 8192 x 8192 matrices, and
               a copy of 2 GiB counting bytes read and written; null without a GPU
   machine, versions, and the settings
 Each run's object is printed when it is done. Exit code 1 if a variant failed, 2 without a GPU.
 
-`passes`: how often all outputs of the convolutions could be read or written, at the measured
-copy rate, in the time of a step. A convolution with BatchNorm and ReLU needs 14: forward, it is
-written, read for the statistics, read and written by the normalisation and read by the next
+`passes`: how many times all outputs of the convolutions could be read or written in the time of a
+step, at the measured copy rate. A convolution with BatchNorm and ReLU needs 14: forward, it is
+written, read for the statistics, read and written by the normalization and read by the next
 convolution; backward, its gradient is written, the input read for the weights, both read for the
 two sums and again for the gradient that is written, and that is read twice. With the residual
-sums ResNet-50 comes to about 16, which at an H200's 4.8 TB/s are 13,900 images/s.
+sums ResNet-50 needs about 16, which is 13,900 images/s at an H200's 4.8 TB/s.
 
-Marks for ResNet-50 at 224 on one H200: 7,950 images/s (MLPerf training v4.0, MXNet, fp16, whose
-kernels take the statistics while a convolution is written and normalise while the next one
-reads); about 6,000, plain PyTorch, extrapolated; 13,900, the bandwidth's limit.
+Reference figures for ResNet-50 at 224 on one H200: 7,950 images/s (MLPerf training v4.0, MXNet,
+fp16, whose kernels compute the statistics while a convolution is written and normalize while the
+next one reads); about 6,000, plain PyTorch, extrapolated; 13,900, the bandwidth's limit.
 """
 
 from __future__ import annotations
@@ -86,18 +86,18 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import machine
-from gpu_train_steps import (
+
+from benchmarks.common import machine
+from benchmarks.gpu_train_steps import (
     BASE,
     CASES,
     VARIANTS,
     Bench,
-    Marks,
+    StepTimer,
     Variant,
     synchronize,
     work_of,
 )
-
 from raytrain_opt.clock import monotonic_s
 
 QUICK_CASES = ("resnet50_224", "vgg16_32")
@@ -112,16 +112,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline_s = monotonic_s() + args.max_seconds
     runs = []
     # All on one stream that is not the default: the one that graphs are captured on.
-    with torch.cuda.stream(torch.cuda.Stream() if device.type == "cuda" else None):
+    stream = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
         limits = measured_limits(device)
-        forget()
+        free_memory()
         for name, batch_size in chosen_runs(args):
             runs.append(run_case(name, batch_size, device, limits, args, deadline_s))
             print(json.dumps(runs[-1]), flush=True)
-            forget()
+            free_memory()
     print(json.dumps({"runs": runs, **limits, **setting(args)}))
-    states = [of["status"] for run in runs for of in run["variants"].values()]
-    return 1 if "failed" in states else 0
+    statuses = [result["status"] for run in runs for result in run["variants"].values()]
+    return 1 if "failed" in statuses else 0
 
 
 def run_case(
@@ -132,7 +133,7 @@ def run_case(
     args: argparse.Namespace,
     deadline_s: float,
 ) -> dict[str, Any]:
-    """The JSON object of one case and batch size."""
+    """Measure one case at one batch size and return its JSON object."""
     bench = Bench(CASES[name], batch_size, device)
     runners: dict[str, Runner] = {}
     for variant in chosen_variants(name, args.only):
@@ -142,7 +143,7 @@ def run_case(
         say(f"{name} x {batch_size}: {variant} {runner.status} {runner.why}")
     rounds = measure(runners, args.rounds, deadline_s)
     work = work_of(CASES[name])
-    report = {key: of.report(runners[BASE], work, limits) for key, of in runners.items()}
+    report = {key: r.report(runners[BASE], work, limits) for key, r in runners.items()}
     ratios = {
         sgd: median_ratio(runners[lars], runners[sgd])
         for sgd, lars in LARS_AND_SGD.items()
@@ -159,7 +160,7 @@ def run_case(
 
 
 class Runner:
-    """A variant of a case through its life: made ready, measured, reported."""
+    """A variant of a case: prepared, measured, reported."""
 
     def __init__(self, bench: Bench, variant: Variant) -> None:
         self.bench, self.variant = bench, variant
@@ -169,7 +170,7 @@ class Runner:
         self._setup_s, self._loss = 0.0, 0.0
 
     def prepare(self, block_s: float, deadline_s: float) -> None:
-        """Warm up, and find out how many steps a block has."""
+        """Warm up and determine the number of steps of a block."""
         if self.variant.needs_gpu and self.bench.device.type != "cuda":
             self.status, self.why = "skipped", "CUDA graphs and compiling are for a GPU"
         elif monotonic_s() > deadline_s:
@@ -178,14 +179,14 @@ class Runner:
             self._attempt(partial(self._warm_up, block_s))
 
     def measure(self) -> None:
-        """One block, if nothing was against it so far."""
+        """Measure one block, unless the variant was skipped or has failed."""
         if self.status == "ok":
             self._attempt(lambda: self.blocks.append(self._run_block()))
 
     def report(
         self, base: Runner, work: dict[str, float], limits: dict[str, Any]
     ) -> dict[str, Any]:
-        """Of the header's `variants`."""
+        """Return the variant's entry of `variants` (see the module's docstring)."""
         if self.status != "ok":
             return {"status": self.status, "why": self.why}
         size, all_ms = self.bench.batch_size, [block["step"] for block in self.blocks]
@@ -197,7 +198,7 @@ class Runner:
             "ms": {key: round(median(b[key] for b in self.blocks), 3) for key in self.blocks[0]},
             "setup_s": round(self._setup_s, 1),
             "loss": round(self._loss, 3) if isfinite(self._loss) else None,
-            **shares(size / median(all_ms), work, limits),
+            **limit_fractions(size / median(all_ms), work, limits),
         }
 
     def _warm_up(self, block_s: float) -> None:
@@ -216,7 +217,7 @@ class Runner:
         self._run_block = run_block
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """A variant that does not fit or cannot be compiled must not cost the others' figures."""
+        """Do `work`; a variant that fails must not cost the others' figures."""
         try:
             work()
         except torch.OutOfMemoryError as error:
@@ -224,13 +225,13 @@ class Runner:
         except RuntimeError as error:
             self.status, self.why = "failed", f"{type(error).__name__}: {error}"[:1000]
         if self.status != "ok":
-            # Only here: while an exception is handled, its frames hold the tensors.
+            # Not in the handlers: while an exception is handled, its frames hold the tensors.
             self._run_block = dict
-            forget(compiled=False)
+            free_memory(compiled=False)
 
 
 def measure(runners: dict[str, Runner], rounds: int, deadline_s: float) -> int:
-    """A block of every variant in each round; how many rounds there was time for, at least one."""
+    """Measure a block of every variant per round; return the rounds done in time, at least one."""
     for done in range(rounds):
         if done and monotonic_s() > deadline_s:
             return done
@@ -240,29 +241,29 @@ def measure(runners: dict[str, Runner], rounds: int, deadline_s: float) -> int:
 
 
 def median_ratio(upper: Runner, lower: Runner) -> float | None:
-    """Time of a step over time of a step, within each round."""
+    """Return the median over the rounds of the ratio of step times."""
     if {upper.status, lower.status} != {"ok"}:
         return None
     pairs = zip(upper.blocks, lower.blocks, strict=True)
     return round(median(u["step"] / below["step"] for u, below in pairs), 4)
 
 
-def shares(
+def limit_fractions(
     images_per_ms: float, work: dict[str, float], limits: dict[str, Any]
 ) -> dict[str, float]:
-    """`matmul_share` and `passes`; nothing where the limits were not measured."""
+    """Return `matmul_fraction` and `passes`; nothing where the limits were not measured."""
     if limits["matmul_tflop_per_s"] is None:
         return {}
     tflop_per_s = work["gflop_per_image"] * images_per_ms
     bytes_per_image = 1e9 * limits["copy_tb_per_s"] / images_per_ms
     return {
-        "matmul_share": round(tflop_per_s / limits["matmul_tflop_per_s"], 4),
+        "matmul_fraction": round(tflop_per_s / limits["matmul_tflop_per_s"], 4),
         "passes": round(bytes_per_image / (work["conv_mib_per_image"] * 2**20), 1),
     }
 
 
 def measured_limits(device: torch.device) -> dict[str, float | None]:
-    """What this GPU does at best: see the header."""
+    """Measure the GPU's limits (see the module's docstring)."""
     if device.type != "cuda":
         return {"matmul_tflop_per_s": None, "copy_tb_per_s": None}
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -276,19 +277,19 @@ def measured_limits(device: torch.device) -> dict[str, float | None]:
 
 
 def median_ms(work: Callable[[], object]) -> float:
-    """Of 20 after 5, on the GPU."""
+    """Return the median milliseconds of 20 executions on the GPU, after 5 to warm up."""
     times = []
     for _ in range(25):
-        marks = Marks(torch.device("cuda"))
+        timer = StepTimer(torch.device("cuda"))
         work()
-        marks("work")
+        timer("work")
         torch.cuda.synchronize()
-        times.append(marks.sums_ms()["work"])
+        times.append(timer.sums_ms()["work"])
     return median(times[5:])
 
 
-def forget(compiled: bool = True) -> None:
-    """Give back memory that nobody refers to any more, and the compiled networks."""
+def free_memory(compiled: bool = True) -> None:
+    """Free unreferenced memory and, if `compiled`, the compiled networks."""
     if compiled:
         torch.compiler.reset()
     gc.collect()
@@ -300,7 +301,7 @@ def say(line: str) -> None:
 
 
 def setting(args: argparse.Namespace) -> dict[str, object]:
-    """Where and how it was measured."""
+    """Return settings, machine and versions for the JSON object."""
     import torchvision
 
     versions = {
@@ -308,36 +309,36 @@ def setting(args: argparse.Namespace) -> dict[str, object]:
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
     }
     return {"settings": vars(args), "machine": machine(), "versions": versions}
 
 
 def chosen_runs(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """Case and batch size of each run."""
+    """Return case and batch size of each requested run."""
     on_gpu = args.device.startswith("cuda")
     runs = []
     for name in CASES:
         if not chosen_variants(name, args.only) or (not args.only and name not in args.cases):
             continue
-        given = [size for case, size in args.batch_sizes if case == name]
-        runs += [(name, size) for size in given or [CASES[name].batch_size if on_gpu else 2]]
+        sizes = [size for case, size in args.batch_sizes if case == name]
+        runs += [(name, size) for size in sizes or [CASES[name].batch_size if on_gpu else 2]]
     return runs
 
 
 def chosen_variants(case: str, only: Sequence[str]) -> list[str]:
-    """In the table's order, the base always among them; none if the case is not asked for."""
+    """Return the requested variants in table order, always with the base; none for other cases."""
     if not only:
-        return [name for name, variant in VARIANTS.items() if not variant.asked_only]
+        return [name for name, variant in VARIANTS.items() if not variant.by_name_only]
     patterns = [pattern if ":" in pattern else f"{pattern}:*" for pattern in only]
-    found = {
+    requested = {
         name
         for name, variant in VARIANTS.items()
         for pattern in patterns
         if fnmatch(f"{case}:{name}", pattern)
-        and not (variant.asked_only and pattern.rpartition(":")[2] != name)
+        and not (variant.by_name_only and pattern.rpartition(":")[2] != name)
     }
-    return [name for name in VARIANTS if found and name in found | {BASE}]
+    return [name for name in VARIANTS if requested and name in requested | {BASE}]
 
 
 def case_and_size(text: str) -> tuple[str, int]:
@@ -356,7 +357,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer cases, rounds and steps")
     parser.add_argument("--rounds", type=int, help="blocks of each variant (5; quick: 3)")
     parser.add_argument("--block-s", type=float, help="seconds of a block (0.6; quick: 0.3)")
-    parser.add_argument("--max-seconds", type=float, help="no variant begins after (420; 130)")
+    parser.add_argument(
+        "--max-seconds", type=float, help="start no variant after these seconds (420; quick: 130)"
+    )
     parser.add_argument("--device", default="cuda", help="cpu: a trial with batches of 2")
     args = parser.parse_args(argv)
     rounds, block_s, max_seconds = (3, 0.3, 130.0) if args.quick else (5, 0.6, 420.0)
@@ -365,7 +368,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.max_seconds = max_seconds if args.max_seconds is None else args.max_seconds
     args.cases = list(QUICK_CASES if args.quick else CASES)
     if not chosen_runs(args):
-        parser.error(f"--only chooses nothing; cases {list(CASES)}, variants {list(VARIANTS)}")
+        parser.error(f"--only matches nothing; cases {list(CASES)}, variants {list(VARIANTS)}")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.exit(
             2, "gpu_train needs an NVIDIA GPU, and torch sees none (--device cpu: trial)\n"

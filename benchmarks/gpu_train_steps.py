@@ -1,4 +1,4 @@
-"""The steps that gpu_train.py measures: its cases and variants, their networks, data and parts."""
+"""The steps that gpu_train.py measures: cases, variants, networks, data and timed parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -14,20 +14,21 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.schema import ArraysData
-from raytrain_opt.data.arrays import ArrayData, Arrays
+from raytrain_opt.config.data import ArraysData, Augment
 from raytrain_opt.data.base import Batch
-from raytrain_opt.data.pixels import IMAGENET
+from raytrain_opt.data.in_memory import InMemoryData
+from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.data.transforms import IMAGENET_MEAN_STD
 from raytrain_opt.optim.lars import LARS
 
-# So small that the networks' values stay in range, which timings depend on.
+# Small enough that the networks' values stay in range, which timings depend on.
 LR = 1e-3
 WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """`distinct`: images on the device; `padding`: of the random crop."""
+    """A network and its data: `distinct` images on the device; `padding` of the random crop."""
 
     network: str
     pixels: int
@@ -47,9 +48,10 @@ CASES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """How a step is computed, see gpu_train.py.
+    """How a step is computed (see gpu_train.py).
 
-    `dtype`: of autocast; `compile`: torch.compile's mode; `asked_only`: not in a run of all.
+    `dtype` is autocast's, `compile` torch.compile's mode; with `by_name_only` the variant is not
+    part of a run of all variants.
     """
 
     dtype: torch.dtype | None = torch.bfloat16
@@ -57,8 +59,8 @@ class Variant:
     optimizer: str = "fused_sgd"
     compile: str | None = None
     graph: bool = False
-    meters_on_host: bool = False
-    asked_only: bool = False
+    meters_on_cpu: bool = False
+    by_name_only: bool = False
 
     @property
     def needs_gpu(self) -> bool:
@@ -68,8 +70,8 @@ class Variant:
 BASE = "plain_amp"
 
 VARIANTS = {
-    "plain_fp32": Variant(None, False, "sgd", meters_on_host=True),
-    BASE: Variant(torch.float16, False, "sgd", meters_on_host=True),
+    "plain_fp32": Variant(None, False, "sgd", meters_on_cpu=True),
+    BASE: Variant(torch.float16, False, "sgd", meters_on_cpu=True),
     "eager": Variant(),
     "eager_lars": Variant(optimizer="lars"),
     "eager_fp16": Variant(torch.float16),
@@ -77,7 +79,7 @@ VARIANTS = {
     "graph": Variant(graph=True),
     "compile_graph": Variant(compile="default", graph=True),
     "compile_graph_lars": Variant(optimizer="lars", compile="default", graph=True),
-    "autotune_graph": Variant(compile="max-autotune-no-cudagraphs", graph=True, asked_only=True),
+    "autotune_graph": Variant(compile="max-autotune-no-cudagraphs", graph=True, by_name_only=True),
 }
 
 Mark = Callable[[str], None]
@@ -92,11 +94,11 @@ class Step(Protocol):
 
 
 class Training:
-    """`Step` by step: every kernel is launched by the host."""
+    """A `Step` whose kernels are launched one by one by the CPU."""
 
     def __init__(self, variant: Variant, model: nn.Module, device: torch.device) -> None:
         self.variant, self.model, self.device = variant, model, device
-        # A step in fp16 takes minutes on a CPU.
+        # A step in fp16 takes minutes on CPU.
         on_cpu = device.type == "cpu" and variant.dtype is not None
         self._dtype = torch.bfloat16 if on_cpu else variant.dtype
         self.optimizer = build_optimizer(variant, model, device)
@@ -111,7 +113,7 @@ class Training:
             loss = cross_entropy(output, batch.y, label_smoothing=0.1)
         mark("forward")
         self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         mark("backward")
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -120,7 +122,7 @@ class Training:
 
     def _meters(self, output: Tensor, loss: Tensor, y: Tensor) -> None:
         self.loss.copy_(loss)
-        if self.variant.meters_on_host:
+        if self.variant.meters_on_cpu:
             hits = output.topk(5, dim=1).indices == y.unsqueeze(1)
             loss.item(), hits[:, 0].sum().item(), hits.sum().item()
         else:
@@ -131,18 +133,18 @@ class Training:
 class CapturedTraining:
     """The `Step` of a Training as one CUDA graph, which reads its batch from fixed memory.
 
-    `pool`: of graphs that never run at the same time and leave nothing in it for one another.
-    The current stream must not be the default one.
+    `pool` is the memory pool of graphs that never run at the same time and leave nothing in it
+    for one another. The current stream must not be the default one.
     """
 
     def __init__(self, training: Training, batch: Batch, pool: Any) -> None:
         self.loss = training.loss
-        # The graph writes to the optimiser's buffers, but does not keep them.
+        # The graph writes to the optimizer's buffers, but does not keep them alive.
         self._training = training
         self._batch = Batch(batch.x.clone(), batch.y.clone())
         for _ in range(WARM_UP_STEPS):
             training(self._batch, unmarked)
-        # The gradients shall lie in the graph's memory.
+        # So that the capture allocates the gradients in the graph's memory.
         training.optimizer.zero_grad(set_to_none=True)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=torch.cuda.current_stream()):
@@ -157,22 +159,25 @@ class CapturedTraining:
 
 
 def unmarked(_: str) -> None:
-    """Where the parts are not timed."""
+    """Ignore the mark: the parts are not timed."""
 
 
 def build_optimizer(
     variant: Variant, model: nn.Module, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Ours read their rate from the device, as a graph in which it shall change must."""
+    """Return the optimizer; ours read the rate from the device, so a graph's rate can change."""
     settings: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-4}
     if variant.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=LR, **settings)
     lr = torch.tensor(LR, device=device)
     if variant.optimizer == "lars":
-        # In these networks, all that is no matrix or kernel is a bias or normalisation.
+        # In these networks every parameter of one dimension is a bias or of a normalization.
         layers = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() <= 1]
-        groups = [{"params": layers}, {"params": rest, "adapt": False, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": layers},
+            {"params": rest, "adapt": False, "weight_decay": 0.0},
+        ]
         return LARS(groups, lr=lr, **settings)
     return torch.optim.SGD(model.parameters(), lr=lr, fused=True, **settings)
 
@@ -182,16 +187,16 @@ class Bench:
 
     def __init__(self, case: Case, batch_size: int, device: torch.device) -> None:
         self.case, self.batch_size, self.device = case, batch_size, device
-        arrays = made_up_arrays(case, batch_size, device)
+        arrays = synthetic_arrays(case, batch_size, device)
         self.batches = {
             channels_last: self._batches(arrays, channels_last) for channels_last in (True, False)
         }
         self._network = cache(self._new_network)
-        self._compiled = cache(lambda mode: torch.compile(self._network(True), mode=mode))
+        self._compiled = cache(self._compile)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def step(self, variant: Variant) -> Step:
-        """The variant, warm."""
+        """Return the variant's step, warmed up."""
         network = self._network(variant.channels_last)
         model = self._compiled(variant.compile) if variant.compile else network
         training = Training(variant, model, self.device)
@@ -203,41 +208,47 @@ class Bench:
         return training
 
     def block(self, step: Step, variant: Variant, steps: int) -> dict[str, float]:
-        """Milliseconds of a step and of its parts."""
+        """Return the milliseconds of a step and of its parts."""
         batches = self.batches[variant.channels_last]
         synchronize(self.device)
         started_s = monotonic_s()
-        marks = Marks(self.device)
+        timer = StepTimer(self.device)
         for _ in range(steps):
             batch = next(batches)
-            marks("data")
-            step(batch, marks)
+            timer("data")
+            step(batch, timer)
         synchronize(self.device)
-        whole_ms = 1000 * (monotonic_s() - started_s)
-        parts = {name: ms / steps for name, ms in marks.sums_ms().items()}
-        return {"step": whole_ms / steps, **parts}
+        total_ms = 1000 * (monotonic_s() - started_s)
+        parts = {name: ms / steps for name, ms in timer.sums_ms().items()}
+        return {"step": total_ms / steps, **parts}
+
+    def _compile(self, mode: str) -> nn.Module:
+        # torch.compile of a module returns an OptimizedModule; its annotation says Callable.
+        return cast(nn.Module, torch.compile(self._network(True), mode=mode))
 
     def _new_network(self, channels_last: bool) -> nn.Module:
         layout = torch.channels_last if channels_last else torch.contiguous_format
         return network(self.case, self.device).to(memory_format=layout)
 
-    def _batches(self, arrays: Arrays, channels_last: bool) -> Iterator[Batch]:
+    def _batches(self, arrays: DatasetArrays, channels_last: bool) -> Iterator[Batch]:
         section = ArraysData(
             name="arrays",
             train=("", ""),
             test=("", ""),
-            selection_fraction=0.0,
-            augment={"crop_padding": self.case.padding, "flip": True},
-            normalize=IMAGENET,
+            validation_fraction=0.0,
+            augment=Augment(crop_padding=self.case.padding, flip=True),
+            normalize=(list(IMAGENET_MEAN_STD[0]), list(IMAGENET_MEAN_STD[1])),
         )
-        data = ArrayData(arrays, section, seed=0, device=self.device, channels_last=channels_last)
+        data = InMemoryData(
+            arrays, section, seed=0, device=self.device, channels_last=channels_last
+        )
         steps = range(len(arrays.train_y) // self.batch_size)
         for epoch in count(1):
-            yield from data.train(epoch, steps, range(1), 1, self.batch_size)
+            yield from data.train_batches(epoch, steps, range(1), 1, self.batch_size)
 
 
-class Marks:
-    """Ends of parts, in order: events on the device's stream, times on a CPU."""
+class StepTimer:
+    """The ends of parts, in order: events on a GPU's stream, clock times on CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -249,7 +260,7 @@ class Marks:
         self._ends.append(self._now())
 
     def sums_ms(self) -> dict[str, float]:
-        """Milliseconds in each part, over all steps; the device must be synchronised."""
+        """Return each part's milliseconds over all steps; the device must be synchronized."""
         sums = dict.fromkeys(self._names, 0.0)
         for name, start, end in zip(self._names, self._ends, self._ends[1:], strict=False):
             sums[name] += start.elapsed_time(end) if self._on_gpu else 1000 * (end - start)
@@ -258,13 +269,13 @@ class Marks:
     def _now(self) -> Any:
         if not self._on_gpu:
             return monotonic_s()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
 
 def work_of(case: Case) -> dict[str, float]:
-    """Counted on two images without values, per image."""
+    """Count the work per image on two images on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode
 
     meta, elements = torch.device("meta"), 0
@@ -286,37 +297,38 @@ def work_of(case: Case) -> dict[str, float]:
 
 
 def network(case: Case, device: torch.device) -> nn.Module:
-    """With the same weights each time."""
+    """Build the case's network, each time with the same weights."""
     torch.manual_seed(0)
     source, _, name = case.network.rpartition(":")
     with device:
         if source == "torchvision":
             from torchvision import models
 
-            return models.get_model(name, weights=None, num_classes=case.classes)
-        from raytrain_opt.models.registry import our_function
+            model: nn.Module = models.get_model(name, weights=None, num_classes=case.classes)
+            return model
+        from raytrain_opt.models.registry import model_function
 
         shape = (3, case.pixels, case.pixels)
-        ours: nn.Module = our_function(name)(num_classes=case.classes, sample_shape=shape)
+        ours: nn.Module = model_function(name)(num_classes=case.classes, sample_shape=shape)
         return ours
 
 
-def made_up_arrays(case: Case, batch_size: int, device: torch.device) -> Arrays:
-    """A colour for each class and noise, so that training behaves as usual; no test set."""
+def synthetic_arrays(case: Case, batch_size: int, device: torch.device) -> DatasetArrays:
+    """Return images of a color per class plus noise, so training behaves as usual; no test set."""
     on_gpu = device.type == "cuda"
     samples = max(case.distinct, batch_size) if on_gpu else 2 * batch_size
     random = torch.Generator(device).manual_seed(0)
     labels = torch.randint(0, case.classes, (samples,), generator=random, device=device)
-    colours = torch.randint(
+    colors = torch.randint(
         64, 192, (case.classes, 1, 1, 3), generator=random, device=device
     ).float()
     x = np.empty((samples, case.pixels, case.pixels, 3), np.uint8)
     for start in range(0, samples, 256):
-        part = colours[labels[start : start + 256]].expand(-1, case.pixels, case.pixels, -1)
+        part = colors[labels[start : start + 256]].expand(-1, case.pixels, case.pixels, -1)
         noise = torch.randn(part.shape, generator=random, device=device)
         x[start : start + 256] = (part + 48 * noise).clamp(0, 255).byte().cpu().numpy()
     y = labels.cpu().numpy()
-    return Arrays(x, y, x[:1], y[:1], case.classes)
+    return DatasetArrays(x, y, x[:1], y[:1], case.classes)
 
 
 def synchronize(device: torch.device) -> None:

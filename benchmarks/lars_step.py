@@ -1,24 +1,25 @@
-"""Milliseconds of one optimiser step on ResNet-50's parameters: LARS against others.
+"""Milliseconds of one optimizer step on ResNet-50's parameters: LARS against others.
 
-    python benchmarks/lars_step.py [--device cuda] [--rounds 7] [--threads 1]
+    python -m benchmarks.lars_step [--device cuda] [--rounds 7] [--threads 1]
 
-    ours         raytrain_opt.optim.LARS: biases and normalisation apart (107 of 161 tensors)
+    ours         raytrain_opt.optim.LARS; biases and normalization in their own group (107 of
+                 161 tensors)
     literal      the same formula in plain Python, a layer at a time (tests/support)
     timm         timm.optim.lars.Lars, foreach, the same groups
-    sgd          torch.optim.SGD, foreach, one group: what a training without LARS would do
+    sgd          torch.optim.SGD, foreach, one group: a training without LARS
     sgd_fused    the same, fused
 
-All with momentum 0.9 and weight decay, float32, each on tensors of its own with gradients that
-stay as they are. What the timer covers: `--steps` calls of step(), and on a GPU the wait for
-the last of them; so the host's work counts where the device does not hide it. Warmed up before.
-The sides take turns within a round, in an order that rotates; a ratio is the median over the
-rounds of the ratio within one.
+All with momentum 0.9 and weight decay, float32, each on tensors of its own with constant
+gradients. The timer covers `--steps` calls of step() and, on a GPU, the wait for the last of
+them; so the CPU's work counts where the device does not hide it. Warmed up before. The sides take
+turns within a round, in an order that rotates; a ratio is the median over the rounds of the ratio
+within one.
 
-On a GPU (or with --iteration), `iteration_over_sgd` compares whole training iterations of
+On a GPU (or with --iteration), `iteration_over_sgd` compares complete training iterations of
 torchvision's ResNet-50: forward in bf16, backward, step, zero_grad; channels_last, images that
 lie on the device; ours against foreach SGD.
 
-The last line printed is one JSON object; `ms_*` are medians. Wanted on a GPU: ours_over_sgd at
+The last line printed is one JSON object; `ms_*` are medians. Targets on a GPU: ours_over_sgd at
 most 1.5, iteration_over_sgd at most 1.01, literal_over_ours at least 5; on a CPU at least 1.
 Needs timm. On 2 cores it takes about half a minute.
 """
@@ -27,23 +28,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 import torchvision
-from common import machine
 from torch import nn
 
+from benchmarks.common import machine
 from raytrain_opt.optim import LARS
 from raytrain_opt.optim.parameter_groups import parameter_groups
-from raytrain_opt.telemetry.records import versions
+from raytrain_opt.recording.recorder import versions
 
-SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-5}
+SETTINGS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-5}
 Work = Callable[[], object]
 
 
@@ -59,36 +58,35 @@ def main() -> None:
         "literal_over_ours": ratio(times, "literal", "ours"),
         "ours_over_sgd_fused": ratio(times, "ours", "sgd_fused"),
         "timm_over_ours": ratio(times, "timm", "ours"),
-        **{f"ms_{name}": round(median(some), 4) for name, some in times.items()},
+        **{f"ms_{name}": round(median(values), 4) for name, values in times.items()},
     }
     del steps, works
     if args.iteration or device.type == "cuda":
         result |= iteration(args, device)
-    about = {"device": args.device, "threads": args.threads, "rounds": args.rounds}
-    print(json.dumps({**result, **about, "machine": machine(), "versions": versions()}))
+    setting = {"device": args.device, "threads": args.threads, "rounds": args.rounds}
+    print(json.dumps({**result, **setting, "machine": machine(), "versions": versions()}))
 
 
 def sides() -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
-    """What makes each optimiser."""
+    """Return the function that makes each side's optimizer."""
     from timm.optim.lars import Lars
 
-    sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-    from literal_lars import LiteralLARS
+    from tests.support.reference_lars import ReferenceLARS
 
-    def apart(make: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    def grouped(make: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
         return lambda m: make(parameter_groups(m, exclude_bias_and_norm=True), **SETTINGS)
 
     return {
-        "ours": apart(LARS),
-        "literal": apart(LiteralLARS),
-        "timm": apart(Lars),
+        "ours": grouped(LARS),
+        "literal": grouped(ReferenceLARS),
+        "timm": grouped(Lars),
         "sgd": lambda m: torch.optim.SGD(m.parameters(), foreach=True, **SETTINGS),
         "sgd_fused": lambda m: torch.optim.SGD(m.parameters(), fused=True, **SETTINGS),
     }
 
 
 class Step:
-    """A ResNet-50 with gradients, and its optimiser."""
+    """A ResNet-50 with gradients, and its optimizer."""
 
     def __init__(
         self, make: Callable[[nn.Module], torch.optim.Optimizer], device: torch.device
@@ -101,16 +99,16 @@ class Step:
 
 
 def iteration(args: argparse.Namespace, device: torch.device) -> dict[str, object]:
-    """Whole training iterations, ours against SGD."""
-    made, size = sides(), args.image_size
+    """Compare complete training iterations of ours and SGD."""
+    optimizers, size = sides(), args.image_size
     images = torch.randn(args.batch_size, 3, size, size, device=device)
     images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (args.batch_size,), device=device)
-    works = {name: training(made[name], images, labels) for name in ("ours", "sgd")}
+    works = {name: training(optimizers[name], images, labels) for name in ("ours", "sgd")}
     times = take_turns(works, args.rounds, args.iterations, device)
     return {
         "iteration_over_sgd": ratio(times, "ours", "sgd"),
-        **{f"iteration_ms_{name}": round(median(some), 3) for name, some in times.items()},
+        **{f"iteration_ms_{name}": round(median(values), 3) for name, values in times.items()},
         "iteration_batch_size": args.batch_size,
     }
 
@@ -118,7 +116,7 @@ def iteration(args: argparse.Namespace, device: torch.device) -> dict[str, objec
 def training(
     make: Callable[[nn.Module], torch.optim.Optimizer], images: torch.Tensor, labels: torch.Tensor
 ) -> Work:
-    """One iteration of a model and optimiser of its own."""
+    """Return a function that trains a new model and optimizer for one iteration."""
     device = images.device
     model = torchvision.models.resnet50().to(device, memory_format=torch.channels_last)
     optimizer = make(model)
@@ -136,7 +134,7 @@ def training(
 def take_turns(
     works: dict[str, Work], rounds: int, repetitions: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Milliseconds of one execution, for every side and round."""
+    """Return the milliseconds of one execution, for every side and round."""
     for work in works.values():
         for _ in range(3):
             work()
@@ -158,8 +156,8 @@ def milliseconds(work: Work, repetitions: int, device: torch.device) -> float:
     return (perf_counter() - started_s) / repetitions * 1e3
 
 
-def ratio(times: dict[str, list[float]], over: str, under: str) -> float:
-    pairs = zip(times[over], times[under], strict=True)
+def ratio(times: dict[str, list[float]], numerator: str, denominator: str) -> float:
+    pairs = zip(times[numerator], times[denominator], strict=True)
     return round(median(a / b for a, b in pairs), 4)
 
 
@@ -169,15 +167,15 @@ def _wait(device: torch.device) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="One optimiser step on ResNet-50's parameters.")
+    parser = argparse.ArgumentParser(description="One optimizer step on ResNet-50's parameters.")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, help="in one timing; default 3, on a GPU 50")
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument("--iteration", action="store_true", help="whole iterations on CPU too")
-    parser.add_argument("--iterations", type=int, help="in one timing; default 1, on a GPU 10")
-    parser.add_argument("--batch-size", type=int, default=128, help="of a whole iteration")
-    parser.add_argument("--image-size", type=int, default=224, help="of a whole iteration")
+    parser.add_argument("--steps", type=int, help="per timing; default 3, on a GPU 50")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--iteration", action="store_true", help="complete iterations on CPU too")
+    parser.add_argument("--iterations", type=int, help="per timing; default 1, on a GPU 10")
+    parser.add_argument("--batch-size", type=int, default=128, help="of a complete iteration")
+    parser.add_argument("--image-size", type=int, default=224, help="of a complete iteration")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")

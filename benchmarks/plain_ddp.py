@@ -1,14 +1,16 @@
-"""The yardstick of train_throughput.py: a plain torchrun DDP script, without this package's loop.
+"""The baseline of train_throughput.py: a plain torchrun DDP script without this package's loop.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/plain_ddp.py \
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.plain_ddp \
         --x train_x.npy --y train_y.npy --classes 10
 
-Only the network itself comes from raytrain_opt, so that both sides train the same one. The
-rest is what one writes by hand for a data set in memory: a permutation per epoch, batches
-gathered from uint8 arrays (on the GPU when there is one), normalised and laid out as
-channels_last, DDP with gradients as bucket views, foreach SGD, and loss and hits summed on
-the device. Rank 0 prints one JSON object: samples, and for each epoch the seconds of the
-loop of steps (up to the sums' arrival on the host) and of the whole epoch.
+Only the network comes from raytrain_opt, so that both sides train the same one. The rest is what
+one writes by hand for a data set in memory: a permutation per epoch, batches gathered from uint8
+arrays (on the GPU if there is one), normalized and laid out as channels_last, DDP with gradients
+as bucket views, foreach SGD, and loss and hits summed on the device.
+
+Rank 0 prints one JSON object: `samples` per epoch, `loss_sum` and `hits` of its last epoch, and
+for each epoch `loop_s`, the seconds of the loop of steps (until the sums arrive on the CPU), and
+`epoch_s`, those of the epoch including the reduction of the sums.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class InMemory:
-    """uint8 images [samples, height, width, channels] and labels, where they are gathered."""
+    """uint8 images [samples, height, width, channels] and labels on the training device."""
 
     x: Tensor
     y: Tensor
@@ -69,8 +71,10 @@ class InMemory:
 
     @classmethod
     def load(cls, x_path: str, y_path: str, device: torch.device) -> InMemory:
-        """Mean and deviation per channel, spread over the pixels so that one multiplication
-        and one addition normalise a batch.
+        """Load the arrays and compute mean and deviation per channel.
+
+        Both are repeated for every pixel, so that one multiplication and one addition normalize a
+        batch.
         """
         x, y = np.load(x_path), np.load(y_path)
         mean, deviation = x.mean((0, 1, 2)), x.std((0, 1, 2))
@@ -82,7 +86,7 @@ class InMemory:
         return cls(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device), scale, shift)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised float32 [N, C, H, W], channels_last as the data lie, and labels."""
+        """Return normalized float32 [N, C, H, W], channels_last like the data, and labels."""
         images = self.x.index_select(0, indices)
         values = images.view(len(images), -1).float().mul_(self.scale).add_(self.shift)
         return values.view(images.shape).permute(0, 3, 1, 2), self.y.index_select(0, indices)
@@ -95,7 +99,7 @@ def train_epoch(
     epoch: int,
     global_batch_size: int,
 ) -> Tensor:
-    """Full batches only; returns [sum of losses, hits] of this rank, on the device."""
+    """Train full batches only; return this rank's [sum of losses, hits] on the device."""
     rank, size = dist.get_rank(), global_batch_size // dist.get_world_size()
     order = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(epoch))
     order = order.to(data.y.device)
@@ -107,7 +111,7 @@ def train_epoch(
         optimizer.zero_grad(set_to_none=True)
         output = model(x)
         loss = cross_entropy(output, y)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         with torch.no_grad():
             sums += torch.stack((loss.detach() * len(y), (output.argmax(1) == y).sum()))

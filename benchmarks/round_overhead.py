@@ -1,28 +1,29 @@
-"""What a round of candidates costs beside its computing: resident pools against restarts.
+"""The overhead of a round of candidates beside its computing: resident pools against restarts.
 
-    python benchmarks/round_overhead.py [--rounds 12] [--restarts 2]
+    python -m benchmarks.round_overhead [--rounds 12] [--restarts 2]
 
-ResNet-18 (11 M parameters, CIFAR form), 2 workers, 4 candidates in 4 slots, made-up images
-(the time does not depend on what they show), few and small batches so that computing is short.
+ResNet-18 (11 M parameters, CIFAR form), 2 workers, 4 candidates in 4 slots, random images (the
+time does not depend on their content), few and small batches so that computing is short.
 
 `overhead_s_per_round` (median): the wall time of an epoch, from the end of the one before to
-its own end, minus the compute of the slowest slot (its steps and its scoring) minus the
-compute of main train. It holds: posting commands, loading states in slots and workers,
-handing the winner's and the workers' state over through the object store, both digests,
-averaging buffers, choosing, and writing the records. Not in it: evaluation and checkpoint
-files, which are switched off here. The first round is left out (workers start beside it).
+its own end, minus the compute of the slowest slot (steps and scoring), minus the compute of the
+main training. It contains: posting commands, loading states in slots and workers, handing over
+the winner's and the workers' state through the object store, both digests, averaging buffers,
+choosing, and writing the records. Evaluation and checkpoint files are switched off. The first
+round is left out (workers start beside it).
 
-`restart_s_per_round` (median): the same minus the same, when a round is a new `Tuner.fit()`
-with one trial per candidate and a new `TorchTrainer.fit()` with 2 workers, in the same Ray
-session, with the same model, data and steps, and states passed by object reference.
+`restart_s_per_round` (median): the same difference when a round is a new `Tuner.fit()` with one
+trial per candidate and a new `TorchTrainer.fit()` with 2 workers, in the same Ray session, with
+the same model, data and steps, and states passed by object reference.
 
-The last line is one JSON object.
+`ratio`: restart over resident; `*_all`: every round. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import statistics
@@ -35,16 +36,16 @@ import ray
 
 from raytrain_opt import Job, run
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.telemetry.records import versions
+from raytrain_opt.recording.recorder import versions
 
 MULTIPLIERS = [1.5, 1.0, 0.75, 0.5]
-ALPHA_STEPS, STEPS, GLOBAL_BATCH, SELECTION = 1, 3, 8, 8
+ALPHA_STEPS, STEPS, GLOBAL_BATCH, VALIDATION_SAMPLES = 1, 3, 8, 8
 
 
 def make_job(folder: Path, epochs: int) -> Job:
-    """The job whose rounds are timed; writes its data."""
+    """Write the data and return the job whose rounds are timed."""
     rng = np.random.default_rng(0)
-    samples = STEPS * GLOBAL_BATCH + SELECTION
+    samples = STEPS * GLOBAL_BATCH + VALIDATION_SAMPLES
     paths = []
     for name, count in (("train", samples), ("test", 8)):
         x, y = folder / f"{name}_x.npy", folder / f"{name}_y.npy"
@@ -60,7 +61,7 @@ def make_job(folder: Path, epochs: int) -> Job:
                 "train": paths[0],
                 "test": paths[1],
                 "num_classes": 10,
-                "selection_fraction": SELECTION / samples,
+                "validation_fraction": VALIDATION_SAMPLES / samples,
             },
             "epochs": epochs,
             "global_batch_size": GLOBAL_BATCH,
@@ -80,58 +81,61 @@ def make_job(folder: Path, epochs: int) -> Job:
 
 
 def resident_overheads(job: Job) -> list[float]:
-    """Seconds of overhead of each round but the first and the last (which evaluates)."""
+    """Return the overhead in seconds of each round but the first and the last (it evaluates)."""
     result = run(job)
     lines = (Path(result.run_dir) / "epochs.jsonl").read_text().splitlines()
     epochs = [json.loads(line) for line in lines][1:-1]
     return [
-        epoch["seconds"] - epoch["parts_s"]["longest_slot_s"] - epoch["parts_s"]["main_compute_s"]
+        epoch["duration_s"]
+        - epoch["timings_s"]["longest_slot_s"]
+        - epoch["timings_s"]["main_compute_s"]
         for epoch in epochs
     ]
 
 
 def _candidate_trial(config: dict[str, Any]) -> None:
-    """One candidate as an ordinary Tune trial: build everything, train, score, report."""
+    """Train one candidate as an ordinary Tune trial: build everything, train, score, report."""
     import torch
     from ray import tune
 
-    from raytrain_opt.train.learner import Learner, Shares
+    from raytrain_opt.train.learner import Learner, MicroBatches
+    from raytrain_opt.train.learner_config import LearnerConfig
 
     torch.set_num_threads(1)
     job: Job = config["job"]
-    learner = Learner(job, None, torch.device("cpu"))
+    learner = Learner(LearnerConfig.from_job(job), None, torch.device("cpu"))
     if config["state"] is not None:
         learner.load(ray.get(config["state"][0]))
     lrs = [config["lr"]] * ALPHA_STEPS
-    trained = learner.train(1, 0, lrs, Shares(range(2), 2))
-    scored = learner.evaluate("selection")
-    compute_s = trained.seconds + scored.seconds
-    kept = config["shelf"].keep.remote(config["lr"], learner.state(copy=True))
-    ray.get(kept)
+    trained = learner.train(1, 0, lrs, MicroBatches(range(2), 2))
+    scored = learner.evaluate("validation")
+    compute_s = trained.duration_s + scored.duration_s
+    ray.get(config["states"].keep.remote(config["lr"], learner.state(copy=True)))
     tune.report({"score": scored.accuracy, "compute_s": compute_s, "lr": config["lr"]})
 
 
 def _main_loop(config: dict[str, Any]) -> None:
-    """Main train as an ordinary TorchTrainer run."""
+    """Run the main training as an ordinary TorchTrainer run."""
     import ray.train
     import torch
 
-    from raytrain_opt.train.group import distribute
-    from raytrain_opt.train.learner import Learner, Shares
+    from raytrain_opt.train.data_parallel import distribute
+    from raytrain_opt.train.learner import Learner, MicroBatches
+    from raytrain_opt.train.learner_config import LearnerConfig
 
     torch.set_num_threads(1)
     rank = ray.train.get_context().get_world_rank()
-    learner = Learner(config["job"], None, torch.device("cpu"), distribute)
-    learner.load(ray.get(config["shelf"].take.remote(config["lr"])))
+    learner = Learner(LearnerConfig.from_job(config["job"]), None, torch.device("cpu"), distribute)
+    learner.load(ray.get(config["states"].take.remote(config["lr"])))
     lrs = [config["lr"]] * (STEPS - ALPHA_STEPS)
-    trained = learner.train(1, ALPHA_STEPS, lrs, Shares(range(rank, rank + 1), 2))
+    trained = learner.train(1, ALPHA_STEPS, lrs, MicroBatches(range(rank, rank + 1), 2))
     if rank == 0:
-        ray.get(config["shelf"].keep.remote("main", learner.state(copy=True)))
-        ray.get(config["shelf"].keep.remote("main compute_s", trained.seconds))
+        ray.get(config["states"].keep.remote("main", learner.state(copy=True)))
+        ray.get(config["states"].keep.remote("main compute_s", trained.duration_s))
 
 
-class _Shelf:
-    """Keeps states between the runs, as a checkpoint folder would."""
+class _StateKeeper:
+    """An actor that keeps states between the runs, as a checkpoint folder would."""
 
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
@@ -144,13 +148,14 @@ class _Shelf:
 
 
 def restart_overhead(job: Job, folder: Path, number: int) -> float:
-    """Seconds of overhead of one round made of a new Tuner and a new TorchTrainer."""
+    """Return the overhead in seconds of one round of a new Tuner and a new TorchTrainer."""
     from ray import tune
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    shelf = ray.remote(_Shelf).options(num_cpus=0).remote()  # type: ignore[attr-defined]
-    common = {"job": job, "shelf": shelf, "state": None}
+    keeper_class: Any = ray.remote(_StateKeeper)
+    keeper = keeper_class.options(num_cpus=0).remote()
+    common = {"job": job, "states": keeper, "state": None}
     started_s = monotonic_s()
     results = tune.Tuner(
         tune.with_resources(_candidate_trial, {"CPU": 0.5}),
@@ -169,20 +174,22 @@ def restart_overhead(job: Job, folder: Path, number: int) -> float:
         run_config=RunConfig(name=f"workers-{number}", storage_path=str(folder / "ray")),
     ).fit()
     wall_s = monotonic_s() - started_s
-    longest_s = max(result.metrics["compute_s"] for result in results if result.metrics)
-    main_s: float = ray.get(shelf.take.remote("main compute_s"))
-    ray.kill(shelf)
+    # A ResultGrid has a length and an index, and no iterator.
+    metrics = [results[index].metrics for index in range(len(results))]
+    longest_s = max(float(trial["compute_s"]) for trial in metrics if trial)
+    main_s: float = ray.get(keeper.take.remote("main compute_s"))
+    ray.kill(keeper)
     return wall_s - longest_s - main_s
 
 
 def main() -> None:
-    """Measure both in one Ray session and print the figures."""
+    """Measure both kinds of rounds in one Ray session and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--restarts", type=int, default=2)
     arguments = parser.parse_args()
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = make_job(folder, arguments.rounds + 2)

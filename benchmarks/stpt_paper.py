@@ -1,54 +1,54 @@
-"""The experiments of the paper that STPT comes from, at small scale, on CPU.
+"""The experiments of the STPT paper at small scale, on CPU.
 
-    python benchmarks/stpt_paper.py --data-root FOLDER [--cache FILE] [--quick]
+    python -m benchmarks.stpt_paper --data-root FOLDER [--cache FILE] [--quick]
         [--tasks T ...] [--rows R ...] [--seeds 3] [--first-seed 0] [--epochs 40] [--scale 1]
 
 Yamada et al. train ResNet-50 on ImageNet for 40 epochs of 2,500 iterations. Here: ResNet-8 on
-the tasks of `comparison_tasks.py` (which also says what FOLDER holds), by default the 20 coarse
-labels of CIFAR-100 at 16 x 16, with the batch that gives 40 short epochs some iterations each.
-The rest is the paper's: policy stpt of the product, scored by accuracy; initial rate 0.1, 4 of
-40 epochs of warm-up at 0.005, momentum 0.9 (and weight decay 5e-4, of which it does not speak);
-a candidate trains on the whole batch. Candidates are scored on a selection split of the
-training images; accuracies are those on the test split. A seed sets weights, order,
-augmentation and both splits of the training images.
+the tasks of comparison_tasks.py (which also describes FOLDER), by default the 20 coarse labels of
+CIFAR-100 at 16 x 16, with a batch size that gives 40 short epochs several iterations each. The
+rest is the paper's: the product's policy stpt, scored by accuracy; initial rate 0.1, 4 of 40
+epochs of warm-up at 0.005, momentum 0.9 (and weight decay 5e-4, which the paper does not
+mention); a candidate trains on the full global batch. Candidates are scored on a validation split
+of the training images; accuracies are those on the test split. A seed sets weights, order,
+augmentation and the split of the training images.
 
-Rows, in `stpt_paper_rows.py`:
+Rows (stpt_paper_rows.py):
 
 alpha_8 .. alpha_100    pre-training of 8, 25, 50 and 100 % of an epoch with the alpha-study set
                         (section 3.2 of the paper, 200 to 2,500 of 2,500 iterations)
 narrow, middle, wide    the sets of section 3.3, alpha 8 %
 mix                     warm-up, narrow, middle, wide: table 4, boundaries scaled to the epochs
 reference               0.1, divided by 10 when accuracy saturates, no warm-up: when accuracy on
-                        the selection split has not risen above its highest for more than a
-                        tenth of the epochs in a row (torch's ReduceLROnPlateau; the paper
-                        has no rule, its authors may have done it by eye)
+                        the validation split has not exceeded its highest for more than a tenth
+                        of the epochs in a row (torch's ReduceLROnPlateau; the paper gives no
+                        rule, its authors may have done it by eye)
 
-Columns, over the seeds: `accuracy_*`, in percent, after the last epoch on the whole test split.
-`highest_*`: the highest of the training, which the paper shows of the alphas: of the final one
-and those seen after each epoch of the second half, on a part of about 2,500 test images, which
-favours the lucky a little, in all rows alike. `paper`: its figure. `trainings`: samples trained,
-every candidate's included, divided by those of one training. `search_share`: those of the
-candidates that were not taken, divided by those that the weights went through. `iterations`: of
-the whole batch, all candidates one after the other, and `iterations_side_by_side`, a round
-counted as one of its candidates. `reach_*`: until it is as good as the reference is at its end, as
-in `time_to_accuracy.py`. `last_lrs`: the rates after the last round. `wall_seconds`: as there.
+Columns, over the seeds: `accuracy_*`, in percent, after the last epoch on the complete test split.
+`highest_*`: the highest of the training, which the paper shows for the alphas: of the final one
+and those after each epoch of the second half on a part of about 2,500 test images, which favors
+lucky ones a little, in all rows alike. `paper`: its figure. `trainings`: samples trained, with
+every candidate's, divided by those of one training. `search_fraction`: samples of the candidates
+that lost, divided by those that the weights went through. `iterations`: of the global batch, all
+candidates one after another, and `iterations_side_by_side`, a round counted as one of its
+candidates. `reach_*`: until it is as good as the reference at its end, as in time_to_accuracy.py.
+`last_lrs`: the rates after the last round. `wall_seconds`: as there.
 
-`claims` says of each of the paper's claims about two rows: the difference in its figures, and
+`claims` compares each of the paper's claims about two rows: the difference in its figures, and
 the one here, by seed and in the mean; `spread_points`, highest minus lowest over the seeds, the
-larger of the two rows'; whether the difference here is beyond it; and so whether the two agree:
-yes, no, or undecided, when it is not. Alphas are compared by their highest accuracy, the rest
-by the final one.
+larger of the two rows'; whether the difference here exceeds it; and so whether the two agree:
+yes, no, or undecided if it does not. Alphas are compared by their highest accuracy, the rest by
+the final one.
 
-`savings` are percent of the iterations of an epoch with a search, from the samples that were
-counted, against training all 8 rates for whole epochs: that is what alpha_100 does. The paper has
-87.5 % for 8 candidates on 8 workers. That is 1 - 1/8: a round counted side by side, as long as one
-candidate, against 8 whole epochs counted one after the other (`as_published`). Whatever alpha is,
-it comes out so, for alpha_100 itself too. Like with like, one after the other, which is also in
-samples, or in worker time: 1 - (1 + 7 alpha) / 8, 80.5 % for 8 % (`in_turn`). Both side by side:
+`savings` are percent of the iterations of an epoch with a search, from the samples counted, versus
+training all 8 rates for complete epochs, which is what alpha_100 does. The paper states 87.5 % for
+8 candidates on 8 workers. That is 1 - 1/8: a round counted side by side, as long as one candidate,
+against 8 complete epochs counted one after another (`as_published`). It has this value for any
+alpha, even for alpha_100 itself. Comparing like with like, one after another, which is also in
+samples or in worker time: 1 - (1 + 7 alpha) / 8, 80.5 % for 8 % (`in_turn`). Both side by side:
 nothing (`side_by_side`), since an epoch with a search then has as many iterations as one without;
-but those of its round take longer wherever a candidate has the whole batch to itself.
+but those of its round take longer wherever a candidate computes the global batch alone.
 
-`--cache FILE`, `--merge FILE ...` and processes: as in `time_to_accuracy.py`. On 2 cores the whole
+`--cache FILE`, `--merge FILE ...` and processes: as in time_to_accuracy.py. On 2 cores everything
 takes about 25 minutes, `--quick` (1 seed, fewer and shorter epochs: nothing can be decided) less
 than 3. The last line is one JSON object.
 """
@@ -64,13 +64,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import machine
-from comparison_command import command, described, fill, parsed, settings_of
-from comparison_tasks import TASKS
-from comparison_units import Cache, Setting
-from stpt_paper_rows import (
+from benchmarks.common import finite, machine
+from benchmarks.comparison_command import (
+    command,
+    compute_missing,
+    parse,
+    prepare_settings,
+    setting_record,
+)
+from benchmarks.comparison_tasks import TASKS
+from benchmarks.comparison_units import Cache, Setting
+from benchmarks.stpt_paper_rows import (
+    ALL_RATES,
     ALPHAS,
-    EVERY_LR,
     PAPER,
     PAPER_SAVING,
     REFERENCE,
@@ -81,13 +87,12 @@ from stpt_paper_rows import (
     row_of,
     saving_claims,
 )
-
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.telemetry.records import finite, versions
+from raytrain_opt.recording.recorder import versions
 
 # So that 8 % of an epoch are several iterations.
 PAPER_TASKS = {task.name: replace(task, batch=min(task.batch, 64)) for task in TASKS.values()}
-WHOLE = {"tasks": ["cifar100_coarse_16"], "seeds": 3, "epochs": 40, "scale": 1.0}
+FULL = {"tasks": ["cifar100_coarse_16"], "seeds": 3, "epochs": 40, "scale": 1.0}
 QUICK = {"tasks": ["cifar100_coarse_16"], "seeds": 1, "epochs": 10, "scale": 0.5}
 
 
@@ -100,31 +105,31 @@ def main() -> None:
 
 
 def repeat(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Compute what is not in the cache, and put it beside the paper's figures."""
+    """Compute what is not in the cache and compare it with the paper's figures."""
     started_s = monotonic_s()
     names = list(dict.fromkeys((*args.rows, REFERENCE)))
-    settings = settings_of(args, folder)
-    kept = Cache(args.merge, args.cache)
+    settings = prepare_settings(args, folder)
+    cache = Cache(args.merge, args.cache)
     rows = paper_rows()
-    wanted = [unit for s in settings for name in names for unit in rows[name].units(s)]
-    fill(kept, wanted, args.processes)
+    units = [unit for s in settings for name in names for unit in rows[name].units(s)]
+    compute_missing(cache, units, args.processes)
     tasks = {
-        task.name: task_of([s for s in settings if s.task.name == task.name], names, kept)
+        task.name: task_of([s for s in settings if s.task.name == task.name], names, cache)
         for task in args.tasks
     }
     return {
         "tasks": tasks,
         "seconds": round(monotonic_s() - started_s, 1),
-        "setting": described(args, settings),
+        "setting": setting_record(args, settings),
         "machine": machine(),
         "versions": versions(),
     }
 
 
-def task_of(settings: Sequence[Setting], names: Sequence[str], kept: Cache) -> dict[str, Any]:
-    """The rows of one task, which claims hold in it, and what is saved."""
+def task_of(settings: Sequence[Setting], names: Sequence[str], cache: Cache) -> dict[str, Any]:
+    """Return the rows of one task, which claims hold in it, and the savings."""
     rows = paper_rows()
-    results = {name: [kept[rows[name].units(s)[0]] for s in settings] for name in names}
+    results = {name: [cache[rows[name].units(s)[0]] for s in settings] for name in names}
     table = {
         name: {
             "paper": PAPER[name],
@@ -140,15 +145,15 @@ def task_of(settings: Sequence[Setting], names: Sequence[str], kept: Cache) -> d
         for name in names
     }
     savings = {
-        name: saving_claims(counts[name], counts[EVERY_LR])
+        name: saving_claims(counts[name], counts[ALL_RATES])
         for name in names
-        if name != REFERENCE and EVERY_LR in names
+        if name != REFERENCE and ALL_RATES in names
     }
     return {"rows": table, "claims": claims, "savings": savings}
 
 
 def print_tables(tasks: Mapping[str, Mapping[str, Any]]) -> None:
-    """For people."""
+    """Print rows, claims and savings as tables for people."""
     from rich.console import Console
     from rich.table import Table
 
@@ -163,18 +168,16 @@ def print_tables(tasks: Mapping[str, Mapping[str, Any]]) -> None:
         console.print(table)
 
     titles = {name: row.title for name, row in paper_rows().items()}
-    for task, found in tasks.items():
-        lines = [[titles[name], *_cells(row)] for name, row in found["rows"].items()]
+    for task, result in tasks.items():
+        lines = [[titles[name], *_cells(row)] for name, row in result["rows"].items()]
         show(task, _COLUMNS, lines)
-        claims = [[name, *_claim_cells(claim)] for name, claim in found["claims"].items()]
-        columns = ("points", "paper", "here", "by seed", "spread", "agrees")
-        show(f"{task}: the paper's claims", columns, claims)
+        claims = [[name, *_claim_cells(claim)] for name, claim in result["claims"].items()]
+        show(f"{task}: the paper's claims", _CLAIM_COLUMNS, claims)
         savings = [
             [titles[name], *(f"{way['pct']:.1f} ({way['agrees']})" for way in ways.values())]
-            for name, ways in found["savings"].items()
+            for name, ways in result["savings"].items()
         ]
-        columns = ("", "as published", "one after the other", "side by side")
-        show(f"{task}: iterations saved, %; the paper: {PAPER_SAVING}", columns, savings)
+        show(f"{task}: iterations saved, %; the paper: {PAPER_SAVING}", _SAVING_COLUMNS, savings)
 
 
 _COLUMNS = (
@@ -189,6 +192,8 @@ _COLUMNS = (
     "last rates",
     "s",
 )
+_CLAIM_COLUMNS = ("points", "paper", "here", "by seed", "spread", "agrees")
+_SAVING_COLUMNS = ("", "as published", "one after another", "side by side")
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -198,7 +203,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['accuracy_min']:.2f} .. {row['accuracy_max']:.2f}",
         f"{row['highest_mean']:.2f}",
         f"{row['trainings']:.2f}",
-        f"{100 * row['search_share']:.0f} %",
+        f"{100 * row['search_fraction']:.0f} %",
         f"{row['iterations']:.0f}",
         " ".join(f"{lr:.0e}" for lr in row["last_lrs"]),
         f"{row['wall_seconds']:.0f}",
@@ -216,9 +221,9 @@ def _claim_cells(claim: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command("The paper's experiments at small scale.", PAPER_TASKS, list(paper_rows()))
-    return parsed(parser, given, PAPER_TASKS, WHOLE, QUICK)
+    return parse(parser, argv, PAPER_TASKS, FULL, QUICK)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,27 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from comparison_rows import Row, outcome, over_seeds, target_of
-from comparison_units import Result, Setting, Unit
+from benchmarks.comparison_rows import (
+    STPT_ALPHA,
+    STPT_LR,
+    STPT_WARMUP_FRACTION,
+    Row,
+    outcome,
+    over_seeds,
+    published_stpt,
+    target_of,
+)
+from benchmarks.comparison_units import Result, Setting, Unit
 
-INITIAL_LR = 0.1
-WARMUP_LR = 0.005
-WARMUP = 4 / 40  # of the epochs
-ALPHA = 200 / 2500  # of an epoch
-# The paper does not say when accuracy is saturated. A tenth of the epochs: late enough not to
-# take noise for it, early enough that all of the decay fits into the training.
-PATIENCE = 1 / 10
+# The paper does not define saturated accuracy. A tenth of the epochs: late enough not to mistake
+# noise for it, early enough that the complete decay fits into the training.
+PATIENCE = 1 / 10  # of the epochs
 
 REFERENCE = "reference"
-# Its candidates all train whole epochs: what the saving is measured against.
-EVERY_LR = "alpha_100"
+# Its candidates all train complete epochs: the savings are measured against it.
+ALL_RATES = "alpha_100"
 
-# Percent. Of the alphas (figure 4) the highest accuracy of a training, else the final one.
+# Percent. For the alphas (figure 4) the highest accuracy of a training, else the final one.
 PAPER = {
     "alpha_8": 63.9,
     "alpha_25": 62.8,
@@ -45,46 +50,44 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def paper_rows() -> dict[str, Row]:
-    """All rows by name."""
+    """Return all rows by name."""
     return {
-        "alpha_8": _searched("alpha 8 %", "alpha_study", ALPHA),
+        "alpha_8": _searched("alpha 8 %", "alpha_study", STPT_ALPHA),
         "alpha_25": _searched("alpha 25 %", "alpha_study", 0.25),
         "alpha_50": _searched("alpha 50 %", "alpha_study", 0.5),
         "alpha_100": _searched("alpha 100 %", "alpha_study", 1.0),
-        "narrow": _searched("narrow", "narrow", ALPHA),
-        "middle": _searched("middle", "middle", ALPHA),
-        "wide": _searched("wide", "wide", ALPHA),
-        "mix": _searched("Mix", "mix", ALPHA),
+        "narrow": _searched("narrow", "narrow", STPT_ALPHA),
+        "middle": _searched("middle", "middle", STPT_ALPHA),
+        "wide": _searched("wide", "wide", STPT_ALPHA),
+        "mix": _searched("Mix", "mix", STPT_ALPHA),
         REFERENCE: Row("reference", lambda s: [_reference(s)]),
     }
 
 
 def _searched(title: str, candidates: str, alpha: float) -> Row:
     def units(setting: Setting) -> list[Unit]:
-        warmup = {"epochs": _warmup_epochs(setting), "lr": WARMUP_LR, "shape": "constant"}
-        section = {"policy": "stpt", "initial": INITIAL_LR, "candidates": candidates}
-        return [Unit(title, "train", setting, {**section, "alpha": alpha, "warmup": warmup})]
+        return [Unit(title, "train", setting, published_stpt(setting, candidates, alpha))]
 
     return Row(title, units)
 
 
 def _reference(setting: Setting) -> Unit:
-    section = {"policy": "schedule", "shape": "constant", "initial": INITIAL_LR}
+    section = {"policy": "schedule", "shape": "constant", "initial": STPT_LR}
     patience = max(1, round(PATIENCE * setting.epochs))
     return Unit("reference", "plateau", setting, section, {"patience": patience})
 
 
 def _warmup_epochs(setting: Setting) -> int:
-    return round(WARMUP * setting.epochs)
+    return round(STPT_WARMUP_FRACTION * setting.epochs)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Samples of one training as they were counted, in iterations of the global batch.
+    """Samples of one training, counted in iterations of the global batch.
 
-    `warmup`: of the epochs without candidates. `main`: what else the weights went through.
-    `lost`: of the candidates that were not taken. `repeated`: of the rounds in which all
-    candidates diverged, one candidate's. `searches`: epochs with a winner.
+    `warmup`: in epochs without candidates. `main`: the others that the weights went through.
+    `lost`: by candidates that lost. `repeated`: by one candidate, in rounds in which all
+    candidates diverged. `searches`: number of epochs with a winner.
     """
 
     warmup: int
@@ -95,17 +98,17 @@ class Counted:
 
     @property
     def in_turn(self) -> int:
-        """After the warm-up, one after the other."""
+        """Iterations after the warm-up, one after another."""
         return self.main + self.lost
 
     @property
     def side_by_side(self) -> int:
-        """With a worker for each candidate: a round is as long as one of them."""
+        """Iterations with a worker for each candidate: a round is as long as one of them."""
         return self.main + self.repeated
 
 
 def counted(result: Result, setting: Setting) -> Counted:
-    """Of one training."""
+    """Count the iterations of one training."""
     batch, rounds = setting.task.batch, [n for n in result["notes"] if "winner" in n]
     trained = (result["samples"] - result["search_samples"]) // batch
     warmup = _warmup_epochs(setting) * (setting.task.train // batch) if rounds else 0
@@ -121,30 +124,31 @@ def counted(result: Result, setting: Setting) -> Counted:
 def row_of(
     row: Row, results: Sequence[Result], references: Sequence[Result], settings: Sequence[Setting]
 ) -> dict[str, Any]:
-    """A row of one task, over its seeds: what the comparison has, and what the paper asks."""
+    """Return a row of one task over its seeds: the comparison's columns and the paper's."""
     outcomes = [
         outcome(row, [result], target_of(reference), setting.training_samples)
         for result, reference, setting in zip(results, references, settings, strict=True)
     ]
     iterations = [counted(r, s) for r, s in zip(results, settings, strict=True)]
-    highest = [100 * max([r["accuracy"], *_seen(r)]) for r in results]
+    highest = [100 * max([r["accuracy"], *_curve_accuracies(r)]) for r in results]
     return {
         **over_seeds(outcomes),
         "highest_mean": round(mean(highest), 3),
         "highest": [round(h, 3) for h in highest],
         "last_lrs": [_last_lr(result) for result in results],
-        "search_share": round(mean(c.lost / max(c.warmup + c.main, 1) for c in iterations), 4),
+        "search_fraction": round(mean(c.lost / max(c.warmup + c.main, 1) for c in iterations), 4),
         "iterations": round(mean(c.warmup + c.in_turn for c in iterations), 1),
         "iterations_side_by_side": round(mean(c.warmup + c.side_by_side for c in iterations), 1),
     }
 
 
-def _seen(result: Result) -> list[float]:
+def _curve_accuracies(result: Result) -> list[float]:
     return [] if result["diverged"] else [point["accuracy"] for point in result["curve"]]
 
 
 def _last_lr(result: Result) -> float:
-    return result["notes"][-1]["next_base_lr"] if result["notes"] else result["peak_lr"]
+    notes = result["notes"]
+    return float(notes[-1]["next_base_lr"] if notes else result["peak_lr"])
 
 
 # Claims.
@@ -152,7 +156,7 @@ def _last_lr(result: Result) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """The paper has `better` above `other`, or both equal. `measure`: a list of the row's."""
+    """The paper has `better` above `other`, or equal, in the row's list named `measure`."""
 
     better: str
     other: str
@@ -172,8 +176,10 @@ CLAIMS = (
 
 
 def order_claims(rows: Rows) -> dict[str, dict[str, Any]]:
-    """Those whose rows are there. `spread_points`: highest minus lowest over the seeds, of the
-    two rows' the larger one; unknown with one seed.
+    """Return the claims whose rows exist, with the differences in the paper and here.
+
+    `spread_points`: highest minus lowest over the seeds, the larger of the two rows'; unknown
+    with one seed.
     """
     return {
         f"{claim.better} - {claim.other}": _compared(claim, rows)
@@ -186,10 +192,10 @@ def _compared(claim: Claim, rows: Rows) -> dict[str, Any]:
     ours, others = (rows[name][claim.measure] for name in (claim.better, claim.other))
     differences = [a - b for a, b in zip(ours, others, strict=True)]
     paper = PAPER[claim.better] - PAPER[claim.other]
-    return _judged(differences, round(paper, 1), _spread(ours, others))
+    return _verdict(differences, round(paper, 1), _spread(ours, others))
 
 
-def _judged(differences: Sequence[float], paper: float, spread: float | None) -> dict[str, Any]:
+def _verdict(differences: Sequence[float], paper: float, spread: float | None) -> dict[str, Any]:
     points = mean(differences)
     beyond = None if spread is None else abs(points) > spread
     return {
@@ -203,7 +209,10 @@ def _judged(differences: Sequence[float], paper: float, spread: float | None) ->
 
 
 def _agrees(points: float, paper: float, beyond: bool | None) -> str:
-    """A difference that is within the spread says nothing, unless the paper has none."""
+    """Return "yes", "no" or "undecided": a difference within the spread decides nothing.
+
+    Unless the paper has no difference: then one within the spread agrees.
+    """
     if beyond is None:
         return "undecided"
     if paper == 0:
@@ -218,27 +227,27 @@ def _spread(*rows: Sequence[float]) -> float | None:
 
 
 def alpha_claim(rows: Rows) -> dict[str, Any]:
-    """That alpha matters little: highest minus lowest accuracy over the alphas."""
+    """Compare the claim that alpha matters little: highest minus lowest over the alphas."""
     highest = [rows[name]["highest"] for name in ALPHAS]
     means = [mean(row) for row in highest]
     points, spread = round(max(means) - min(means), 3), _spread(*highest)
     figures = [PAPER[name] for name in ALPHAS]
     paper = round(max(figures) - min(figures), 1)
     beyond = None if spread is None else points > spread
-    # Little is the paper's own range, or what seeds make of it.
-    little = points <= paper or not beyond
+    # "Little" is at most the paper's own range, or within the spread of the seeds.
+    small = points <= paper or not beyond
     return {
         "paper_points": paper,
         "points": points,
         "differences": [round(max(s) - min(s), 3) for s in zip(*highest, strict=True)],
         "spread_points": None if spread is None else round(spread, 3),
         "beyond_spread": beyond,
-        "agrees": "undecided" if beyond is None else "yes" if little else "no",
+        "agrees": "undecided" if beyond is None else "yes" if small else "no",
     }
 
 
-# Iterations saved against training every rate for a whole epoch, by how they are counted: of
-# the row's, and of `EVERY_LR`'s.
+# Ways to count the iterations saved against training every rate for a complete epoch: the row's
+# count, and that of `ALL_RATES`.
 WAYS: dict[str, tuple[Callable[[Counted], int], Callable[[Counted], int]]] = {
     "as_published": (lambda c: c.side_by_side, lambda c: c.in_turn),
     "in_turn": (lambda c: c.in_turn, lambda c: c.in_turn),
@@ -247,19 +256,20 @@ WAYS: dict[str, tuple[Callable[[Counted], int], Callable[[Counted], int]]] = {
 
 
 def saving_claims(
-    searched: Sequence[Counted], every_lr: Sequence[Counted]
+    searched: Sequence[Counted], all_rates: Sequence[Counted]
 ) -> dict[str, dict[str, Any]]:
-    """Percent per epoch with a search, over the seeds, by each way of counting."""
-    found = {}
-    for way, (of_row, of_whole) in WAYS.items():
-        pairs = zip(searched, every_lr, strict=True)
+    """Return percent saved per epoch with a search, over the seeds, for each way of counting."""
+    savings = {}
+    for way, (count_row, count_all) in WAYS.items():
+        pairs = zip(searched, all_rates, strict=True)
         saved = [
-            100 * (1 - of_row(c) / c.searches / (of_whole(whole) / whole.searches))
-            for c, whole in pairs
-            if c.searches and whole.searches
+            100 * (1 - count_row(row) / row.searches / (count_all(full) / full.searches))
+            for row, full in pairs
+            if row.searches and full.searches
         ]
-        found[way] = _saving(saved) if saved else None
-    return {way: saving for way, saving in found.items() if saving}
+        if saved:
+            savings[way] = _saving(saved)
+    return savings
 
 
 def _saving(saved: Sequence[float]) -> dict[str, Any]:

@@ -1,31 +1,30 @@
-"""Samples per second of the main train, against a plain torchrun DDP script.
+"""Samples per second of the main training against a plain torchrun DDP script.
 
-    python benchmarks/train_throughput.py [--pairs 5] [--epochs 5] [--model resnet8]
+    python -m benchmarks.train_throughput [--pairs 5] [--epochs 5] [--model resnet8]
 
-Both sides train the same network (built by raytrain_opt.models) with the same optimiser and
-constant rate, global batch, threads per process and data: made-up uint8 images of CIFAR's
-shape, written to a temporary folder, so nothing is downloaded. No augmentation, normalised
-per batch. Ours is `raytrain_opt.run` with `policy: schedule`; the other is plain_ddp.py.
+Both sides train the same network (built by raytrain_opt.models) with the same optimizer and
+constant rate, global batch, threads per process and data: synthetic uint8 images of CIFAR's
+shape, written to a temporary folder, so nothing is downloaded. No augmentation, normalized per
+batch. Ours is `raytrain_opt.run` with `policy: schedule`; the other side is plain_ddp.py.
 
-What the timers cover. `samples_per_s_*`: samples of all epochs after the first, over the
-seconds of rank 0's loop of steps in them: gathering a batch, forward, backward with
-all-reduce, update, and the one wait for the sums of loss and hits. `ratio_epoch_median`
-compares whole epochs: on our side also the driver's command, averaging BatchNorm buffers,
-handing over the state and writing records (the evaluation after the last epoch is taken
-off); on the other side the reduction of the sums. Start-up counts on neither side.
+What the timers cover. `samples_per_s_*`: samples of all epochs after the first, over the seconds
+of rank 0's loop of steps in them: gathering a batch, forward, backward with all-reduce, update and
+the one wait for the sums of loss and hits. `ratio_epoch_median` compares complete epochs: on our
+side also the driver's command, averaging BatchNorm buffers, handing over the state and writing
+records (the evaluation after the last epoch is subtracted); on the other side the reduction of
+the sums. Start-up counts on neither side.
 
-The runs alternate, and so does the order within a pair, so that a drift of the machine hits
-both. All our runs share one Ray session, which stays up, idle, during the other side's; it is
-set up like one that a run starts itself (no watcher for preempted nodes).
-Ray lowers the priority of its worker processes by 15 (RAY_worker_niceness); the other
-side's are lowered by as much, otherwise a busy machine would favour them. And glibc hands
-the memory that a process' main thread has freed back to the system in every step (9,000 page
-faults a step for the default model). Our workers are started with MALLOC_* settings that keep
-it; `--tuned-malloc` gives the other side such settings too (then 200 faults), which torchrun
-does not, and so compares the loops alone.
+The runs alternate, and so does the order within a pair, so that a drift of the machine affects
+both. All our runs use one Ray session, which stays up, idle, during the other side's runs; it is
+set up like one that a run starts itself (no watcher for preempted nodes). Ray lowers the priority
+of its worker processes by 15 (RAY_worker_niceness); the other side's priority is lowered by the
+same amount, otherwise a busy machine would favor it. And glibc returns the memory that a process'
+main thread has freed to the system in every step (9,000 page faults a step for the default model).
+Our workers are started with MALLOC_* settings that keep it; `--tuned-malloc` gives the other side
+such settings too (then 200 faults), which torchrun does not, and so compares the loops alone.
 
-Measure on a machine with nothing else to do: beside other work, the kernel's share-out between
-sessions (sched_autogroup) decides more than either loop.
+Measure on a machine with nothing else to do: beside other work, the kernel's distribution of time
+between sessions (sched_autogroup) decides more than either loop.
 
 The last line printed is one JSON object; a ratio is ours / plain, above 1 means that ours is
 faster. On 2 cores a pair takes about a minute.
@@ -45,17 +44,17 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from common import machine, made_up_images
 
+from benchmarks.common import machine, synthetic_images
 from raytrain_opt import Job, run
-from raytrain_opt.pools.session import ray_session
-from raytrain_opt.telemetry.records import versions
+from raytrain_opt.cluster.connection import ray_session
+from raytrain_opt.recording.recorder import versions
 
 PLAIN_SCRIPT = Path(__file__).with_name("plain_ddp.py")
 CLASSES, IMAGE_SHAPE = 10, (32, 32, 3)
 DEFAULT_ARGS = {"resnet8": {"width": 32}}
 LR = 0.05
-# Bytes: blocks up to the largest threshold that glibc takes come from the heap, which stays.
+# Bytes. Blocks up to glibc's largest mmap threshold come from the heap, which is never trimmed.
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 1024**2),
     "MALLOC_TRIM_THRESHOLD_": str(4 * 1024**3),
@@ -64,14 +63,14 @@ KEEP_FREED_MEMORY = {
 
 @dataclass(frozen=True)
 class Speed:
-    """One run's samples per second, over the loops of steps and over whole epochs."""
+    """One run's samples per second, over the loops of steps and over complete epochs."""
 
     loop: float
     epoch: float
 
     @classmethod
     def of(cls, samples: int, loop_s: Sequence[float], epoch_s: Sequence[float]) -> Speed:
-        """`samples` an epoch; the first epoch is left out."""
+        """Return the speed of all epochs but the first; `samples` per epoch."""
         return cls(
             samples * (len(loop_s) - 1) / sum(loop_s[1:]),
             samples * (len(epoch_s) - 1) / sum(epoch_s[1:]),
@@ -91,18 +90,18 @@ def main() -> None:
         for pair in range(args.pairs):
             order = ("ours", "plain") if pair % 2 == 0 else ("plain", "ours")
             pairs.append({side: sides[side]() for side in order})
-            shown = {side: f"{pairs[-1][side].loop:.1f}" for side in ("ours", "plain")}
-            print(f"pair {pair + 1} of {args.pairs}, samples/s: {shown}", flush=True)
+            speeds = {side: f"{pairs[-1][side].loop:.1f}" for side in ("ours", "plain")}
+            print(f"pair {pair + 1} of {args.pairs}, samples/s: {speeds}", flush=True)
     print(json.dumps(report(args, pairs)))
 
 
 def ours(args: argparse.Namespace, files: tuple[str, str], folder: str) -> Speed:
-    """A run of the package in the Ray session that is up."""
+    """Run the package in the Ray session that is up."""
     job = Job.model_validate(
         {
             "name": "train-throughput",
             "model": {"name": args.model, "args": DEFAULT_ARGS.get(args.model, {})},
-            "data": {"name": "arrays", "train": files, "test": files, "selection_fraction": 0},
+            "data": {"name": "arrays", "train": files, "test": files, "validation_fraction": 0},
             "epochs": args.epochs,
             "global_batch_size": args.global_batch_size,
             "learning_rate": {"policy": "schedule", "shape": "constant", "initial": LR},
@@ -117,12 +116,12 @@ def ours(args: argparse.Namespace, files: tuple[str, str], folder: str) -> Speed
     return Speed.of(
         epochs[0]["samples"],
         [epoch["samples"] / epoch["samples_per_s"] for epoch in epochs],
-        [epoch["seconds"] - epoch["parts_s"].get("evaluate_s", 0.0) for epoch in epochs],
+        [epoch["duration_s"] - epoch["timings_s"].get("evaluate_s", 0.0) for epoch in epochs],
     )
 
 
 def plain(args: argparse.Namespace, files: tuple[str, str]) -> Speed:
-    """The torchrun script, at the priority that Ray gives to its workers."""
+    """Run the torchrun script at the priority that Ray gives to its workers."""
     niceness = int(os.environ.get("RAY_worker_niceness", "15"))  # noqa: SIM112 - Ray's name
     options = {
         "--x": files[0],
@@ -138,9 +137,9 @@ def plain(args: argparse.Namespace, files: tuple[str, str]) -> Speed:
     memory = KEEP_FREED_MEMORY if args.tuned_malloc else {}
     launcher = ["nice", "-n", str(niceness), sys.executable, "-m", "torch.distributed.run"]
     processes = ["--standalone", f"--nproc-per-node={args.workers}", str(PLAIN_SCRIPT)]
-    given = [str(part) for option in options.items() for part in option]
+    arguments = [str(part) for option in options.items() for part in option]
     done = subprocess.run(
-        [*launcher, *processes, *given],
+        [*launcher, *processes, *arguments],
         env={**os.environ, **memory, "OMP_NUM_THREADS": str(args.threads)},
         stdout=subprocess.PIPE,
         text=True,
@@ -174,8 +173,8 @@ def report(args: argparse.Namespace, pairs: Sequence[dict[str, Speed]]) -> dict[
 
 
 def write_images(folder: Path, samples: int) -> tuple[str, str]:
-    """Made-up images and their labels, as .npy files."""
-    images, labels = made_up_images(samples, IMAGE_SHAPE, CLASSES)
+    """Write synthetic images and their labels as .npy files and return the paths."""
+    images, labels = synthetic_images(samples, IMAGE_SHAPE, CLASSES)
     np.save(folder / "x.npy", images)
     np.save(folder / "y.npy", labels)
     return str(folder / "x.npy"), str(folder / "y.npy")
@@ -184,12 +183,14 @@ def write_images(folder: Path, samples: int) -> tuple[str, str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Main train against plain torchrun DDP.")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=5, help="the first is not timed")
+    parser.add_argument(
+        "--epochs", type=int, default=5, help="including the first, which is not timed"
+    )
     parser.add_argument("--model", default="resnet8", choices=["resnet8", "cifar_resnet18"])
     parser.add_argument("--samples", type=int, default=2560, help="training images")
     parser.add_argument("--global-batch-size", type=int, default=128)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="of each worker, on CPU")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each worker")
     parser.add_argument(
         "--tuned-malloc", action="store_true", help="MALLOC_* settings for the other side too"
     )

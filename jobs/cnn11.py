@@ -1,20 +1,20 @@
-"""The network of jobs/imagenet_cnn11_async.yaml: eleven convolutions.
+"""The network of jobs/imagenet_cnn11_async.yaml: eleven convolutions, 15,047,208 parameters.
 
-The paper says no more of its network than that number. Ours is between VGG11 and VGG16, with
-batch normalisation and without the large linear layers, which would be most of what the workers
-send.
+The paper describes its network only by that number. This one lies between VGG11 and VGG16, with
+batch normalization and without the large linear layers, which would be most of the data that
+workers send.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-# Output channels of the convolutions; a 2x2 max-pool ends each group.
+# Output channels of the convolutions; a 2x2 max-pool follows each group.
 GROUPS = ((64,), (128,), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
 def make_model(num_classes: int) -> nn.Module:
-    """Images [N, 3, H, W], H and W at least 32, to [N, num_classes]."""
+    """Build the network: images [N, 3, H, W], H and W at least 32, to logits [N, num_classes]."""
     layers: list[nn.Module] = []
     channels = 3
     for group in GROUPS:

@@ -1,9 +1,9 @@
-"""From Python: choose the batch size, and nothing else.
+"""From Python: search the batch size without training.
 
     python jobs/only_batch_size.py
     ray job submit --working-dir . -- python jobs/only_batch_size.py
 
-CPU only, no download. Expected on 2 cores: about a minute.
+Runs on CPU, no download. Expected on 2 cores: about a minute.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from raytrain_opt import Job, find_batch_size
 
 
 def make_job() -> Job:
-    """Digits. `global_batch_size` is where the learning rate belongs to, not where the search
-    begins.
+    """Return a job on the digits.
+
+    Its learning rate is meant for `global_batch_size`; the search scales it from there and
+    begins at `initial`.
     """
     return Job(
         name="only-batch-size",
@@ -23,7 +25,7 @@ def make_job() -> Job:
         global_batch_size=32,
         batch_size_search={
             "strategy": "throughput_knee",
-            "start": 16,
+            "initial": 16,
             "max_batch_size": 128,
             "lr_rule": "sqrt",
         },
@@ -33,6 +35,7 @@ def make_job() -> Job:
 
 
 if __name__ == "__main__":
-    found = find_batch_size(make_job())
-    print(f"{found.job.global_batch_size} samples, at {found.job.learning_rate.initial:.3g}")
-    print(f"train with it: raytrain-opt run {found.run_dir}/job.yaml")
+    result = find_batch_size(make_job())
+    lr = result.job.learning_rate.initial
+    print(f"global batch size {result.job.global_batch_size}, learning rate {lr:.3g}")
+    print(f"train with them: raytrain-opt run {result.run_dir}/job.yaml")

@@ -1,10 +1,10 @@
-"""From Python: find the learning rates while training, at a batch size that is given.
+"""From Python: search the learning rates during the training, at a fixed batch size.
 
     python jobs/only_learning_rate.py
     ray job submit --working-dir . -- python jobs/only_learning_rate.py
 
-CPU only, no download. Expected on 2 cores: about a minute, at least 95 % test accuracy. What was
-found is in RUN_DIR/schedule.json; jobs/replay_schedule.py trains with it, without searching.
+CPU only, no download. Expected on 2 cores: about a minute, at least 95 % test accuracy. The
+learning rates are in RUN_DIR/schedule.json; jobs/replay_schedule.py trains with them again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from raytrain_opt import Job, run
 
 
 def make_job() -> Job:
-    """Digits; two candidates a round, in one slot."""
+    """Return a job on the digits with two candidates per round, in one slot."""
     return Job(
         name="only-learning-rate",
         model="small_cnn",
@@ -33,6 +33,6 @@ def make_job() -> Job:
 
 if __name__ == "__main__":
     result = run(make_job())
-    rates = list(dict.fromkeys(result.lrs))
-    print(f"test accuracy {result.test_accuracy:.1%} with {', '.join(f'{r:.3g}' for r in rates)}")
+    lrs = ", ".join(f"{lr:.3g}" for lr in dict.fromkeys(result.lrs))
+    print(f"test accuracy {result.test_accuracy:.1%} with learning rates {lrs}")
     print(f"train with them again: python jobs/replay_schedule.py {result.run_dir}")

@@ -1,6 +1,6 @@
-"""A network and a data set of one's own: two small functions, named by jobs/own_model.yaml.
+"""Your own network and data set: two small functions, named by jobs/own_model.yaml.
 
-Points of a plane lie on three spiral arms; the network says on which. From Python:
+Points in a plane lie on three spiral arms; the network classifies the arm. From Python:
 
     python jobs/own_model.py
     ray job submit --working-dir . -- python jobs/own_model.py
@@ -20,8 +20,10 @@ ARMS = 3
 
 
 class Spirals(Dataset[tuple[Tensor, int]]):
-    """Sample i: a point [2] and the number of its arm. Each reading adds fresh noise, which
-    depends on the job's seed, the epoch and i alone, so that a run can be repeated.
+    """Sample i is a point [2] and the index of its arm.
+
+    Every access adds new noise. It comes from torch's generator, which raytrain-opt seeds for
+    each sample and epoch, so that a run can be repeated.
     """
 
     num_classes = ARMS
@@ -33,19 +35,19 @@ class Spirals(Dataset[tuple[Tensor, int]]):
         return self.size
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        arm, along = index % ARMS, index / self.size
-        angle = 2 * math.pi * (along + arm / ARMS)
-        point = (0.2 + along) * torch.tensor([math.cos(angle), math.sin(angle)])
+        arm, turn = index % ARMS, index / self.size
+        angle = 2 * math.pi * (turn + arm / ARMS)
+        point = (0.2 + turn) * torch.tensor([math.cos(angle), math.sin(angle)])
         return point + self.noise * torch.randn(2), arm
 
 
 def make_data(train_size: int, test_size: int, noise: float = 0.02) -> tuple[Spirals, Spirals]:
-    """Called in every process with `data.args`; returns (train, test)."""
+    """Return (train, test); called in every process with `data.args`."""
     return Spirals(train_size, noise), Spirals(test_size, noise)
 
 
 def make_model(num_classes: int, sample_shape: tuple[int, ...], width: int) -> nn.Module:
-    """Called with `model.args`, and with the two sizes because they stand in the signature."""
+    """Return the network; called with `model.args` and the two sizes in the signature."""
     return nn.Sequential(
         nn.Linear(sample_shape[0], width),
         nn.BatchNorm1d(width),
@@ -58,7 +60,7 @@ def make_model(num_classes: int, sample_shape: tuple[int, ...], width: int) -> n
 
 
 def make_job() -> Job:
-    """As jobs/own_model.yaml, with the functions themselves instead of their names."""
+    """Return the job of jobs/own_model.yaml, with functions instead of their names."""
     return Job(
         name="own-model",
         model={"name": make_model, "args": {"width": 32}},
@@ -76,7 +78,7 @@ def make_job() -> Job:
 
 
 if __name__ == "__main__":
-    from raytrain_opt import run  # here: every worker imports this file
+    from raytrain_opt import run  # imported here: every worker imports this file
 
     result = run(make_job())
-    print(f"test accuracy {result.test_accuracy:.1%}, written to {result.run_dir}")
+    print(f"test accuracy {result.test_accuracy:.1%}, results in {result.run_dir}")

@@ -1,4 +1,4 @@
-"""Fast deep-learning training on Ray without hand tuning.
+"""Data-parallel training on Ray that finds the learning rate and the batch size.
 
 from raytrain_opt import Job, run
 
@@ -7,18 +7,19 @@ result = run(Job(model="resnet8", data="digits", epochs=8, global_batch_size=64)
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from raytrain_opt import clock as _clock  # first: start-up time counts from here
+from raytrain_opt import clock as _clock  # first: start-up time is measured from here
 
 if TYPE_CHECKING:
-    from raytrain_opt.batch_size import find_batch_size
     from raytrain_opt.config.load import load_job
     from raytrain_opt.config.schema import Job
     from raytrain_opt.driver import run
     from raytrain_opt.errors import RaytrainOptError
-    from raytrain_opt.minibatch import MinibatchSizeOptimizer
-    from raytrain_opt.result import RunResult
+    from raytrain_opt.execution.batch_size import find_batch_size
+    from raytrain_opt.execution.result import RunResult
+    from raytrain_opt.train.batch_size_finder import MinibatchSizeOptimizer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,24 +32,22 @@ __all__ = [
     "run",
 ]
 
-_HOMES = {
+_MODULES = {
     "Job": "raytrain_opt.config.schema",
-    "MinibatchSizeOptimizer": "raytrain_opt.minibatch",
+    "MinibatchSizeOptimizer": "raytrain_opt.train.batch_size_finder",
     "RaytrainOptError": "raytrain_opt.errors",
-    "RunResult": "raytrain_opt.result",
-    "find_batch_size": "raytrain_opt.batch_size",
+    "RunResult": "raytrain_opt.execution.result",
+    "find_batch_size": "raytrain_opt.execution.batch_size",
     "load_job": "raytrain_opt.config.load",
     "run": "raytrain_opt.driver",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: `raytrain-opt validate` must not wait for Ray and torch."""
-    if name not in _HOMES:
+    """Import a name on first use: `raytrain-opt validate` must not wait for Ray and torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(_import_module(_MODULES[name]), name)
 
 
 del _clock

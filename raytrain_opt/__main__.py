@@ -1,4 +1,4 @@
-"""`python -m raytrain_opt`: the same as `raytrain-opt`."""
+"""Run the command line: `python -m raytrain_opt` is the same as `raytrain-opt`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The command line: `raytrain-opt COMMAND`; `raytrain-opt --help` lists the commands.
 
-Heavy imports stand inside the commands, so that help and checks answer at once.
+Commands import what they need themselves, so that help and checks answer at once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import click
 
 from raytrain_opt import clock
 from raytrain_opt.errors import JobError, RaytrainOptError
-from raytrain_opt.stopping import Terminated
+from raytrain_opt.execution.signals import Terminated
 
 if TYPE_CHECKING:
     from raytrain_opt.config.schema import Job
 
-# 128 and the number of the signal, as shells have it.
+# 128 + the number of the signal, as in a shell.
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 
 _job_file = click.argument("job_file", metavar="JOB.yaml")
@@ -29,17 +29,21 @@ _overrides = click.option(
     "overrides",
     metavar="a.b=c",
     multiple=True,
-    help="Replace a value of the job file; may be given several times.",
+    help="Replace a value of the job file; can be given several times.",
 )
-
-
-_fresh = click.option("--fresh", is_flag=True, help="Search the batch size again.")
+_fresh = click.option(
+    "--fresh", is_flag=True, help="Ignore the batch size found by an earlier search."
+)
 _address = click.option(
-    "--address", metavar="ADDR", help="Ray cluster; default: RAY_ADDRESS, else local."
+    "--address",
+    metavar="ADDR",
+    help="Address of a Ray cluster. Default: RAY_ADDRESS, else Ray is started on this machine.",
 )
 _verbose = click.option("--verbose", is_flag=True, help="Show tracebacks.")
 _dashboard = click.option(
-    "--address", metavar="URL", help="The head's dashboard; default: http://localhost:8265."
+    "--address",
+    metavar="URL",
+    help="URL of the cluster's dashboard. Default: http://localhost:8265.",
 )
 _verbose_ray = click.option(
     "--verbose", is_flag=True, help="Show Ray's own messages and tracebacks."
@@ -49,15 +53,18 @@ _verbose_ray = click.option(
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="raytrain_opt", prog_name="raytrain-opt")
 def main() -> None:
-    """Data-parallel training on Ray that finds its learning rate while it trains."""
+    """Train data-parallel on Ray and find the learning rate during the training."""
 
 
 @main.command()
 @click.argument("job_file", metavar="JOB.yaml", required=False)
 @_overrides
-@click.option("--resume", metavar="RUN_DIR", help="Go on from the last commit of this run.")
+@click.option("--resume", metavar="RUN_DIR", help="Resume this run from its latest checkpoint.")
 @_fresh
 @_address
+@click.option(
+    "--in-process", is_flag=True, help="Train in one process without Ray, for a debugger."
+)
 @_verbose_ray
 def run(
     job_file: str | None,
@@ -65,16 +72,19 @@ def run(
     resume: str | None,
     fresh: bool,
     address: str | None,
+    in_process: bool,
     verbose: bool,
 ) -> None:
-    """Train as the job file says, or go on with a run that ended early (--resume)."""
+    """Train a job, or resume an interrupted run (--resume).
+
+    Example: raytrain-opt run jobs/quickstart.yaml --set epochs=4
+    """
     if (job_file is None) == (resume is None):
         raise click.UsageError("give either JOB.yaml or --resume RUN_DIR")
-    with _errors_told(verbose):
-        from raytrain_opt.config.load import load_job
+    with _exit_on_error(verbose):
         from raytrain_opt.paths import RunPaths
 
-        job = load_job(job_file or RunPaths.existing(str(resume)).job, overrides)
+        job = _load_job(job_file or str(RunPaths.existing(str(resume)).job), overrides)
 
         # Imported after the job is known to be well-formed: this loads Ray.
         from raytrain_opt.driver import run as run_job
@@ -82,6 +92,7 @@ def run(
         run_job(
             job,
             address=address,
+            in_process=in_process,
             verbose=verbose,
             resume=resume,
             fresh=fresh,
@@ -89,14 +100,14 @@ def run(
         )
 
 
-@main.command("batch-size")
+@main.command("find-batch-size")
 @_job_file
 @_overrides
 @_fresh
-@click.option("--trace", is_flag=True, help="Write a Chrome trace of the chosen size.")
+@click.option("--trace", is_flag=True, help="Write a Chrome trace of steps at the chosen size.")
 @_address
 @_verbose_ray
-def batch_size(
+def find_batch_size(
     job_file: str,
     overrides: tuple[str, ...],
     fresh: bool,
@@ -104,29 +115,35 @@ def batch_size(
     address: str | None,
     verbose: bool,
 ) -> None:
-    """Choose the batch size by probes, without training."""
-    with _errors_told(verbose):
-        from raytrain_opt.config.load import load_job
+    """Find the batch size for a job by probes, without training.
 
-        job = load_job(job_file, overrides)
+    Example: raytrain-opt find-batch-size jobs/digits_batch_size.yaml
+    """
+    with _exit_on_error(verbose):
+        job = _load_job(job_file, overrides)
 
-        from raytrain_opt.batch_size import find_batch_size
+        from raytrain_opt.execution.batch_size import find_batch_size as find
 
-        found = find_batch_size(job, address=address, verbose=verbose, fresh=fresh, trace=trace)
-        click.echo(f"train with it: raytrain-opt run {found.run_dir}/job.yaml")
+        result = find(job, address=address, verbose=verbose, fresh=fresh, trace=trace)
+        click.echo(f"train with this batch size: raytrain-opt run {result.run_dir}/job.yaml")
 
 
 @main.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the verdict instead, for scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, for scripts.")
 @_verbose
 def report(run_dirs: tuple[str, ...], as_json: bool, verbose: bool) -> None:
-    """Write RUN_DIR/report.html and its plots; of several runs, a comparison into the first."""
-    with _errors_told(verbose):
-        from raytrain_opt.report import verdicts, write_report
+    """Write the report of a run, RUN_DIR/report.html, with its plots.
+
+    With several runs, also compare them; the comparison is written into the first.
+
+    Example: raytrain-opt report runs/quickstart-*
+    """
+    with _exit_on_error(verbose):
+        from raytrain_opt.report import summaries, write_report
 
         if as_json:
-            click.echo(json.dumps(verdicts(run_dirs), indent=2))
+            click.echo(json.dumps(summaries(run_dirs), indent=2))
         else:
             click.echo(f"report  {write_report(run_dirs)}")
 
@@ -135,8 +152,13 @@ def report(run_dirs: tuple[str, ...], as_json: bool, verbose: bool) -> None:
 @click.argument("run_dir", metavar="RUN_DIR")
 @_verbose
 def watch(run_dir: str, verbose: bool) -> None:
-    """Follow a run in the terminal from its records, here or under a URI, until it ends."""
-    with _errors_told(verbose):
+    """Follow a run in the terminal until it ends, from its records.
+
+    RUN_DIR is a folder or a URI.
+
+    Example: raytrain-opt watch s3://BUCKET/runs/RUN_ID
+    """
+    with _exit_on_error(verbose):
         from raytrain_opt.report.watch import watch as follow
 
         follow(run_dir)
@@ -148,9 +170,12 @@ def watch(run_dir: str, verbose: bool) -> None:
 @_dashboard
 @_verbose
 def submit(job_file: str, overrides: tuple[str, ...], address: str | None, verbose: bool) -> None:
-    """Run a job of this folder on a cluster, wait, and take its results home."""
-    with _errors_told(verbose):
-        from raytrain_opt.submit import submit as submit_job
+    """Run a job from this directory on a cluster, wait, and download its results.
+
+    Example: raytrain-opt submit jobs/quickstart.yaml --address http://localhost:8265
+    """
+    with _exit_on_error(verbose):
+        from raytrain_opt.commands.submit import submit as submit_job
 
         raise SystemExit(submit_job(job_file, overrides, address))
 
@@ -161,25 +186,27 @@ def submit(job_file: str, overrides: tuple[str, ...], address: str | None, verbo
 @click.option(
     "--address",
     metavar="ADDR",
-    help="Ray cluster, or the URL of its dashboard; default: RAY_ADDRESS, else local.",
+    help="Address of a Ray cluster, or URL of its dashboard. Default: RAY_ADDRESS, else Ray is "
+    "started on this machine.",
 )
 @_verbose
 def doctor(
     job_file: str | None, overrides: tuple[str, ...], address: str | None, verbose: bool
 ) -> None:
-    """Check a cluster, for a job if one is given, before a run is paid for."""
-    with _errors_told(verbose):
-        from raytrain_opt.config.load import load_job
+    """Check a cluster (and optionally a job) before paying for a run.
 
-        job = load_job(job_file, overrides) if job_file is not None else None
+    Example: raytrain-opt doctor jobs/quickstart.yaml --address auto
+    """
+    with _exit_on_error(verbose):
+        job = _load_job(job_file, overrides) if job_file is not None else None
         if address is not None and address.startswith("http"):
-            from raytrain_opt.submit import examine_there
+            from raytrain_opt.commands.submit import diagnose_on_cluster
 
-            raise SystemExit(examine_there(job_file, overrides, address))
+            raise SystemExit(diagnose_on_cluster(job_file, overrides, address))
 
-        from raytrain_opt.doctor.examine import examine
+        from raytrain_opt.commands.doctor.diagnose import diagnose
 
-        raise SystemExit(examine(job, address))
+        raise SystemExit(diagnose(job, address))
 
 
 @main.command()
@@ -187,52 +214,65 @@ def doctor(
 @_overrides
 @_verbose
 def validate(job_file: str, overrides: tuple[str, ...], verbose: bool) -> None:
-    """Check a job file and the data it names, without training or fetching anything."""
-    with _errors_told(verbose):
-        from raytrain_opt.check import check_job
-        from raytrain_opt.config.load import load_job
+    """Check a job file and its data, without training or downloading anything.
 
-        job = load_job(job_file, overrides)
+    Example: raytrain-opt validate jobs/quickstart.yaml
+    """
+    with _exit_on_error(verbose):
+        from raytrain_opt.execution.preflight import check_job, run_local_preflight
+
+        job = _load_job(job_file, overrides)
         problems = check_job(job)
         if problems:
             raise JobError(problems, job_file)
-
-        from raytrain_opt.fit import data_if_here
-
-        unseen = data_if_here(job, job_file) is None
+        data_checked = run_local_preflight(job, job_file) is not None
         click.echo(f"{job_file}: valid\n{_summary(job)}")
-        if unseen:
-            click.echo("  not checked    whether it fits the data: a run has to fetch them first")
+        if not data_checked:
+            click.echo("  data not checked: the data set is not downloaded yet")
 
 
 @main.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-@click.option("--ensemble", is_flag=True, help="Also average the probabilities of all of them.")
+@click.option("--ensemble", is_flag=True, help="Also evaluate the mean of their probabilities.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--verbose", is_flag=True, help="Show tracebacks.")
+@_verbose
 def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, verbose: bool) -> None:
-    """Top-1 and top-5 error of finished runs, or of single commits (RUN_DIR/checkpoints/...)."""
-    with _errors_told(verbose):
-        from raytrain_opt.evaluate import evaluate_runs
+    """Compute the top-1 and top-5 error of finished runs or of single checkpoints.
 
-        found = evaluate_runs(run_dirs, ensemble=ensemble)
-        for note in found.notes:
+    A single checkpoint is RUN_DIR/checkpoints/NAME.
+
+    Example: raytrain-opt evaluate runs/quickstart-* --ensemble
+    """
+    with _exit_on_error(verbose):
+        from raytrain_opt.commands.evaluate import evaluate_runs
+
+        evaluation = evaluate_runs(run_dirs, ensemble=ensemble)
+        for note in evaluation.notes:
             click.echo(note, err=True)
-        text = json.dumps(found.to_json()) if as_json else "\n".join(found.lines())
+        text = json.dumps(evaluation.to_json()) if as_json else "\n".join(evaluation.lines())
         click.echo(text)
 
 
 @main.command()
-def schema() -> None:
-    """Print the JSON schema of job files."""
+@click.option("--markdown", is_flag=True, help="Print tables of all fields in Markdown instead.")
+def schema(markdown: bool) -> None:
+    """Print the JSON schema of job files.
+
+    Example: raytrain-opt schema > job.schema.json
+    """
+    if markdown:
+        from raytrain_opt.config.reference import job_reference
+
+        click.echo(job_reference(), nl=False)
+        return
     from raytrain_opt.config.load import job_schema
 
     click.echo(json.dumps(job_schema(), indent=2))
 
 
 @contextmanager
-def _errors_told(verbose: bool) -> Iterator[None]:
-    """Our errors become a message and an exit code; anything else is a bug and stays loud."""
+def _exit_on_error(verbose: bool) -> Iterator[None]:
+    """Turn errors of this package into a message and an exit code; leave bugs their traceback."""
     try:
         yield
     except RaytrainOptError as error:
@@ -245,10 +285,18 @@ def _errors_told(verbose: bool) -> Iterator[None]:
         raise SystemExit(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED) from stop
 
 
+def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:
+    """Load the job; report errors of names and files together with those of the schema."""
+    from raytrain_opt.config.load import load_job
+    from raytrain_opt.execution.preflight import check_sections
+
+    return load_job(job_file, overrides, check_sections)
+
+
 def _summary(job: Job) -> str:
-    """The choices that matter most, with defaults filled in, one a line."""
+    """Return the most important choices of a job, defaults included, one per line."""
     sections = job.model_dump()
-    slots = job.slots.count or "as many as fit"
+    searched = job.batch_size_search
     lines = {
         "model": sections["model"]["name"],
         "data": sections["data"]["name"],
@@ -257,11 +305,17 @@ def _summary(job: Job) -> str:
         "training": f"{job.epochs} epochs, {job.precision}, seed {job.seed}",
         "global batch": f"{job.global_batch_size} = {job.workers.count} workers x "
         f"{job.batch_size_per_worker}"
-        + (f", before {search.strategy}" if (search := job.batch_size_search) else ""),
-        "slots": slots if job.learning_rate.policy in ("stpt", "stpt_horizon") else "none",
+        + (f", before the search by {searched.strategy}" if searched else ""),
+        "slots": _slots(job),
         "results": job.storage_path,
     }
     return "\n".join(f"  {name:14} {text}" for name, text in lines.items())
+
+
+def _slots(job: Job) -> str:
+    if job.learning_rate.policy not in ("stpt", "stpt_horizon"):
+        return "none"
+    return str(job.slots.count or "one per candidate, if the cluster has room")
 
 
 def _learning_rate(job: Job) -> str:
@@ -271,5 +325,5 @@ def _learning_rate(job: Job) -> str:
     if policy.policy == "schedule":
         return f"{policy.shape} from {policy.initial:g}"
     if policy.policy == "stpt_horizon":
-        return f"{policy.shape} decay; its peak is searched, from {policy.initial:g} on"
+        return f"{policy.shape} decay; its peak is searched, starting at {policy.initial:g}"
     return f"stpt from {policy.initial:g}, candidates {policy.candidates}, alpha {policy.alpha:g}"

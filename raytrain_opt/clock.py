@@ -1,4 +1,4 @@
-"""Time, in one place, so that tests can replace it. Durations are monotonic, dates are UTC."""
+"""All reading of clocks, so that tests can replace it. Durations are monotonic, dates UTC."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from datetime import UTC, datetime
 
 monotonic_s: Callable[[], float] = time.monotonic
 
-# When this package was first imported; the command line counts its start-up from here.
+# When this package was first imported; the command line measures its start-up from here.
 PROCESS_STARTED_S: float = monotonic_s()
 
 
 def utc_now() -> str:
-    """The date as ISO 8601 in UTC, to the second."""
+    """Return date and time as ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-class Parts:
-    """Seconds by named part of some larger phase; parts of the same name add up.
+class Stopwatch:
+    """Seconds of the named parts of a phase; parts of the same name add up.
 
-    >>> parts = Parts()
-    >>> with parts.measure("load"):
+    >>> stopwatch = Stopwatch()
+    >>> with stopwatch.measure("load"):
     ...     pass
-    >>> list(parts.seconds)
+    >>> list(stopwatch.timings_s)
     ['load']
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.timings_s: dict[str, float] = {}
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
+        """Add the duration of the block to `name`."""
         start_s = monotonic_s()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + monotonic_s() - start_s
+            self.timings_s[name] = self.timings_s.get(name, 0.0) + monotonic_s() - start_s

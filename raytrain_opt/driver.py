@@ -1,59 +1,134 @@
-"""The main job. `train` reads as the algorithm; `TrainingRun` makes its moves."""
+"""A run from the job file to its result. `train` is the algorithm."""
 
 from __future__ import annotations
 
-from raytrain_opt.batch_size import with_batch_size, with_scaled_lr
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
-from raytrain_opt.result import RunResult, finish
-from raytrain_opt.resume import unfinished_run
-from raytrain_opt.start import open_run, open_session
-from raytrain_opt.training_run import TrainingRun
+from raytrain_opt.execution.batch_size import search_batch_size
+from raytrain_opt.execution.in_process import start_in_process
+from raytrain_opt.execution.result import RunResult, finish
+from raytrain_opt.execution.resume import find_unfinished_run
+from raytrain_opt.execution.session import open_session, start_run
+from raytrain_opt.search.policy import (
+    CandidateResult,
+    Decision,
+    History,
+    Policy,
+    TrainEpoch,
+    TryCandidates,
+)
+
+State = TypeVar("State")
+
+
+class Run(Protocol[State]):
+    """The moves of an execution, each one line of `train`.
+
+    A run decides nothing about learning rates. States are opaque to the driver.
+    """
+
+    @property
+    def policy(self) -> Policy:
+        """The rule that decides."""
+        ...
+
+    @property
+    def history(self) -> History:
+        """All decisions and losses of the run at its start: empty, unless it was resumed."""
+        ...
+
+    @property
+    def epochs_left(self) -> Iterable[int]:
+        """Numbers of the epochs to train, counted from 1."""
+        ...
+
+    def initial_state(self) -> State:
+        """Return the state to start from: new weights, or the last checkpoint's."""
+        ...
+
+    def pretrain(self, state: State, action: TryCandidates) -> Sequence[CandidateResult]:
+        """Train and score every candidate, each from `state` and on the same batches."""
+        ...
+
+    def state_after(self, state: State, action: TryCandidates, decision: Decision) -> State:
+        """Return the winner's state after the steps that are kept; `state` if there are none."""
+        ...
+
+    def checkpoint_round(self, state: State, history: History) -> None:
+        """Save the run, so that a resumed one does not repeat the round."""
+        ...
+
+    def train_epoch(self, state: State, action: TrainEpoch) -> tuple[State, float]:
+        """Train the rest of the epoch on all workers; return the new state and the mean loss.
+
+        Raises DivergedError if that loss is not finite.
+        """
+        ...
+
+    def evaluate(self, state: State, epoch: int) -> None:
+        """Measure the test accuracy; only every `evaluate.every_epochs` and after the last."""
+        ...
+
+    def checkpoint_epoch(self, state: State, history: History) -> None:
+        """Record the epoch; save the run every `checkpoint.every_epochs` and after the last."""
+        ...
 
 
 def run(
     job: Job,
     *,
     address: str | None = None,
+    in_process: bool = False,
     verbose: bool = False,
     resume: str | None = None,
     fresh: bool = False,
     started_s: float | None = None,
 ) -> RunResult:
-    """Train as the job says; returns when done.
+    """Train a job and return its result.
 
-    `address`: a Ray cluster ("auto", "ray://…", host:port); default: the one of RAY_ADDRESS,
-    else Ray is started on this machine and ended afterwards. A Ray that the caller has
-    initialised is used and left as it is. `resume`: the run directory of an earlier run of
-    this job, to go on from its last commit; default: as the job's `resume` says. `fresh`: where
-    the job asks for a batch-size search, do not take the kept answer of an earlier one.
-    `started_s` (monotonic): from when the start-up time counts. Raises RaytrainOptError; what was
-    committed stays in the run directory.
+    address: Ray cluster ("auto", "ray://…", host:port). By default that of RAY_ADDRESS; without
+        it, Ray is started on this machine and shut down afterwards. A Ray that the caller has
+        initialized is used and left running.
+    in_process: train in this process, without Ray, one candidate after the other.
+    resume: run directory of an earlier run of this job, which continues from its last
+        checkpoint. Default: as the job's `resume` says.
+    fresh: search the batch size again, even if an earlier search is cached.
+    started_s: monotonic time from which the start-up time counts.
+
+    Raises RaytrainOptError; checkpoints stay in the run directory.
     """
     began_s = monotonic_s() if started_s is None else started_s
-    resume = resume or unfinished_run(job)
+    resume = resume or find_unfinished_run(job)
+    if in_process:
+        with start_in_process(job, began_s=began_s, resume=resume) as training_run:
+            train(training_run)
+            return finish(training_run)
     with open_session(
         job, address=address, verbose=verbose, began_s=began_s, resume=resume
     ) as session:
-        job = with_scaled_lr(with_batch_size(job, session, fresh=fresh))
-        with open_run(job, session) as this:
-            train(job, this)
-            return finish(this)
+        resolved = search_batch_size(session, fresh=fresh)
+        with start_run(resolved, session) as training_run:
+            train(training_run)
+            return finish(training_run)
 
 
-def train(job: Job, this: TrainingRun) -> None:
-    """STPT (Yamada et al., algorithm 1), or any other policy, on the resident pools."""
-    state = this.initial_state()
-    history = this.position.history
-    for epoch in range(this.position.next_epoch, job.epochs + 1):
-        plan = this.policy.plan(epoch, history, this.losses)
-        while plan.candidates:
-            results = this.pretrain(state, plan)
-            choice = this.policy.choose(plan, results)
-            history = (*history, choice)
-            state = this.take_state(state, plan, results, choice)
-            this.commit_round(state, plan, history)
-            plan = this.policy.plan(epoch, history, this.losses)
-        state = this.main_train(state, plan)
-        this.evaluate(state, plan)
-        this.commit(state, plan, history)
+def train(run: Run[State]) -> None:
+    """Algorithm 1 of Yamada et al. (STPT), or any other policy: it decides, the run acts."""
+    state = run.initial_state()
+    history = run.history
+    for epoch in run.epochs_left:
+        # Search: every candidate trains a few steps from `state`; continue from the winner's.
+        while isinstance(action := run.policy.next(epoch, history), TryCandidates):
+            results = run.pretrain(state, action)
+            decision = run.policy.decide(action, results, history)
+            state = run.state_after(state, action, decision)
+            history = history.after_round(decision)
+            run.checkpoint_round(state, history)
+        # Train: all workers together, the rest of the epoch at the decided rates.
+        state, loss = run.train_epoch(state, action)
+        history = history.after_epoch(loss)
+        run.evaluate(state, epoch)
+        run.checkpoint_epoch(state, history)

@@ -1,7 +1,7 @@
 """Errors a user can meet. Each says what happened, the likely cause and what to change.
 
-All are picklable (they cross process borders) and share one root, so that a driver
-script can catch `RaytrainOptError` and nothing else of ours escapes it.
+All can be pickled (they cross process borders) and share one root: a script that catches
+`RaytrainOptError` catches every error that this package raises on purpose.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class RaytrainOptError(Exception):
-    """Root of every error raised on purpose by this package. `str(error)` is for people."""
+    """The root of all errors that this package raises on purpose; `str(error)` is for people."""
 
     exit_code = 1
 
@@ -24,7 +24,7 @@ class RaytrainOptError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a job file: where, what was given, which rule, what is near."""
+    """One error in a job file: path of the field, broken rule, value as given, and a hint."""
 
     path: str
     rule: str
@@ -32,13 +32,13 @@ class Problem:
     hint: str | None = None
 
     def __str__(self) -> str:
-        given = "" if self.value is None else f" (given: {self.value})"
+        value = "" if self.value is None else f" (given: {self.value})"
         hint = "" if self.hint is None else f"; {self.hint}"
-        return f"{self.path}: {self.rule}{given}{hint}"
+        return f"{self.path}: {self.rule}{value}{hint}"
 
 
 class JobError(RaytrainOptError):
-    """The job file or an argument is wrong. Carries every problem at once; exit code 2."""
+    """A job file or an argument is wrong. Carries all problems at once; exit code 2."""
 
     exit_code = 2
 
@@ -54,58 +54,68 @@ class JobError(RaytrainOptError):
 
 
 class DataError(RaytrainOptError):
-    """Data are missing, empty, corrupt, or do not fit the model; names the file or field."""
+    """Data are missing, empty, damaged, or do not match the model; exit code 2.
+
+    `field` is the field of the job that names the data, `rule` what is wrong with them.
+    """
 
     exit_code = 2
 
+    def __init__(self, field: str, rule: str) -> None:
+        self.field = field
+        self.rule = rule
+        super().__init__(f"{field}: {rule}")
+
+    def __reduce__(self) -> tuple[type[DataError], tuple[str, str]]:
+        return type(self), (self.field, self.rule)
+
     @property
     def problem(self) -> Problem:
-        """The same as a line of a JobError: the message begins with the field."""
-        path, _, rule = self.message.partition(": ")
-        return Problem(path, rule)
+        """The same error as a line of a JobError."""
+        return Problem(self.field, self.rule)
 
 
 class ResourcesError(RaytrainOptError):
-    """The cluster cannot hold what the job asks for; says what is missing."""
+    """The cluster has too few resources for the job; says which are missing; exit code 2."""
 
     exit_code = 2
 
 
 class ClusterError(RaytrainOptError):
-    """A job that was submitted to a cluster was lost sight of; says how to find it again."""
+    """The connection to a submitted job was lost; says how to find the job again."""
 
 
 class PoolError(RaytrainOptError):
-    """A resident pool failed or did not answer in time; says who, since when, and the log."""
+    """A resident pool failed or did not answer in time; says which process and for how long."""
 
 
-class MemberError(RaytrainOptError):
-    """Code inside a worker or slot raised; carries who and the remote traceback."""
+class ResidentError(RaytrainOptError):
+    """Code raised inside a worker or slot; carries the process's name and its traceback."""
 
-    def __init__(self, message: str, member: str, remote_traceback: str = "") -> None:
+    def __init__(self, message: str, resident: str, remote_traceback: str = "") -> None:
         super().__init__(message)
-        self.member = member
+        self.resident = resident
         self.remote_traceback = remote_traceback
 
-    def __reduce__(self) -> tuple[type[MemberError], tuple[str, str, str]]:
-        return type(self), (self.message, self.member, self.remote_traceback)
+    def __reduce__(self) -> tuple[type[ResidentError], tuple[str, str, str]]:
+        return type(self), (self.message, self.resident, self.remote_traceback)
 
 
 class DivergedError(RaytrainOptError):
     """The loss is not finite and the search could not recover; lists what was tried."""
 
 
-class CommitError(RaytrainOptError):
-    """A commit or record could not be written; names the path and the cause."""
+class StorageError(RaytrainOptError):
+    """A checkpoint or record could not be read or written; names the path and the cause."""
 
 
-class CheckpointError(CommitError):
-    """A commit cannot be read: damaged, or not made by this package; names the file."""
+class CheckpointError(StorageError):
+    """A checkpoint is damaged or was not made by this package; names the file; exit code 2."""
 
     exit_code = 2
 
 
 class RecordError(RaytrainOptError):
-    """A record of a run cannot be read; names the file and the line."""
+    """A record of a run cannot be read; names the file and the line; exit code 2."""
 
     exit_code = 2

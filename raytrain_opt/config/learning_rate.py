@@ -1,9 +1,9 @@
-"""The part of the job file that says how the learning rate is chosen."""
+"""Section of the job file about the learning rate: one class per policy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -25,29 +25,37 @@ LR_SETS: dict[str, tuple[float, ...]] = {
 }
 
 
-class Warmup(Section):
-    """A gentle start: the rate climbs to learning_rate.initial, or stays low, then jumps."""
+# What a slot computes of each global batch: all of it, or one worker's part.
+CandidateBatch = Literal["global", "local"]
 
-    epochs: NonNegativeInt = Field(0, description="Whole epochs; 0: none.")
+
+class Warmup(Section):
+    """The first epochs: the rate rises to learning_rate.initial, or is constant below it."""
+
+    epochs: NonNegativeInt = Field(
+        0, description="Length of the warm-up in epochs; 0: no warm-up."
+    )
     lr: PositiveFloat | None = Field(
         None,
         description=(
-            "Rate at the start (linear) or all along. Default: a twentieth of "
-            "learning_rate.initial, the paper's 0.005 for 0.1."
+            "Rate at the start (linear) or during the warm-up (constant). Default: "
+            "learning_rate.initial / 20 (0.005 for 0.1, as in the paper)."
         ),
     )
-    shape: Literal["linear", "constant"] = Field("linear", description="How it gets there.")
+    shape: Literal["linear", "constant"] = Field(
+        "linear", description="How the rate changes during the warm-up."
+    )
 
     def start_lr(self, initial: float) -> float:
-        """The rate it starts at, on its way to `initial`."""
+        """Return the rate at the start of a warm-up to `initial`."""
         return initial / 20 if self.lr is None else self.lr
 
 
 class Scaling(Section):
-    """`initial` is meant for another global batch; the job's own follows by a rule."""
+    """Scale `initial`, given for another global batch size, to that of the job."""
 
     reference_batch_size: PositiveInt = Field(
-        description="Global batch that `initial` is meant for; 256 for ImageNet's usual 0.1."
+        description="Global batch size that `initial` is given for (256 for the usual 0.1)."
     )
     rule: Literal["linear", "sqrt"] = Field(
         "linear",
@@ -55,28 +63,30 @@ class Scaling(Section):
     )
 
 
-_SCALING = "Scale `initial` to the job's global batch. Default: it is taken as it stands."
+_SCALING = "Scale `initial` to the global batch size. Default: no scaling."
 
 
 class CandidatePolicy(Section):
-    """What policies that try candidates have in common."""
+    """The fields of all policies that try candidates."""
 
     policy: str
-    combine: Literal["best", "average", "top_k_average"] = Field(
+    merge: Literal["best", "average", "top_k_average"] = Field(
         "best",
         description=(
-            "Whose weights go on after a round that keeps steps. best: the winner's; average: the "
-            "mean of all candidates that did not diverge; top_k_average: of the top_k best. The "
-            "learning rate is the winner's in any case."
+            "Weights after a round whose steps are kept. best: those of the winner; average: the "
+            "mean over all candidates that did not diverge; top_k_average: the mean over the "
+            "top_k best. The learning rate is always the winner's."
         ),
     )
     top_k: Annotated[int, Field(ge=2)] = Field(
-        3, description="Candidates in the mean (top_k_average)."
+        3, description="Number of candidates to average (top_k_average)."
     )
 
 
 class StptPolicy(CandidatePolicy):
-    """Choose the rate each epoch by short pre-training of candidates (Yamada et al.)."""
+    """Choose the rate of each epoch by training candidates for a few steps (Yamada et al.)."""
+
+    search_weight_decay: ClassVar[bool] = False
 
     policy: Literal["stpt"]
     initial: PositiveFloat = Field(0.1, description="Base learning rate of the first round.")
@@ -85,90 +95,99 @@ class StptPolicy(CandidatePolicy):
         Field(
             "mix",
             description=(
-                "Multipliers of the base rate: one of the paper's sets, its Mix schedule "
-                "(boundaries scaled to the number of epochs), or your own list."
+                "Multipliers of the base rate: a set of the paper, its Mix schedule (boundaries "
+                "scaled to the number of epochs), or a list of your own."
             ),
         )
     )
-    include: list[PositiveFloat] = Field(
-        default_factory=list, description="Multipliers always among the candidates, e.g. [1.0]."
+    always_include: list[PositiveFloat] = Field(
+        default_factory=list,
+        description="Multipliers to add to every set of candidates, such as [1.0].",
     )
     alpha: PositiveInt | Annotated[float, Field(gt=0, le=1)] = Field(
         0.08,
-        description="Length of a pre-training: iterations (200) or share of an epoch (0.08).",
+        description="Length of a candidate's training: steps (200) or part of an epoch (0.08).",
     )
-    candidate_batch: Literal["global", "local"] = Field(
+    candidate_batch: CandidateBatch = Field(
         "global",
         description=(
-            "global: a candidate processes the whole global batch each iteration; local: one "
-            "worker's share of it, with the rate scaled linearly."
+            "global: a candidate trains on the full global batch in each step; local: on one "
+            "worker's part of it, at a rate that is scaled linearly."
         ),
     )
     score: Literal["val_accuracy", "val_loss"] = Field(
-        "val_accuracy", description="What ranks the candidates, on the selection split."
+        "val_accuracy", description="Score of a candidate, on the validation split."
     )
     max_halvings: NonNegativeInt = Field(
-        5, description="Rounds repeated at half the base rate when every candidate diverges."
+        5, description="How often a round is repeated at half the rate if all candidates diverge."
     )
     warmup: Warmup | None = Field(
         None,
-        description="Epochs without candidates. Default: 4/40 of the epochs for mix, else none.",
+        description="Warm-up without candidates. Default: 4/40 of the epochs for mix, else none.",
     )
 
     @field_validator("candidates")
     @classmethod
-    def _some_and_distinct(cls, value: Any) -> Any:
+    def _refuse_empty_and_repeated(cls, value: Any) -> Any:
         if isinstance(value, list) and (not value or len(set(value)) != len(value)):
-            raise ValueError("give at least one multiplier, each once")
+            raise ValueError("give at least one multiplier, each of them once")
         return value
 
 
 class HorizonPolicy(CandidatePolicy):
-    """Find the peak of a warm-up and decay by trying whole schedules, squeezed into few steps.
+    """Find the peak rate of a warm-up and decay by training with compressed schedules.
 
-    Ours, after Yamada et al. and against the short-horizon bias (Wu et al., ICLR 2018).
+    A development of Yamada et al. against the short-horizon bias (Wu et al., ICLR 2018).
     """
+
+    warmup: ClassVar[None] = None  # warmup_fraction instead
+    candidate_batch: ClassVar[None] = None
 
     policy: Literal["stpt_horizon"]
     initial: PositiveFloat = Field(
-        0.1, description="Where the search begins; it may be wrong by a factor of 100."
+        0.1, description="Rate at which the search starts; a factor of 100 off is fine."
     )
     scaling: Scaling | None = Field(None, description=_SCALING)
     shape: Literal["linear", "cosine"] = Field(
-        "linear", description="How the rate falls from its peak to 0, after the warm-up."
+        "linear", description="How the rate falls from its peak to 0 after the warm-up."
     )
-    warmup_share: Fraction = Field(
-        0.1, description="Share of the training in which the rate climbs from 0 to its peak."
+    warmup_fraction: Fraction = Field(
+        0.1, description="Fraction of the training in which the rate rises from 0 to its peak."
     )
     horizon: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5,
-        description="Length of a candidate's squeezed schedule, in epochs, where budget allows.",
+        description="Length of a candidate's schedule in epochs, if max_search_cost allows it.",
     )
-    budget: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.2, description="What the search may cost: share of the training's samples."
+    max_search_cost: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.2, description="Limit of the search, as a fraction of the samples of the training."
     )
     search_weight_decay: bool = Field(
         False,
         description=(
-            "Also try a tenth and ten times the optimizer's weight decay, once, with the peak "
-            "that was found."
+            "Also try 0.1 and 10 times the optimizer's weight decay, once, at the peak rate that "
+            "was found."
         ),
     )
-    rounds_at: list[Fraction] = Field(
+    recheck_at: list[Fraction] = Field(
         default_factory=lambda: [0.125, 0.25, 0.5],
         description=(
-            "Shares of the training after which half and twice the rate are tried, for as long "
-            "as that changes something and the budget lasts. They also are when the training loss "
-            "stalls or suddenly rises. []: only then."
+            "Fractions of the training after which half and twice the rate are tried, as long "
+            "as this changes the rate and max_search_cost allows it. A training loss that stalls "
+            "or suddenly rises triggers the same; []: only such a loss does."
         ),
     )
 
 
 class SchedulePolicy(Section):
-    """A learning rate written down beforehand; no candidates."""
+    """Train with a fixed schedule; no candidates."""
+
+    search_weight_decay: ClassVar[bool] = False
+    candidate_batch: ClassVar[None] = None
 
     policy: Literal["schedule"]
-    initial: PositiveFloat = Field(0.1, description="Rate after the warm-up; the schedule's peak.")
+    initial: PositiveFloat = Field(
+        0.1, description="Rate after the warm-up, the peak of the schedule."
+    )
     scaling: Scaling | None = Field(None, description=_SCALING)
     shape: Literal[
         "constant", "step", "multistep", "linear", "polynomial", "cosine", "arc_cotangent"
@@ -176,7 +195,9 @@ class SchedulePolicy(Section):
     final: NonNegativeFloat = Field(
         0.0, description="Rate at the end (linear, polynomial, cosine)."
     )
-    gamma: PositiveFloat = Field(0.1, description="Factor at each step (step, multistep).")
+    gamma: PositiveFloat = Field(
+        0.1, description="Factor of the rate at each step (step, multistep)."
+    )
     every_epochs: PositiveInt = Field(30, description="Epochs between steps (step).")
     milestones: list[PositiveInt] = Field(
         default_factory=list, description="Epochs after which the rate is multiplied (multistep)."
@@ -186,32 +207,37 @@ class SchedulePolicy(Section):
         None,
         description=(
             "Epoch, from the start of training, at which the rate is half of `initial` "
-            "(arc_cotangent). Default: the middle of what the warm-up leaves."
+            "(arc_cotangent). Default: the middle of the epochs after the warm-up."
         ),
     )
     steepness: PositiveFloat = Field(
-        0.2, description="k of f(x) = k x, x in epochs (arc_cotangent): larger falls faster."
+        0.2, description="k of f(x) = k x, x in epochs; larger falls faster (arc_cotangent)."
     )
     warmup: Warmup = Field(
         default_factory=lambda: Warmup(epochs=0, lr=None, shape="linear"),
-        description="The gentle start.",
+        description="The first epochs.",
     )
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Milestones where they belong; half of the rate after the warm-up."""
+        """Refuse milestones of other shapes, and a half rate within the warm-up."""
         if (self.shape == "multistep") != bool(self.milestones):
-            yield "milestones", "go with shape multistep, and it needs at least one"
+            yield "milestones", "are for shape multistep only, which needs at least one"
         if self.milestones != sorted(set(self.milestones)):
             yield "milestones", "must increase"
         if self.half_epoch is not None and self.half_epoch <= self.warmup.epochs:
-            yield "half_epoch", f"lies within the warm-up of {self.warmup.epochs} epochs"
+            yield "half_epoch", f"is within the warm-up of {self.warmup.epochs} epochs"
 
 
 class ReplayPolicy(Section):
     """Train with the schedule that an earlier run found; no candidates."""
 
+    scaling: ClassVar[None] = None
+    warmup: ClassVar[None] = None
+    search_weight_decay: ClassVar[bool] = False
+    candidate_batch: ClassVar[None] = None
+
     policy: Literal["replay"]
-    schedule: str = Field(description="Path of that run's schedule.json.")
+    schedule: str = Field(description="Path of the schedule.json of that run.")
 
 
 LearningRateSection = Annotated[

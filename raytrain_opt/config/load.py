@@ -1,68 +1,83 @@
-"""From a job file to a `Job` and back. Everything wrong with the file is reported at once."""
+"""From a job file to a `Job` and back. Every error in the file is reported at once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from raytrain_opt.config.messages import nearest, problems_of, shown
+from raytrain_opt.config.data import ARRAY_SETS
+from raytrain_opt.config.error_messages import nearest, problems_of, shown
 from raytrain_opt.config.overrides import apply_overrides
-from raytrain_opt.config.schema import ARRAY_SETS, Job
+from raytrain_opt.config.schema import CHECKED_SECTIONS, Job
 from raytrain_opt.config.section import function_name
-from raytrain_opt.config.strict_yaml import read_yaml, write_yaml
+from raytrain_opt.config.yaml_loader import read_yaml, write_yaml
 from raytrain_opt.errors import JobError, Problem
 
 MAX_BYTES = 2**20
 _DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder")
 
+# Checks valid sections, by name, beyond the schema; see `execution.preflight.check_sections`.
+SectionCheck = Callable[[Mapping[str, Any]], list[Problem]]
 
-def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """The job written in a YAML file, with each `a.b=c` of `overrides` laid over it.
 
-    Raises JobError with every problem: file, YAML syntax, overrides, schema.
+def load_job(
+    path: str | Path, overrides: Sequence[str] = (), check_sections: SectionCheck | None = None
+) -> Job:
+    """Return the job written in a YAML file, with each `a.b=c` of `overrides` applied.
+
+    Raises JobError with every problem: file, YAML syntax, overrides, schema. With
+    `check_sections`, a file that breaks the schema in one section is also checked beyond the
+    schema in the others, so that an unknown model is reported at once.
     """
-    return parse_job(_read_text(Path(path)), source=str(path), overrides=overrides)
+    return parse_job(_read_text(Path(path)), str(path), overrides, check_sections)
 
 
 def parse_job(
-    job: Mapping[str, Any] | str, source: str = "job", overrides: Sequence[str] = ()
+    job: Mapping[str, Any] | str,
+    source: str = "job",
+    overrides: Sequence[str] = (),
+    check_sections: SectionCheck | None = None,
 ) -> Job:
-    """The job given as YAML text or as the mapping it would hold; `source` names it in errors.
+    """Return the job given as YAML text, or as the mapping that the text would hold.
 
-    Raises JobError with every problem.
+    `source` names it in errors. Raises JobError as `load_job` does.
     """
-    raw = _copied(read_yaml(job, source) if isinstance(job, str) else job)
+    raw = _copy_containers(read_yaml(job, source) if isinstance(job, str) else job)
     if not isinstance(raw, dict):
         rule = "is empty" if raw is None else "must be keys and values"
-        given = None if raw is None else shown(raw)
+        value = None if raw is None else shown(raw)
         hint = "a job needs at least model, data, epochs and global_batch_size"
-        raise JobError([Problem("the file", rule, given, hint)], source)
+        raise JobError([Problem("the file", rule, value, hint)], source)
     problems = apply_overrides(raw, overrides)
-    result = _validated(raw)
+    result = _validate(raw)
     if isinstance(result, Job) and not problems:
         return result
-    raise JobError(problems + (result if isinstance(result, list) else []), source)
+    if not isinstance(result, Job):
+        problems += result
+    if check_sections is not None:
+        problems = _add_problems(problems, check_sections(_valid_sections(raw)))
+    raise JobError(problems, source)
 
 
 def dump_job(job: Job) -> str:
-    """The job with every default filled in, as YAML that `parse_job` reads back equal.
+    """Return the job with every default filled in, as YAML that `parse_job` reads back equal.
 
-    A function given from Python stands there as module:qualname. Raises JobError when an
-    argument is nothing that YAML can hold.
+    A function given from Python is written as module:qualname. Raises JobError when YAML cannot
+    hold an argument.
     """
     return write_yaml(plain_job(job))
 
 
 def plain_job(job: Job) -> dict[str, Any]:
-    """The same as mappings, lists and scalars. Raises JobError like `dump_job`."""
-    return {key: _plain(value, key) for key, value in job.model_dump().items()}
+    """Return the job as mappings, lists and scalars. Raises JobError as `dump_job` does."""
+    return {key: _to_plain(value, key) for key, value in job.model_dump().items()}
 
 
 def job_schema() -> dict[str, Any]:
-    """The JSON schema of a job file, for editors and other programs."""
+    """Return the JSON schema of a job file, for editors and other programs."""
     schema = Job.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
@@ -76,26 +91,27 @@ def _read_text(path: Path) -> str:
             raise JobError([Problem("the file", rule)], str(path))
         return content.decode("utf-8-sig")
     except FileNotFoundError as error:
-        beside = [found.name for found in path.parent.glob("*.y*ml")]
-        problem = Problem("the file", "does not exist", None, nearest(path.name, beside))
+        names = [file.name for file in path.parent.glob("*.y*ml")]
+        problem = Problem("the file", "does not exist", None, nearest(path.name, names))
         raise JobError([problem], str(path)) from error
     except UnicodeDecodeError as error:
         rule = f"is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
         raise JobError([Problem("the file", rule)], str(path)) from error
     except (OSError, ValueError) as error:
-        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise JobError([Problem("the file", rule)], str(path)) from error
+        reason = error.strerror if isinstance(error, OSError) else None
+        problem = Problem("the file", f"cannot be read: {reason or error}")
+        raise JobError([problem], str(path)) from error
 
 
-def _validated(raw: dict[str, Any]) -> Job | list[Problem]:
-    name_problem = _unknown_data(raw.get("data"))
+def _validate(raw: dict[str, Any]) -> Job | list[Problem]:
+    name_problem = _check_data_name(raw.get("data"))
     try:
         job = Job.model_validate(raw)
     except ValidationError as error:
         problems = problems_of(error)
         if name_problem is None:
             return problems
-        # Without a known name nobody can tell which keys the section may have.
+        # The name decides which keys the section may have: without it they cannot be checked.
         elsewhere = [p for p in problems if p.path.split(".")[0] != "data"]
         return [*elsewhere, name_problem]
     if name_problem is not None:
@@ -103,9 +119,34 @@ def _validated(raw: dict[str, Any]) -> Job | list[Problem]:
     return _booleans_as_numbers(raw, job.model_dump(), "") or job
 
 
-def _unknown_data(section: Any) -> Problem | None:
-    """The schema takes any text for the name of the user's own data set; only a name with a
-    colon can be one."""
+def _valid_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a wrong job that are valid by themselves."""
+    sections = {}
+    for name, kind in CHECKED_SECTIONS.items():
+        if name not in raw or (name == "data" and _check_data_name(raw[name]) is not None):
+            continue
+        try:
+            sections[name] = TypeAdapter(kind).validate_python(raw[name])
+        except ValidationError:
+            continue  # reported already
+    return sections
+
+
+def _add_problems(problems: list[Problem], others: list[Problem]) -> list[Problem]:
+    """Return all problems, each field's once, in the order of the schema."""
+    order = {name: i for i, name in enumerate(Job.model_fields)}
+    paths = {problem.path for problem in problems}
+    added = [problem for problem in others if problem.path not in paths]
+    return sorted(
+        [*problems, *added], key=lambda problem: order.get(problem.path.split(".")[0], -1)
+    )
+
+
+def _check_data_name(section: Any) -> Problem | None:
+    """Return a problem when the name is neither a known data set nor a function.
+
+    The schema accepts any text, since a user's function may have any name; but it has a colon.
+    """
     if isinstance(section, dict) and "name" not in section:
         hint = f"one of {', '.join(_DATA_NAMES)} or package.module:function"
         return Problem("data.name", "is required", None, hint)
@@ -117,7 +158,7 @@ def _unknown_data(section: Any) -> Problem | None:
 
 
 def _booleans_as_numbers(raw: Any, resolved: Any, path: str) -> list[Problem]:
-    """`epochs: yes` would silently mean one epoch: pydantic takes true for 1."""
+    """Refuse `epochs: yes`, which would silently mean one epoch: pydantic takes true for 1."""
     if isinstance(raw, bool) and not isinstance(resolved, bool):
         return [Problem(path, "must be a number", shown(raw))]
     pairs: list[tuple[Any, Any, Any]] = []
@@ -129,20 +170,20 @@ def _booleans_as_numbers(raw: Any, resolved: Any, path: str) -> list[Problem]:
     return [p for key, a, b in pairs for p in _booleans_as_numbers(a, b, f"{prefix}{key}")]
 
 
-def _copied(value: Any) -> Any:
-    """New containers around the same values, so that overrides leave the caller's alone."""
+def _copy_containers(value: Any) -> Any:
+    """Copy mappings and lists, so that overrides do not change the caller's."""
     if isinstance(value, Mapping):
-        return {key: _copied(inner) for key, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _copy_containers(inner) for key, inner in value.items()}
+    return [_copy_containers(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _plain(value: Any, path: str) -> Any:
-    """`value` in mappings, lists and scalars only."""
+def _to_plain(value: Any, path: str) -> Any:
+    """Return `value` as mappings, lists and scalars only; `path` names it in errors."""
     prefix = f"{path}." if path else ""
     if isinstance(value, Mapping):
-        return {key: _plain(inner, f"{prefix}{key}") for key, inner in value.items()}
+        return {key: _to_plain(inner, f"{prefix}{key}") for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner, f"{prefix}{i}") for i, inner in enumerate(value)]
+        return [_to_plain(inner, f"{prefix}{i}") for i, inner in enumerate(value)]
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):  # also of subclasses, such as numpy's float64

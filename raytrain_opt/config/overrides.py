@@ -1,23 +1,23 @@
-"""`--set a.b=c`: values from the command line laid over a job file before it is checked."""
+"""Apply `--set a.b=c`: values from the command line replace those of a job file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from raytrain_opt.config.messages import shown
-from raytrain_opt.config.strict_yaml import MAX_DEPTH, read_yaml
+from raytrain_opt.config.error_messages import shown
+from raytrain_opt.config.yaml_loader import MAX_DEPTH, read_yaml
 from raytrain_opt.errors import JobError, Problem
 
-# These may stand in a job file as a bare name: `model: resnet8`.
+# A job file may hold these as a bare name: `model: resnet8`.
 _NAMED_SECTIONS = ("model", "data", "optimizer", "loss")
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
-    """Write each `path=value` into `raw`, in order; return what is wrong with them.
+    """Write each `path=value` into `raw`, in order; return the problems of failed overrides.
 
-    The value is YAML. The path goes through lists by index and makes the sections that are
-    missing; whether its keys exist is for the schema to say.
+    The value is YAML. The path enters lists by index and creates missing sections; the schema
+    checks later whether its keys exist.
     """
     problems = []
     for override in overrides:
@@ -41,35 +41,36 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Probl
 
 
 def _put(raw: dict[str, Any], keys: list[str], value: Any) -> None:
-    holder: Any = raw
+    """Write `value` at the path of `keys`."""
+    container: Any = raw
     for depth, key in enumerate(keys[:-1]):
-        inner = _get(holder, key, keys[:depth])
+        inner = _get(container, key, keys[:depth])
         if inner is None:
             inner = {}
         elif depth == 0 and key in _NAMED_SECTIONS and not isinstance(inner, dict | list):
             inner = {"name": inner}
-        _assign(holder, key, inner, keys[:depth])
-        holder = inner
-    _assign(holder, keys[-1], value, keys[:-1])
+        _assign(container, key, inner, keys[:depth])
+        container = inner
+    _assign(container, keys[-1], value, keys[:-1])
 
 
-def _get(holder: Any, key: str, above: list[str]) -> Any:
-    if isinstance(holder, list):
-        return holder[_index(holder, key, above)]
-    return holder.get(key) if isinstance(holder, dict) else None
+def _get(container: Any, key: str, path: list[str]) -> Any:
+    if isinstance(container, list):
+        return container[_index(container, key, path)]
+    return container.get(key) if isinstance(container, dict) else None
 
 
-def _assign(holder: Any, key: str, value: Any, above: list[str]) -> None:
-    if isinstance(holder, list):
-        holder[_index(holder, key, above)] = value
-    elif isinstance(holder, dict):
-        holder[key] = value
+def _assign(container: Any, key: str, value: Any, path: list[str]) -> None:
+    if isinstance(container, list):
+        container[_index(container, key, path)] = value
+    elif isinstance(container, dict):
+        container[key] = value
     else:
-        raise TypeError(f"{'.'.join(above)} is a single value, it has no {key!r}")
+        raise TypeError(f"{'.'.join(path)} is a single value, it has no {key!r}")
 
 
-def _index(holder: list[Any], key: str, above: list[str]) -> int:
-    if not key.isdecimal() or int(key) >= len(holder):
-        last = len(holder) - 1
-        raise LookupError(f"{'.'.join(above)} is a list: give an index from 0 to {last}")
+def _index(entries: list[Any], key: str, path: list[str]) -> int:
+    if not key.isdecimal() or int(key) >= len(entries):
+        last = len(entries) - 1
+        raise LookupError(f"{'.'.join(path)} is a list: give an index from 0 to {last}")
     return int(key)

@@ -1,27 +1,21 @@
-"""The job file: every field, its meaning, unit and default. Validated whole before a start.
+"""The job file: every field with its meaning, unit and default.
 
-`Job` is the root. Unknown keys are errors. Rules that need two fields are validators here,
-so that `raytrain-opt validate` finds everything that can be found without data or a cluster.
+`Job` is the root. Unknown keys are errors. Rules over several sections are checked here, so that
+`raytrain-opt validate` finds everything that can be found without data or a cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
-from raytrain_opt.config.asynchronous import async_rules
 from raytrain_opt.config.batch_size import BatchSizeSection
+from raytrain_opt.config.data import DataSection
 from raytrain_opt.config.learning_rate import HorizonPolicy, LearningRateSection
-from raytrain_opt.config.optimizer import (
-    BatchNormSection,
-    OptimizerSection,
-    ParallelSection,
-    RampStep,
-)
-from raytrain_opt.config.pools import LimitsSection, SlotsSection, WorkersSection
+from raytrain_opt.config.processes import SlotsSection, TimeoutsSection, WorkersSection
 from raytrain_opt.config.section import (
     BrokenRule,
     Fraction,
@@ -31,271 +25,176 @@ from raytrain_opt.config.section import (
     PositiveInt,
     Section,
 )
-
-ARRAY_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100")
+from raytrain_opt.config.updates import (
+    BatchNormSection,
+    BatchRampSection,
+    OptimizerSection,
+    ParallelSection,
+)
 
 
 class ModelSection(NamedSection):
-    """Which network to train."""
+    """The network to train."""
 
     name: NameOrFunction = Field(
         description=(
             "resnet8, cifar_resnet18, cifar_resnet50, vgg16_bn (the paper's, for small images), "
-            "small_cnn, any torchvision classification model by its torchvision name, or your "
-            "own as package.module:function."
+            "small_cnn, a classification model of torchvision by its name there, or a function "
+            "of your own as package.module:function."
         )
     )
     args: dict[str, Any] = Field(
         default_factory=dict,
-        description="Keyword arguments of the model's constructor or of your function.",
+        description="Keyword arguments of the model's constructor or function.",
     )
-
-
-class Augment(Section):
-    """Random changes to training images. Batched on the device for in-memory sets."""
-
-    crop_padding: NonNegativeInt = Field(
-        0,
-        le=64,
-        description="Pad by this many pixels and crop back at a random place. 0: no crop.",
-    )
-    flip: bool = Field(False, description="Mirror left-right with probability one half.")
-
-
-class _DataSection(NamedSection):
-    selection_fraction: Fraction = Field(
-        0.1,
-        description=(
-            "Share of the training set that nobody trains on and that candidates are scored on."
-        ),
-    )
-    selection_max_samples: PositiveInt = Field(
-        5000, description="Upper limit of that split, in samples."
-    )
-    normalize: Literal["auto", "none"] | tuple[list[float], list[float]] = Field(
-        "auto",
-        description=(
-            "auto: by channel mean and standard deviation of the training set (ImageNet's for "
-            "image_folder; float arrays stay as they are); none; or [[means], [deviations]] "
-            "for values scaled to 0..1."
-        ),
-    )
-
-
-class ArraySetData(_DataSection):
-    """A public image set that fits in memory."""
-
-    name: Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100"] = Field(
-        description="digits comes with scikit-learn; the others are read through torchvision."
-    )
-    root: str = Field("~/.cache/raytrain_opt", description="Folder of the torchvision sets.")
-    download: bool = Field(False, description="Fetch the set when it is not there.")
-    augment: Augment | None = Field(
-        None, description="Default: crop 4 and flip for CIFAR, nothing for the others."
-    )
-
-
-class ArraysData(_DataSection):
-    """Your own arrays as .npy pairs: x [samples, ...], y [samples] of class numbers."""
-
-    name: Literal["arrays"]
-    train: tuple[str, str] = Field(description="Paths of x and y to train on.")
-    test: tuple[str, str] = Field(description="Paths of x and y to evaluate on.")
-    num_classes: PositiveInt | None = Field(
-        None, description="Default: the largest label of the training set plus one."
-    )
-    augment: Augment = Field(
-        default_factory=lambda: Augment(crop_padding=0, flip=False),
-        description="For uint8 images [samples, height, width, channels] only.",
-    )
-
-
-class _LoaderSection(_DataSection):
-    loader_workers: NonNegativeInt = Field(
-        2,
-        le=256,
-        description="Loader processes for each worker and slot; 0 loads in the process.",
-    )
-    prefetch: PositiveInt = Field(
-        2, le=100, description="Batches each loader process keeps ready."
-    )
-    corrupt: Literal["error", "skip"] = Field(
-        "error",
-        description="A sample that cannot be read: stop with its name, or skip and count it.",
-    )
-
-
-class ImageFolderData(_LoaderSection):
-    """Folders of images: root/train/<class>/*, root/val/<class>/* (the ImageNet layout)."""
-
-    name: Literal["image_folder"]
-    root: str = Field(description="Folder that holds the two splits; on every node.")
-    train_split: str = Field("train", description="Folder to train on.")
-    test_split: str = Field("val", description="Folder to evaluate on.")
-    image_size: PositiveInt = Field(
-        224, le=4096, description="Side of the square given to the model, in pixels."
-    )
-
-
-class DatasetData(_LoaderSection):
-    """Your own data: a function that returns (train, test) torch Datasets of (x, label)."""
-
-    name: NameOrFunction = Field(description="package.module:function.")
-    args: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
-    num_classes: PositiveInt | None = Field(
-        None, description="Default: the train set's num_classes or len(classes)."
-    )
-
-
-def _data_kind(value: Any) -> str:
-    name = value if isinstance(value, str) or callable(value) else None
-    if isinstance(value, dict):
-        name = value.get("name")
-    elif name is None:
-        name = getattr(value, "name", None)
-    if name in ARRAY_SETS:
-        return "array_set"
-    if name in ("arrays", "image_folder"):
-        return str(name)
-    return "dataset"
-
-
-DataSection = Annotated[
-    Annotated[ArraySetData, Tag("array_set")]
-    | Annotated[ArraysData, Tag("arrays")]
-    | Annotated[ImageFolderData, Tag("image_folder")]
-    | Annotated[DatasetData, Tag("dataset")],
-    Discriminator(_data_kind),
-]
 
 
 class LossSection(NamedSection):
-    """What is minimised."""
+    """The loss to minimize."""
 
     name: NameOrFunction = Field(
         "cross_entropy",
         description=(
-            "cross_entropy, or package.module:function taking (output, labels) and returning "
+            "cross_entropy, or package.module:function: called with (output, labels), it returns "
             "the mean over the batch."
         ),
     )
-    label_smoothing: Fraction = Field(0.0, description="For cross_entropy.")
+    label_smoothing: Fraction = Field(0.0, description="Only for cross_entropy.")
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """A loss of the user's own knows no smoothing."""
+        """Refuse label smoothing for a loss of the user's own."""
         if self.label_smoothing and self.name != "cross_entropy":
-            yield "label_smoothing", "belongs to cross_entropy; your loss does its own"
+            yield (
+                "label_smoothing",
+                "applies to cross_entropy only; smooth the labels in your own loss",
+            )
 
 
 class CheckpointSection(Section):
-    """Which commits are made, and which stay in the run directory. One within an epoch, after a
-    round of candidates, is always made, and stays until the next one is there.
+    """Which checkpoints are saved and kept.
+
+    After each round of candidates one is saved in any case, and kept until the next one exists.
     """
 
-    every_epochs: PositiveInt = Field(1, description="Commit after every this many epochs.")
-    keep: PositiveInt | Literal["all"] = Field(2, description="How many of the latest stay.")
-    keep_best: bool = Field(True, description="Keep the one with the best test accuracy too.")
+    every_epochs: PositiveInt = Field(1, description="Epochs between checkpoints.")
+    keep: PositiveInt | Literal["all"] = Field(
+        2, description="Number of latest checkpoints to keep."
+    )
+    keep_best: bool = Field(
+        True, description="Also keep the checkpoint with the best test accuracy."
+    )
 
 
 class EvaluateSection(Section):
-    """When the test set is evaluated."""
+    """When the model is evaluated on the test set."""
 
-    every_epochs: PositiveInt = Field(1, description="And always after the last epoch.")
+    every_epochs: PositiveInt = Field(
+        1, description="Epochs between evaluations; the last epoch is always evaluated."
+    )
     batch_size_per_worker: PositiveInt | None = Field(
-        None, description="Default: the larger of the training share and 256."
+        None, description="Default: the batch size of training, but at least 256."
     )
 
 
 class Job(Section):
-    """One training: what to train, on what, how, and where its results go."""
+    """One training: model, data, method, and where the results are written."""
 
     name: str = Field(
         "run",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         max_length=100,
-        description="Start of the run directory's name.",
+        description="First part of the run directory's name.",
     )
-    model: ModelSection = Field(description="Which network.")
-    data: DataSection = Field(description="On which data.")
+    model: ModelSection = Field(description="The network to train.")
+    data: DataSection = Field(description="The data to train and evaluate on.")
     epochs: PositiveInt = Field(le=100_000, description="Passes over the training set.")
     global_batch_size: PositiveInt = Field(
-        description="Samples of one update, over all workers; a multiple of workers.count."
+        description="Samples per update over all workers; a multiple of workers.count."
     )
     learning_rate: LearningRateSection = Field(
         default_factory=lambda: HorizonPolicy(policy="stpt_horizon"),
-        description="How the rate is chosen.",
+        description="How the learning rate is chosen.",
     )
     batch_size_search: BatchSizeSection | None = Field(
         None,
         description=(
-            "Choose the batch size before the training, by probes; global_batch_size and "
-            "learning_rate.initial then follow. Default: no search."
+            "Choose the batch size by probes before the training, and change global_batch_size "
+            "and learning_rate.initial accordingly. Default: no search."
         ),
     )
     optimizer: OptimizerSection = Field(
-        default_factory=OptimizerSection, description="How gradients become updates."
+        default_factory=OptimizerSection,
+        description="The optimizer; its rate comes from learning_rate.",
     )
     batch_norm: BatchNormSection = Field(
         default_factory=lambda: BatchNormSection(momentum=None),
-        description="Batch normalisation over several workers.",
+        description="Batch normalization with several workers.",
     )
-    batch_ramp: list[RampStep] = Field(
-        default_factory=list,
-        description="Grow the global batch at these epochs (Smith et al.). Default: never.",
+    batch_ramp: BatchRampSection = Field(
+        default_factory=BatchRampSection,
+        description="Increase the global batch at given epochs (Smith et al.). Default: never.",
     )
-    ramp_by: Literal["accumulation", "worker"] = Field(
-        "accumulation",
-        description=(
-            "accumulation: a worker's batch stays, several make one update; worker: its batch "
-            "grows, which needs the memory."
-        ),
-    )
-    loss: LossSection = Field(default_factory=LossSection, description="What is minimised.")
+    loss: LossSection = Field(default_factory=LossSection, description="The loss to minimize.")
     seed: NonNegativeInt = Field(
-        0, lt=2**63, description="Of weights, order, augmentation and splits."
+        0, lt=2**63, description="Seed of weights, sample order, augmentation and splits."
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="bf16 and fp16: automatic mixed precision."
+        "fp32", description="bf16, fp16: automatic mixed precision."
     )
-    channels_last: bool = Field(True, description="Memory format of images and convolutions.")
-    compile: bool = Field(False, description="Run the model through torch.compile.")
+    channels_last: bool = Field(
+        True, description="Use the channels_last memory format for images and convolutions."
+    )
+    compile: bool = Field(False, description="Compile the model with torch.compile.")
     workers: WorkersSection = Field(
-        default_factory=WorkersSection, description="Data-parallel processes."
+        default_factory=WorkersSection, description="The data-parallel training processes."
     )
     parallel: ParallelSection = Field(
-        default_factory=ParallelSection, description="How they exchange gradients."
+        default_factory=ParallelSection, description="How workers exchange gradients."
     )
-    slots: SlotsSection = Field(default_factory=SlotsSection, description="Candidate processes.")
+    slots: SlotsSection = Field(
+        default_factory=SlotsSection, description="The processes that train candidates."
+    )
     storage_path: str = Field(
-        "runs", description="Folder or URI (s3://…, gs://…) under which run directories are made."
+        "runs", description="Folder or URI (s3://…, gs://…) in which run directories are created."
     )
     resume: Literal["never", "auto"] = Field(
         "never",
         description=(
-            "auto: go on with the newest run of this name below storage_path that has commits and "
-            "no result, when there is one; never: start a new run."
+            "auto: resume the newest unfinished run of this name below storage_path that has a "
+            "checkpoint; if there is none, start a new run. never: start a new run."
         ),
     )
     checkpoint: CheckpointSection = Field(
-        default_factory=CheckpointSection, description="Which commits stay."
+        default_factory=CheckpointSection, description="Which checkpoints are saved and kept."
     )
     evaluate: EvaluateSection = Field(
         default_factory=EvaluateSection, description="When the test set is evaluated."
     )
-    limits: LimitsSection = Field(default_factory=LimitsSection, description="Time limits.")
+    max_restarts: NonNegativeInt = Field(
+        3,
+        description=(
+            "How often the worker group, and each slot, is restarted after a process died. If a "
+            "slot dies once more, the other slots train its candidates; if the worker group does, "
+            "the run ends."
+        ),
+    )
+    timeouts: TimeoutsSection = Field(
+        default_factory=TimeoutsSection, description="Time limits, in seconds."
+    )
 
     @property
     def batch_size_per_worker(self) -> int:
-        """Samples of one update in one worker."""
+        """Samples per update in each worker."""
         return self.global_batch_size // self.workers.count
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Rules that need two sections."""
+        """Yield every rule over several sections that the job breaks."""
         yield from self._batch_rules()
         yield from self._rate_rules()
         yield from self._ramp_rules()
         yield from self._device_rules()
-        yield from async_rules(self)
+        if self.parallel.mode == "async":
+            yield from self._async_rules()
 
     def _batch_rules(self) -> Iterator[BrokenRule]:
         if self.global_batch_size % self.workers.count:
@@ -304,63 +203,99 @@ class Job(Section):
                 f"{self.global_batch_size} does not split evenly over {self.workers.count} "
                 "workers; give a multiple of workers.count",
             )
-        if self.batch_norm.sync and self.workers.least < self.workers.count:
+        if self.batch_norm.sync and self.workers.min_workers < self.workers.count:
             yield (
                 "workers.min_count",
-                "fewer workers may compute unequal parts of a batch, and batch_norm.sync needs "
-                "all of them in every part; leave one of the two out",
+                "with fewer workers the micro-batches per worker can differ, and batch_norm.sync "
+                "needs all workers in each; leave one of the two out",
             )
         if self.batch_size_search is not None and self.learning_rate.policy == "replay":
             yield (
                 "batch_size_search",
-                "a replayed schedule belongs to the batch size it was found with; leave the "
-                "search out",
+                "a replayed schedule is valid for the batch size it was found with only; remove "
+                "the search",
             )
 
     def _rate_rules(self) -> Iterator[BrokenRule]:
-        warmup = getattr(self.learning_rate, "warmup", None)
+        warmup = self.learning_rate.warmup
         if warmup is not None and warmup.epochs > self.epochs:
             yield (
                 "learning_rate.warmup.epochs",
                 f"{warmup.epochs} is more than the {self.epochs} epochs of the job",
             )
         policy = self.learning_rate.policy
-        if policy in ("stpt", "stpt_horizon") and self.data.selection_fraction == 0:
+        if policy in ("stpt", "stpt_horizon") and self.data.validation_fraction == 0:
             yield (
-                "data.selection_fraction",
-                f"policy {policy} scores candidates on this split; give it more than 0",
+                "data.validation_fraction",
+                f"policy {policy} scores candidates on the validation split; set it above 0",
             )
 
-        if getattr(self.learning_rate, "search_weight_decay", False):
-            # torch's own default is 0 but for these.
+        if self.learning_rate.search_weight_decay:
+            # The default of torch's other optimizers is 0.
             default = 0.01 if self.optimizer.name in ("AdamW", "NAdam") else 0
             if not self.optimizer.args.get("weight_decay", default):
                 yield (
                     "learning_rate.search_weight_decay",
-                    "begins at optimizer.args.weight_decay, which has to be above 0",
+                    "varies optimizer.args.weight_decay, which must be above 0",
                 )
 
     def _ramp_rules(self) -> Iterator[BrokenRule]:
-        ramp, warmup = self.batch_ramp, getattr(self.learning_rate, "warmup", None)
+        ramp, warmup = self.batch_ramp.steps, self.learning_rate.warmup
         if any(b.epoch <= a.epoch or b.factor <= a.factor for a, b in pairwise(ramp)):
-            yield "batch_ramp", "epochs and factors must rise from one entry to the next"
+            yield "batch_ramp.steps", "epochs and factors must increase from one entry to the next"
         last = max((step.epoch for step in ramp), default=0)
         if last > self.epochs:
-            yield "batch_ramp", f"epoch {last} is after the last of the job's {self.epochs}"
+            yield "batch_ramp.steps", f"epoch {last} is after the last epoch, {self.epochs}"
         if ramp and warmup is not None and ramp[0].epoch <= warmup.epochs:
             yield (
-                "batch_ramp",
-                f"begins in epoch {ramp[0].epoch}, within the warm-up of {warmup.epochs} "
-                "epochs; let it begin later",
+                "batch_ramp.steps",
+                f"starts in epoch {ramp[0].epoch}, within the warm-up of {warmup.epochs} "
+                "epochs; let it start later",
             )
 
     def _device_rules(self) -> Iterator[BrokenRule]:
-        for pool in ("workers", "slots"):
-            gpus = (getattr(self, pool).resources or {}).get("GPU", 0)
+        for pool, section in (("workers", self.workers), ("slots", self.slots)):
+            gpus = (section.resources or {}).get("GPU", 0)
             if gpus > 1 and gpus != int(gpus):
-                yield f"{pool}.resources.GPU", "above 1 it must be a whole number"
+                yield f"{pool}.resources.GPU", "must be an integer above 1"
         if self.batch_norm.sync and self.workers.use_gpu is False and self.workers.count > 1:
             yield (
                 "batch_norm.sync",
-                "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false; leave it out",
+                "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false; remove it",
             )
+
+    def _async_rules(self) -> Iterator[BrokenRule]:
+        """Yield what needs workers that take a step together, which asynchronous ones never do."""
+        if self.batch_norm.sync:
+            yield "batch_norm.sync", "needs all workers in every step, and parallel.mode is async"
+        if self.batch_norm.recalibrate_batches:
+            yield (
+                "batch_norm.recalibrate_batches",
+                "needs all workers together, and parallel.mode is async; remove it: the running "
+                "statistics of the workers are pooled after every epoch",
+            )
+        if self.precision == "fp16":
+            yield (
+                "precision",
+                "fp16 scales the loss by what overflowed in the last update, which no worker "
+                "knows with parallel.mode: async; use bf16",
+            )
+        if self.workers.min_workers < self.workers.count:
+            yield (
+                "workers.min_count",
+                "belongs to parallel.mode: sync; with async the remaining workers continue "
+                "without a worker that died",
+            )
+
+
+# Sections that can be checked beyond the schema when another section of the job is wrong.
+CHECKED_SECTIONS: dict[str, Any] = {
+    "model": ModelSection,
+    "data": DataSection,
+    "learning_rate": LearningRateSection,
+    "batch_size_search": BatchSizeSection | None,
+    "optimizer": OptimizerSection,
+    "loss": LossSection,
+    "workers": WorkersSection,
+    "storage_path": str,
+}

@@ -1,4 +1,4 @@
-"""What every part of the job file is made of."""
+"""What every section of a job file is made of."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-# A longer wait than a year is a mistake, and more than some clocks can count.
+# A wait of more than a year is a mistake, and more than some clocks can count.
 Seconds = Annotated[float, Field(gt=0, le=365 * 86400, allow_inf_nan=False)]
 
-# A rule over several fields that is broken: the path below the section, and what is wrong.
+# A broken rule over several fields: the path below the section, and what is wrong.
 BrokenRule = tuple[str, str]
 
 # A name, or (from Python only) the function itself.
@@ -28,12 +28,12 @@ NameOrFunction = Annotated[
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """`package.module:function`, the form in which a function stands in a job file."""
+    """Return `package.module:function`, the form in which a job file names a function."""
     return f"{function.__module__}:{function.__qualname__}"
 
 
 class BrokenRulesError(ValueError):
-    """All that is wrong with a section whose fields, each for itself, are right."""
+    """Every rule over several fields that a section breaks, though each field alone is valid."""
 
     def __init__(self, rules: Sequence[BrokenRule]) -> None:
         super().__init__("; ".join(f"{path}: {text}" for path, text in rules))
@@ -51,14 +51,14 @@ class Section(BaseModel):
         def __init__(self, **values: Any) -> None: ...
 
     def broken_rules(self) -> Iterable[BrokenRule]:
-        """Every rule over several fields that this section breaks."""
+        """Yield every rule over several fields that this section breaks."""
         return ()
 
     @model_validator(mode="after")
-    def _keeps_its_rules(self) -> Self:
-        broken = list(self.broken_rules())
-        if broken:
-            raise BrokenRulesError(broken)
+    def _raise_broken_rules(self) -> Self:
+        rules = list(self.broken_rules())
+        if rules:
+            raise BrokenRulesError(rules)
         return self
 
 
@@ -67,9 +67,9 @@ class NamedSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_bare_name(cls, value: Any) -> Any:
+    def _accept_bare_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) or callable(value) else value
 
     @field_serializer("name", check_fields=False)
-    def _name_as_text(self, name: str | Callable[..., Any]) -> str:
+    def _serialize_name(self, name: str | Callable[..., Any]) -> str:
         return name if isinstance(name, str) else function_name(name)

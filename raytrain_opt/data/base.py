@@ -1,23 +1,29 @@
-"""What every kind of training data offers to the code that trains on it."""
+"""The interface between any training data and the code that trains on it.
+
+A global batch of a step is cut into `num_micro_batches` micro-batches of equal size, numbered
+from 0. Workers compute different micro-batches of the same step.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from itertools import product
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
 
-Split = Literal["selection", "test"]
+Split = Literal["validation", "test"]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Samples on the device, ready for the model.
 
-    x [samples, ...]: float32, normalised when it came from uint8 images (then [N, C, H, W]).
-    y [samples]: int64 class numbers. skipped: samples left out because they are unreadable.
+    x [samples, ...]: float32, normalized where it came from uint8 images (then [N, C, H, W]).
+    y [samples]: int64 class indices. skipped: number of unreadable samples left out.
     """
 
     x: torch.Tensor
@@ -27,64 +33,79 @@ class Batch:
 
 @dataclass(frozen=True)
 class DataInfo:
-    """Sizes of the parts in samples, and the shape of one sample as the model sees it."""
+    """Sizes of the splits in samples, and the shape of one sample as the model sees it."""
 
     num_classes: int
     sample_shape: tuple[int, ...]
     train_size: int
-    selection_size: int
+    validation_size: int
     test_size: int
 
     def steps_per_epoch(self, global_batch_size: int) -> int:
-        """Whole global batches in one epoch; the rest of the epoch's order is left out."""
+        """Return the number of full global batches; an epoch leaves out the remaining samples."""
         return self.train_size // global_batch_size
 
 
-class TrainingData(Protocol):
-    """Training, selection and test data. One iterator at a time; any phase can be repeated."""
+class TrainingData(ABC):
+    """Training, validation and test split of a data set.
+
+    Only the iterator that was created last may be used. Each call can be repeated and then
+    yields the same batches.
+    """
 
     info: DataInfo
-    # Called for each batch between reading it and moving it to the device; probes take times.
+    # Called for each batch between reading it and moving it to the device; probes time both.
     on_copy: Callable[[], None]
 
-    def train(
-        self, epoch: int, steps: range, shares: range, num_shares: int, global_batch_size: int
-    ) -> Iterator[Batch]:
-        """For each step and each share: that share, of `num_shares`, of the global batch.
-
-        The samples and their augmentation depend on (seed, epoch, step, place in the global
-        batch) only, not on who computes which share. Raises DataError on unreadable samples.
-        """
-        ...
-
-    def train_places(
+    def train_batches(
         self,
         epoch: int,
-        places: Iterable[tuple[int, int]],
-        num_shares: int,
+        steps: range,
+        micro_batches: range,
+        num_micro_batches: int,
         global_batch_size: int,
     ) -> Iterator[Batch]:
-        """The same for any steps and shares, in the order of `places`: (step, share). Loader
-        processes ask for places before their batches are wanted.
-        """
-        ...
+        """Yield these micro-batches of each step, step by step.
 
-    def evaluate(
+        Samples and augmentation depend only on (seed, epoch, step, index in the global batch),
+        not on the process that computes a micro-batch. Raises DataError for unreadable samples,
+        ValueError for a step or micro-batch that does not exist.
+        """
+        indices = product(steps, micro_batches)
+        return self.train_batches_at(epoch, indices, num_micro_batches, global_batch_size)
+
+    @abstractmethod
+    def train_batches_at(
+        self,
+        epoch: int,
+        indices: Iterable[tuple[int, int]],
+        num_micro_batches: int,
+        global_batch_size: int,
+    ) -> Iterator[Batch]:
+        """Yield the micro-batch of each (step, micro-batch) in `indices`, in that order.
+
+        Loader processes take from `indices` ahead of the batches that are yielded. Raises like
+        `train_batches`.
+        """
+
+    @abstractmethod
+    def eval_batches(
         self, split: Split, rank: int, world_size: int, batch_size: int
     ) -> Iterator[Batch]:
-        """Rank's part of the split without augmentation: over all ranks, each sample once."""
-        ...
+        """Yield the rank's part of the split without augmentation.
 
-    def check_samples(self) -> None:
-        """Read some samples of each set, to tell before a run what reading all would tell too
-        late. Raises DataError.
+        Over all ranks, each sample comes exactly once. Raises DataError for an empty validation
+        split.
         """
-        ...
 
+    @abstractmethod
+    def check_samples(self) -> None:
+        """Read a few samples of each set, so that a run fails early. Raises DataError."""
+
+    @abstractmethod
     def close(self) -> None:
-        """End loader processes, if there are any."""
-        ...
+        """End the loader processes, where there are any."""
 
 
-def nothing() -> None:
-    """The `on_copy` of data that nobody measures."""
+def no_op() -> None:
+    """Do nothing: the `on_copy` of data that nobody measures."""

@@ -1,11 +1,15 @@
-"""Networks by name: our small-image models, torchvision's classification models, the user's.
+"""Networks by name: the package's small-image models, torchvision's, and the user's function.
 
-Cheap to import: torch is imported when a model is built, torchvision when a name is not ours.
+Start with `factory.build_model`, which constructs what the `model` section of a job names.
+`registry` lists the names; `check` finds wrong names and arguments without building anything;
+`dry_run` passes two samples through a built model. `resnet`, `vgg` and `small_cnn` define the
+built-in models, `init` their initialization. May import config, errors and random_state. Cheap to
+import: torch is imported when a model is built, torchvision when a name is not built in.
 """
 
-from raytrain_opt.models.build import build_model
 from raytrain_opt.models.check import check_model
-from raytrain_opt.models.output import check_output
+from raytrain_opt.models.dry_run import check_output
+from raytrain_opt.models.factory import build_model
 from raytrain_opt.models.registry import model_names, torchvision_names
 
 __all__ = ["build_model", "check_model", "check_output", "model_names", "torchvision_names"]

@@ -1,4 +1,4 @@
-"""Which model names exist, and the function that each of ours stands for."""
+"""The names of models, and the functions of the built-in ones."""
 
 from __future__ import annotations
 
@@ -6,41 +6,43 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-# Written as text so that listing and checking names costs no import of torch.
-_OURS = {
+# Model name -> module of raytrain_opt.models. Text, so that listing and checking names does not
+# import torch.
+_BUILTIN_MODULES = {
     "cifar_resnet18": "resnet",
     "cifar_resnet50": "resnet",
     "resnet8": "resnet",
-    "small_cnn": "small",
+    "small_cnn": "small_cnn",
     "vgg16_bn": "vgg",
 }
 
-# googlenet and inception_v3 answer with two outputs in training unless their auxiliary head is
-# off, and warn about a slow initialisation unless told to do it. The loop takes one output.
-_TWO_HEADED = {"aux_logits": False, "init_weights": True}
+# googlenet and inception_v3 return two outputs in training unless their auxiliary head is off
+# (the training loop takes one), and warn about a slow initialization unless it is requested.
+_SINGLE_OUTPUT = {"aux_logits": False, "init_weights": True}
 TORCHVISION_DEFAULTS: dict[str, dict[str, Any]] = {
-    "googlenet": _TWO_HEADED,
-    "inception_v3": _TWO_HEADED,
+    "googlenet": _SINGLE_OUTPUT,
+    "inception_v3": _SINGLE_OUTPUT,
 }
 
 
 def model_names() -> list[str]:
-    """Names of our own models, sorted."""
-    return sorted(_OURS)
+    """Return the names of the built-in models, sorted."""
+    return sorted(_BUILTIN_MODULES)
 
 
 def torchvision_names() -> list[str]:
-    """Names of torchvision's classification models that are not taken by ours, sorted.
+    """Return the names of torchvision's classification models, sorted.
 
-    Imports torchvision, which takes seconds.
+    A built-in model hides torchvision's of the same name. Imports torchvision, which takes
+    seconds.
     """
     from torchvision import models
 
-    return sorted(set(models.list_models(module=models)) - set(_OURS))
+    return sorted(set(models.list_models(module=models)) - set(_BUILTIN_MODULES))
 
 
-def our_function(name: str) -> Callable[..., Any]:
-    """The function behind one of our names. Imports torch."""
-    module = importlib.import_module(f"raytrain_opt.models.{_OURS[name]}")
+def model_function(name: str) -> Callable[..., Any]:
+    """Return the function that constructs a built-in model. Imports torch."""
+    module = importlib.import_module(f"raytrain_opt.models.{_BUILTIN_MODULES[name]}")
     function: Callable[..., Any] = getattr(module, name)
     return function

@@ -1,16 +1,22 @@
-"""Residual networks for small images; parameter names as torchvision's, without importing it.
+"""Residual networks for small images, with the parameter names of torchvision's ResNets.
 
-Differences from torchvision's ImageNet form: the stem is one 3x3 convolution of stride 1 and
-there is no max-pool, so that a 32x32 image reaches the last stage at 4x4.
-Source: He et al., Deep Residual Learning for Image Recognition, CVPR 2016; the bottleneck
-halves the resolution in its 3x3 convolution (often called v1.5), as torchvision's does.
+    stem      3x3 convolution of stride 1, batch norm, relu; no max-pool
+    stage i   n_i residual blocks of width 2^(i-1) times the first; from stage 2 on, the first
+              block halves the resolution
+    head      average over all positions, linear layer
+
+torchvision's ImageNet form has a 7x7 stem of stride 2 and a max-pool instead, which would leave
+one position of a 32x32 image; here the last of four stages sees 4x4.
+Source: He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, CVPR 2016. The
+bottleneck halves the resolution in its 3x3 convolution (often called v1.5), as torchvision's
+does. Parameter counts below are for 10 classes and 3 channels.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from raytrain_opt.models.layers import he_init, image_shape, require_positive
+from raytrain_opt.models.init import he_init, image_shape, require_positive
 
 
 def _conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -19,14 +25,14 @@ def _conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> 
 
 
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """A projection where the shape changes, else None: the input itself."""
+    """Return a projection where the shape changes, else None: the input itself is added."""
     if stride == 1 and in_channels == out_channels:
         return None
     return nn.Sequential(_conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut: [N, in, H, W] -> [N, width, H/stride, W/stride]."""
+    """Two 3x3 convolutions and a shortcut: [N, C, H, W] -> [N, width, H/stride, W/stride]."""
 
     expansion = 1
 
@@ -40,6 +46,7 @@ class BasicBlock(nn.Module):
         self.downsample = _shortcut(in_channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
         shortcut = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
@@ -48,7 +55,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 and a shortcut: [N, in, H, W] -> [N, 4 width, H/stride, W/stride]."""
+    """1x1, 3x3, 1x1 and a shortcut: [N, C, H, W] -> [N, 4 width, H/stride, W/stride]."""
 
     expansion = 4
 
@@ -65,6 +72,7 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
         shortcut = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
@@ -74,10 +82,9 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A 3x3 stem, stages of residual blocks (width doubles, resolution halves), average, linear.
+    """The network of the module's docstring, with `blocks[i]` blocks in stage i + 1.
 
-    `blocks` holds the number of blocks of each stage. Input [N, C, H, W] of any size, output
-    [N, num_classes].
+    Input [N, C, H, W] of any size, output [N, num_classes].
     """
 
     def __init__(
@@ -97,8 +104,8 @@ class ResNet(nn.Module):
         channels = width
         for index, count in enumerate(blocks):
             stage = nn.Sequential()
-            for position in range(count):
-                stride = 2 if index > 0 and position == 0 else 1
+            for block_index in range(count):
+                stride = 2 if index > 0 and block_index == 0 else 1
                 stage.append(block(channels, width * 2**index, stride))
                 channels = width * 2**index * block.expansion
             self._stages.append(f"layer{index + 1}")
@@ -108,6 +115,7 @@ class ResNet(nn.Module):
         he_init(self, self.fc)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the logits [N, num_classes]."""
         x = self.relu(self.bn1(self.conv1(x)))
         for stage in self._stages:
             x = getattr(self, stage)(x)
@@ -115,9 +123,11 @@ class ResNet(nn.Module):
 
 
 def resnet8(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 16) -> ResNet:
-    """The CIFAR form with one basic block a stage: widths `width`, 2 and 4 times that.
+    """Build the paper's CIFAR network with one basic block in each of its three stages.
 
-    Where the shape changes the shortcut is a projection (the paper's form B).
+    Widths 16, 32, 64; 78,042 parameters; images of any size and number of channels (made for
+    32x32). Where the shape changes, the shortcut is a projection (the paper's option B).
+    Source: He et al. 2016, section 4.2, with n = 1.
     """
     channels, _, _ = image_shape(sample_shape, "resnet8")
     width = require_positive("width", width)
@@ -127,7 +137,11 @@ def resnet8(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 16)
 
 
 def cifar_resnet18(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 64) -> ResNet:
-    """ResNet-18 with a 3x3 stem: widths 64, 128, 256, 512; 11,173,962 parameters (10 classes)."""
+    """Build ResNet-18 with a 3x3 stem: two basic blocks in each of four stages.
+
+    Widths 64, 128, 256, 512; 11,173,962 parameters; images of any size and number of channels
+    (made for 32x32). Source: He et al. 2016, table 1.
+    """
     channels, _, _ = image_shape(sample_shape, "cifar_resnet18")
     width = require_positive("width", width)
     return ResNet(
@@ -136,7 +150,11 @@ def cifar_resnet18(*, num_classes: int, sample_shape: tuple[int, ...], width: in
 
 
 def cifar_resnet50(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 64) -> ResNet:
-    """ResNet-50 with a 3x3 stem: bottlenecks of width 64, 128, 256, 512, output 2,048 wide."""
+    """Build ResNet-50 with a 3x3 stem: 3, 4, 6 and 3 bottlenecks in its four stages.
+
+    Bottleneck widths 64, 128, 256, 512, 2,048 features; 23,520,842 parameters; images of any
+    size and number of channels (made for 32x32). Source: He et al. 2016, table 1.
+    """
     channels, _, _ = image_shape(sample_shape, "cifar_resnet50")
     width = require_positive("width", width)
     return ResNet(

@@ -1,30 +1,38 @@
-"""Optimisers, schedules and scaling rules, each usable on its own in any training loop.
+"""Optimizers, schedules and scaling rules, each usable on its own in any training loop.
 
-from raytrain_opt.optim import LARS
-from raytrain_opt.optim.parameter_groups import parameter_groups
+    from raytrain_opt.optim import LARS
+    from raytrain_opt.optim.parameter_groups import parameter_groups
 
-optimizer = LARS(parameter_groups(model, exclude_bias_and_norm=True), lr=10.0, weight_decay=5e-5)
+    groups = parameter_groups(model, exclude_bias_and_norm=True)
+    optimizer = LARS(groups, lr=10.0, weight_decay=5e-5)
+
+Start with `schedules` (learning rates as functions of the step), `scaling` (rates for another
+batch size) and `epoch_steps` (updates of each epoch), which are free of torch; then `lars`,
+`rmsprop_warmup`, `parameter_groups` and `lr_scheduler`. `factory` builds what the `optimizer`
+section of a job names. May import config and errors.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from raytrain_opt.optim.scaling import linear_scaling, sqrt_scaling
+from raytrain_opt.optim.schedules import (
+    ArcCotangent,
+    Constant,
+    Cosine,
+    Linear,
+    MultiStep,
+    Polynomial,
+    Step,
+    Warmup,
+)
 
 if TYPE_CHECKING:
     from raytrain_opt.optim.lars import LARS
     from raytrain_opt.optim.lr_scheduler import ScheduledLR
     from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
-    from raytrain_opt.optim.scaling import linear_scaling, sqrt_scaling
-    from raytrain_opt.optim.schedules import (
-        ArcCotangent,
-        Constant,
-        Cosine,
-        Linear,
-        MultiStep,
-        Polynomial,
-        Step,
-        Warmup,
-    )
 
 __all__ = [
     "LARS",
@@ -42,19 +50,12 @@ __all__ = [
     "sqrt_scaling",
 ]
 
-_HOMES = {
-    "LARS": "lars",
-    "RMSpropWarmup": "rmsprop_warmup",
-    "ScheduledLR": "lr_scheduler",
-    "linear_scaling": "scaling",
-    "sqrt_scaling": "scaling",
-}
+# Imported on first use: these need torch, which takes seconds to import, while `search` and the
+# command line import schedules and steps from this package without it.
+_NEED_TORCH = {"LARS": "lars", "RMSpropWarmup": "rmsprop_warmup", "ScheduledLR": "lr_scheduler"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the schedules serve code that must not wait for torch."""
-    if name not in __all__:
+    if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'schedules')}"), name)
+    return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)

@@ -1,8 +1,8 @@
-"""Layer-wise adaptive rate scaling: You, Gitman and Ginsburg 2017 (arXiv 1708.03888).
+"""Layer-wise adaptive rate scaling (LARS): You, Gitman and Ginsburg 2017 (arXiv 1708.03888).
 
     w, g     weights and gradient of a layer       |x|    Euclidean norm
     eta      trust coefficient                     d      weight decay
-    m        momentum                              v      momentum buffer, 0 at first
+    m        momentum                              v      momentum buffer, initially 0
 
     r = eta |w| / (|g| + d |w| + eps)              trust ratio of the layer            (1)
     r = min(r / lr, 1)                             instead, with LARC's clipping       (2)
@@ -10,16 +10,16 @@
     v = m v + r (g + d w)                                                              (4)
     w = w - lr v                                                                       (5)
 
-The ratio multiplies the gradient before the momentum, and the rate the sum, so that a schedule
-reaches all of v at once; You et al. put the rate into (4), which is the same while it stays.
-(4) and (5) are torch's SGD on the adapted gradients r (g + d w), and are computed by it. `eps`
-is ours, as in timm: it bounds r for a layer whose gradient nearly vanishes. (2) is NVIDIA
-apex's LARC: the layer's rate is at most `lr`.
+The ratio multiplies the gradient before the momentum, and the rate multiplies their sum, so
+that a schedule changes all of v at once; You et al. put the rate into (4), which is the same
+while the rate is constant. (4) and (5) are torch's SGD on the adapted gradients r (g + d w),
+and torch computes them. `eps` is an addition, as in timm: it bounds r for a layer whose gradient
+nearly vanishes. (2) is NVIDIA apex's LARC: the layer's rate is at most `lr`.
 
-Norms are float32 (float64 of float64). No number is hidden: a layer whose gradient holds a NaN
-becomes NaN, by (1). An infinite |g|, also one that overflows float32 (from about 1e19), gives
-r = 0: the layer's finite elements stand still and infinite ones become NaN. Other layers are
-not touched by it.
+Norms are float32 (float64 for float64). Numbers that are not finite are not hidden: a layer
+whose gradient holds a NaN becomes NaN, by (1). An infinite |g|, also one that overflows float32
+(from about 1e19), gives r = 0: the layer's finite elements do not change and infinite ones
+become NaN. Other layers are not affected.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-# Elements in a row of the scratch memory: no layer of a usual network wastes more than one row.
+# Elements in a row of the scratch memory: each layer wastes less than one row.
 _ROW = 1024
-# Elements of the layers whose ratios a CPU computes together.
+# Elements of the layers whose ratios a CPU computes together: 256 KiB in float32, which the
+# caches hold until the update reads them again.
 _BLOCK = 2**16
 
-# Parameters, their gradients, and their momentum buffers: None before the first step, and an
-# empty list without momentum.
+# Parameters, their gradients and their momentum buffers (None before the first step; an empty
+# list without momentum).
 Batch = tuple[list[Tensor], list[Tensor], list[Tensor | None]]
 
 
 class LARS(Optimizer):
-    """SGD with momentum whose every layer moves in proportion to the norm of its weights.
+    """SGD with momentum in which each layer moves in proportion to the norm of its weights.
 
-    A group with `"adapt": False` does plain SGD with the group's own settings, as torch's does:
-    that is how biases and normalisation are left out, see `parameter_groups`. All layers of a
-    group go through few kernels and no step waits for the device; `lr` may be a tensor, which
-    captured CUDA graphs read at every replay. On CUDA, the adapted gradients stay in memory of
-    the optimiser's own, as large as the weights.
+    A group with `"adapt": False` is updated by torch's SGD with the group's settings: that is
+    how biases and normalization are excluded, see `parameter_groups`. All layers of a group are
+    updated by few kernels and no step waits for the device; `lr` may be a tensor, which captured
+    CUDA graphs read at every replay. On CUDA the optimizer keeps memory for the adapted
+    gradients, as large as the weights.
 
     Raises ValueError: a value out of its range. RuntimeError: sparse gradients or complex
     parameters.
@@ -88,7 +89,10 @@ class LARS(Optimizer):
         self._scratch: dict[tuple[int, torch.device, torch.dtype], _Scratch] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also called by `load_state_dict`: a buffer is laid out as its parameter again."""
+        """Restore the state, with each buffer in the memory layout of its parameter.
+
+        `load_state_dict` calls it too.
+        """
         super().__setstate__(state)
         self.__dict__.setdefault("_scratch", {})
         for param, values in self.state.items():
@@ -98,7 +102,7 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; gives what `closure` gives."""
+        """Update every parameter that has a gradient; return the loss of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -107,24 +111,24 @@ class LARS(Optimizer):
             for params, grads, buffers in self._batches(group):
                 if not group["adapt"]:
                     _descend(params, grads, buffers, group, group["weight_decay"])
-                elif _keeps_scratch(params[0].device):
+                elif _uses_scratch(params[0].device):
                     adapted = self._scratch_for(index, params).adapted(grads, group)
                     _descend(params, adapted, buffers, group)
-                elif _takes_numbers(params[0].device):
-                    _update_by_numbers(params, grads, buffers, group)
+                elif _reads_ratios(params[0].device):
+                    _update_layer_by_layer(params, grads, buffers, group)
                 else:
                     _descend(params, _adapted(params, grads, group), buffers, group)
-                self._keep(params, buffers)
+                self._save_buffers(params, buffers)
         return loss
 
     def _batches(self, group: dict[str, Any]) -> Iterator[Batch]:
-        """Parameters, gradients and buffers (None before the first step) of one device, type."""
+        """Yield the group's parameters with a gradient, by device and type."""
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
         grads = [p.grad for p in params]
         if any(grad.is_sparse or grad.is_complex() for grad in grads):
-            raise RuntimeError("LARS takes dense real gradients only")
+            raise RuntimeError("LARS needs dense real gradients")
         buffers: list[Tensor | None] = []
         if group["momentum"] != 0:
             buffers = [self.state[p].get("momentum_buffer") for p in params]
@@ -133,33 +137,33 @@ class LARS(Optimizer):
             yield cast(Batch, tuple(batch))
 
     def _scratch_for(self, index: int, params: list[Tensor]) -> _Scratch:
-        """That of the group's last step, unless other parameters have gradients now."""
+        """Return the scratch memory of the group's last step if it fits these parameters."""
         key = (index, params[0].device, params[0].dtype)
         scratch = self._scratch.get(key)
-        if scratch is None or not scratch.fits(params):
+        if scratch is None or not scratch.matches(params):
             scratch = self._scratch[key] = _Scratch(params)
         return scratch
 
-    def _keep(self, params: list[Tensor], buffers: list[Tensor | None]) -> None:
+    def _save_buffers(self, params: list[Tensor], buffers: list[Tensor | None]) -> None:
         for param, buffer in zip(params, buffers, strict=False):
             self.state[param]["momentum_buffer"] = buffer
 
 
-def _keeps_scratch(device: torch.device) -> bool:
-    """The compiler needs none: it makes few kernels of the formula by itself."""
+def _uses_scratch(device: torch.device) -> bool:
+    """Return True for eager CUDA; the compiler would fuse the formula into few kernels anyway."""
     return device.type == "cuda" and not torch.compiler.is_compiling()
 
 
-def _takes_numbers(device: torch.device) -> bool:
-    """Whether a ratio can be read without waiting for anything."""
+def _reads_ratios(device: torch.device) -> bool:
+    """Return True where ratios can be read as Python numbers without waiting for a device."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class _Scratch:
-    """Memory for the adapted gradients of some layers, that one kernel scales by their ratios.
+    """Memory for the adapted gradients of several layers, scaled by their ratios in one kernel.
 
-    It is a matrix whose rows belong to one layer each, the rest of a layer's last row being 0.
-    (torch's `_foreach_mul_` by one number of the device per tensor is a kernel per tensor.)
+    A matrix in which each row belongs to one layer; the rest of a layer's last row is 0.
+    (torch's `_foreach_mul_` with one device scalar per tensor launches a kernel per tensor.)
     """
 
     def __init__(self, params: list[Tensor]) -> None:
@@ -178,15 +182,15 @@ class _Scratch:
             self._grads.append(self._memory.as_strided(param.shape, strides, start * _ROW))
             start += count
 
-    def fits(self, params: list[Tensor]) -> bool:
-        """Whether it was made for these parameters and they lie in memory as they did."""
+    def matches(self, params: list[Tensor]) -> bool:
+        """Return whether these are the parameters it was made for, in the same memory layout."""
         return len(params) == len(self._params) and all(
-            new is old and new.stride() == stride
-            for new, old, stride in zip(params, self._params, self._strides, strict=True)
+            param is own and param.stride() == stride
+            for param, own, stride in zip(params, self._params, self._strides, strict=True)
         )
 
     def adapted(self, grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """r (g + d w) of every layer, valid until the next call."""
+        """Return r (g + d w) of every layer, valid until the next call."""
         norms = torch._foreach_norm(self._params + grads, 2, self._norms.dtype)
         torch._foreach_copy_(self._norm_slots, norms)
         torch._foreach_copy_(self._grads, grads)
@@ -197,27 +201,27 @@ class _Scratch:
         return self._grads
 
 
-def _update_by_numbers(
+def _update_layer_by_layer(
     params: list[Tensor],
     grads: list[Tensor],
     buffers: list[Tensor | None],
     group: dict[str, Any],
 ) -> None:
-    """One update on a CPU, a layer at a time, while it is in the caches: r g with decay r d.
+    """Update on a CPU, layer by layer while a layer is in the caches: r g with decay r d.
 
-    `buffers` gets those that are made.
+    New momentum buffers are put into `buffers`.
     """
     for block in _blocks(params):
         norms = _norms(params[block], grads[block])
         for layer, r in enumerate(_trust_ratios(norms, group).tolist(), block.start):
             one = slice(layer, layer + 1)
-            made = buffers[one]
-            _descend(params[one], [grads[layer] * r], made, group, r * group["weight_decay"])
-            buffers[one] = made
+            buffer = buffers[one]
+            _descend(params[one], [grads[layer] * r], buffer, group, r * group["weight_decay"])
+            buffers[one] = buffer
 
 
 def _blocks(params: list[Tensor]) -> Iterator[slice]:
-    """Layers whose ratios are computed together: small ones save calls, large ones caches."""
+    """Yield the layers whose ratios are computed together: few calls, and data still in caches."""
     start, size = 0, 0
     for index, param in enumerate(params):
         if size and size + param.numel() > _BLOCK:
@@ -228,7 +232,7 @@ def _blocks(params: list[Tensor]) -> Iterator[slice]:
 
 
 def _adapted(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    """r (g + d w) of every layer, as the compiler can fuse it."""
+    """Return r (g + d w) of every layer, in operations that the compiler can fuse."""
     ratios = list(_trust_ratios(_norms(params, grads), group).unbind())
     decayed = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
     torch._foreach_mul_(decayed, ratios)
@@ -240,7 +244,7 @@ def _norms(params: list[Tensor], grads: list[Tensor]) -> Tensor:
 
 
 def _trust_ratios(norms: Tensor, group: dict[str, Any]) -> Tensor:
-    """(1) to (3) for n layers. norms [2 n]: of their weights, then of their gradients."""
+    """Compute (1) to (3) for n layers. norms [2 n]: of their weights, then of their gradients."""
     weights, gradients = norms.chunk(2)
     denominators = torch.add(gradients, weights, alpha=group["weight_decay"]) + group["eps"]
     ratios = weights / denominators * group["trust_coefficient"]
@@ -261,7 +265,10 @@ def _descend(
     group: dict[str, Any],
     weight_decay: float = 0.0,
 ) -> None:
-    """(4) and (5) with these as r g and this as r d; `buffers` gets those that are made."""
+    """Compute (4) and (5) with `grads` as r g and `weight_decay` as r d.
+
+    New momentum buffers are put into `buffers`.
+    """
     fused = _can_be_fused(params, grads, buffers, group["lr"])
     sgd(
         params,
@@ -284,17 +291,19 @@ def _can_be_fused(
     buffers: list[Tensor | None],
     lr: float | Tensor,
 ) -> bool:
-    """Whether torch's fused kernel takes them: it goes through memory as it lies, and has all
+    """Return whether torch's fused kernel can be used.
+
+    It needs the same memory layout for a parameter, its gradient and its buffer, and either all
     buffers or none.
     """
     if torch.compiler.is_compiling() or params[0].device.type not in ("cpu", "cuda"):
         return False
     if isinstance(lr, Tensor) and lr.dtype != torch.float32:
         return False
-    made = [buffer for buffer in buffers if buffer is not None]
-    return len(made) in (0, len(params)) and all(
+    existing = [buffer for buffer in buffers if buffer is not None]
+    return len(existing) in (0, len(params)) and all(
         tensor.stride() == param.stride()
-        for tensors in (grads, made)
+        for tensors in (grads, existing)
         for tensor, param in zip(tensors, params, strict=False)
     )
 

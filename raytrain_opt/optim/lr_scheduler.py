@@ -1,4 +1,4 @@
-"""A schedule of ours in anyone's training loop, as one of torch's schedulers."""
+"""A schedule of this package as one of torch's schedulers, for any training loop."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from raytrain_opt.optim.schedules import Schedule
 
 
 class ScheduledLR(LRScheduler):
-    """Gives every parameter group the schedule's rate; call `step` after each update.
+    """Set the rate of every parameter group by a schedule; call `step` after each update.
 
         schedule = Warmup(0.005, 0.1, 500, "linear", Cosine(0.1, 0.0, 9500), origin=500)
         scheduler = ScheduledLR(optimizer, schedule)
 
-    The rate is the schedule's own, whatever the groups had before. A rate that is a tensor is
-    filled in place. `state_dict` holds the step and not the schedule, which is given anew; as
-    with torch's, the present rate comes back with the optimiser's `state_dict`.
+    The rates that the groups had before are ignored. A rate that is a tensor is filled in
+    place. `state_dict` holds the step but not the schedule: construct the scheduler with it
+    again. As with torch's schedulers, the current rate is restored by the optimizer's
+    `state_dict`.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
@@ -27,9 +28,9 @@ class ScheduledLR(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The schedule's rate at this step, once for each parameter group."""
+        """Return the schedule's rate at this step, once for each parameter group."""
         return [self.schedule.lr(self.last_epoch)] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule stands, without the schedule: it may hold a function of yours."""
+        """Return the state without the schedule, which may hold a function that torch rejects."""
         return {key: value for key, value in super().state_dict().items() if key != "schedule"}

@@ -1,7 +1,9 @@
-"""Which parameters decay: biases and normalisation are left out of it, and of LARS' ratio.
+"""Parameter groups: biases and normalization layers without weight decay and trust ratio.
 
-Their few values set scales and offsets; drawing them to zero, or moving them in proportion to
-their norm, costs accuracy at large batches (Goyal et al. 2017; You et al. 2017).
+Their few values set scales and offsets. Weight decay, which pulls them to zero, or a trust
+ratio, which moves them in proportion to their norm, costs accuracy at large batch sizes.
+Sources: Goyal et al. 2017 (arXiv 1706.02677); You, Gitman and Ginsburg 2017
+(arXiv 1708.03888).
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NORMALIZATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def parameter_groups(model: nn.Module, *, exclude_bias_and_norm: bool) -> list[dict[str, Any]]:
-    """All parameters of `model` in the groups that an optimiser takes, shared ones once.
+    """Return all parameters of `model` in groups for an optimizer, shared ones once.
 
-    When excluding: first the weights of two or more dimensions, then, with `weight_decay` 0
-    and `adapt` False (which `LARS` reads and other optimisers pass over), everything of fewer
-    dimensions and everything of normalisation layers. A group without parameters is left out.
+    With `exclude_bias_and_norm`, the second group holds all parameters of normalization layers
+    and those of fewer than two dimensions, with `weight_decay` 0 and `adapt` False (which
+    `LARS` reads and other optimizers ignore); the first group holds the others. Empty groups
+    are left out.
     """
     if not exclude_bias_and_norm:
         groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
@@ -27,14 +30,14 @@ def parameter_groups(model: nn.Module, *, exclude_bias_and_norm: bool) -> list[d
         of_norm = {
             id(param)
             for module in model.modules()
-            if isinstance(module, _NORMALISATION)
+            if isinstance(module, _NORMALIZATION)
             for param in module.parameters(recurse=False)
         }
-        out = {id(p) for p in model.parameters() if p.dim() < 2 or id(p) in of_norm}
+        excluded = {id(p) for p in model.parameters() if p.dim() < 2 or id(p) in of_norm}
         groups = [
-            {"params": [p for p in model.parameters() if id(p) not in out]},
+            {"params": [p for p in model.parameters() if id(p) not in excluded]},
             {
-                "params": [p for p in model.parameters() if id(p) in out],
+                "params": [p for p in model.parameters() if id(p) in excluded],
                 "weight_decay": 0.0,
                 "adapt": False,
             },

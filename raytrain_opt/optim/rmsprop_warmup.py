@@ -1,19 +1,25 @@
-"""RMSprop at first, momentum SGD later: Akiba, Suzuki and Fukuda 2017 (arXiv 1711.04325).
+"""RMSprop warm-up: RMSprop at first, momentum SGD later.
 
-    m     = alpha m + (1 - alpha) g^2
-    delta = momentum delta + (a_sgd + a_rmsprop / (sqrt(m) + eps)) g
-    w     = w - lr delta
+    w, g     weights and gradient, with weight decay added      m    running mean of g^2
+    t        updates done before this one                       v    momentum buffer
+    c, p     center and period of the transition, in updates    s    rmsprop_scale
 
-    a_sgd = (1 + ELU(2 (t - center) / period)) / 2, at most 1, after t updates
-          = exp(2 (t - center) / period) / 2      before `center`
-          = 1/2 + (t - center) / period           from `center` to `center` + `period` / 2
-          = 1                                     afterwards
-    a_rmsprop = (1 - a_sgd) rmsprop_scale
+    m = alpha m + (1 - alpha) g^2                                                       (1)
+    v = momentum v + (a + b / (sqrt(m) + eps)) g                                        (2)
+    w = w - lr v                                                                        (3)
 
-The paper prints the straight part with twice this slope, so that it would pass 1 half-way and
-fall back to it; the text and the likeness to an ELU that it states agree with the form here,
-which is smooth at `center` and reaches 1 just where the paper says. Its delta has the other
-sign; ours is torch's momentum buffer, so that afterwards this is torch's SGD bit for bit.
+    a = (1 + ELU(2 (t - c) / p)) / 2, at most 1                                         (4)
+      = exp(2 (t - c) / p) / 2       for t < c
+      = 1/2 + (t - c) / p            for c <= t < c + p / 2
+      = 1                            afterwards
+    b = s (1 - a)                                                                       (5)
+
+`a` is the fraction of SGD. The paper prints the straight part of (4) with twice this slope, so
+that it would pass 1 halfway and drop back to it; its text, and the ELU that it names, agree with
+the form here, which is smooth at c and reaches 1 where the paper says. The paper's v has the
+opposite sign; v is torch's momentum buffer here, so that from a = 1 on this is torch's SGD bit
+for bit.
+Source: Akiba, Suzuki and Fukuda, Extremely Large Minibatch SGD, 2017 (arXiv 1711.04325).
 """
 
 from __future__ import annotations
@@ -30,26 +36,28 @@ from torch.optim.optimizer import ParamsT
 PAPER_SCALE = 3e-4 / 6.4
 
 
-def sgd_share(step: float, center: float, period: float) -> float:
-    """a_sgd of an update that follows `step` others: from nearly 0 up to 1."""
+def sgd_fraction(step: float, center: float, period: float) -> float:
+    """Return (4), the fraction of SGD in the update after `step` others: from nearly 0 to 1."""
     x = 2.0 * (step - center) / period
     return 0.5 * math.exp(x) if x < 0 else min(1.0, 0.5 + 0.5 * x)
 
 
 class RMSpropWarmup(Optimizer):
-    """A mixture of RMSprop and momentum SGD that passes to momentum SGD alone.
+    """A mixture of RMSprop and momentum SGD that turns into momentum SGD alone.
 
-    `rmsprop_scale` is the rate of RMSprop over that of SGD. As a ratio it lets `lr`, and so
-    every schedule and every candidate, steer both parts. The default is the paper's 3e-4 over
-    its 6.4 (half of 0.1 x 32768 / 256): with another peak rate, 3e-4 / peak is where to start.
-    `center_steps` and `period_steps` are in updates; the paper's are those of 10 and 5 epochs.
-    `weight_decay` is added to the gradient before both parts see it.
+    `rmsprop_scale` is the rate of RMSprop divided by that of SGD. Because it is a ratio, `lr`,
+    and so every schedule and candidate, controls both parts. The default is the paper's 3e-4
+    divided by its 6.4 (half of 0.1 x 32768 / 256); for another peak rate, start with
+    3e-4 / peak. `center_steps` and `period_steps` are in updates; the paper's are 10 and 5
+    epochs. `weight_decay` is added to the gradient before both parts use it.
 
-    The updates of a group are counted in the state of its first parameter (`step`), so that
-    whatever carries the state carries the place in the transition. With `capturable` the count
-    is on the device and `lr` may be a tensor there: no step reads anything back, and a captured
-    graph moves on. Raises ValueError: a value out of its range. RuntimeError: sparse or
-    complex gradients; a graph captured without `capturable`.
+    The updates of a group are counted in the state of its first parameter (`step`), so a copy
+    of the state continues the transition at the same point. With `capturable` the count is on
+    the device and `lr` may be a tensor there: no step reads anything back, so CUDA graphs can
+    capture it.
+
+    Raises ValueError: a value out of its range. RuntimeError: sparse or complex gradients; a
+    graph captured without `capturable`.
     """
 
     def __init__(
@@ -67,7 +75,7 @@ class RMSpropWarmup(Optimizer):
         capturable: bool = False,
     ) -> None:
         if isinstance(lr, Tensor) and not capturable:
-            raise ValueError("lr is a tensor: this needs capturable=True, or give a number")
+            raise ValueError("lr is a tensor, which needs capturable=True; or use a number")
         settings = {
             "momentum": momentum,
             "alpha": alpha,
@@ -85,7 +93,7 @@ class RMSpropWarmup(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; gives what `closure` gives."""
+        """Update every parameter that has a gradient; return the loss of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -99,33 +107,33 @@ class RMSpropWarmup(Optimizer):
         params = [p for p in group["params"] if p.grad is not None]
         grads = [p.grad for p in params]
         if any(grad.is_sparse or grad.is_complex() for grad in grads):
-            raise RuntimeError("RMSpropWarmup takes dense real gradients only")
-        a_sgd, a_rmsprop = self._shares(group)
+            raise RuntimeError("RMSpropWarmup needs dense real gradients")
+        sgd, rmsprop = self._count_and_mix(group)
         if not params:
             return
-        deltas = self._buffers(params, "momentum_buffer")
+        momenta = self._buffers(params, "momentum_buffer")
         squares = self._buffers(params, "square_avg")
-        columns = cast(list[list[Tensor | None]], [params, grads, deltas, squares])
-        for same, _ in Optimizer._group_tensors_by_device_and_dtype(columns).values():
-            p, g, d, m = cast(list[list[Tensor]], same)
-            _update(p, g, d, m, group, a_sgd, a_rmsprop)
+        columns = cast(list[list[Tensor | None]], [params, grads, momenta, squares])
+        for batch, _ in Optimizer._group_tensors_by_device_and_dtype(columns).values():
+            p, g, v, m = cast(list[list[Tensor]], batch)
+            _update(p, g, v, m, group, sgd, rmsprop)
 
-    def _shares(self, group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
-        """a_sgd and a_rmsprop of this update, which is counted; tensors if capturable."""
+    def _count_and_mix(self, group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
+        """Count this update and return its (4) and (5); tensors if capturable."""
         first = group["params"][0]
         count = self.state[first].get("step")
         if count is None:
             device = first.device if group["capturable"] else "cpu"
             count = self.state[first]["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        scale, times = group["rmsprop_scale"], (group["center_steps"], group["period_steps"])
+        transition = group["center_steps"], group["period_steps"]
         if group["capturable"]:
-            share: float | Tensor = _sgd_share_on_device(count, *times)
+            sgd: float | Tensor = _sgd_fraction_on_device(count, *transition)
         elif _capturing():
-            raise RuntimeError("RMSpropWarmup in a captured graph needs capturable=True")
+            raise RuntimeError("RMSpropWarmup needs capturable=True in a captured CUDA graph")
         else:
-            share = sgd_share(count.item(), *times)
+            sgd = sgd_fraction(count.item(), *transition)
         count += 1
-        return share, (1.0 - share) * scale
+        return sgd, (1.0 - sgd) * group["rmsprop_scale"]
 
     def _buffers(self, params: list[Tensor], name: str) -> list[Tensor]:
         for param in params:
@@ -138,49 +146,49 @@ class RMSpropWarmup(Optimizer):
 def _update(
     params: list[Tensor],
     grads: list[Tensor],
-    deltas: list[Tensor],
+    momenta: list[Tensor],
     squares: list[Tensor],
     group: dict[str, Any],
-    a_sgd: float | Tensor,
-    a_rmsprop: float | Tensor,
+    sgd: float | Tensor,
+    rmsprop: float | Tensor,
 ) -> None:
-    """One update of tensors of one device and type, in place, in few kernels."""
+    """Update tensors of one device and type by (1) to (3), in place, in few kernels."""
     lr = group["lr"]
     if group["weight_decay"] != 0:
         grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-    torch._foreach_mul_(deltas, group["momentum"])
-    if not isinstance(a_rmsprop, Tensor) and a_rmsprop == 0:
-        torch._foreach_add_(deltas, grads)
+    torch._foreach_mul_(momenta, group["momentum"])
+    if not isinstance(rmsprop, Tensor) and rmsprop == 0:
+        torch._foreach_add_(momenta, grads)
     else:
-        weights = _weights(grads, squares, group, a_sgd, a_rmsprop)
-        torch._foreach_addcmul_(deltas, grads, weights)
+        factors = _gradient_factors(grads, squares, group, sgd, rmsprop)
+        torch._foreach_addcmul_(momenta, grads, factors)
     if isinstance(lr, Tensor):
-        torch._foreach_add_(params, torch._foreach_mul(deltas, -lr))
+        torch._foreach_add_(params, torch._foreach_mul(momenta, -lr))
     else:
-        torch._foreach_add_(params, deltas, alpha=-lr)
+        torch._foreach_add_(params, momenta, alpha=-lr)
 
 
-def _weights(
+def _gradient_factors(
     grads: list[Tensor],
     squares: list[Tensor],
     group: dict[str, Any],
-    a_sgd: float | Tensor,
-    a_rmsprop: float | Tensor,
+    sgd: float | Tensor,
+    rmsprop: float | Tensor,
 ) -> list[Tensor]:
-    """a_sgd + a_rmsprop / (sqrt(m) + eps) of every weight, with m of this update."""
+    """Return the factor of g in (2) for every weight, with (1) of this update."""
     torch._foreach_mul_(squares, group["alpha"])
     torch._foreach_addcmul_(squares, grads, grads, value=1.0 - group["alpha"])
-    weights = list(torch._foreach_sqrt(squares))
-    torch._foreach_add_(weights, group["eps"])
-    torch._foreach_reciprocal_(weights)
-    torch._foreach_mul_(weights, _beside(a_rmsprop, weights[0]))
-    torch._foreach_add_(weights, _beside(a_sgd, weights[0]))
-    return weights
+    factors = list(torch._foreach_sqrt(squares))
+    torch._foreach_add_(factors, group["eps"])
+    torch._foreach_reciprocal_(factors)
+    torch._foreach_mul_(factors, _on_device_of(factors[0], rmsprop))
+    torch._foreach_add_(factors, _on_device_of(factors[0], sgd))
+    return factors
 
 
-def _beside(share: float | Tensor, tensor: Tensor) -> Any:
-    """A share as a kernel over `tensor`s takes it: a number, or on their device."""
-    return share.to(tensor.device) if isinstance(share, Tensor) else share
+def _on_device_of(tensor: Tensor, fraction: float | Tensor) -> Any:
+    """Return a number as it is, a tensor on the device of `tensor`."""
+    return fraction.to(tensor.device) if isinstance(fraction, Tensor) else fraction
 
 
 def _capturing() -> bool:
@@ -188,7 +196,7 @@ def _capturing() -> bool:
     return started and torch.cuda.is_current_stream_capturing()
 
 
-def _sgd_share_on_device(step: Tensor, center: float, period: float) -> Tensor:
+def _sgd_fraction_on_device(step: Tensor, center: float, period: float) -> Tensor:
     x = 2.0 * (step - center) / period
     return torch.where(x < 0, 0.5 * torch.exp(x), (0.5 + 0.5 * x).clamp(max=1.0))
 

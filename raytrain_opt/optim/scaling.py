@@ -1,11 +1,15 @@
-"""What a learning rate that suits one global batch becomes at another.
+"""Scaling rules: the learning rate for another global batch size.
 
-    linear   lr (to / from)        the same weight for every sample: Goyal et al. 2017
-    sqrt     lr sqrt(to / from)    the same noise of an update: Krizhevsky 2014
-    none     lr
+    B, lr    reference batch size and its learning rate        B', lr'    the new ones
 
-Pure functions, free of torch. Both rules hold up to a batch that depends on the model and data;
-with large factors they want a warm-up.
+    linear   lr' = lr B' / B          one update moves as far as B' / B of the earlier ones:
+                                      Goyal et al. 2017 (arXiv 1706.02677)
+    sqrt     lr' = lr sqrt(B' / B)    the variance of an update stays the same:
+                                      Krizhevsky 2014 (arXiv 1404.5997)
+    none     lr' = lr
+
+Both rules hold up to a batch size that depends on the model and the data; for large B' / B,
+start with a warm-up. Pure functions, free of torch.
 """
 
 from __future__ import annotations
@@ -15,21 +19,24 @@ from typing import Literal
 
 
 def linear_scaling(lr: float, batch_size: int, reference_batch_size: int) -> float:
-    """`lr`, meant for `reference_batch_size` samples an update, for `batch_size` of them."""
-    return lr * _growth(batch_size, reference_batch_size)
+    """Return the rate for `batch_size`, given the rate `lr` for `reference_batch_size`.
+
+    Raises ValueError for a batch size below 1.
+    """
+    return lr * _ratio(batch_size, reference_batch_size)
 
 
 def sqrt_scaling(lr: float, batch_size: int, reference_batch_size: int) -> float:
-    """As `linear_scaling`, by the square root of the growth."""
-    return lr * math.sqrt(_growth(batch_size, reference_batch_size))
+    """Return the rate as `linear_scaling` does, but by the square root of the ratio."""
+    return lr * math.sqrt(_ratio(batch_size, reference_batch_size))
 
 
 def scale_lr(
     rule: Literal["linear", "sqrt", "none"], lr: float, from_batch_size: int, to_batch_size: int
 ) -> float:
-    """`lr`, meant for `from_batch_size` samples an update, for `to_batch_size` by `rule`.
+    """Scale `lr` from one batch size to another by the rule.
 
-    Raises ValueError: a batch size below 1 (linear, sqrt).
+    Raises ValueError for a batch size below 1 (linear, sqrt).
     """
     match rule:
         case "linear":
@@ -40,7 +47,7 @@ def scale_lr(
             return lr
 
 
-def _growth(batch_size: int, reference_batch_size: int) -> float:
+def _ratio(batch_size: int, reference_batch_size: int) -> float:
     if min(batch_size, reference_batch_size) < 1:
         raise ValueError(
             f"batch sizes must be at least 1, not {batch_size} and {reference_batch_size}"

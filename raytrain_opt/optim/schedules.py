@@ -1,9 +1,9 @@
-"""Learning rates written down beforehand, as pure functions of the step.
+"""Learning-rate schedules: pure functions of the step, known before the training.
 
-    t        step: optimizer updates done, counted from 0; may lie between two
+    t        step: optimizer updates done, counted from 0; may be fractional
     T        steps of the decay; at t = T, the end of the last step, the rate is `final`
     w        steps of the warm-up
-    a, b     initial and final rate           g    gamma, factor at each drop
+    a, b     initial and final rate           g    gamma, factor of each drop
     e        step at which the rate is a/2    k    steepness, per step
     f        increasing through the origin; x itself unless given
 
@@ -14,12 +14,14 @@
     Polynomial    b + (a - b) (1 - t/T)^power
     Cosine        b + (a - b) (1 + cos(pi t/T)) / 2
     ArcCotangent  (a / pi) arccot(f(k (t - e))), arccot in (0, pi)
-    Warmup        t < w: linear   lr + (a - lr) t/w, or constant   lr;  afterwards its schedule
+    Warmup        t < w: linear   s + (a - s) t/w, or constant   s;  then the schedule after it
+                  s    starting rate of the warm-up
 
-Beyond T the decays stay at `final`; the arc-cotangent has neither. All are frozen, picklable and
-free of torch. Sources: gradual warm-up, Goyal et al. 2017; cosine, Loshchilov and Hutter, ICLR
-2017; arc-cotangent, Honda, Miwa, Yamazaki et al. 2019 (ResNet-50 in 74.7 s), whose printed
-formula adds a/2 and so contradicts their text and figure: this one agrees with both.
+Beyond T the decays stay at `final`; the arc-cotangent has no T and never ends. All schedules
+are frozen, picklable and free of torch.
+Sources: gradual warm-up, Goyal et al. 2017 (arXiv 1706.02677); cosine, Loshchilov and Hutter,
+SGDR, ICLR 2017; arc-cotangent, Honda, Miwa, Yamazaki et al. 2019 (ResNet-50 in 74.7 s), whose
+printed formula adds a/2 and so contradicts their text and figure: this one agrees with both.
 """
 
 from __future__ import annotations
@@ -35,49 +37,52 @@ from raytrain_opt.config.learning_rate import Warmup as WarmupSection
 
 
 class Schedule(Protocol):
-    """Anything that knows the learning rate of an optimizer update."""
+    """A learning rate for each optimizer update."""
 
     def lr(self, step: float) -> float:
-        """The rate of update number `step`, counted from 0.
+        """Return the rate of update number `step`, counted from 0.
 
-        A step between two updates is asked for when a larger batch makes an epoch's updates
-        fewer: they go through the same schedule in longer strides.
+        Fractional steps occur when a larger batch leaves fewer updates in an epoch: they follow
+        the same schedule in longer strides.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The same rate always."""
+    """The rate `initial` at every step."""
 
     initial: float
 
     def lr(self, step: float) -> float:
+        """See `Schedule.lr`."""
         return self.initial
 
 
 @dataclass(frozen=True)
 class Step:
-    """Multiplied by `gamma` after every `every` steps."""
+    """Drops by the factor `gamma` after every `every` steps."""
 
     initial: float
     gamma: float
     every: int
 
     def lr(self, step: float) -> float:
+        """See `Schedule.lr`."""
         drops = step // self.every
         return self.initial * math.pow(self.gamma, drops)
 
 
 @dataclass(frozen=True)
 class MultiStep:
-    """Multiplied by `gamma` at each milestone, steps in rising order."""
+    """Drops by the factor `gamma` at each milestone; milestones are steps in rising order."""
 
     initial: float
     gamma: float
     milestones: tuple[int, ...]
 
     def lr(self, step: float) -> float:
+        """See `Schedule.lr`."""
         drops = bisect_right(self.milestones, step)
         return self.initial * math.pow(self.gamma, drops)
 
@@ -91,12 +96,13 @@ class Linear:
     steps: int
 
     def lr(self, step: float) -> float:
+        """See `Schedule.lr`."""
         return self.initial + (self.final - self.initial) * _progress(step, self.steps)
 
 
 @dataclass(frozen=True)
 class Polynomial:
-    """Steep at first and flat at the end, for `power` above 1."""
+    """A power of the remaining steps; for `power` above 1 steep at first and flat at the end."""
 
     initial: float
     final: float
@@ -104,6 +110,7 @@ class Polynomial:
     power: float
 
     def lr(self, step: float) -> float:
+        """See `Schedule.lr`."""
         left = math.pow(1.0 - _progress(step, self.steps), self.power)
         return self.final + (self.initial - self.final) * left
 
@@ -117,28 +124,30 @@ class Cosine:
     steps: int
 
     def lr(self, step: float) -> float:
+        """See `Schedule.lr`."""
         wave = (1.0 + math.cos(math.pi * _progress(step, self.steps))) / 2.0
         return self.final + (self.initial - self.final) * wave
 
 
-def _same(x: float) -> float:
+def _identity(x: float) -> float:
     return x
 
 
 @dataclass(frozen=True)
 class ArcCotangent:
-    """Near `initial` long before the step `half`, half of it there, near 0 long after.
+    """Near `initial` long before the step `half`, half of it at `half`, near 0 long after.
 
-    `steepness` (k, per step) stretches the steps from `half` on which `f` acts. `f` increases
-    through the origin; one of your own must be importable by name to be pickled.
+    `steepness` (k, per step) scales the distance from `half` before `f` is applied. `f` must
+    increase through the origin, and be importable by name for the schedule to be pickled.
     """
 
     initial: float
     half: float
     steepness: float
-    f: Callable[[float], float] = _same
+    f: Callable[[float], float] = _identity
 
     def lr(self, step: float) -> float:
+        """See `Schedule.lr`."""
         # atan2(1, x) is arccot x in (0, pi); pi/2 - atan x would lose its digits far out.
         return (
             self.initial / math.pi * math.atan2(1.0, self.f(self.steepness * (step - self.half)))
@@ -147,10 +156,10 @@ class ArcCotangent:
 
 @dataclass(frozen=True)
 class Warmup:
-    """`steps` steps from `start_lr` to (linear) or at (constant) it, then `after`.
+    """`steps` steps that rise from `start_lr` (linear) or stay there (constant), then `after`.
 
-    `after` is asked for its step t - `origin`: `steps` for decays, which begin when the
-    warm-up ends; 0 for those whose epochs count from the start of training.
+    `after` gets the step t - `origin`. `origin` is `steps` for decays, which begin when the
+    warm-up ends, and 0 for schedules whose epochs count from the start of training.
     """
 
     start_lr: float
@@ -161,6 +170,7 @@ class Warmup:
     origin: int
 
     def lr(self, step: float) -> float:
+        """See `Schedule.lr`."""
         if step >= self.steps:
             return self.after.lr(step - self.origin)
         if self.shape == "constant":
@@ -169,16 +179,16 @@ class Warmup:
 
 
 def _progress(step: float, steps: int) -> float:
-    """Share of a decay that is done, 0 to 1; a decay without steps is done."""
+    """Return the completed fraction of a decay, 0 to 1; a decay without steps is complete."""
     return 1.0 if step >= steps else step / steps
 
 
 def build_schedule(policy: SchedulePolicy, *, epochs: int, steps_per_epoch: int) -> Schedule:
-    """The schedule of a whole training of `epochs` x `steps_per_epoch` updates.
+    """Build the schedule of a training of `epochs` x `steps_per_epoch` updates.
 
-    A decay (linear, polynomial, cosine) runs over the steps that the warm-up leaves. Drops
-    (step, multistep) and the half of arc_cotangent count epochs from the start of training,
-    warm-up included. Arc_cotangent is a little below `initial` when the warm-up hands over.
+    A decay (linear, polynomial, cosine) covers the steps after the warm-up. Drops (step,
+    multistep) and the half of arc_cotangent count epochs from the start of training, warm-up
+    included. arc_cotangent is slightly below `initial` when the warm-up ends.
     """
     warmup_steps = policy.warmup.epochs * steps_per_epoch
     decay_steps = epochs * steps_per_epoch - warmup_steps
@@ -197,7 +207,7 @@ def build_schedule(policy: SchedulePolicy, *, epochs: int, steps_per_epoch: int)
 
 
 def _after_warmup(
-    policy: SchedulePolicy, warmup_steps: int, steps: int, steps_per_epoch: int
+    policy: SchedulePolicy, warmup_steps: int, decay_steps: int, steps_per_epoch: int
 ) -> Schedule:
     match policy.shape:
         case "constant":
@@ -208,25 +218,26 @@ def _after_warmup(
             milestones = tuple(epoch * steps_per_epoch for epoch in policy.milestones)
             return MultiStep(policy.initial, policy.gamma, milestones)
         case "linear":
-            return Linear(policy.initial, policy.final, steps)
+            return Linear(policy.initial, policy.final, decay_steps)
         case "polynomial":
-            return Polynomial(policy.initial, policy.final, steps, policy.power)
+            return Polynomial(policy.initial, policy.final, decay_steps, policy.power)
         case "cosine":
-            return Cosine(policy.initial, policy.final, steps)
+            return Cosine(policy.initial, policy.final, decay_steps)
         case "arc_cotangent":
-            half = warmup_steps + steps / 2
+            half = warmup_steps + decay_steps / 2
             if policy.half_epoch is not None:
                 half = policy.half_epoch * steps_per_epoch
             return ArcCotangent(policy.initial, half, policy.steepness / steps_per_epoch)
 
 
 def warmup_lrs(warmup: WarmupSection, target_lr: float, steps_per_epoch: int) -> tuple[float, ...]:
-    """The rate of each step of a warm-up alone; empty if it has no epochs.
+    """Return the rate of each step of a warm-up alone; empty if it has no epochs.
 
-    Linear: from its starting rate towards `target_lr`, which the step after the last would have.
+    A linear warm-up rises from its starting rate towards `target_lr`, which the step after the
+    last one would have.
     """
     steps = warmup.epochs * steps_per_epoch
-    climb = Warmup(
+    schedule = Warmup(
         warmup.start_lr(target_lr), target_lr, steps, warmup.shape, Constant(target_lr), steps
     )
-    return tuple(climb.lr(step) for step in range(steps))
+    return tuple(schedule.lr(step) for step in range(steps))

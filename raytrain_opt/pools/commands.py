@@ -1,59 +1,66 @@
-"""What the driver says to the pools and what comes back. All values are frozen and small:
-states travel as object references.
+"""Commands from the driver to the pools, and the replies.
+
+All are small and frozen: states travel by reference. Each command has a `name`, its key in
+timeline.jsonl and in planned faults.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from ray import ObjectRef
-
-from raytrain_opt.search.policy import Candidate, CandidateResult, Plan
-from raytrain_opt.train.totals import EvalTotals, TrainTotals
+from raytrain_opt.results import EvalTotals, TrainTotals
+from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 
 WORKER_POOL, SLOT_POOL = "worker", "slot"
 
 
 @dataclass(frozen=True)
 class StateRef:
-    """A state in the object store. It is gone when the process that put it there dies, so
-    the driver keeps a view of its memory (see `pools.vault`) and can put it there again.
+    """A reference to a training state.
+
+    On Ray the object is lost when the process that stored it dies, so the driver keeps a view of
+    its memory (see `state_store`) and can store it again.
     """
 
     id: str
-    ref: ObjectRef[Any]
+    ref: Any  # ObjectRef on Ray; the state itself in one process
     sha256: str | None = None
 
 
 @dataclass(frozen=True)
-class ShareState:
-    """Slot 0 or rank 0: hand over your initial state, so that all start from the same."""
+class SendInitialState:
+    """Ask slot 0 or rank 0 for its initial state, from which all residents start."""
+
+    name: ClassVar[str] = "send_initial_state"
 
 
 @dataclass(frozen=True)
 class Pretrain:
-    """Slots: train the plan's candidates from `state`, from the epoch's first step on, and score
-    them.
+    """Ask slots to train the plan's candidates from `state`, and to score them.
 
-    Of n `slots` the i-th takes candidates i, i + n, i + 2 n, ... one after the other (waves).
+    They train the first steps of the epoch. Of n `slots`, the i-th trains candidates i, i + n,
+    i + 2 n, ... one after the other (waves).
     """
 
+    name: ClassVar[str] = "pretrain"
     state: StateRef
-    plan: Plan
+    plan: TryCandidates
     slots: tuple[int, ...]
 
-    def share(self, slot: int) -> tuple[Candidate, ...]:
-        """The candidates of this slot."""
+    def candidates_of(self, slot: int) -> tuple[Candidate, ...]:
+        """Return the candidates that this slot trains."""
         return self.plan.candidates[self.slots.index(slot) :: len(self.slots)]
 
 
 @dataclass(frozen=True)
-class TakeState:
-    """The slot that trained this candidate in this round, or another in its place: hand over its
-    state after the steps that are kept.
+class SendCandidateState:
+    """Ask a slot for the state of a candidate of this round after the kept steps.
+
+    Normally `slot` trained the candidate; if it no longer has the state, it trains it again.
     """
 
+    name: ClassVar[str] = "send_candidate_state"
     round: Pretrain
     candidate: Candidate
     slot: int
@@ -61,75 +68,84 @@ class TakeState:
 
 @dataclass(frozen=True)
 class MainTrain:
-    """Workers: train len(lrs) steps of `epoch` from `state`, together, with `decay` times the
-    weight decay.
+    """Ask all workers to train len(lrs) steps of `epoch` from `state` together.
+
+    `weight_decay_factor` multiplies the weight decay of the job.
     """
 
+    name: ClassVar[str] = "main_train"
     state: StateRef
     epoch: int
     first_step: int
     lrs: tuple[float, ...]
-    decay: float = 1.0
+    weight_decay_factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Workers: evaluate `state` on the test split, each its part. `members`: by whom, where it is
-    not the process group.
+    """Ask workers to evaluate `state` on the test split, each on its part.
+
+    `workers`: who takes part, where workers form no process group.
     """
 
+    name: ClassVar[str] = "evaluate"
     state: StateRef
-    members: tuple[int, ...] = ()
+    workers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Close:
-    """Everybody: leave."""
+    """Ask all residents of a pool to leave."""
+
+    name: ClassVar[str] = "close"
 
 
-Command = ShareState | Pretrain | TakeState | MainTrain | Evaluate | Close
+Command = SendInitialState | Pretrain | SendCandidateState | MainTrain | Evaluate | Close
 
 
 @dataclass(frozen=True)
 class PretrainReply:
-    """A slot's answer: the results of its candidates, and seconds by part."""
+    """Results of one slot's candidates, and its seconds by part."""
 
     results: tuple[CandidateResult, ...]
-    parts_s: dict[str, float]
+    timings_s: dict[str, float]
 
 
 @dataclass(frozen=True)
 class MainTrainReply:
-    """One worker's answer. Totals are summed over all workers; `loaded_sha256` is the digest
-    of what it loaded (None when the state was there already); `state` comes from rank 0.
-    `parallel`: how gradients travelled (`train.group`).
+    """One worker's reply to `MainTrain`.
+
+    `totals` are summed over all workers. `loaded_sha256`: digest of the state that the worker
+    loaded, None if it had the state already. `state` comes from rank 0. `parallel`: how gradients
+    were exchanged (see `train.data_parallel`).
     """
 
     totals: TrainTotals
     loaded_sha256: str | None
-    parts_s: dict[str, float]
+    timings_s: dict[str, float]
     state: StateRef | None
     parallel: dict[str, object] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class EvaluateReply:
+    """Totals of an evaluation: over all workers, or of one worker's part without a group."""
+
+    totals: EvalTotals
+
+
 def state_in(reply: object) -> StateRef | None:
-    """The state that comes with a reply."""
+    """Return the state reference in a reply, if it has one."""
     if isinstance(reply, MainTrainReply):
         return reply.state
     return reply if isinstance(reply, StateRef) else None
 
 
 @dataclass(frozen=True)
-class EvaluateReply:
-    """Totals over all workers."""
+class Resident:
+    """Identity of a resident process. `index`: rank of a worker or number of a slot.
 
-    totals: EvalTotals
-
-
-@dataclass(frozen=True)
-class Member:
-    """Who serves in a pool: `index` is the rank of a worker or the number of a slot. `absent`:
-    ranks that the worker's group does without.
+    `absent`: ranks that the worker's process group does without.
     """
 
     pool: str
@@ -137,18 +153,18 @@ class Member:
     node_id: str
     pid: int
     log: str
-    ready_parts_s: dict[str, float] = field(default_factory=dict)
+    startup_timings_s: dict[str, float] = field(default_factory=dict)
     absent: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
-        """For messages: `worker 1`, `slot 0`."""
+        """Name in messages and records, such as `worker 1` or `slot 0`."""
         return f"{self.pool} {self.index}"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A command raised in a member. `error` is ours when it was one of ours."""
+    """An exception of a command. `error` is a RaytrainOptError if the command raised one."""
 
     error: Exception
     traceback: str
@@ -156,23 +172,24 @@ class Failure:
 
 @dataclass(frozen=True)
 class StateLost:
-    """The state of the command is gone with its owner: renew it and post again."""
+    """The state of a command was lost with its owner: store it again and repeat the command."""
 
     id: str
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps done of the steps of the present command, by one member."""
+    """Steps that one resident has done of the current command."""
 
     done: int
     total: int
 
 
 @dataclass(frozen=True)
-class Missing:
-    """A member that has not answered the present command: what it last told, seconds ago (None:
-    nothing since the command came).
+class Overdue:
+    """A resident that has not answered the current command, with its last reported progress.
+
+    `silent_s`: seconds since that report, or since the command if there was none.
     """
 
     index: int

@@ -1,170 +1,153 @@
-"""What a resident slot does: pre-train candidates, score them, hand the winner's state over."""
+"""What a resident slot does: train candidates, score them, send the state of the winner.
+
+Free of Ray: it is given access to states (`protocol.States`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
-import ray
-import torch
-
-from raytrain_opt.clock import Parts
-from raytrain_opt.pools.commands import (
-    SLOT_POOL,
-    Command,
-    Pretrain,
-    PretrainReply,
-    ShareState,
-    StateRef,
-    TakeState,
-)
-from raytrain_opt.pools.member import OnStep, Post, describe_self, fetch, hand_over
-from raytrain_opt.pools.setup import Setup, threads_for
-from raytrain_opt.search.policy import Candidate, CandidateResult, Plan
-from raytrain_opt.train.group import use_threads
-from raytrain_opt.train.learner import Learner, Shares
-from raytrain_opt.train.state import HostState
-from raytrain_opt.train.totals import TrainTotals
+from raytrain_opt.clock import Stopwatch
+from raytrain_opt.config.learning_rate import CandidateBatch
+from raytrain_opt.optim.scaling import linear_scaling
+from raytrain_opt.pools.commands import Pretrain, PretrainReply, SendCandidateState, StateRef
+from raytrain_opt.pools.handler import LearnerHandler, OnStep
+from raytrain_opt.pools.protocol import States
+from raytrain_opt.results import TrainTotals
+from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
+from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.state import TrainingState
 
 
-def serve(setup: Setup, index: int) -> None:
-    """The life of a slot, inside the function that Ray Tune runs."""
-    parts = Parts()
-    with parts.measure("build_s"):
-        use_threads(threads_for(setup.job.workers.threads, setup.plan.slots_per_node))
-        device = torch.device("cuda" if setup.plan.use_gpu else "cpu")
-        learner = Learner(setup.job, setup.fetch_shared(), device)
-    member = describe_self(SLOT_POOL, index, parts.seconds)
-    try:
-        post = Post(setup.mailbox, member, setup.leave_s, setup.faults)
-        post.serve(Slot(learner, member.index))
-    finally:
-        learner.close()
+class Slot(LearnerHandler):
+    """One slot. It keeps the states of its candidates until the next round.
 
+    `candidate_batch`: what a slot computes of each global batch. `local`: one micro-batch, at the
+    rate that a batch so much smaller needs (linear scaling); else all micro-batches.
+    """
 
-class Slot:
-    """One slot. It keeps the states of its candidates until the next round."""
+    def __init__(
+        self, learner: Learner, index: int, states: States, candidate_batch: CandidateBatch | None
+    ) -> None:
+        super().__init__(learner, index, states)
+        count = learner.config.worker_count
+        indices = range(1 if candidate_batch == "local" else count)
+        self._micro_batches = MicroBatches(indices, count)
+        self._kept_states: dict[int, TrainingState] = {}
+        self._live_candidate: int | None = None  # whose state the learner has
 
-    def __init__(self, learner: Learner, index: int) -> None:
-        self.learner, self.index = learner, index
-        self._stashed: dict[int, HostState] = {}
-        self._live = -1
-
-    def handle(self, command: Command, on_step: OnStep) -> Any:
-        """Do one command; see `pools.commands`."""
-        match command:
-            case Pretrain():
-                return self._pretrain(command, on_step)
-            case TakeState():
-                return self._take_state(command)
-            case ShareState():
-                return hand_over(self.learner, "initial") if self.index == 0 else None
-        raise TypeError(f"a slot cannot do {type(command).__name__}")
+    def actions(self) -> dict[type[Any], Callable[[Any, OnStep], Any]]:
+        """Return what to do with each kind of command."""
+        return super().actions() | {
+            Pretrain: self._pretrain,
+            SendCandidateState: self._send_candidate_state,
+        }
 
     def _pretrain(self, command: Pretrain, on_step: OnStep) -> PretrainReply:
-        parts, plan = Parts(), command.plan
-        if self.index not in command.slots:  # it was given up, and was only slow
+        stopwatch, plan = Stopwatch(), command.plan
+        if self.index not in command.slots:  # given up by the driver, but only slow
             return PretrainReply((), {})
-        self._stashed.clear()
-        self._live = -1
-        with parts.measure("load_s"):
-            start = fetch(command.state)
-        mine = command.share(self.index)
+        self._kept_states.clear()
+        self._live_candidate = None
+        with stopwatch.measure("load_s"):
+            start = self.states.get(command.state)
+        candidates = command.candidates_of(self.index)
+        total = len(candidates) * plan.pretrain_steps
         results = []
-        for number, candidate in enumerate(mine):
-            with parts.measure("load_s"):
+        for number, candidate in enumerate(candidates):
+            with stopwatch.measure("load_s"):
                 self.learner.load(start)
-            offset, total = number * plan.pretrain_steps, len(mine) * plan.pretrain_steps
-            is_last = number + 1 == len(mine)
-            results.append(self._candidate(plan, candidate, on_step, offset, total, parts))
+            offset = number * plan.pretrain_steps
+            results.append(self._try(plan, candidate, _shifted(on_step, offset, total), stopwatch))
             if plan.kept_steps == plan.pretrain_steps:
-                self._live = candidate.index
-                if not is_last:  # the last one's state stays in the live model
-                    self._stash(candidate, parts)
-        parts.seconds["compute_s"] = sum(result.train_s for result in results)
-        parts.seconds["score_s"] = sum(result.score_s for result in results)
-        return PretrainReply(tuple(results), parts.seconds)
+                self._live_candidate = candidate.index
+                if number + 1 < len(candidates):  # the last state stays in the learner
+                    self._keep_state(candidate, stopwatch)
+        timings_s = stopwatch.timings_s
+        timings_s["compute_s"] = sum(result.train_s for result in results)
+        timings_s["score_s"] = sum(result.score_s for result in results)
+        return PretrainReply(tuple(results), timings_s)
 
-    def _candidate(
+    def _try(
         self,
-        plan: Plan,
+        plan: TryCandidates,
         candidate: Candidate,
-        on_step: OnStep,
-        offset: int,
-        total: int,
-        parts: Parts,
+        on_step: Callable[[int], None],
+        stopwatch: Stopwatch,
     ) -> CandidateResult:
-        """Train the steps that are kept, then those that only serve the score, and score."""
-        trained = []
+        """Train the kept steps, then the steps that only serve the score, and score."""
+        phases = []
         for first, end in ((0, plan.kept_steps), (plan.kept_steps, plan.pretrain_steps)):
             if first == end:
                 continue
             if first:
-                self._stash(candidate, parts)
-            told = partial(_tell, on_step, offset + first, total)
-            trained.append(self._train(plan, candidate, first, end, told))
-        scored = self.learner.evaluate("selection", blocks=plan.paired)
-        return CandidateResult.of(candidate, trained, scored, self.index)
+                self._keep_state(candidate, stopwatch)
+            phases.append(self._train(plan, candidate, first, end, on_step))
+        score = self.learner.evaluate("validation", blocks=plan.paired)
+        return CandidateResult.of(candidate, phases, score, self.index)
 
-    def _stash(self, candidate: Candidate, parts: Parts) -> None:
-        with parts.measure("stash_s"):
-            self._stashed[candidate.index] = self.learner.state(copy=True)
+    def _keep_state(self, candidate: Candidate, stopwatch: Stopwatch) -> None:
+        with stopwatch.measure("stash_s"):
+            self._kept_states[candidate.index] = self.learner.state(copy=True)
 
     def _train(
         self,
-        plan: Plan,
+        plan: TryCandidates,
         candidate: Candidate,
         first: int,
         end: int,
         on_step: Callable[[int], None],
     ) -> TrainTotals:
-        shares, factor = self._shares_and_factor()
-        lrs = [factor * lr for lr in candidate.lrs(plan)[first:end]]
-        decay = candidate.decay * plan.decay_scale
-        return self.learner.train(plan.epoch, first, lrs, shares, on_step, decay)
+        computed, count = len(self._micro_batches.indices), self._micro_batches.count
+        lrs = [linear_scaling(lr, computed, count) for lr in candidate.lrs(plan)[first:end]]
+        return self.learner.train(
+            plan.epoch,
+            first,
+            lrs,
+            self._micro_batches,
+            lambda done: on_step(first + done),
+            candidate.weight_decay_factor * plan.weight_decay_scale,
+        )
 
-    def _shares_and_factor(self) -> tuple[Shares, float]:
-        """global: all shares, at the candidate's rate. local: one share, at the rate that a
-        batch so much smaller needs (linear scaling).
-        """
-        count = self.learner.job.workers.count
-        section = self.learner.job.learning_rate
-        if section.policy == "stpt" and section.candidate_batch == "local":
-            return Shares(range(1), count), 1 / count
-        return Shares(range(count), count), 1.0
-
-    def _take_state(self, command: TakeState) -> StateRef | None:
-        if command.slot != self.index:
-            self.learner.release_memory()
-            return None
-        self._make_live(command)
-        state = self._hand_over(f"{command.round.plan.epoch}.candidate{command.candidate.index}")
+    def _send_candidate_state(
+        self, command: SendCandidateState, _on_step: OnStep
+    ) -> StateRef | None:
+        ref = None
+        if command.slot == self.index:
+            self._make_live(command)
+            ref = self._store_and_hash(
+                f"{command.round.plan.epoch}.candidate{command.candidate.index}"
+            )
         self.learner.release_memory()
-        return state
+        return ref
 
-    def _make_live(self, command: TakeState) -> None:
-        """From the live model or the stash; a slot that was started again trains once more."""
-        wanted = command.candidate
-        if wanted.index == self._live:
+    def _make_live(self, command: SendCandidateState) -> None:
+        """Load the candidate's state into the learner; train it again if it is gone.
+
+        A slot that was restarted, or that stands in for another one, has no state to send.
+        """
+        candidate = command.candidate
+        if candidate.index == self._live_candidate:
             return
-        if wanted.index in self._stashed:
-            self.learner.load(self._stashed[wanted.index])
+        if candidate.index in self._kept_states:
+            self.learner.load(self._kept_states[candidate.index])
         else:
             plan = command.round.plan
-            self.learner.load(fetch(command.round.state))
-            self._train(plan, wanted, 0, plan.kept_steps, lambda _: None)
-        self._live = wanted.index
+            self.learner.load(self.states.get(command.round.state))
+            self._train(plan, candidate, 0, plan.kept_steps, lambda _: None)
+        self._live_candidate = candidate.index
 
-    def _hand_over(self, state_id: str) -> StateRef:
-        """Put and hash at the same time: both leave Python's lock to the other."""
+    def _store_and_hash(self, state_id: str) -> StateRef:
+        """Store the state and compute its digest side by side: both release Python's lock."""
         state = self.learner.state(copy=False)
-        with ThreadPoolExecutor(1) as pool:
-            digest = pool.submit(state.digest)
-            ref = ray.put(state)
-            return StateRef(state_id, ref, digest.result())
+        with ThreadPoolExecutor(1) as executor:
+            digest = executor.submit(state.digest)
+            ref = self.states.put(state_id, state)
+            return replace(ref, sha256=digest.result())
 
 
-def _tell(on_step: OnStep, offset: int, total: int, done: int) -> None:
-    on_step(offset + done, total)
+def _shifted(on_step: OnStep, offset: int, total: int) -> Callable[[int], None]:
+    return lambda done: on_step(offset + done, total)

@@ -1,6 +1,11 @@
-"""What a run came to, for people: a page, plots and a verdict. Reads records only.
+"""The HTML report of a run, made from its records alone, so also for a run that was interrupted.
 
-`write_report` writes the page and the plots; `verdicts` is for scripts.
+`write_report` writes the page and its plots, `summaries` returns the main numbers for scripts.
+Start reading with `page`, which lists the sections; each section's plots and tables are in one
+module (`learning_rate_plots`, `batch_size_plots`, ...). `run_reader` reads the records, `summary`
+and `warnings` judge them, `compare` sets several runs side by side, `watch` follows a live run.
+
+May import `recording`, `terminal`, `search`, `config` and the foundations; neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -10,18 +15,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from raytrain_opt.paths import write_atomic, write_stored
-from raytrain_opt.report.records import read_run
+from raytrain_opt import storage
+from raytrain_opt.report.run_reader import read_run
+from raytrain_opt.storage import write_atomic
 
 PAGE, COMPARISON, PLOTS = "report.html", "comparison.html", "plots"
 
 
 def write_report(run_dirs: Sequence[str], shown: str | None = None) -> str:
-    """Of one run `report.html`, of several `comparison.html`, in the (first) run directory, and
-    their plots in `plots/` as PNG and SVG. Returns the place of the page.
+    """Write the report of one run, or the comparison of several; return the page's location.
 
-    `shown`: how the user knows the one run. Raises what `read_run` raises, and CommitError when
-    it cannot be written.
+    The page (`report.html` or `comparison.html`) and its plots (`plots/`, PNG and SVG) are written
+    into the first run directory. `shown`: the directory of the one run as the user knows it.
+
+    Raises what `read_run` raises, and StorageError when the page cannot be written.
     """
     from raytrain_opt.report.page import comparison_page, report_page
 
@@ -36,21 +43,22 @@ def write_report(run_dirs: Sequence[str], shown: str | None = None) -> str:
     return f"{runs[0].run_dir.rstrip('/')}/{name}"
 
 
-def verdicts(run_dirs: Sequence[str]) -> dict[str, Any]:
-    """Of each run, as JSON has it. Raises what `read_run` raises."""
-    from raytrain_opt.report.verdict import SCHEMA_VERSION, verdict_of
+def summaries(run_dirs: Sequence[str]) -> dict[str, Any]:
+    """Return the summary of each run as a JSON value. Raises what `read_run` raises."""
+    from raytrain_opt.report.summary import SCHEMA_VERSION, summarize
 
-    found = [asdict(verdict_of(read_run(run_dir))) for run_dir in run_dirs]
-    return {"schema_version": SCHEMA_VERSION, "runs": found}
+    runs = [asdict(summarize(read_run(run_dir))) for run_dir in run_dirs]
+    return {"schema_version": SCHEMA_VERSION, "runs": runs}
 
 
 def _write(run_dir: str, name: str, content: bytes) -> None:
     if "://" in run_dir:
-        write_stored(run_dir, name, content)
+        storage.write(run_dir, name, content)
         return
 
-    def fill(temporary: Path) -> None:
-        temporary.parent.mkdir(exist_ok=True)  # of plots; a run that vanished is not made again
+    def write(temporary: Path) -> None:
+        # Make the folder of the plots, but not a run directory that was deleted meanwhile.
+        temporary.parent.mkdir(exist_ok=True)
         temporary.write_bytes(content)
 
-    write_atomic(Path(run_dir).expanduser().absolute() / name, fill)
+    write_atomic(Path(run_dir).expanduser().absolute() / name, write)

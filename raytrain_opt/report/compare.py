@@ -1,4 +1,4 @@
-"""Several runs side by side."""
+"""Plots and tables that compare several runs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.report.formatting import count, duration, percent, rate
 from raytrain_opt.report.plots import (
     SERIES,
     Cell,
     Column,
     Plot,
     Table,
-    colour,
+    color,
     draw,
     legend,
     percent_axis,
     thousands,
 )
-from raytrain_opt.report.records import EpochLine, RunRecords
-from raytrain_opt.report.verdict import Verdict
-from raytrain_opt.report.words import count, duration, percent, rate
+from raytrain_opt.report.run_reader import RunRecords
+from raytrain_opt.report.summary import RunSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,24 +31,24 @@ _STYLES = ("-", "--", ":", "-.")
 
 
 def letter(index: int) -> str:
-    """A short name that stands for a run in plots: A, B, … Z, A1, …"""
-    number, place = divmod(index, 26)
-    return chr(ord("A") + place) + (str(number) if number else "")
+    """Return a run's short name in plots: A, B, … Z, A1, and so on."""
+    number, position = divmod(index, 26)
+    return chr(ord("A") + position) + (str(number) if number else "")
 
 
 def comparison_plots(runs: Sequence[RunRecords]) -> list[Plot]:
-    """Accuracy against wall time and against samples."""
+    """Plot accuracy over wall time and over samples."""
     time = _curves(
         "accuracy_over_time",
         "Accuracy over wall time",
-        "Test accuracy; the time counts from the start of each run, with all of its search.",
+        "Test accuracy over time since the start of each run, searches included.",
         "seconds",
         [(run.ends_s, run.epochs) for run in runs],
     )
     samples = _curves(
         "accuracy_over_samples",
         "Accuracy over samples",
-        "Test accuracy; samples of the search are counted as those of the training.",
+        "Test accuracy over trained samples, samples of searches included.",
         "samples",
         [(samples_at_ends(run), run.epochs) for run in runs],
     )
@@ -55,19 +56,19 @@ def comparison_plots(runs: Sequence[RunRecords]) -> list[Plot]:
 
 
 def samples_at_ends(run: RunRecords) -> list[int]:
-    """Training and search samples until the end of each epoch."""
-    section = run.job.get("learning_rate", {})
-    local = section.get("candidate_batch") == "local"
-    found = []
+    """Return the samples of training and search until the end of each epoch."""
+    # With candidate_batch `local`, a candidate trains one worker's part of the global batch.
+    local = run.job["learning_rate"].get("candidate_batch") == "local"
+    samples = []
     for epoch in run.epochs:
-        rounds = run.rounds_of.get(epoch.epoch, ())
+        rounds = run.rounds_by_epoch.get(epoch.epoch, ())
         steps = run.first_step(epoch.epoch + 1) - run.first_step(epoch.epoch)
-        kept = sum(line.kept_steps for line in rounds)
+        kept = sum(record.kept_steps for record in rounds)
         main_steps = max(steps - kept, 0)
         batch = epoch.samples / main_steps if main_steps else run.global_batch_size
-        tried = sum(line.pretrain_steps * len(line.candidates) for line in rounds)
-        found.append(round(steps * batch + tried * batch / (run.workers if local else 1)))
-    return list(accumulate(found))
+        tried = sum(record.pretrain_steps * len(record.candidates) for record in rounds)
+        samples.append(round(steps * batch + tried * batch / (run.workers if local else 1)))
+    return list(accumulate(samples))
 
 
 def _curves(
@@ -75,7 +76,7 @@ def _curves(
     title: str,
     caption: str,
     unit: str,
-    curves: Sequence[tuple[Sequence[float], Sequence[EpochLine]]],
+    curves: Sequence[tuple[Sequence[float], Sequence[EpochRecord]]],
 ) -> Plot:
     points = [
         [(x, e.test_accuracy) for x, e in zip(*curve, strict=True) if e.test_accuracy is not None]
@@ -83,13 +84,13 @@ def _curves(
     ]
 
     def paint(axes: Axes) -> None:
-        for index, of_run in enumerate(points):
+        for index, curve in enumerate(points):
             axes.plot(
-                [x for x, _ in of_run],
-                [accuracy for _, accuracy in of_run],
+                [x for x, _ in curve],
+                [accuracy for _, accuracy in curve],
                 _STYLES[index // len(SERIES) % len(_STYLES)],
-                color=colour(SERIES[index % len(SERIES)]),
-                marker="." if len(of_run) < 100 else "",
+                color=color(SERIES[index % len(SERIES)]),
+                marker="." if len(curve) < 100 else "",
                 label=letter(index),
             )
         axes.set(xlabel=unit, ylabel="test accuracy")
@@ -99,15 +100,15 @@ def _curves(
 
     rows = [
         [Cell(letter(index)), Cell(count(x), x), Cell(percent(accuracy, 2))]
-        for index, of_run in enumerate(points)
-        for x, accuracy in of_run
+        for index, curve in enumerate(points)
+        for x, accuracy in curve
     ]
     columns = [Column("run"), Column(unit), Column("test accuracy")]
     return draw(name, title, caption, paint, Table(name, caption, columns, rows))
 
 
-def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
-    """A row for each run."""
+def summaries_table(summaries: Sequence[RunSummary]) -> Table:
+    """Return a row per run."""
     names = (
         "run", "name", "accuracy", "best", "time", "samples/s", "global batch", "LR",
         "search samples", "search time", "warnings",
@@ -115,40 +116,40 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
     rows = [
         [
             Cell(letter(index)),
-            Cell(at.name),
-            Cell(percent(at.test_accuracy, 2)),
-            Cell(percent(at.best_test_accuracy, 2)),
-            Cell(duration(at.wall_s), at.wall_s),
-            Cell(count(at.samples_per_s), at.samples_per_s),
-            Cell(str(at.global_batch_size)),
-            Cell(f"{rate(at.lr_lowest)} to {rate(at.lr_highest)}", at.lr_highest),
-            Cell(percent(at.search.samples_fraction, 0)),
-            Cell(percent(at.search.seconds_fraction)),
-            Cell(str(len(at.warnings))),
+            Cell(summary.name),
+            Cell(percent(summary.test_accuracy, 2)),
+            Cell(percent(summary.best_test_accuracy, 2)),
+            Cell(duration(summary.wall_s), summary.wall_s),
+            Cell(count(summary.samples_per_s), summary.samples_per_s),
+            Cell(str(summary.global_batch_size)),
+            Cell(f"{rate(summary.min_lr)} to {rate(summary.max_lr)}", summary.max_lr),
+            Cell(percent(summary.search.samples_fraction, 0)),
+            Cell(percent(summary.search.time_fraction)),
+            Cell(str(len(summary.warnings))),
         ]
-        for index, at in enumerate(verdicts)
+        for index, summary in enumerate(summaries)
     ]
-    caption = "What came of each run; search samples as a share of the training's."
+    caption = "Results. Search samples: as a fraction of the training's samples."
     return Table("runs", caption, [*map(Column, names)], rows)
 
 
 def differences(jobs: Sequence[Mapping[str, Any]]) -> Table:
-    """Fields of the resolved jobs that are not the same in all."""
+    """Return the fields in which the resolved jobs differ."""
     fields = [_flat(job) for job in jobs]
-    names = dict.fromkeys(name for each in fields for name in each)
+    names = dict.fromkeys(name for job in fields for name in job)
     rows = [
-        [Cell(name), *(Cell(each.get(name, _ABSENT)) for each in fields)]
+        [Cell(name), *(Cell(job.get(name, _ABSENT)) for job in fields)]
         for name in names
-        if len({each.get(name, _ABSENT) for each in fields}) > 1
+        if len({job.get(name, _ABSENT) for job in fields}) > 1
     ]
     columns = [Column("field"), *(Column(letter(index), wide=True) for index in range(len(jobs)))]
-    caption = "Fields of the jobs, with all defaults filled in, that are not the same in all runs."
+    caption = "Fields in which the jobs differ, defaults included."
     return Table("differences", caption, columns, rows)
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for key, value in section.items():
         name = f"{prefix}{key}"
-        found |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: str(value)}
-    return found
+        fields |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: str(value)}
+    return fields

@@ -1,4 +1,4 @@
-"""The page: sections of plots and tables, in one HTML file that needs nothing else."""
+"""The page of a report: sections of plots and tables in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from raytrain_opt.clock import utc_now
-from raytrain_opt.report.batch_size import batch_size_plots, probes_table
+from raytrain_opt.report.batch_size_plots import batch_size_plots, probes_table
 from raytrain_opt.report.compare import (
     comparison_plots,
     differences,
     letter,
-    verdicts_table,
+    summaries_table,
 )
-from raytrain_opt.report.epoch_time import epoch_parts_plot, epochs_table
-from raytrain_opt.report.learning_rate import learning_rate_plots, rounds_table
+from raytrain_opt.report.epoch_time_plots import epoch_parts_plot, epochs_table
+from raytrain_opt.report.formatting import count, duration, percent, plain
+from raytrain_opt.report.learning_rate_plots import learning_rate_plots, rounds_table
 from raytrain_opt.report.plots import Cell, Column, Plot, Table
-from raytrain_opt.report.records import RunRecords
-from raytrain_opt.report.staleness import staleness_plot
-from raytrain_opt.report.timeline import timeline_plot
-from raytrain_opt.report.usage import usage_plots
-from raytrain_opt.report.verdict import Verdict, verdict_of
-from raytrain_opt.report.words import count, duration, percent, plain
+from raytrain_opt.report.run_reader import RunRecords
+from raytrain_opt.report.staleness_plot import staleness_plot
+from raytrain_opt.report.summary import RunSummary, summarize
+from raytrain_opt.report.timeline_plot import timeline_plot
+from raytrain_opt.report.utilization_plots import utilization_plots
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. `note` says what there is, where there is nothing to show."""
+    """A section of the page. `note`: text above its plots."""
 
     name: str
     title: str
@@ -42,115 +42,117 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """The HTML, and the plots in it for papers."""
+    """The HTML, and its plots as files for papers."""
 
     html: str
     plots: Sequence[Plot]
 
 
 def report_page(run: RunRecords) -> Page:
-    """Of one run."""
-    verdict = verdict_of(run)
+    """Return the page of one run."""
+    summary = summarize(run)
     sections = [s for s in _sections(run) if s.plots or s.tables or s.note]
     html = _render(
         title=run.name,
-        lead=_lead(run, verdict),
-        tiles=_tiles(verdict),
-        sentences=verdict.sentences,
-        warnings=verdict.warnings,
+        lead=_lead(run, summary),
+        tiles=_tiles(summary),
+        sentences=summary.sentences,
+        warnings=summary.warnings,
         sections=sections,
     )
     return Page(html, [plot for section in sections for plot in section.plots])
 
 
 def comparison_page(runs: Sequence[RunRecords]) -> Page:
-    """Of several runs, named by letters in the plots."""
-    verdicts = [verdict_of(run) for run in runs]
+    """Return the page that compares several runs, named by letters."""
+    summaries = [summarize(run) for run in runs]
+    warnings = _warnings_table(summaries)
     changed = differences([run.job for run in runs])
     sections = [
-        Section("compare", "Accuracy", comparison_plots(runs), [verdicts_table(verdicts)]),
+        Section("compare", "Accuracy", comparison_plots(runs), [summaries_table(summaries)]),
         Section(
             "jobs",
             "Jobs",
             tables=[changed] if changed.rows else [],
-            note="" if changed.rows else "All runs have the same job.",
+            note="" if changed.rows else "The jobs do not differ.",
         ),
-        Section("all_warnings", "Warnings", tables=[_all_warnings(verdicts)]),
     ]
+    if warnings.rows:
+        sections.append(Section("warnings", "Warnings", tables=[warnings]))
     html = _render(
         title=f"{len(runs)} runs compared",
         lead=[f"{letter(i)}: {run.run_dir}" for i, run in enumerate(runs)],
         tiles=[],
-        sentences=[_ranking(verdicts)],
+        sentences=[_ranking(summaries)],
         warnings=[],
-        sections=[section for section in sections if section.name != "all_warnings"]
-        + [section for section in sections[2:] if section.tables[0].rows],
+        sections=sections,
     )
     return Page(html, [plot for section in sections for plot in section.plots])
 
 
-def _ranking(verdicts: Sequence[Verdict]) -> str:
-    known = [
-        (at.test_accuracy, letter(index))
-        for index, at in enumerate(verdicts)
-        if at.test_accuracy is not None
+def _ranking(summaries: Sequence[RunSummary]) -> str:
+    accuracies = [
+        (summary.test_accuracy, letter(index))
+        for index, summary in enumerate(summaries)
+        if summary.test_accuracy is not None
     ]
-    order = sorted(known, key=lambda each: -each[0])
-    if not order:
+    if not accuracies:
         return "No run has a test accuracy yet."
-    return "By final test accuracy: " + ", ".join(f"{n} ({percent(a, 2)})" for a, n in order) + "."
+    accuracies.sort(key=lambda pair: -pair[0])
+    return f"By final test accuracy: {', '.join(f'{n} ({percent(a, 2)})' for a, n in accuracies)}."
 
 
-def _all_warnings(verdicts: Sequence[Verdict]) -> Table:
+def _warnings_table(summaries: Sequence[RunSummary]) -> Table:
     rows = [
         [Cell(letter(index)), Cell(text)]
-        for index, at in enumerate(verdicts)
-        for text in at.warnings
+        for index, summary in enumerate(summaries)
+        for text in summary.warnings
     ]
-    return Table("warnings", "Of all runs.", [Column("run"), Column("warning", wide=True)], rows)
+    columns = [Column("run"), Column("warning", wide=True)]
+    return Table("warnings", "Warnings of all runs.", columns, rows)
 
 
-def _lead(run: RunRecords, verdict: Verdict) -> list[str]:
+def _lead(run: RunRecords, summary: RunSummary) -> list[str]:
     job = run.job
-    what = f"{_named(job.get('model'))} on {_named(job.get('data'))}"
     policy = _section(job, "learning_rate").get("policy", "")
-    status = verdict.status
+    status = summary.status
     if run.result:
         status += f" {run.result.finished_utc}"
     return [
-        f"{what}, {policy}, {verdict.epochs_done} of {verdict.epochs} epochs, {status}",
+        f"{_name(job.get('model'))} on {_name(job.get('data'))}, learning-rate policy {policy}, "
+        f"{summary.epochs_done} of {summary.epochs} epochs, {status}",
         run.run_dir,
     ]
 
 
-def _named(section: Any) -> str:
+def _name(section: Any) -> str:
     return str(section.get("name", section) if isinstance(section, dict) else section)
 
 
 def _section(job: Any, name: str) -> dict[str, Any]:
-    found = job.get(name)
-    return found if isinstance(found, dict) else {}
+    section = job.get(name)
+    return section if isinstance(section, dict) else {}
 
 
-def _tiles(verdict: Verdict) -> list[tuple[str, str, str]]:
-    """Name, value and what belongs to it."""
-    search, best = verdict.search, ""
-    if verdict.best_test_accuracy is not None:
-        best = f"best {percent(verdict.best_test_accuracy, 2)} in epoch {verdict.best_epoch}"
-    low, high = plain(verdict.lr_lowest, 3), plain(verdict.lr_highest, 3)
+def _tiles(summary: RunSummary) -> list[tuple[str, str, str]]:
+    """Return name, value and remark of each tile."""
+    search, best = summary.search, ""
+    if summary.best_test_accuracy is not None:
+        best = f"best {percent(summary.best_test_accuracy, 2)} in epoch {summary.best_epoch}"
+    low, high = plain(summary.min_lr, 3), plain(summary.max_lr, 3)
     samples = percent(search.samples_fraction, 0) if search.rounds else "none"
-    batch = f"{verdict.workers} × {verdict.batch_size_per_worker} per worker"
+    batch = f"{summary.workers} workers × {summary.batch_size_per_worker}"
     return [
-        ("Test accuracy", percent(verdict.test_accuracy, 2), best),
-        ("Time", duration(verdict.wall_s), "from the start of the command"),
-        ("Speed", f"{count(verdict.samples_per_s)} /s", "samples, median of epochs"),
-        ("Global batch", count(verdict.global_batch_size), batch),
+        ("Test accuracy", percent(summary.test_accuracy, 2), best),
+        ("Time", duration(summary.wall_s), "since the start of the command"),
+        ("Speed", f"{count(summary.samples_per_s)} /s", "samples, median over epochs"),
+        ("Global batch size", count(summary.global_batch_size), batch),
         (
             "Learning rate",
             low if low == high else f"{low} – {high}",
             "lowest – highest",
         ),
-        ("Search", samples, "of the training's samples, in addition" if search.rounds else ""),
+        ("Search cost", samples, "of the training's samples" if search.rounds else ""),
     ]
 
 
@@ -168,46 +170,44 @@ def _sections(run: RunRecords) -> list[Section]:
         ),
         Section("time", "Time", _time_plots(run), [epochs_table(run)] if run.epochs else []),
         Section("asynchronous", "Asynchronous training", [staleness] if staleness else []),
-        Section("failures", "Failures and recoveries", tables=events, note=_failures_note(run)),
+        Section(
+            "failures",
+            "Failures and recoveries",
+            tables=events,
+            note="" if run.events else "No process failed, and the run was not interrupted.",
+        ),
     ]
 
 
 def _time_plots(run: RunRecords) -> list[Plot]:
-    """None before the first epoch; runs of old have no timeline."""
+    """Return no plots before the first epoch."""
     if not run.epochs:
         return []
     parts = epoch_parts_plot(run)
-    return [timeline_plot(run), parts, *usage_plots(run)] if run.spans else [parts]
-
-
-def _failures_note(run: RunRecords) -> str:
-    if run.events:
-        return ""
-    recorded = bool(run.spans)  # by the same versions
-    return "Nothing died, and the run was not cut." if recorded else "No failures are recorded."
+    # The driver writes an epoch's spans just after its record.
+    return [timeline_plot(run), parts, *utilization_plots(run)] if run.spans else [parts]
 
 
 def _events_table(run: RunRecords) -> Table:
-    """What happened when, and what it cost."""
     rows = [
         [
             Cell(event.utc),
-            Cell(duration(event.at_s), event.at_s),
-            Cell("–" if event.epoch is None else str(event.epoch)),
-            Cell(event.what),
+            Cell(duration(event.time_s), event.time_s),
+            Cell(str(event.epoch)),
+            Cell(event.kind),
             Cell(event.text),
-            Cell(duration(event.cost_s), event.cost_s),
+            Cell(duration(event.silent_s), event.silent_s),
         ]
         for event in run.events
     ]
     columns = [
-        *map(Column, ("date", "at", "epoch", "what")),
+        *map(Column, ("date", "time", "epoch", "kind")),
         Column("text", wide=True),
         Column("silent for"),
     ]
     caption = (
-        "What happened, and how long nothing was heard from a process that was started again, "
-        "which is what that failure cost."
+        "All events. Silent for: time between the last sign of life of a process and its restart, "
+        "which is what the failure cost."
     )
     return Table("events", caption, columns, rows)
 
@@ -229,5 +229,6 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["drawn"] = Markup  # of a plot, which has no text of a user
+    # A plot has no text of a user, so it needs no escaping.
+    environment.filters["plot_markup"] = Markup
     return environment

@@ -1,5 +1,7 @@
-"""Figures of one look: drawn by matplotlib once, used in the page (SVG that takes the page's
-colours, light or dark) and as files for papers (SVG and PNG).
+"""Figures in one style, drawn by matplotlib.
+
+Each figure is used twice: in the page, as SVG that takes the page's colors (light or dark), and as
+files for papers (SVG and PNG).
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Names are those of the page's style sheet, which has another set for dark pages. Okabe and Ito's
-# colours, which the colour-blind can tell apart.
-COLOURS = {
+# The names are those of the page's style sheet, which has a second set for dark pages. The colors
+# of Okabe and Ito, which color-blind readers can distinguish.
+COLORS = {
     "ink": "#1f2329",
     "soft": "#6b7280",
     "grid": "#d9dde3",
@@ -36,14 +38,17 @@ _DPI = 200
 
 @dataclass(frozen=True)
 class Column:
-    """Of a table. `wide`: its text may break into lines."""
+    """A column of a table. `wide`: its text may be broken into lines."""
 
     name: str
     wide: bool = False
 
 
 class Cell(NamedTuple):
-    """`value`: by what the table is sorted, where the text is no number; `mark`: a CSS class."""
+    """A cell of a table.
+
+    `value`: sort key, when the text is not a number; `mark`: a CSS class.
+    """
 
     text: str
     value: float | None = None
@@ -52,7 +57,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells; `name` is its place in the page."""
+    """A table. `name` is its identifier in the page."""
 
     name: str
     caption: str
@@ -62,8 +67,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure. `svg` is a whole file, `inline` a part of a page; `table`: its data, or None
-    where a table of the page has them, which the caption names.
+    """One figure.
+
+    `svg`: a complete file; `inline`: the same as part of a page; `table`: the data, or None when
+    another table of the page, which the caption names, has them.
     """
 
     name: str
@@ -82,7 +89,7 @@ def draw(
     paint: Callable[[Axes], None],
     table: Table | None = None,
 ) -> Plot:
-    """A plot with one pair of axes."""
+    """Draw a plot with one pair of axes, which `paint` fills."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -91,7 +98,7 @@ def draw(
         figure = Figure(figsize=_SIZE_IN, layout="constrained", facecolor="none")
         axes = figure.add_subplot()
         paint(axes)
-        figure.draw_without_rendering()  # the layout, which need not be found for each file
+        figure.draw_without_rendering()  # compute the layout once for both files
         figure.set_layout_engine("none")
         svg, png = io.StringIO(), io.BytesIO()
         figure.savefig(svg, format="svg", metadata=_NO_METADATA)
@@ -101,29 +108,27 @@ def draw(
 
 
 def inline_svg(svg: str, name: str, title: str) -> str:
-    """As part of a page: without what only a file needs, its identifiers unique, and its colours
-    those of the page.
-    """
+    """Return the SVG as part of a page, with unique identifiers and the page's colors."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, count=1, flags=re.DOTALL)
     body = re.sub(r' xmlns(:\w+)?="[^"]*"', "", body)
-    body = re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", body)  # of groups, which nothing refers to
+    body = re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", body)  # of groups: nothing refers to them
     body = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{name}-", body)
     body = body.replace("xlink:href", "href")
     body = re.sub(r' (width|height)="[\d.]+pt"', "", body, count=2)
-    for colour, value in COLOURS.items():
-        body = body.replace(value, f"var(--{colour})")
+    for name_of_color, value in COLORS.items():
+        body = body.replace(value, f"var(--{name_of_color})")
     return body.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
 
 
-def few(values: Sequence[Any], most: int) -> list[Any]:
-    """So many of them at most, evenly spread."""
-    stride = -(-len(values) // most)
+def thin_out(values: Sequence[Any], max_values: int) -> list[Any]:
+    """Return at most `max_values` of the values, evenly spaced."""
+    stride = -(-len(values) // max_values)
     return list(values[:: max(stride, 1)])
 
 
 def legend(axes: Axes, **options: Any) -> None:
-    """Above the axes, where no data are."""
+    """Add a legend above the axes, where it covers no data."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         columns = len(labels) if len(labels) <= 4 else 3
@@ -139,7 +144,7 @@ def legend(axes: Axes, **options: Any) -> None:
 
 
 def plain_log(axes: Axes, which: str, base: int = 10) -> None:
-    """A logarithmic axis with plain numbers on it."""
+    """Make the axis logarithmic, with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     getattr(axes, f"set_{which}scale")("log", base=base)
@@ -150,21 +155,21 @@ def plain_log(axes: Axes, which: str, base: int = 10) -> None:
 
 
 def percent_axis(axes: Axes, which: str = "y") -> None:
-    """Shares of one, shown in percent."""
+    """Show fractions, 0..1, in percent."""
     from matplotlib.ticker import PercentFormatter
 
     getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 
 def whole_numbers(axes: Axes) -> None:
-    """No fractions on the x axis."""
+    """Put ticks of the x axis at integers only."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def thousands(axes: Axes, which: str) -> None:
-    """Numbers with separators, so few that they do not touch."""
+    """Show numbers with separators of thousands, at few ticks so that they do not overlap."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis = getattr(axes, f"{which}axis")
@@ -172,7 +177,7 @@ def thousands(axes: Axes, which: str) -> None:
     axis.set_major_locator(MaxNLocator(5))
 
 
-colour = partial(COLOURS.__getitem__)
+color = partial(COLORS.__getitem__)
 
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
@@ -180,20 +185,20 @@ _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9.5,
-    "axes.edgecolor": COLOURS["soft"],
-    "axes.labelcolor": COLOURS["ink"],
+    "axes.edgecolor": COLORS["soft"],
+    "axes.labelcolor": COLORS["ink"],
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.facecolor": "none",
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": COLOURS["grid"],
+    "grid.color": COLORS["grid"],
     "grid.linewidth": 0.6,
-    "text.color": COLOURS["ink"],
-    "xtick.color": COLOURS["soft"],
-    "ytick.color": COLOURS["soft"],
-    "xtick.labelcolor": COLOURS["ink"],
-    "ytick.labelcolor": COLOURS["ink"],
+    "text.color": COLORS["ink"],
+    "xtick.color": COLORS["soft"],
+    "ytick.color": COLORS["soft"],
+    "xtick.labelcolor": COLORS["ink"],
+    "ytick.labelcolor": COLORS["ink"],
     "legend.frameon": False,
     "legend.fontsize": 8.5,
     "legend.handlelength": 1.5,

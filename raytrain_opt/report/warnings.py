@@ -1,4 +1,4 @@
-"""What a user should look at: each function looks for one thing and says it, or nothing."""
+"""Warnings of a report: each function checks one condition and yields a sentence or nothing."""
 
 from __future__ import annotations
 
@@ -6,151 +6,151 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from raytrain_opt.report.records import RoundLine, RunRecords
-from raytrain_opt.report.words import count, duration, percent, plain, rate, times
+from raytrain_opt.recording.records import RoundRecord
+from raytrain_opt.report.formatting import count, duration, percent, plain, rate, times
+from raytrain_opt.report.run_reader import RunRecords
 
-_MOST_DATA_WAIT = 0.10
-# In standard errors of the difference between two accuracies.
-_CLEAR = 2.0
-# Of rounds, until it is worth a warning.
+# Below this, more loader processes hardly change the time of an epoch.
+_MAX_DATA_WAIT = 0.10
+# Standard errors of the difference between two accuracies: about 95 % confidence.
+_CLEAR_DIFFERENCE = 2.0
+# Fraction of rounds from which a finding is more than a coincidence.
 _MANY = 0.5
 
 
-def warnings_of(run: RunRecords) -> list[str]:
-    """All that apply, the gravest first."""
-    looks = (_unfinished, _failures, _diverged, _data_wait, _noise, _edge, _staleness, _skipped)
-    return [text for look in looks for text in look(run)]
+def all_warnings(run: RunRecords) -> list[str]:
+    """Return all warnings that apply, the most severe first."""
+    checks = (
+        _unfinished, _failures, _diverged, _data_wait, _noise, _edge, _staleness, _skipped,
+    )  # fmt: skip
+    return [text for check in checks for text in check(run)]
 
 
-def data_wait(run: RunRecords) -> float | None:
-    """Share of the main training's steps in which workers waited for data."""
-    waited = math.fsum(e.parts_s.get("main_data_wait_s") or 0.0 for e in run.epochs)
-    steps = math.fsum(e.parts_s.get("main_compute_s") or 0.0 for e in run.epochs)
-    return waited / steps if steps > 0 else None
+def data_wait_fraction(run: RunRecords) -> float | None:
+    """Return the fraction of the main training's time in which workers waited for data."""
+    waited_s = math.fsum(e.timings_s.get("main_data_wait_s") or 0.0 for e in run.epochs)
+    steps_s = math.fsum(e.timings_s.get("main_compute_s") or 0.0 for e in run.epochs)
+    return waited_s / steps_s if steps_s > 0 else None
 
 
 def _unfinished(run: RunRecords) -> Iterator[str]:
     if run.result is not None or run.is_batch_size_search:
         return
-    done = f"{len(run.epochs)} of {run.job['epochs']} epochs are done"
     last = run.events[-1] if run.events else None
-    if last is not None and last.what in ("failed", "interrupted"):
-        why = f"{last.what}: {last.text}"
+    if last is not None and last.kind in ("failed", "interrupted"):
+        cause = f"{last.kind}: {last.text}"
     else:
-        why = "it still goes on, or its driver died"
-    how = f"go on with: raytrain-opt run --resume {run.run_dir}"
-    yield f"The run is not finished: {done} ({why}). When it has ended, {how}"
+        cause = "it is still running, or its driver died"
+    yield (
+        f"The run is not finished: {len(run.epochs)} of {run.job['epochs']} epochs are done "
+        f"({cause}). If it has stopped, resume it with: raytrain-opt run --resume {run.run_dir}"
+    )
 
 
 def _failures(run: RunRecords) -> Iterator[str]:
-    restarted = [event for event in run.events if event.what == "restarted"]
-    if restarted:
-        who = Counter(event.who or "?" for event in restarted)
-        names = ", ".join(f"{name} ({n} ×)" for name, n in who.items())
-        longest: dict[int | None, float] = {}
-        for event in restarted:  # those of one failure wait at the same time
-            longest[event.epoch] = max(longest.get(event.epoch, 0.0), event.cost_s or 0.0)
-        lost = duration(sum(longest.values()))
+    restarts = [event for event in run.events if event.kind == "restarted"]
+    if restarts:
+        processes = Counter(event.process or "?" for event in restarts)
+        names = ", ".join(f"{name} ({number} ×)" for name, number in processes.items())
+        silent_s: dict[int, float] = {}
+        for event in restarts:  # all processes of one failure wait at the same time
+            silent_s[event.epoch] = max(silent_s.get(event.epoch, 0.0), event.silent_s or 0.0)
         yield (
-            f"{times(len(restarted), 'process', 'es')} started again: {names}; about {lost} "
-            "passed from the last sign of life to the return. What they did was repeated from the "
-            "same state"
+            f"{times(len(restarts), 'restart')} of processes: {names}. About "
+            f"{duration(sum(silent_s.values()))} passed between the last sign of life and the "
+            "restart; the interrupted commands were repeated from the same state"
         )
-    elif run.result is not None and any(run.result.restarts.values()):
-        names = ", ".join(f"{pool}: {n}" for pool, n in run.result.restarts.items() if n)
-        yield f"Processes were started again ({names})"
-    for what in ("lost", "fewer"):
-        yield from (event.text for event in run.events if event.what == what)
+    for kind in ("lost", "fewer"):
+        yield from (event.text for event in run.events if event.kind == kind)
 
 
 def _diverged(run: RunRecords) -> Iterator[str]:
-    tried = [c for line in run.rounds for c in line.candidates]
-    gone = [c for c in tried if c.status == "diverged"]
-    if gone:
-        low = min(c.lr for c in gone)
+    candidates = [c for record in run.rounds for c in record.candidates]
+    diverged = [c for c in candidates if c.status == "diverged"]
+    if diverged:
         yield (
-            f"{times(len(gone), 'candidate')} of {count(len(tried))} diverged, the lowest at a "
-            f"learning rate of {rate(low)}"
+            f"{times(len(diverged), 'candidate')} of {count(len(candidates))} diverged; the "
+            f"lowest learning rate among them is {rate(min(c.lr for c in diverged))}"
         )
 
 
 def _data_wait(run: RunRecords) -> Iterator[str]:
-    share = data_wait(run)
-    if share is not None and share > _MOST_DATA_WAIT:
+    fraction = data_wait_fraction(run)
+    if fraction is not None and fraction > _MAX_DATA_WAIT:
         yield (
-            f"Workers waited for data in {percent(share, 0)} of the main training's steps: more "
-            "data.loader_workers, or faster storage, would make it faster"
+            f"Workers waited for data in {percent(fraction, 0)} of the main training's time: "
+            "increase data.loader_workers or use faster storage"
         )
 
 
 def _noise(run: RunRecords) -> Iterator[str]:
-    """Of published rounds: stpt_horizon takes noise into account by itself."""
-    judged = [near for line in run.rounds if (near := _is_within_noise(line)) is not None]
-    if sum(judged) > _MANY * len(judged):
+    """Warn about close candidates, for policy stpt only: stpt_horizon accounts for noise."""
+    within = [near for record in run.rounds if (near := _is_within_noise(record)) is not None]
+    if sum(within) > _MANY * len(within):
         yield (
-            f"In {sum(judged)} of {times(len(judged), 'round')} the best candidate was within "
-            "noise of the second best (two standard errors of the difference of two accuracies "
-            "on the selection split): there the choice is nearly a matter of chance. A longer "
-            "alpha, rates further apart or a larger data.selection_fraction tell more"
+            f"In {sum(within)} of {times(len(within), 'round')}, the best and the second-best "
+            "candidate differ by less than the noise (two standard errors of the difference of "
+            "their accuracies on the validation split): these choices are close to random. A "
+            "longer alpha, rates further apart or a larger data.validation_fraction help"
         )
 
 
-def _is_within_noise(line: RoundLine) -> bool | None:
-    """None where nothing can be said."""
-    chosen = line.chosen
-    accuracies = [c.val_accuracy for c in line.candidates if c.status == "ok"]
+def _is_within_noise(record: RoundRecord) -> bool | None:
+    """Return whether the best two candidates are too close; None when it cannot be decided."""
+    chosen = record.chosen
+    accuracies = [c.val_accuracy for c in record.candidates if c.status == "ok"]
     known = sorted((a for a in accuracies if a is not None), reverse=True)
-    if line.stage or chosen is None or not line.selection_samples or len(known) < 2:
+    if record.stage or chosen is None or not record.validation_samples or len(known) < 2:
         return None
     if chosen.score != chosen.val_accuracy:
-        return None  # scored by something else
-    spread = sum(a * (1 - a) for a in known[:2]) / line.selection_samples
-    return known[0] - known[1] <= _CLEAR * math.sqrt(spread)
+        return None  # the standard error of another score is not known
+    variance = sum(a * (1 - a) for a in known[:2]) / record.validation_samples
+    return known[0] - known[1] <= _CLEAR_DIFFERENCE * math.sqrt(variance)
 
 
 def _edge(run: RunRecords) -> Iterator[str]:
-    rounds = [line for line in run.rounds if not line.stage and line.chosen is not None]
-    for name, pick in (("lowest", min), ("highest", max)):
-        hits = sum(_is_at(line, pick(c.lr for c in line.candidates)) for line in rounds)
-        if rounds and hits > _MANY * len(rounds):
-            why = (
-                "short pre-trainings favour low rates (see README, stpt_horizon)"
-                if name == "lowest"
-                else "the set may not reach far enough"
-            )
+    rounds = [r for r in run.rounds if not r.stage and r.chosen is not None]
+    hints = {
+        "lowest": "short pre-trainings favor low rates; policy stpt_horizon avoids that",
+        "highest": "add higher multipliers",
+    }
+    for (name, hint), pick in zip(hints.items(), (min, max), strict=True):
+        wins = sum(_wins(record, pick(c.lr for c in record.candidates)) for record in rounds)
+        if rounds and wins > _MANY * len(rounds):
             yield (
-                f"In {hits} of {times(len(rounds), 'round')} the {name} learning rate of the set "
-                f"won: {why}"
+                f"In {wins} of {times(len(rounds), 'round')}, the {name} learning rate of the "
+                f"set won: {hint}"
             )
     yield from _edge_of_peak_search(run.rounds)
 
 
-def _is_at(line: RoundLine, lr: float) -> bool:
-    return line.chosen is not None and len(line.candidates) > 1 and line.chosen.lr == lr
+def _wins(record: RoundRecord, lr: float) -> bool:
+    return record.chosen is not None and len(record.candidates) > 1 and record.chosen.lr == lr
 
 
-def _edge_of_peak_search(rounds: Sequence[RoundLine]) -> Iterator[str]:
-    search = [line for line in rounds if line.epoch == 1 and line.stage]
-    alive = [c.lr for line in search for c in line.candidates if c.status == "ok"]
-    if search and len(set(alive)) > 1 and search[-1].next_base_lr in (min(alive), max(alive)):
+def _edge_of_peak_search(rounds: Sequence[RoundRecord]) -> Iterator[str]:
+    search = [record for record in rounds if record.epoch == 1 and record.stage]
+    rates = [c.lr for record in search for c in record.candidates if c.status == "ok"]
+    if search and len(set(rates)) > 1 and search[-1].next_base_lr in (min(rates), max(rates)):
         yield (
-            f"The peak that was found, {rate(search[-1].next_base_lr)}, is at the edge of the "
-            f"rates that were tried ({rate(min(alive))} to {rate(max(alive))})"
+            f"The peak learning rate, {rate(search[-1].next_base_lr)}, is at the edge of the "
+            f"rates that were tried ({rate(min(rates))} to {rate(max(rates))})"
         )
 
 
 def _staleness(run: RunRecords) -> Iterator[str]:
-    found = [epoch.staleness for epoch in run.epochs if epoch.staleness is not None]
-    worst = max((at.mean or 0.0 for at in found), default=0.0)
-    if found and worst > run.workers:
+    records = [epoch.staleness for epoch in run.epochs if epoch.staleness is not None]
+    worst = max((record.mean or 0.0 for record in records), default=0.0)
+    # Workers of equal speed have a mean staleness below their number.
+    if records and worst > run.workers:
         yield (
-            f"Gradients were up to {max(at.max for at in found)} updates old, {plain(worst, 3)} "
-            f"on average in the worst epoch, with {run.workers} workers: a lower "
-            "parallel.staleness_bound helps where accuracy suffers"
+            f"Gradients were up to {max(record.max for record in records)} updates stale, "
+            f"{plain(worst, 3)} on average in the worst epoch, with {run.workers} workers: if "
+            "the accuracy suffers, lower parallel.staleness_bound"
         )
 
 
 def _skipped(run: RunRecords) -> Iterator[str]:
     skipped = sum(epoch.skipped for epoch in run.epochs)
     if skipped:
-        yield f"{times(skipped, 'sample')} could not be read and were left out (data.corrupt)"
+        yield f"{times(skipped, 'sample')} skipped as unreadable (data.on_unreadable: skip)"

@@ -1,4 +1,4 @@
-"""Follow a run in the terminal from its records: another process, another machine, or a URI."""
+"""Follow a run in the terminal by its records: from another process, another machine, or a URI."""
 
 from __future__ import annotations
 
@@ -7,104 +7,90 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from raytrain_opt.paths import read_stored
-from raytrain_opt.report.records import (
-    EpochLine,
-    EventLine,
-    ProbeLine,
-    RoundLine,
-    RunRecords,
-    SpanLine,
-    read_lines,
-    read_run,
+from raytrain_opt import storage
+from raytrain_opt.recording.reader import read_lines
+from raytrain_opt.recording.records import (
+    BatchSizeProbeRecord,
+    EpochRecord,
+    EventRecord,
+    Record,
+    RoundRecord,
 )
-from raytrain_opt.report.verdict import verdict_of
-from raytrain_opt.report.words import duration, percent, plain, rate, times
-from raytrain_opt.telemetry.terminal import Terminal, open_terminal
+from raytrain_opt.report.formatting import duration, percent, rate, times
+from raytrain_opt.report.run_reader import RunRecords, read_run
+from raytrain_opt.report.summary import summarize
+from raytrain_opt.terminal.probe_tables import probe_text
+from raytrain_opt.terminal.progress import Terminal, epoch_text, open_terminal
 
-_PERIOD_S, _REMOTE_PERIOD_S = 1.0, 10.0
-_ENDS = ("failed", "interrupted")
+# Every look at a remote storage costs requests.
+_LOCAL_PERIOD_S, _REMOTE_PERIOD_S = 1.0, 10.0
+_LAST_EVENTS = ("failed", "interrupted")
 
-L = TypeVar("L", RoundLine, EpochLine, ProbeLine, EventLine, SpanLine)
+R = TypeVar("R", bound=Record)
 
 
 def watch(run_dir: str, terminal: Terminal | None = None) -> None:
-    """Tell all that there is, then what comes, until the run has ended. Raises what `read_run`
-    raises.
+    """Show all records so far, then new ones, until the run has ended.
+
+    Raises what `read_run` raises.
     """
-    run = read_run(run_dir)  # also tells whether it is one
-    watched = Watched(run_dir, int(run.job["epochs"]))
-    period_s = _REMOTE_PERIOD_S if "://" in run_dir else _PERIOD_S
-    with terminal or open_terminal(watched.epochs) as shown:
-        while not watched.tell(shown):
+    run = read_run(run_dir)
+    watched = WatchedRun(run_dir, int(run.job["epochs"]))
+    period_s = _REMOTE_PERIOD_S if "://" in run_dir else _LOCAL_PERIOD_S
+    with terminal or open_terminal(watched.epochs) as display:
+        while not watched.show_new(display):
             time.sleep(period_s)
 
 
 @dataclass
-class Watched:
-    """How much of each record was told. A resumed run writes some lines anew."""
+class WatchedRun:
+    """A run and how many lines of each record were shown. A resumed run repeats some lines."""
 
     run_dir: str
     epochs: int
-    told: dict[str, int] = field(default_factory=dict)
+    shown: dict[str, int] = field(default_factory=dict)
 
-    def tell(self, terminal: Terminal) -> bool:
-        """What is new. Whether the run has ended."""
-        for probe in self._new("batch_size.jsonl", ProbeLine):
-            terminal.note(_probe_text(probe))
-        for line in self._new("rounds.jsonl", RoundLine):
-            terminal.note(_round_text(line))
-        for epoch in self._new("epochs.jsonl", EpochLine):
-            terminal.note(_epoch_text(epoch, self.epochs))
+    def show_new(self, terminal: Terminal) -> bool:
+        """Show what is new; return whether the run has ended."""
+        for probe in self._new_lines("batch_size.jsonl", BatchSizeProbeRecord):
+            terminal.note(probe_text(probe))
+        for record in self._new_lines("rounds.jsonl", RoundRecord):
+            terminal.note(_round_text(record))
+        for epoch in self._new_lines("epochs.jsonl", EpochRecord):
+            terminal.note(epoch_text(epoch, self.epochs))
             terminal.phase("training", epoch.epoch, self.epochs)
             terminal.advance(float(epoch.epoch))
-        last = ""
-        for event in self._new("events.jsonl", EventLine):
-            last = event.what
-            terminal.note(f"{event.what}: {event.text}")
-        if read_stored(self.run_dir, "result.json") is None:
-            return last in _ENDS
-        for text in _verdict_lines(read_run(self.run_dir)):
+        last_kind = ""
+        for event in self._new_lines("events.jsonl", EventRecord):
+            last_kind = event.kind
+            terminal.note(f"{event.kind}: {event.text}")
+        if storage.read(self.run_dir, "result.json") is None:
+            return last_kind in _LAST_EVENTS
+        for text in _summary_lines(read_run(self.run_dir)):
             terminal.note(text)
         return True
 
-    def _new(self, name: str, kind: type[L]) -> list[L]:
-        lines = read_lines(self.run_dir, name, kind)
-        told = min(self.told.get(name, 0), len(lines))
-        self.told[name] = len(lines)
-        return lines[told:]
+    def _new_lines(self, name: str, kind: type[R]) -> list[R]:
+        records = read_lines(self.run_dir, name, kind)
+        shown = min(self.shown.get(name, 0), len(records))
+        self.shown[name] = len(records)
+        return records[shown:]
 
 
-def _probe_text(line: ProbeLine) -> str:
-    speed = (
-        "out of memory" if line.samples_per_s is None else f"{line.samples_per_s:,.0f} samples/s"
-    )
-    return f"probe {line.probe}: batch size {line.batch_size}  {speed}"
-
-
-def _round_text(line: RoundLine) -> str:
-    tried = ", ".join(f"{rate(c.lr)} ({percent(c.val_accuracy)})" for c in line.candidates)
-    what = f" {line.stage}" if line.stage else ""
+def _round_text(record: RoundRecord) -> str:
+    stage = f" ({record.stage})" if record.stage else ""
+    candidates = ", ".join(f"{rate(c.lr)} ({percent(c.val_accuracy)})" for c in record.candidates)
     return (
-        f"round of epoch {line.epoch}{what}: {tried} -> {rate(line.next_base_lr)}; {line.reason}"
+        f"round of epoch {record.epoch}{stage}: {candidates} -> {rate(record.next_base_lr)}; "
+        f"{record.reason}"
     )
 
 
-def _epoch_text(epoch: EpochLine, epochs: int) -> str:
-    accuracy = (
-        "" if epoch.test_accuracy is None else f"  accuracy {percent(epoch.test_accuracy, 2)}"
-    )
-    return (
-        f"epoch {epoch.epoch}/{epochs}  lr {rate(epoch.lr)}  loss {plain(epoch.train_loss)}"
-        f"{accuracy}  {epoch.samples_per_s:,.0f} samples/s  {duration(epoch.seconds)}"
-    )
-
-
-def _verdict_lines(run: RunRecords) -> Iterator[str]:
-    verdict = verdict_of(run)
+def _summary_lines(run: RunRecords) -> Iterator[str]:
+    summary = summarize(run)
     yield (
-        f"{verdict.status}: test accuracy {percent(verdict.test_accuracy, 2)} after "
-        f"{times(verdict.epochs_done, 'epoch')} and {duration(verdict.wall_s)}"
+        f"{summary.status}: test accuracy {percent(summary.test_accuracy, 2)} after "
+        f"{times(summary.epochs_done, 'epoch')} and {duration(summary.wall_s)}"
     )
-    yield from verdict.sentences
-    yield from (f"warning: {text}" for text in verdict.warnings)
+    yield from summary.sentences
+    yield from (f"warning: {text}" for text in summary.warnings)

@@ -1,11 +1,11 @@
-"""How noisy gradients are, and what a larger batch costs in samples.
+"""Gradient noise scale: how noisy gradients are, and what a larger batch costs in samples.
 
 The simple noise scale of McCandlish et al. 2018 (An Empirical Model of Large-Batch Training, arXiv
 1812.06162, section 2.2 and appendix A.1).
 
 | symbol | meaning                                                              |
 |--------|----------------------------------------------------------------------|
-| G, S   | mean and covariance of one sample's gradient at the present weights  |
+| G, S   | mean and covariance of one sample's gradient at the current weights  |
 | b, B   | samples behind a small and a large batch, with gradients g_b and g_B |
 | N      | the noise scale, tr S / |G|^2, in samples                            |
 
@@ -13,72 +13,86 @@ As E |g_b|^2 = |G|^2 + tr S / b, and alike for B, unbiased estimates of one upda
 
     |G|^2 ~ (B |g_B|^2 - b |g_b|^2) / (B - b)    tr S ~ (|g_b|^2 - |g_B|^2) / (1 / b - 1 / B)
 
-Their ratio would be biased and wild: both are averaged over many updates first. For the same
-progress, updates of B samples need samples in proportion to 1 + B / N, so B is worth
+The ratio of two single estimates is biased and has a large variance, so both are averaged over
+many updates first. For the same progress, updates of B samples need a number of samples
+proportional to 1 + B / N, so the value of a batch size is
 
     goodput(B) = samples/s(B) / (1 + B / N)
 
-(as in Qiao et al., Pollux, OSDI 2021). That is the model; it holds where the learning rate is fit
-for the batch, and it knows nothing of how well the trained network generalises.
+(as in Qiao et al., Pollux, OSDI 2021). The model assumes a learning rate that suits the batch
+size; it does not cover how well the trained network generalizes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Annotated
 
-from raytrain_opt.train.totals import GradientNorms
+from pydantic import BeforeValidator, Field, computed_field
+from pydantic.dataclasses import dataclass
 
-# Fewer updates than this tell nothing of their spread.
-_LEAST_UPDATES = 4
-_NOISELESS = 1e-9  # a noise scale by which can be divided
+from raytrain_opt.results import GradientNorms
+
+# With fewer updates, their spread cannot be estimated.
+_MIN_UPDATES = 4
+# Replaces a noise scale of 0 as a divisor.
+_NOISELESS = 1e-9
+
+# A record has null for a number that is not finite.
+_Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """What some updates say: means of the estimates of |G|^2 and tr S, and of their squares and
-    product, from which follows how sure they are. `batch_size`: samples of an update (mean).
+    """Gradient noise scale over some updates.
+
+    Holds the means of the two estimates and of their squares and product, which give the
+    confidence interval. It is also the form of the noise scale in records.
     """
 
-    updates: int
-    batch_size: float
-    gradient_sq: float
-    trace: float
-    gradient_sq_squared: float
-    trace_squared: float
-    product: float
+    updates: Annotated[int, Field(description="Number of updates measured.")]
+    batch_size: Annotated[_Number, Field(description="Mean samples of an update.")]
+    gradient_sq: Annotated[_Number, Field(description="Mean estimate of |G|^2.")]
+    trace: Annotated[_Number, Field(description="Mean estimate of tr S.")]
+    gradient_sq_squared: Annotated[_Number, Field(description="Mean of (estimate of |G|^2)^2.")]
+    trace_squared: Annotated[_Number, Field(description="Mean of (estimate of tr S)^2.")]
+    product: Annotated[_Number, Field(description="Mean product of the two estimates.")]
 
     @classmethod
-    def of(cls, norms: GradientNorms) -> NoiseScale | None:
-        """None where no update is finite (a loss that was scaled too high, a divergence)."""
-        b, big = norms.small_batch, norms.big_batch
-        found = [
-            ((big * whole - b * part) / (big - b), (part - whole) / (1 / b - 1 / big))
-            for part, whole in norms.pairs
-            if math.isfinite(part) and math.isfinite(whole)
-        ]
-        if not found:
-            return None
-        products = [(g, s, g * g, s * s, g * s) for g, s in found]
-        return cls(
-            len(found), big, *(math.fsum(c) / len(found) for c in zip(*products, strict=True))
-        )
+    def from_norms(cls, norms: GradientNorms) -> NoiseScale | None:
+        """Return the noise scale of measured norms; None when no update has finite norms.
 
+        Norms are not finite after a loss scale that was too high, or a divergence.
+        """
+        b, big = norms.small_batch, norms.big_batch
+        estimates = [
+            ((big * of_big - b * of_small) / (big - b), (of_small - of_big) / (1 / b - 1 / big))
+            for of_small, of_big in norms.pairs
+            if math.isfinite(of_small) and math.isfinite(of_big)
+        ]
+        if not estimates:
+            return None
+        moments = [(g, s, g * g, s * s, g * s) for g, s in estimates]
+        count = len(estimates)
+        means = (math.fsum(column) / count for column in zip(*moments, strict=True))
+        return cls(count, big, *means)
+
+    @computed_field(description="Noise scale N in samples; null: infinite, noise dominates.")  # type: ignore[prop-decorator]
     @property
     def value(self) -> float:
-        """N in samples; infinite where noise hides the gradient (no estimate of |G|^2 above 0)."""
+        """N in samples; infinite when the estimate of |G|^2 is not above 0."""
         return max(self.trace, 0.0) / self.gradient_sq if self.gradient_sq > 0 else math.inf
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """N lies between these with about 95 % (Fieller's interval of a ratio of means).
+        """Bounds of N with 95 % confidence (Fieller's interval of a ratio of means).
 
-        The upper one is infinite where the updates do not tell |G|^2 from 0; both say nothing
-        (0, inf) of too few updates. Updates that differ because training moves on widen it.
+        The upper bound is infinite when |G|^2 is not significantly above 0; with too few updates
+        the bounds are (0, inf). Progress of the training between the updates widens the interval.
         """
-        if self.updates < _LEAST_UPDATES:
+        if self.updates < _MIN_UPDATES:
             return 0.0, math.inf
         g, s, freedom = self.gradient_sq, self.trace, self.updates - 1
         weight = _student(freedom) ** 2 / freedom
@@ -90,78 +104,91 @@ class NoiseScale:
             return max((half - root) / a, 0.0), max((half + root) / a, 0.0)
         return (half - root) / a if a < 0 < c else 0.0, math.inf
 
+    @computed_field(description="Lower bound of N, 95 % confidence.")  # type: ignore[prop-decorator]
     @property
-    def doubling(self) -> float:
-        """By which share the samples grow, for the same progress, when the batch is doubled."""
+    def low(self) -> float:
+        """Lower bound of N."""
+        return self.bounds[0]
+
+    @computed_field(description="Upper bound of N, 95 % confidence; null: infinite.")  # type: ignore[prop-decorator]
+    @property
+    def high(self) -> float:
+        """Upper bound of N."""
+        return self.bounds[1]
+
+    @property
+    def doubling_cost(self) -> float:
+        """Fraction by which the samples grow, for the same progress, when the batch doubles."""
         return self.batch_size / (self.value + self.batch_size)
 
     @property
-    def most_by_doubling(self) -> float:
-        """`doubling` at the lower bound of N."""
-        return self.batch_size / (self.bounds[0] + self.batch_size)
-
-    def to_record(self) -> dict[str, Any]:
-        """For JSON; `from_record` makes the same of it."""
-        low, high = self.bounds
-        return {"value": self.value, "low": low, "high": high, **asdict(self)}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> NoiseScale:
-        """The inverse of `to_record`."""
-        return cls(**{name: record[name] for name in cls.__dataclass_fields__})
+    def max_doubling_cost(self) -> float:
+        """`doubling_cost` at the lower bound of N."""
+        return self.batch_size / (self.low + self.batch_size)
 
     def __str__(self) -> str:
-        """For people."""
+        """Return `310 (280 to 340)`."""
         low, high = self.bounds
         if math.isinf(self.value):
-            return f"more than can be measured, at least {low:.3g}: noise dominates"
-        if self.updates < _LEAST_UPDATES:
-            return f"{self.value:.3g} (from {self.updates} updates, a hint only)"
+            return f"more than can be measured (at least {low:.3g}; noise dominates)"
+        if self.updates < _MIN_UPDATES:
+            return f"{self.value:.3g} (from only {self.updates} updates, a rough estimate)"
         return f"{self.value:.3g} ({low:.3g} to {'?' if math.isinf(high) else f'{high:.3g}'})"
 
 
-def pooled(parts: Sequence[NoiseScale]) -> NoiseScale:
-    """All updates of the parts together; at least one part."""
+@dataclass(frozen=True)
+class NoiseScaleSummary:
+    """Noise scale of a training. It is also its form in result.json."""
+
+    stages: Annotated[
+        tuple[NoiseScale, ...],
+        Field(description="One for each half of the epochs; a single one for one epoch."),
+    ]
+    doubling_cost: Annotated[
+        _Number,
+        Field(description="Fraction of samples that a doubled batch costs for equal progress."),
+    ]
+    sentence: Annotated[str, Field(description="The result as a sentence.")]
+
+
+def pool_noise_scales(parts: Sequence[NoiseScale]) -> NoiseScale:
+    """Return the noise scale over all updates of one or more parts."""
     total = sum(part.updates for part in parts)
-    names = [name for name in NoiseScale.__dataclass_fields__ if name != "updates"]
+    names = [field.name for field in fields(NoiseScale) if field.name != "updates"]
     means = (math.fsum(p.updates * getattr(p, name) for p in parts) / total for name in names)
     return NoiseScale(total, *means)
 
 
 def log_efficiency(noise_scale: float, batch_size: float) -> float:
-    """log of 1 / (1 + B / N): the progress of a sample, 0 for a batch far below the noise."""
+    """Return log(1 / (1 + B / N)), the progress per sample; 0 for a batch far below the noise."""
     return -math.log1p(batch_size / max(noise_scale, _NOISELESS))
 
 
-def summary(epochs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What the epochs' records (`to_record`) come to, with a sentence; None without records.
+def summarize(epochs: Sequence[NoiseScale]) -> NoiseScaleSummary | None:
+    """Summarize the noise scales of all epochs; None without any.
 
-    The noise scale grows while training goes on, so each half of the epochs has one, and the
-    cost of doubling is their mean: both halves take as many samples.
+    The noise scale grows during training, so each half of the epochs has its own, and the cost
+    of doubling is the mean over both halves: they take the same number of samples.
     """
-    found = [NoiseScale.from_record(record) for record in epochs]
-    if not found:
+    if not epochs:
         return None
-    half = len(found) // 2
-    stages = [pooled(part) for part in (found[:half], found[half:]) if part]
-    return {
-        "stages": [stage.to_record() for stage in stages],
-        "doubling_costs": _mean([stage.doubling for stage in stages]),
-        "sentence": sentence(stages),
-    }
+    half = len(epochs) // 2
+    stages = [pool_noise_scales(part) for part in (epochs[:half], epochs[half:]) if part]
+    cost = _mean([stage.doubling_cost for stage in stages])
+    return NoiseScaleSummary(tuple(stages), cost, sentence(stages))
 
 
 def sentence(stages: Sequence[NoiseScale]) -> str:
-    """Whether a larger batch pays, for people. `stages`: of the whole training, or its halves."""
+    """Say whether a larger batch pays. `stages`: of the training, or of its two halves."""
     names = ["first half", "second half"] if len(stages) > 1 else ["training"]
     scales = "; ".join(f"{stage} in the {n}" for stage, n in zip(stages, names, strict=True))
     sizes = {stage.batch_size for stage in stages}
     batch = f"the global batch of {sizes.pop():g}" if len(sizes) == 1 else "the global batch"
-    hidden = any(math.isinf(stage.value) for stage in stages)
-    costs = [stage.most_by_doubling if hidden else stage.doubling for stage in stages]
+    unknown = any(math.isinf(stage.value) for stage in stages)
+    costs = [stage.max_doubling_cost if unknown else stage.doubling_cost for stage in stages]
     return (
-        f"{scales}: doubling {batch} costs {'at most ' if hidden else ''}{_mean(costs):.0%} more "
-        "samples for the same progress; it pays where samples/s grow by more"
+        f"{scales}: doubling {batch} costs {'at most ' if unknown else ''}{_mean(costs):.0%} more "
+        "samples for the same progress; it pays when samples/s grow by more"
     )
 
 
@@ -170,5 +197,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _student(freedom: int) -> float:
-    """The 97.5 % point of Student's t, to 4 % from 3 degrees of freedom on (Cornish-Fisher)."""
+    """Return the 97.5 % quantile of Student's t, to 4 % from 3 degrees of freedom on.
+
+    The first terms of the Cornish-Fisher expansion.
+    """
     return 1.96 + 2.37 / freedom + 2.82 / freedom**2

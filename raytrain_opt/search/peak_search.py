@@ -1,19 +1,21 @@
-"""Which peak learning rate suits a whole training: candidates train the whole schedule, squeezed
-into few steps, all from the start weights.
+"""Search the peak learning rate of a full training before it starts.
 
-    coarse   a decade apart around the start, in few steps. Few steps favour small rates, so the
-             largest that is hardly worse than the best tells the decade.
-    fine     around that, two to a decade, in four times as many steps.
+All candidates train a full schedule, compressed into few steps, from the initial weights.
 
-Both are extended beyond the edge where the best is there. So candidates race: only the best
-decade's neighbours get the longer schedule. Rates are points of one lattice: where the search
-begins does not change where it ends.
+    coarse   rates a decade apart around the initial one, in few steps. Few steps favor small
+             rates, so the largest rate that is hardly worse than the best gives the decade.
+    fine     around that decade, two rates to a decade, in four times as many steps.
 
-The peak is the centre of what gains: the mean of the fine candidates' log rates, weighted by a
-power of how much lower their loss is than that of a rate a decade below in few steps, which hardly
-trains. The best single candidate is a worse choice: trainings of one rate on other batches differ
-by more than those of neighbouring rates, and the mean averages that out. What diverged gains
-nothing, so it needs no rule of its own.
+A stage is extended beyond an edge when its best rate is at the edge. So candidates race: only the
+neighborhood of the best decade gets the longer schedule. Rates are points of one lattice: the
+initial rate decides where the search begins, not where it ends.
+
+The peak is the weighted mean of all rates that reduce the loss: the mean of the fine candidates'
+log rates, weighted by a power of their gain. The gain is how much lower their loss is than that of
+a rate a decade below in few steps, which hardly trains. The best single candidate is a worse
+choice: trainings of one rate on other batches differ by more than trainings of neighboring rates,
+and the mean averages that out. A candidate that diverged has no gain, so it needs no rule of its
+own.
 
 Sources: Wu et al., ICLR 2018 (short-horizon bias); the trials that compared rules are ours
 (benchmarks/RESULTS.md).
@@ -26,42 +28,43 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.search.policy import CandidateResult, Round
+from raytrain_opt.search.policy import CandidateResult, Decision
 
 COARSE, FINE = "coarse", "fine"
 
-# Points of the lattice: two a decade. So many are between candidates of a stage, which begins
-# with one to each side of its centre.
+# Points of the lattice: two a decade. The spacing is the distance between candidates of a stage,
+# which begins with one on each side of its center.
 _PER_DECADE = 2
 _SPACING = {COARSE: _PER_DECADE, FINE: 1}
-_FIRST = (-1, 0, 1)
+_FIRST_OFFSETS = (-1, 0, 1)
 
-# A coarse candidate is hardly worse than the best with so much more loss, as a share.
-_HARDLY = 0.02
+# A coarse candidate is hardly worse than the best if its loss is higher by at most this fraction.
+_TOLERANCE = 0.02
 # The weight of a fine candidate is this power of its gain.
-_POWER = 4
+_GAIN_POWER = 4
 
-# Steps of a fine candidate where the budget allows; of fewer than that, single rates say little.
+# Steps of a fine candidate where the budget allows; with fewer, single rates are unreliable.
 _FINE_STEPS = 48
-# A coarse candidate's, as a share of a fine one's; with fewer than the last there is no search,
-# because a schedule of so few steps says nothing.
-_COARSE_SHARE, _FEWEST_STEPS = 0.25, 5
-# Candidates that the budget is divided between: what is tried anyway, and extensions.
-_COARSE_RUNS, _FINE_RUNS = 3 + 2, 3 + 1
-_MOST_EXTENSIONS = 8
+# Steps of a coarse candidate, as a fraction of a fine one's. With fewer than the minimum there is
+# no search, because a schedule of so few steps shows nothing.
+_COARSE_FRACTION, _MIN_STEPS = 0.25, 5
+# Candidates the budget is divided among: the first ones of a stage, and extensions.
+_COARSE_CANDIDATES, _FINE_CANDIDATES = 3 + 2, 3 + 1
+# Eight extensions reach eight decades from the initial rate: beyond that, the cause is another.
+_MAX_EXTENSIONS = 8
 
-# The most candidates that a round can have.
-MOST_CANDIDATES = len(_FIRST)
+# The largest number of candidates of a round.
+MAX_CANDIDATES = len(_FIRST_OFFSETS)
 
 
-def lr_of(point: float) -> float:
-    """The rate of a point of the lattice, or between two."""
+def point_to_lr(point: float) -> float:
+    """Return the learning rate of a point of the lattice, or of one between two points."""
     return math.pow(10.0, point / _PER_DECADE)
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Train these points, `steps` each, from the first step of the first epoch on."""
+class PeakRequest:
+    """Candidates to train next, `steps` each, from the first step of the first epoch."""
 
     stage: str
     points: tuple[int, ...]
@@ -70,8 +73,8 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The peak to train with, and the candidate that was tried nearest to it."""
+class PeakChoice:
+    """The peak to train with, and the result of the candidate nearest to it."""
 
     result: CandidateResult
     lr: float
@@ -80,13 +83,13 @@ class Found:
 
 @dataclass(frozen=True)
 class _Trials:
-    """What became of the points of a stage: the losses of those that are finite."""
+    """The results of a stage by point: finite ones in `alive`, and the points that diverged."""
 
     alive: dict[int, CandidateResult]
     diverged: frozenset[int]
 
     @classmethod
-    def of(cls, rounds: Sequence[Round], stage: str) -> _Trials:
+    def of(cls, rounds: Sequence[Decision], stage: str) -> _Trials:
         tried = [result for r in rounds if r.stage == stage for result in r.tried]
         alive = {_point(r): r for r in tried if r.status == "ok"}
         return cls(alive, frozenset(_point(r) for r in tried if r.status != "ok"))
@@ -98,22 +101,24 @@ class _Trials:
     def loss(self, point: int) -> float:
         return self.alive[point].val_loss
 
-    def largest(self, hardly: float) -> int:
-        """The largest point whose loss is above the lowest by at most this share of it."""
-        least = min(map(self.loss, self.alive))
-        return max(p for p in self.alive if self.loss(p) <= least + hardly * abs(least))
+    def largest(self, tolerance: float) -> int:
+        """Return the largest point whose loss exceeds the lowest by at most this fraction."""
+        lowest = min(map(self.loss, self.alive))
+        return max(p for p in self.alive if self.loss(p) <= lowest + tolerance * abs(lowest))
 
-    def beyond_edge(self, centre: int, spacing: int) -> int | None:
-        """The point next to the centre, where it is at an edge of what was tried."""
-        if centre == max(self.tried):
-            return centre + spacing
-        return centre - spacing if centre == min(self.tried) else None
+    def beyond_edge(self, center: int, spacing: int) -> int | None:
+        """Return the point next to the center if the center is at an edge; None otherwise."""
+        if center == max(self.tried):
+            return center + spacing
+        return center - spacing if center == min(self.tried) else None
 
 
 @dataclass(frozen=True)
 class PeakSearch:
-    """The search of one training. Lengths in steps of its first epoch, which has
-    `epoch_steps`; `horizon` in epochs.
+    """The search of one training, which starts at the rate `initial`.
+
+    `epoch_steps`: steps of the first epoch; `horizon` in epochs; `budget_steps`: steps that all
+    candidates may have together.
     """
 
     initial: float
@@ -123,121 +128,130 @@ class PeakSearch:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the budget lets candidates have enough steps."""
+        """Whether the budget gives candidates enough steps."""
         return self._fine_steps >= self._coarse_steps
 
-    def is_lost(self, rounds: Sequence[Round]) -> bool:
-        """Whether all candidates of the last stage diverged, so that it has to go on."""
+    def all_diverged(self, rounds: Sequence[Decision]) -> bool:
+        """Return whether all candidates of the last stage diverged, so that it is extended."""
         return not _Trials.of(rounds, rounds[-1].stage).alive
 
-    def next(self, rounds: Sequence[Round]) -> Ask | Found:
-        """What follows after these rounds.
+    def next(self, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice:
+        """Return the next candidates after these rounds, or the peak.
 
-        Within the budget, but for more of what was lost: without a rate that trains there is
-        no training. Raises DivergedError when that has been tried often enough.
+        Stays within the budget, except when all diverged: without a rate that trains there is
+        no training. Raises DivergedError after `_MAX_EXTENSIONS` such extensions.
         """
         if not rounds:
             start = _PER_DECADE * round(math.log10(self.initial))
             points = _around(start, COARSE)
-            return Ask(COARSE, points, self._coarse_steps, f"{_span(points)}, around the start")
+            return PeakRequest(
+                COARSE, points, self._coarse_steps, f"{_span(points)}, around the start"
+            )
         stage = rounds[-1].stage
         trials = _Trials.of(rounds, stage)
         beyond = self._beyond(rounds, trials)
         if beyond is not None and self._may_extend(rounds, trials):
             why = "the best is at the edge" if trials.alive else "all diverged"
-            return Ask(stage, (beyond,), rounds[-1].steps, f"{why}: next {lr_of(beyond):.3g}")
+            return PeakRequest(
+                stage, (beyond,), rounds[-1].steps, f"{why}: next {point_to_lr(beyond):.3g}"
+            )
         if stage == COARSE:
             return self._fine(trials, rounds)
-        return _found(trials, rounds)
+        return _choose_peak(trials, rounds)
 
-    def _beyond(self, rounds: Sequence[Round], trials: _Trials) -> int | None:
-        """The point past the edge, where the best is there, and the coarse stage has not found it
-        worse; below all, where all diverged.
+    def _beyond(self, rounds: Sequence[Decision], trials: _Trials) -> int | None:
+        """Return the point past the edge if the best is at the edge; below all if all diverged.
+
+        None otherwise, and where the coarse stage has shown that point to be worse.
         """
         spacing = _SPACING[rounds[-1].stage]
         if not trials.alive:
             return min(trials.tried) - spacing
-        hardly = _HARDLY if rounds[-1].stage == COARSE else 0.0
-        beyond = trials.beyond_edge(trials.largest(hardly), spacing)
+        tolerance = _TOLERANCE if rounds[-1].stage == COARSE else 0.0
+        beyond = trials.beyond_edge(trials.largest(tolerance), spacing)
         coarse = _Trials.of(rounds, COARSE)
-        worse = [point for point in coarse.tried if point > coarse.largest(_HARDLY)]
+        worse = [point for point in coarse.tried if point > coarse.largest(_TOLERANCE)]
         return None if beyond in worse else beyond
 
     @property
-    def _most_steps(self) -> float:
+    def _max_steps(self) -> float:
         return min(max(_FINE_STEPS, self.horizon * self.epoch_steps), self.epoch_steps)
 
     @property
     def _coarse_steps(self) -> int:
-        affordable = self.budget_steps / (_COARSE_SHARE * _COARSE_RUNS + _FINE_RUNS)
-        return max(_FEWEST_STEPS, int(_COARSE_SHARE * min(self._most_steps, affordable)))
+        affordable = self.budget_steps / (_COARSE_FRACTION * _COARSE_CANDIDATES + _FINE_CANDIDATES)
+        return max(_MIN_STEPS, int(_COARSE_FRACTION * min(self._max_steps, affordable)))
 
     @property
     def _fine_steps(self) -> int:
-        """Of what the coarse ones and their extensions leave, so that where the search begins
-        does not change it.
-        """
-        left = self.budget_steps - _COARSE_RUNS * self._coarse_steps
-        return int(min(self._most_steps, left / _FINE_RUNS))
+        # Of what the coarse stage and its extensions leave, whether they are used or not: the
+        # initial rate must not change the length of the fine candidates.
+        left = self.budget_steps - _COARSE_CANDIDATES * self._coarse_steps
+        return int(min(self._max_steps, left / _FINE_CANDIDATES))
 
-    def _fine(self, coarse: _Trials, rounds: Sequence[Round]) -> Ask | Found:
-        centre, few = coarse.largest(_HARDLY), rounds[-1].steps
-        points = _around(centre, FINE)
+    def _fine(self, coarse: _Trials, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice:
+        center, coarse_steps = coarse.largest(_TOLERANCE), rounds[-1].steps
+        points = _around(center, FINE)
         steps = min(self._fine_steps, int(self.steps_left(rounds) / len(points)))
-        if steps < few:
-            return _found(coarse, rounds)
-        reason = f"about {lr_of(centre):.3g} is best in {few} steps: next {_span(points)}"
-        return Ask(FINE, points, steps, reason)
+        if steps < coarse_steps:
+            return _choose_peak(coarse, rounds)
+        reason = (
+            f"about {point_to_lr(center):.3g} is best in {coarse_steps} steps: "
+            f"next {_span(points)}"
+        )
+        return PeakRequest(FINE, points, steps, reason)
 
-    def steps_left(self, rounds: Sequence[Round]) -> float:
-        """Of the budget."""
+    def steps_left(self, rounds: Sequence[Decision]) -> float:
+        """Return the steps of the budget that these rounds have not used."""
         return self.budget_steps - sum(len(r.scores) * r.steps for r in rounds)
 
-    def _may_extend(self, rounds: Sequence[Round], trials: _Trials) -> bool:
-        """Where nothing is alive, it has to be; raises DivergedError after too many times."""
+    def _may_extend(self, rounds: Sequence[Decision], trials: _Trials) -> bool:
+        """Return whether the budget allows one more candidate; always true if all diverged.
+
+        Raises DivergedError after too many extensions.
+        """
         stage, steps = rounds[-1].stage, rounds[-1].steps
         done = sum(r.stage == stage for r in rounds) - 1
         if trials.alive:
-            after = _FINE_RUNS * steps if stage == COARSE else 0
-            return done < _MOST_EXTENSIONS and steps + after <= self.steps_left(rounds)
-        if done < _MOST_EXTENSIONS:
+            reserved = _FINE_CANDIDATES * steps if stage == COARSE else 0
+            return done < _MAX_EXTENSIONS and steps + reserved <= self.steps_left(rounds)
+        if done < _MAX_EXTENSIONS:
             return True
         tried = sorted(result.candidate.lr for r in rounds for result in r.tried)
         raise DivergedError(
             "epoch 1: the loss of every candidate was not finite, at each of these peak learning "
-            f"rates: {', '.join(f'{lr:.3g}' for lr in tried)}. Likely causes: data that are not "
-            "finite, a loss that is not, or learning_rate.initial "
-            f"({self.initial:g}) far too large."
+            f"rates: {', '.join(f'{lr:.3g}' for lr in tried)}. Likely causes: data or a loss that "
+            f"is not finite, or a learning_rate.initial ({self.initial:g}) far too large."
         )
 
 
-def _found(trials: _Trials, rounds: Sequence[Round]) -> Found:
-    """The mean log rate, weighted by the powers of gains; the best rate where nothing gains."""
+def _choose_peak(trials: _Trials, rounds: Sequence[Decision]) -> PeakChoice:
+    """Return the mean log rate, weighted by powers of gains; the best rate without any gain."""
     coarse = _Trials.of(rounds, COARSE)
-    decade = coarse.largest(_HARDLY)
+    decade = coarse.largest(_TOLERANCE)
     hardly_trained = max((p for p in coarse.alive if p < decade), default=decade)
     gains = {p: max(0.0, coarse.loss(hardly_trained) - trials.loss(p)) for p in trials.alive}
     best = trials.largest(0.0)
     if gains[best] == 0:
-        centre, gains = float(best), {best: 1.0}
+        center, gains = float(best), {best: 1.0}
     else:
-        weights = {point: (gain / gains[best]) ** _POWER for point, gain in gains.items()}
-        centre = math.fsum(p * w for p, w in weights.items()) / math.fsum(weights.values())
-    gaining = [lr_of(point) for point, gain in gains.items() if 2 * gain >= gains[best]]
+        weights = {point: (gain / gains[best]) ** _GAIN_POWER for point, gain in gains.items()}
+        center = math.fsum(p * w for p, w in weights.items()) / math.fsum(weights.values())
+    gaining = [point_to_lr(point) for point, gain in gains.items() if 2 * gain >= gains[best]]
     reason = (
-        f"the centre of what gains, {min(gaining):.3g} to {max(gaining):.3g} (best "
-        f"{lr_of(best):.3g}), in runs of {rounds[-1].steps} steps"
+        f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
+        f"{max(gaining):.3g} (best {point_to_lr(best):.3g}), in {rounds[-1].steps} steps"
     )
-    nearest = min(trials.alive, key=lambda point: abs(point - centre))
-    return Found(trials.alive[nearest], lr_of(centre), reason)
+    nearest = min(trials.alive, key=lambda point: abs(point - center))
+    return PeakChoice(trials.alive[nearest], point_to_lr(center), reason)
 
 
 def _around(point: int, stage: str) -> tuple[int, ...]:
-    return tuple(point + _SPACING[stage] * offset for offset in _FIRST)
+    return tuple(point + _SPACING[stage] * offset for offset in _FIRST_OFFSETS)
 
 
 def _span(points: Collection[int]) -> str:
-    return ", ".join(f"{lr_of(point):.3g}" for point in points)
+    return ", ".join(f"{point_to_lr(point):.3g}" for point in points)
 
 
 def _point(result: CandidateResult) -> int:

@@ -1,74 +1,80 @@
-"""What a learning-rate policy is: results so far in, a decision with its reason out.
+"""Protocol and values of learning-rate policies: results in, a decision with its reason out.
 
-Policies are pure. `plan` says what an epoch does next: try candidates, or train the rest of it
-at given rates. `choose` says which candidate won. The history that `plan` reads is the tuple of
-what `choose` returned, and `losses` the mean training loss of each epoch so far, so a run can be
-resumed from its records.
+Policies are pure. `next` returns what an epoch does next: try candidates, or train the rest of
+the epoch. `decide` picks a winner among the candidates of one round. All that either may depend
+on is in `History`, so a run can be resumed from a checkpoint of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from raytrain_opt.train.totals import EvalTotals, TrainTotals
+from raytrain_opt.results import EvalTotals, TrainTotals
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One learning rate in a round: `lr` is the base rate times `multiplier`. The optimiser's
-    weight decay is multiplied by `decay`.
+    """One learning rate in a round: `lr` is the base rate times `multiplier`.
+
+    The optimizer's weight decay is multiplied by `weight_decay_factor`.
     """
 
     index: int
     multiplier: float
     lr: float
-    decay: float = 1.0
+    weight_decay_factor: float = 1.0
 
-    def lrs(self, plan: Plan) -> tuple[float, ...]:
-        """The rate of each step of its pre-training."""
-        return tuple(self.lr * share for share in plan.shape)
+    def lrs(self, action: TryCandidates) -> tuple[float, ...]:
+        """Return the rate of each step of its pre-training."""
+        return tuple(self.lr * factor for factor in action.lr_shape)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to do next in `epoch`.
+class TryCandidates:
+    """A round: pre-train each candidate from the same state, score them, keep the winner.
 
-    With candidates: pre-train each from the same state, at step i with `shape[i]` times its
-    rate, and score it (with `paired`, block by block of the selection split, so that candidates
-    can be compared on the same samples). The winner's state goes on as it was after `kept_steps`.
-    `stage` names what is asked; `earlier` are the decisions of this epoch so far.
-    All weight decays are multiplied by `decay_scale` in that pre-training.
-    Without: train the rest of the epoch at `lrs`, a rate for each step, with `decay` times the
-    optimiser's weight decay.
+    Step i of a candidate has `lr_shape[i]` times its rate. The run continues from the winner's
+    state after its first `kept_steps` steps; the others only serve the score. With `paired`,
+    candidates are scored block by block of the validation split, so that they can be compared
+    on the same samples. `stage` says which question of the policy the round answers. All weight
+    decays are multiplied by `weight_decay_scale` during pre-training.
     """
 
     epoch: int
     base_lr: float
     reason: str
-    candidates: tuple[Candidate, ...] = ()
-    shape: tuple[float, ...] = ()
+    candidates: tuple[Candidate, ...]
+    lr_shape: tuple[float, ...]
     kept_steps: int = 0
     paired: bool = False
-    lrs: tuple[float, ...] = ()
     stage: str = ""
-    earlier: tuple[Round, ...] = ()
-    decay: float = 1.0
-    decay_scale: float = 1.0
+    weight_decay_scale: float = 1.0
 
     @property
     def pretrain_steps(self) -> int:
-        """Iterations of a candidate."""
-        return len(self.shape)
+        """Optimizer updates of each candidate."""
+        return len(self.lr_shape)
+
+
+@dataclass(frozen=True)
+class TrainEpoch:
+    """Train the rest of the epoch: `lrs` has the rate of each of its last len(lrs) steps."""
+
+    epoch: int
+    lrs: tuple[float, ...]
+    reason: str
+    weight_decay_factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """What came of one candidate. `status` ok, diverged, or lost (its process died too often);
-    times in seconds. `val_losses`: mean loss of each block of the selection split, where the plan
-    is `paired`; `val_samples`: of that split.
+    """Scores and costs of one candidate.
+
+    `status`: ok, diverged, or lost (its slot died too often). `val_losses`: mean loss of each
+    block of the validation split, in a `paired` round. `val_samples`: samples of that split.
     """
 
     candidate: Candidate
@@ -87,7 +93,7 @@ class CandidateResult:
     def of(
         cls, candidate: Candidate, trained: Sequence[TrainTotals], scored: EvalTotals, slot: int
     ) -> CandidateResult:
-        """From what its phases of training and its scoring came to."""
+        """Build the result from the candidate's training phases and its evaluation."""
         samples = sum(phase.samples for phase in trained)
         train_loss = sum(phase.loss_sum for phase in trained) / max(samples, 1)
         return cls(
@@ -97,33 +103,34 @@ class CandidateResult:
             val_loss=scored.loss,
             train_loss=train_loss,
             samples=samples,
-            train_s=sum(phase.seconds for phase in trained),
-            score_s=scored.seconds,
+            train_s=sum(phase.duration_s for phase in trained),
+            score_s=scored.duration_s,
             slot=slot,
             val_losses=scored.block_losses,
             val_samples=scored.samples,
         )
 
     @classmethod
-    def of_lost(cls, candidate: Candidate) -> CandidateResult:
-        """Nothing came of it."""
+    def lost(cls, candidate: Candidate) -> CandidateResult:
+        """Return the result of a candidate whose slot died too often."""
         nan = math.nan
         return cls(candidate, "lost", nan, nan, nan, 0, 0.0, 0.0, slot=-1)
 
     @property
-    def seconds(self) -> float:
+    def duration_s(self) -> float:
         """Compute time of the candidate: its steps and its scoring."""
         return self.train_s + self.score_s
 
 
 @dataclass(frozen=True)
-class Round:
-    """The decision over one set of candidates. `winner` is None when another round has to
-    follow: all diverged, or nothing is decided yet. It may come from an earlier round of the
-    epoch where no steps are kept. `tried`: what later rounds of the epoch compare with; `stage`
-    and `steps` of each candidate are those of the plan. `averaged`: the candidates whose states'
-    mean goes on, the winner first; empty: the winner's own. `next_decay`: factor of the weight
-    decay from here on.
+class Decision:
+    """The outcome of one round.
+
+    `winner` is None when another round has to follow: every candidate diverged, or the policy
+    needs more results. Where no steps are kept, it may come from an earlier round of the epoch.
+    `tried`: results that later rounds of the epoch compare with. `stage` and `steps` are those
+    of the round's `TryCandidates`. `averaged`: candidates whose mean state the run continues
+    from, winner first; empty for the winner's own state.
     """
 
     epoch: int
@@ -136,37 +143,69 @@ class Round:
     steps: int = 0
     tried: tuple[CandidateResult, ...] = ()
     averaged: tuple[CandidateResult, ...] = ()
-    next_decay: float = 1.0
+    next_weight_decay_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything a policy may depend on.
+
+    All decisions, and the mean training loss of each finished epoch.
+    """
+
+    decisions: tuple[Decision, ...] = ()
+    epoch_losses: tuple[float, ...] = ()
+
+    def after_round(self, decision: Decision) -> History:
+        """Return the history with one more decision."""
+        return replace(self, decisions=(*self.decisions, decision))
+
+    def after_epoch(self, loss: float) -> History:
+        """Return the history with the mean training loss of one more epoch."""
+        return replace(self, epoch_losses=(*self.epoch_losses, loss))
+
+    @property
+    def latest(self) -> Decision | None:
+        """The last decision; None before the first."""
+        return self.decisions[-1] if self.decisions else None
+
+    def rounds_of(self, epoch: int) -> tuple[Decision, ...]:
+        """Return the decisions of one epoch."""
+        return tuple(decision for decision in self.decisions if decision.epoch == epoch)
+
+    def is_decided(self, epoch: int) -> bool:
+        """Return whether the last round of this epoch has a winner."""
+        rounds = self.rounds_of(epoch)
+        return bool(rounds) and rounds[-1].winner is not None
 
 
 class Policy(Protocol):
     """A learning-rate policy."""
 
-    def plan(self, epoch: int, history: Sequence[Round], losses: Sequence[float] = ()) -> Plan:
-        """What to do next in `epoch` (from 1), given all decisions and losses so far.
+    def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
+        """Return what to do next in `epoch` (from 1).
 
-        Raises DivergedError when nothing is left to try.
+        Raises DivergedError when no rate is left to try.
         """
         ...
 
-    def choose(self, plan: Plan, results: Sequence[CandidateResult]) -> Round:
-        """Decide over the results of the plan's candidates."""
+    def decide(
+        self, action: TryCandidates, results: Sequence[CandidateResult], history: History
+    ) -> Decision:
+        """Decide the round from the results of its candidates."""
         ...
 
 
-def is_decided(history: Sequence[Round], epoch: int) -> bool:
-    """Whether the last round of this epoch has a winner."""
-    return bool(history) and history[-1].epoch == epoch and history[-1].winner is not None
-
-
 class NoCandidates:
-    """For policies whose plans never have candidates."""
+    """Base of policies that never try candidates."""
 
-    def choose(self, plan: Plan, results: Sequence[CandidateResult]) -> Round:
-        """There is nothing to choose: the driver never calls this."""
-        raise ValueError(f"epoch {plan.epoch}: this policy has no candidates")
+    def decide(
+        self, action: TryCandidates, results: Sequence[CandidateResult], history: History
+    ) -> Decision:
+        """Raise ValueError: the driver never calls this."""
+        raise ValueError(f"epoch {action.epoch}: this policy has no candidates")
 
 
 def is_finite(*values: float) -> bool:
-    """True when none is infinite or not a number."""
+    """Return whether no value is infinite or NaN."""
     return all(math.isfinite(value) for value in values)

@@ -1,20 +1,21 @@
-"""Horizon-aware STPT: find the peak of a whole schedule, train with it, rarely correct it.
+"""Horizon-aware STPT: find the peak of a full schedule, train with it, rarely correct it.
 
 A rate that looks best after a few steps is too small: right after it drops, the loss falls
-because the noise does (Wu et al., ICLR 2018). So candidates are compared at the end of whole
-schedules, squeezed into few steps:
+because the noise does (Wu et al., ICLR 2018). So candidates are compared at the end of full
+schedules, compressed into few steps:
 
-    before epoch 1   the peak is searched (see `peak_search`). No step of that is kept.
-    then             warm-up and decay to zero with this peak, over the whole training.
-    on request       0.1, 1 and 10 times the weight decay, with that peak.
-    later, rarely    0.5, 1 and 2 times what is left of the schedule: some real steps, then the
-                     rest of the decay squeezed. The winner's state before that goes on, and the
-                     rates of the rest of the training follow its factor. 1 stays unless another
-                     is better beyond noise; then searching has not paid, and ends, unless the
-                     loss rises suddenly.
+    before epoch 1   search the peak (see `peak_search`). None of these steps are kept.
+    then             train with this peak: warm-up and decay to zero over all epochs.
+    on request       try 0.1, 1 and 10 times the weight decay, with that peak.
+    later, rarely    try 0.5, 1 and 2 times the rest of the schedule: some real steps, then the
+                     rest of the decay compressed. The run continues from the winner's state
+                     after the real steps, and the rates of all later steps follow its factor.
+                     Factor 1 stays unless another is better beyond noise; in that case later
+                     rounds have not paid off and stop, unless the loss rises suddenly.
 
-Weight decay acts over a whole training (through the sum of rate times decay: Wang and Aitchison,
-arXiv 2405.13698), so candidates for it get it times as much as their schedule is squeezed.
+Weight decay acts over a full training (through the sum of rate times decay: Wang and Aitchison,
+arXiv 2405.13698), so in weight-decay candidates it is multiplied by the factor by which their
+schedule is compressed.
 
 Source of pre-training candidates from one state: Yamada et al. (Kobe University), STPT.
 """
@@ -26,252 +27,268 @@ from dataclasses import dataclass, replace
 
 from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.optim.batch_ramp import EpochSteps
-from raytrain_opt.search.combine import members_of_average
+from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.optim.relative_schedule import RelativeSchedule
 from raytrain_opt.search.loss_trend import PLATEAU_EPOCHS, has_spiked, has_stalled
-from raytrain_opt.search.paired import errors_behind, grouped, losses_of
-from raytrain_opt.search.peak_search import MOST_CANDIDATES, Ask, Found, PeakSearch, lr_of
+from raytrain_opt.search.paired_comparison import group_losses, losses_of, z_score
+from raytrain_opt.search.peak_search import (
+    MAX_CANDIDATES,
+    PeakChoice,
+    PeakRequest,
+    PeakSearch,
+    point_to_lr,
+)
 from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,
-    Plan,
-    Round,
-    is_decided,
+    Decision,
+    History,
+    TrainEpoch,
+    TryCandidates,
 )
-from raytrain_opt.search.squeezed import WholeSchedule
+from raytrain_opt.search.weight_averaging import candidates_to_average
 
-LATER, DECAY = "later", "decay"
+# Stages of rounds, beside those of the peak search.
+LATER, WEIGHT_DECAY = "later", "weight_decay"
 
-# Of what is left of the schedule, and in standard errors how clearly a change has to be better.
+# Factors of the rest of the schedule and of the weight decay.
 _FACTORS = (0.5, 1.0, 2.0)
-_DECAY_FACTORS = (0.1, 1.0, 10.0)
-_CLEAR = 2.0
-# All diverged: the rate is divided by this, so many times.
-_LOST_DIVISOR, _MOST_LOST = 4.0, 3
-# Steps of a later round, kept and squeezed, where the epoch has so many: fewer favour small
-# rates. With fewer squeezed ones than the last there is none: they say nothing.
-_LATER_STEPS, _FEWEST_STEPS = 48, 5
+_WEIGHT_DECAY_FACTORS = (0.1, 1.0, 10.0)
+# A change has to be better by this many standard errors: one in about forty is by chance.
+_MIN_Z_SCORE = 2.0
+# When all diverged the rate is divided by 4, in at most 3 rounds: then by 64 in all.
+_DIVERGED_DIVISOR, _MAX_DIVERGED_ROUNDS = 4.0, 3
+# Steps of a later round, kept and compressed, where the epoch has that many: fewer favor small
+# rates. There is no round with fewer compressed steps than the minimum: they show nothing.
+_LATER_STEPS, _MIN_COMPRESSED_STEPS = 48, 5
 
 
-def most_of_a_round() -> int:
-    """The most candidates that a round can have."""
-    return max(MOST_CANDIDATES, len(_FACTORS))
+def max_round_size() -> int:
+    """Return the largest number of candidates of a round."""
+    return max(MAX_CANDIDATES, len(_FACTORS))
 
 
 @dataclass(frozen=True)
 class HorizonStpt:
-    """The policy, with the section of the job file that sets it."""
+    """The policy, configured by a section of the job file."""
 
     section: HorizonPolicy
     epochs: int
     steps: EpochSteps
 
     @property
-    def schedule(self) -> WholeSchedule:
-        """Of the whole training, in shares of the peak."""
-        return WholeSchedule(self.section.shape, self.section.warmup_share)
+    def schedule(self) -> RelativeSchedule:
+        """The schedule of the full training, relative to the peak."""
+        return RelativeSchedule(self.section.shape, self.section.warmup_fraction)
 
     @property
     def search(self) -> PeakSearch:
-        """What comes before epoch 1."""
-        steps, budget = self.steps.first, self.section.budget * self.epochs
+        """The search before epoch 1."""
+        steps, budget = self.steps.first, self.section.max_search_cost * self.epochs
         return PeakSearch(self.section.initial, self.section.horizon, steps, budget * steps)
 
-    def plan(self, epoch: int, history: Sequence[Round], losses: Sequence[float] = ()) -> Plan:
-        """The search before epoch 1, a later round, or the (rest of the) epoch.
+    def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
+        """Return a round of the search before epoch 1, a later round, or the rest of the epoch.
 
         Raises DivergedError when every candidate of too many rounds diverged.
         """
-        if is_decided(history, epoch):
+        if history.is_decided(epoch):
             kept, _ = self._later_steps(epoch) if epoch > 1 else (0, 0)
-            return self._main_plan(epoch, history, kept)
+            return self._train(epoch, history, kept)
         if epoch == 1 and self.search.is_possible:
-            asked = self.search.next(history)
-            if isinstance(asked, Found):
-                return self._decay_plan(asked, history)
-            return self._search_plan(asked, history)
-        why = self._why_a_round(epoch, history, losses)
-        if why and self._can_pay_a_round(epoch, history):
-            return self._later_plan(epoch, history, why)
-        return self._main_plan(epoch, history, 0)
+            following = self.search.next(history.decisions)
+            if isinstance(following, PeakChoice):
+                return self._try_weight_decays(following, history)
+            return self._try_peaks(following, history)
+        why = self._reason_for_round(epoch, history)
+        if why and self._can_afford_round(epoch, history):
+            return self._try_factors(epoch, history, why)
+        return self._train(epoch, history, 0)
 
-    def choose(self, plan: Plan, results: Sequence[CandidateResult]) -> Round:
-        """Decide over the results, together with those of the epoch's earlier rounds.
+    def decide(
+        self, action: TryCandidates, results: Sequence[CandidateResult], history: History
+    ) -> Decision:
+        """Decide from these results and those of the epoch's earlier rounds.
 
-        Peaks: the centre of what gains. Factors of the rate or of the weight decay:
-        1, unless another is clearly better.
+        Peaks: the weighted mean of all rates that reduce the loss. Factors of the rate or of
+        the weight decay: 1, unless another is clearly better.
         """
         scores = tuple(-r.val_loss if r.status == "ok" else float("-inf") for r in results)
-        tried = tuple(replace(r, val_losses=grouped(r.val_losses)) for r in results)
-        undecided = Round(
-            plan.epoch,
-            plan.base_lr,
+        undecided = Decision(
+            action.epoch,
+            action.base_lr,
             scores,
             winner=None,
-            next_base_lr=plan.base_lr,
+            next_base_lr=action.base_lr,
             reason="",
-            stage=plan.stage,
-            steps=plan.pretrain_steps,
-            tried=tried,
-            next_decay=plan.decay,
+            stage=action.stage,
+            steps=action.pretrain_steps,
+            tried=tuple(replace(r, val_losses=group_losses(r.val_losses)) for r in results),
+            next_weight_decay_factor=_weight_decay_factor(history),
         )
-        if plan.stage == DECAY:
-            found = self.search.next(plan.earlier)
-            assert isinstance(found, Found)
-            return _choose_decay(undecided, found.result)
-        if plan.stage == LATER:
-            return self._averaging(_choose_factor(undecided), results)
-        return self._choose_peak(plan, undecided)
+        if action.stage == WEIGHT_DECAY:
+            peak = self.search.next(history.decisions)
+            assert isinstance(peak, PeakChoice)
+            return _decide_weight_decay(undecided, peak.result)
+        if action.stage == LATER:
+            return self._add_averaging(_decide_factor(undecided), results)
+        return self._decide_peak(undecided, history)
 
-    def _averaging(self, choice: Round, results: Sequence[CandidateResult]) -> Round:
-        if choice.winner is None:
-            return choice
-        members = members_of_average(self.section, choice.winner, results, choice.scores)
-        return replace(choice, averaged=members)
+    def _add_averaging(self, decision: Decision, results: Sequence[CandidateResult]) -> Decision:
+        if decision.winner is None:
+            return decision
+        averaged = candidates_to_average(self.section, decision.winner, results, decision.scores)
+        return replace(decision, averaged=averaged)
 
     # Before epoch 1.
 
-    def _search_plan(self, asked: Ask, history: Sequence[Round]) -> Plan:
-        base_lr, done = self.section.initial, sum(len(r.scores) for r in history)
-        rates = [lr_of(point) for point in asked.points]
+    def _try_peaks(self, request: PeakRequest, history: History) -> TryCandidates:
+        base_lr, first = self.section.initial, _count_candidates(history)
         candidates = tuple(
             # Numbered through the epoch: a winner may come from an earlier round.
-            Candidate(done + index, lr / base_lr, lr)
-            for index, lr in enumerate(rates)
+            Candidate(first + index, lr / base_lr, lr)
+            for index, lr in enumerate(map(point_to_lr, request.points))
         )
-        return Plan(
+        return TryCandidates(
             1,
             base_lr,
-            f"{asked.stage}: {asked.reason}",
+            f"{request.stage}: {request.reason}",
             candidates,
-            self.schedule.squeezed(asked.steps),
+            self.schedule.compressed(request.steps),
             paired=True,
-            stage=asked.stage,
-            earlier=tuple(history),
+            stage=request.stage,
         )
 
-    def _choose_peak(self, plan: Plan, undecided: Round) -> Round:
-        rounds = (*plan.earlier, undecided)
-        if self.search.is_lost(rounds):
+    def _decide_peak(self, undecided: Decision, history: History) -> Decision:
+        rounds = (*history.decisions, undecided)
+        if self.search.all_diverged(rounds):
             return replace(undecided, reason=f"all {len(undecided.scores)} candidates diverged")
         following = self.search.next(rounds)
-        if isinstance(following, Ask):
+        if isinstance(following, PeakRequest):
             return replace(undecided, reason=following.reason)
-        if self._may_try_decays(rounds):
+        if self._can_afford_weight_decays(rounds):
             return replace(undecided, reason=f"{following.reason}: next its weight decay")
         reason = f"peak {following.lr:.3g}: {following.reason}"
         return _decided(undecided, following.result, following.lr, reason)
 
-    def _may_try_decays(self, rounds: Sequence[Round]) -> bool:
-        """It is asked for, and what is left of the budget pays as many steps as the peak had."""
-        cost = len(_DECAY_FACTORS) * rounds[-1].steps
+    def _can_afford_weight_decays(self, rounds: Sequence[Decision]) -> bool:
+        """Return whether the job asks for it and the budget covers as many steps as the peak's."""
+        cost = len(_WEIGHT_DECAY_FACTORS) * rounds[-1].steps
         return self.section.search_weight_decay and cost <= self.search.steps_left(rounds)
 
-    def _decay_plan(self, found: Found, history: Sequence[Round]) -> Plan:
-        lr, done = found.lr, sum(len(r.scores) for r in history)
-        steps = history[-1].steps
-        return Plan(
+    def _try_weight_decays(self, peak: PeakChoice, history: History) -> TryCandidates:
+        first, steps = _count_candidates(history), history.decisions[-1].steps
+        return TryCandidates(
             1,
-            lr,
-            f"try {_listed(_DECAY_FACTORS)} times the weight decay",
-            tuple(Candidate(done + i, 1.0, lr, f) for i, f in enumerate(_DECAY_FACTORS)),
-            self.schedule.squeezed(steps),
+            peak.lr,
+            f"try {_listed(_WEIGHT_DECAY_FACTORS)} times the weight decay",
+            tuple(
+                Candidate(first + index, 1.0, peak.lr, factor)
+                for index, factor in enumerate(_WEIGHT_DECAY_FACTORS)
+            ),
+            self.schedule.compressed(steps),
             paired=True,
-            stage=DECAY,
-            earlier=tuple(history),
-            decay_scale=self.steps.before(self.epochs + 1) / steps,
+            stage=WEIGHT_DECAY,
+            weight_decay_scale=self.steps.before(self.epochs + 1) / steps,
         )
 
     # Later rounds.
 
-    def _why_a_round(
-        self, epoch: int, history: Sequence[Round], losses: Sequence[float]
-    ) -> str | None:
-        """None when there is no reason for one, or when they have not paid."""
-        rounds = [r for r in history if r.stage == LATER]
-        if not history or any(r.epoch == epoch for r in rounds):
-            return "again" if history else None  # it was lost, and is repeated
+    def _reason_for_round(self, epoch: int, history: History) -> str | None:
+        """Return why this epoch needs a round; None without a reason, or if none has paid off."""
+        decisions, losses = history.decisions, history.epoch_losses
+        rounds = [decision for decision in decisions if decision.stage == LATER]
+        if not decisions or any(decision.epoch == epoch for decision in rounds):
+            return "again" if decisions else None  # all diverged: the round is repeated
         if has_spiked(losses):
             return "the loss has risen"
         if any(r.winner is not None and r.next_base_lr == r.base_lr for r in rounds):
             return None
-        if epoch in self._later_epochs():
+        if epoch in self._recheck_epochs():
             return f"{epoch - 1} of {self.epochs} epochs are done"
         since = epoch - 1 - max((r.epoch for r in rounds), default=0)
         return "the loss has stalled" if has_stalled(losses) and since >= PLATEAU_EPOCHS else None
 
-    def _can_pay_a_round(self, epoch: int, history: Sequence[Round]) -> bool:
-        if any(r.stage == LATER and r.epoch == epoch for r in history):
-            return True  # without a rate that trains there is no training
-        kept, squeezed = self._later_steps(epoch)
-        cost = len(_FACTORS) * (kept + squeezed) / self.steps(epoch)
-        spent = sum(len(r.scores) * r.steps / self.steps(r.epoch) for r in history)
-        return squeezed >= _FEWEST_STEPS and spent + cost <= self.section.budget * self.epochs
+    def _can_afford_round(self, epoch: int, history: History) -> bool:
+        if any(decision.stage == LATER for decision in history.rounds_of(epoch)):
+            return True  # a repeated round: without a rate that trains there is no training
+        kept, compressed = self._later_steps(epoch)
+        cost = len(_FACTORS) * (kept + compressed) / self.steps(epoch)
+        spent = sum(len(r.scores) * r.steps / self.steps(r.epoch) for r in history.decisions)
+        return (
+            compressed >= _MIN_COMPRESSED_STEPS
+            and spent + cost <= self.section.max_search_cost * self.epochs
+        )
 
-    def _later_epochs(self) -> set[int]:
-        starts = (1 + round(share * self.epochs) for share in self.section.rounds_at)
+    def _recheck_epochs(self) -> set[int]:
+        starts = (1 + round(fraction * self.epochs) for fraction in self.section.recheck_at)
         return {epoch for epoch in starts if 1 < epoch <= self.epochs}
 
     def _later_steps(self, epoch: int) -> tuple[int, int]:
-        """Steps that are kept and squeezed ones: both together as much of the horizon as is left
-        of the training, or more.
+        """Return the kept and the compressed steps of a later round.
+
+        Together they are as large a part of the horizon as the epochs left are of the training,
+        or `_LATER_STEPS` if that is more.
         """
         left = 1 - (epoch - 1) / self.epochs
-        wanted = max(_LATER_STEPS, round(self.section.horizon * left * self.steps(epoch)))
-        steps = min(wanted, self.steps(epoch))
+        target = max(_LATER_STEPS, round(self.section.horizon * left * self.steps(epoch)))
+        steps = min(target, self.steps(epoch))
         return steps // 2, steps - steps // 2
 
-    def _later_plan(self, epoch: int, history: Sequence[Round], why: str) -> Plan:
-        self._refuse_when_hopeless(epoch, history)
-        base_lr, (kept, squeezed) = self._peak(history), self._later_steps(epoch)
-        decay = _decay(history)
+    def _try_factors(self, epoch: int, history: History, why: str) -> TryCandidates:
+        self._raise_if_all_diverged(epoch, history)
+        base_lr, (kept, compressed) = self._peak(history), self._later_steps(epoch)
+        weight_decay_factor = _weight_decay_factor(history)
         done = (epoch - 1 + kept / self.steps(epoch)) / self.epochs
         real = self.schedule.of_epoch(epoch, self.epochs, self.steps)[:kept]
-        return Plan(
+        return TryCandidates(
             epoch,
             base_lr,
             f"{why}: try {_listed(_FACTORS)} times the rest of the schedule",
-            tuple(Candidate(i, f, base_lr * f, decay) for i, f in enumerate(_FACTORS)),
-            (*real, *self.schedule.squeezed(squeezed, done)),
+            tuple(
+                Candidate(index, factor, base_lr * factor, weight_decay_factor)
+                for index, factor in enumerate(_FACTORS)
+            ),
+            (*real, *self.schedule.compressed(compressed, done)),
             kept_steps=kept,
             paired=True,
             stage=LATER,
-            decay=decay,
         )
 
-    def _refuse_when_hopeless(self, epoch: int, history: Sequence[Round]) -> None:
-        lost = [r for r in history if r.epoch == epoch]
-        if len(lost) > _MOST_LOST:
-            tried = ", ".join(f"{r.base_lr:.3g}" for r in lost)
+    def _raise_if_all_diverged(self, epoch: int, history: History) -> None:
+        diverged = history.rounds_of(epoch)
+        if len(diverged) > _MAX_DIVERGED_ROUNDS:
+            peaks = ", ".join(f"{decision.base_lr:.3g}" for decision in diverged)
             raise DivergedError(
                 f"epoch {epoch}: the loss of every candidate was not finite, at 0.5 to 2 times "
-                f"each of these peak learning rates: {tried}. The training had gone wrong before; "
-                "likely causes: data that are not finite, or fp16."
+                f"each of these peak learning rates: {peaks}. The weights were damaged before "
+                "this round. Likely causes: data that are not finite, or an overflow with "
+                "precision: fp16."
             )
 
     # Training.
 
-    def _peak(self, history: Sequence[Round]) -> float:
-        return history[-1].next_base_lr if history else self.section.initial
+    def _peak(self, history: History) -> float:
+        return history.latest.next_base_lr if history.latest else self.section.initial
 
-    def _main_plan(self, epoch: int, history: Sequence[Round], kept: int) -> Plan:
+    def _train(self, epoch: int, history: History, kept: int) -> TrainEpoch:
         peak = self._peak(history)
-        shares = self.schedule.of_epoch(epoch, self.epochs, self.steps)[kept:]
+        fractions = self.schedule.of_epoch(epoch, self.epochs, self.steps)[kept:]
         reason = f"{self.section.shape} decay from {peak:.3g}"
-        if not history:
-            reason += ": too few steps for a search within learning_rate.budget"
-        lrs = tuple(peak * share for share in shares)
-        return Plan(epoch, peak, reason, lrs=lrs, decay=_decay(history))
+        if not history.decisions:
+            reason += ": too few steps for a search within learning_rate.max_search_cost"
+        lrs = tuple(peak * fraction for fraction in fractions)
+        return TrainEpoch(epoch, lrs, reason, _weight_decay_factor(history))
 
 
-def _choose_factor(undecided: Round) -> Round:
+def _decide_factor(undecided: Decision) -> Decision:
     alive = {r.candidate.multiplier: r for r in undecided.tried if r.status == "ok"}
     if not alive:
-        lr = undecided.base_lr / _LOST_DIVISOR
+        lr = undecided.base_lr / _DIVERGED_DIVISOR
         reason = f"all {len(undecided.scores)} candidates diverged: peak lowered"
         return replace(undecided, next_base_lr=lr, reason=reason, tried=())
-    stay = alive.get(1.0)
-    better = [r for r in alive.values() if stay is None or _is_clearly_better(r, stay)]
+    unchanged = alive.get(1.0)
+    better = [r for r in alive.values() if unchanged is None or _is_clearly_better(r, unchanged)]
     winner = min(better, key=lambda r: r.val_loss) if better else alive[1.0]
     factor = winner.candidate.multiplier
     reason = f"{factor:g} times the rest of the schedule"
@@ -279,35 +296,40 @@ def _choose_factor(undecided: Round) -> Round:
     return _decided(undecided, winner, winner.candidate.lr, reason)
 
 
-def _choose_decay(undecided: Round, found: CandidateResult) -> Round:
-    alive = {r.candidate.decay: r for r in undecided.tried if r.status == "ok"}
-    stay = alive.get(1.0, found)  # the peak's own run was without so much decay
-    better = [r for r in alive.values() if _is_clearly_better(r, stay)]
-    winner = min(better, key=lambda r: r.val_loss) if better else stay
+def _decide_weight_decay(undecided: Decision, peak: CandidateResult) -> Decision:
+    alive = {r.candidate.weight_decay_factor: r for r in undecided.tried if r.status == "ok"}
+    # When factor 1 diverged: the peak's own candidate, trained without the weight-decay scale.
+    unchanged = alive.get(1.0, peak)
+    better = [r for r in alive.values() if _is_clearly_better(r, unchanged)]
+    winner = min(better, key=lambda r: r.val_loss) if better else unchanged
     why = "clearly better" if better else "no other is clearly better"
-    factor = f"{winner.candidate.decay:g} times the weight decay"
+    factor = f"{winner.candidate.weight_decay_factor:g} times the weight decay"
     reason = f"peak {undecided.base_lr:.3g}, {factor}: {why}"
     return _decided(undecided, winner, undecided.base_lr, reason)
 
 
-def _decided(undecided: Round, winner: CandidateResult, lr: float, reason: str) -> Round:
+def _decided(undecided: Decision, winner: CandidateResult, lr: float, reason: str) -> Decision:
     return replace(
         undecided,
         winner=replace(winner, val_losses=()),
         next_base_lr=lr,
-        next_decay=winner.candidate.decay,
+        next_weight_decay_factor=winner.candidate.weight_decay_factor,
         reason=reason,
         tried=(),
     )
 
 
-def _decay(history: Sequence[Round]) -> float:
-    return history[-1].next_decay if history else 1.0
+def _weight_decay_factor(history: History) -> float:
+    return history.latest.next_weight_decay_factor if history.latest else 1.0
+
+
+def _count_candidates(history: History) -> int:
+    return sum(len(decision.scores) for decision in history.decisions)
 
 
 def _listed(factors: Sequence[float]) -> str:
     return ", ".join(f"{factor:g}" for factor in factors)
 
 
-def _is_clearly_better(result: CandidateResult, stay: CandidateResult) -> bool:
-    return errors_behind(losses_of(result), losses_of(stay)) < -_CLEAR
+def _is_clearly_better(result: CandidateResult, reference: CandidateResult) -> bool:
+    return z_score(losses_of(result), losses_of(reference)) < -_MIN_Z_SCORE

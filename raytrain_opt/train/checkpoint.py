@@ -1,12 +1,12 @@
-"""Commits on disk: weights as safetensors, the rest as a file that loads without pickle.
+"""Checkpoints on disk: weights as safetensors, the rest as a file that loads without pickle.
 
     checkpoints/epoch-0003/weights.safetensors   the model's tensors by name
-    checkpoints/epoch-0003/rest.pt               optimiser, scaler, position (weights_only=True)
+    checkpoints/epoch-0003/rest.pt               optimizer, scaler, progress (weights_only=True)
     checkpoints/epoch-0003-round-02/             the same after 2 rounds of epoch 4
-    checkpoints/index.json                       the commits that are whole, oldest first
+    checkpoints/index.json                       the complete checkpoints, oldest first
 
-A commit exists when the index names it, with the SHA-256 of its files; the index is replaced
-atomically.
+A checkpoint exists once the index names it, with the SHA-256 of its files. The index is
+replaced atomically.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from raytrain_opt.config.schema import CheckpointSection
-from raytrain_opt.errors import CheckpointError, CommitError
-from raytrain_opt.paths import remove_tree, write_atomic, write_json
-from raytrain_opt.train.state import HostState, model_tensors, optimizer_state_dict, to_host
+from raytrain_opt.errors import CheckpointError, StorageError
+from raytrain_opt.storage import remove_tree, write_atomic, write_json
+from raytrain_opt.train.state import (
+    TrainingState,
+    model_tensors,
+    optimizer_state_dict,
+    to_cpu_state,
+)
 
 _WEIGHTS, _REST = "weights.safetensors", "rest.pt"
 
 
 @dataclass(frozen=True)
-class Commit:
-    """One entry of the index: after `epoch` whole epochs and `rounds` rounds of the next one.
-    `sha256` of each of its files, hexadecimal.
+class Checkpoint:
+    """One entry of the index: after `epoch` epochs and `rounds` rounds of the next epoch.
+
+    `sha256` maps each file name to a hexadecimal digest.
     """
 
     epoch: int
@@ -43,12 +49,12 @@ class Commit:
 
     @property
     def folder(self) -> str:
-        """Its name below the checkpoint folder; what the index says of it is for people."""
+        """Name of its folder; not read from the index, which might name any path."""
         return _folder_name(self.epoch, self.rounds)
 
     @property
     def reached(self) -> str:
-        """For messages: `epoch 3`, `round 2 of epoch 4`."""
+        """Its point in the run, for messages: `epoch 3` or `round 2 of epoch 4`."""
         if self.rounds:
             return f"round {self.rounds} of epoch {self.epoch + 1}"
         return f"epoch {self.epoch}"
@@ -56,88 +62,90 @@ class Commit:
 
 @dataclass(frozen=True)
 class _Index:
-    commits: list[Commit]
+    checkpoints: list[Checkpoint]
 
 
 _INDEX = TypeAdapter(_Index)
 
 
 class Checkpoints:
-    """The commits of one run; those the job does not keep are removed."""
+    """The checkpoints of one run; removes those that the job does not keep."""
 
     def __init__(self, folder: Path, section: CheckpointSection) -> None:
-        """Raises CheckpointError when the index cannot be read."""
+        """Read the index of a checkpoint folder, if there is one. Raises CheckpointError."""
         self.folder, self.section = folder, section
-        self.commits = read_index(folder)
-        self._forgotten: set[str] = set()
+        self.saved = read_index(folder)
+        self._damaged_folders: set[str] = set()
 
     @property
-    def latest(self) -> Commit | None:
-        """The last one."""
-        return self.commits[-1] if self.commits else None
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint, or None."""
+        return self.saved[-1] if self.saved else None
 
-    def forget_damaged(self) -> list[str]:
-        """Until the last commit is whole, forget it. Returns what is wrong with each forgotten
-        one, newest first.
+    def drop_damaged(self) -> list[str]:
+        """Drop damaged checkpoints from the end, so that the latest one is complete.
 
-        Raises CheckpointError with the same when there were commits and none is whole.
+        Returns a message for each dropped checkpoint, newest first. Raises CheckpointError with
+        these messages if there were checkpoints and all of them are damaged.
         """
-        wrong: list[str] = []
-        while self.commits and (damage := self._damage(self.commits[-1])):
-            commit = self.commits.pop()
-            self._forgotten.add(commit.folder)
-            wrong.append(f"the commit after {commit.reached} is damaged: {damage}")
-        if wrong and not self.commits:
+        messages: list[str] = []
+        while self.saved and (damage := self._damage(self.saved[-1])):
+            checkpoint = self.saved.pop()
+            self._damaged_folders.add(checkpoint.folder)
+            messages.append(f"the checkpoint after {checkpoint.reached} is damaged: {damage}")
+        if messages and not self.saved:
             raise CheckpointError(
-                "no commit of this run is whole:\n  " + "\n  ".join(wrong) + "\nPut these files "
-                "back from a copy, or start a new run (raytrain-opt run JOB.yaml)."
+                "all checkpoints of this run are damaged:\n  "
+                + "\n  ".join(messages)
+                + "\nRestore these files from a backup, or start a new run "
+                "(raytrain-opt run JOB.yaml)."
             )
-        return wrong
+        return messages
 
-    def _damage(self, commit: Commit) -> str | None:
+    def _damage(self, checkpoint: Checkpoint) -> str | None:
         for name in (_WEIGHTS, _REST):
-            path = self.folder / commit.folder / name
+            path = self.folder / checkpoint.folder / name
             try:
-                found = _sha256(path)
+                digest = _sha256(path)
             except OSError as error:
                 return f"{path} cannot be read: {error.strerror}"
-            if found != commit.sha256.get(name):
-                return f"{path} is not as it was written (SHA-256 {found[:12]}…)"
+            if digest != checkpoint.sha256.get(name):
+                return f"{path} was changed after it was written (SHA-256 {digest[:12]}…)"
         return None
 
     def save(
         self,
         epoch: int,
-        state: HostState,
-        position: dict[str, Any],
+        state: TrainingState,
+        progress: dict[str, Any],
         test_accuracy: float | None,
         *,
         rounds: int = 0,
-    ) -> Commit:
-        """Write a commit, name it in the index, then remove what is no longer kept.
+    ) -> Checkpoint:
+        """Write a checkpoint, add it to the index, then remove checkpoints no longer kept.
 
-        `position` is whatever else the run goes on from: numbers, texts, lists and dicts.
-        Raises CommitError when the storage refuses; earlier commits stay.
+        `progress` is what the run needs besides the state to resume: numbers, text, lists and
+        dicts. Raises StorageError when a file cannot be written; earlier checkpoints stay.
         """
         folder = _folder_name(epoch, rounds)
-        sha256 = write_checkpoint(self.folder / folder, state, position)
-        commit = Commit(epoch, test_accuracy, sha256, rounds)
-        kept = self._kept([*self.commits, commit])
+        sha256 = write_checkpoint(self.folder / folder, state, progress)
+        checkpoint = Checkpoint(epoch, test_accuracy, sha256, rounds)
+        kept = self._select_kept([*self.saved, checkpoint])
         entries = [{"folder": c.folder, **vars(c)} for c in kept]
-        write_json(self.folder / "index.json", {"commits": entries})
-        dropped = self._forgotten.union(c.folder for c in self.commits)
-        self.commits, self._forgotten = kept, set()
-        for old in dropped.difference(c.folder for c in kept):
-            remove_tree(self.folder / old)
-        return commit
+        write_json(self.folder / "index.json", {"checkpoints": entries})
+        folders = self._damaged_folders.union(c.folder for c in self.saved)
+        self.saved, self._damaged_folders = kept, set()
+        for name in folders.difference(c.folder for c in kept):
+            remove_tree(self.folder / name)
+        return checkpoint
 
-    def _kept(self, commits: list[Commit]) -> list[Commit]:
-        """The newest, and of those after whole epochs the last ones and the best."""
-        epochs = [c for c in commits if not c.rounds]
+    def _select_kept(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+        """Select the newest checkpoint, and the last and best ones at the end of an epoch."""
+        epochs = [c for c in checkpoints if not c.rounds]
         if self.section.keep != "all":
             best = _best(epochs) if self.section.keep_best else None
             epochs = [c for c in epochs if c in epochs[-self.section.keep :] or c == best]
-        return [*epochs, commits[-1]] if commits[-1].rounds else epochs
+        return [*epochs, checkpoints[-1]] if checkpoints[-1].rounds else epochs
 
 
 def _folder_name(epoch: int, rounds: int) -> str:
@@ -149,23 +157,25 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _best(commits: list[Commit]) -> Commit | None:
-    """The best test accuracy; the earlier of equals; None when none was measured."""
-    measured = [(c.test_accuracy, -c.epoch, c) for c in commits if c.test_accuracy is not None]
+def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """Return the earliest with the best test accuracy; None if none was measured."""
+    measured = [(c.test_accuracy, -c.epoch, c) for c in checkpoints if c.test_accuracy is not None]
     return max(measured, key=lambda entry: entry[:2])[2] if measured else None
 
 
-def write_checkpoint(folder: Path, state: HostState, position: dict[str, Any]) -> dict[str, str]:
-    """One commit's files; returns the SHA-256 of each. Raises CommitError naming the path."""
+def write_checkpoint(
+    folder: Path, state: TrainingState, progress: dict[str, Any]
+) -> dict[str, str]:
+    """Write the files of a checkpoint; return the SHA-256 of each. Raises StorageError."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise CommitError(f"{folder} cannot be written: {error}") from error
+        raise StorageError(f"{folder} cannot be written: {error}") from error
     weights = {name: tensor.contiguous() for name, tensor in model_tensors(state).items()}
     rest = {
         "optimizer": optimizer_state_dict(state),
         "scaler": state.plain["scaler"],
-        "position": position,
+        "progress": progress,
     }
     return {
         _WEIGHTS: _write(folder / _WEIGHTS, lambda path: save_file(weights, path)),
@@ -174,18 +184,18 @@ def write_checkpoint(folder: Path, state: HostState, position: dict[str, Any]) -
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> str:
-    found: list[str] = []
+    digests: list[str] = []
 
     def write_and_hash(temporary: Path) -> None:
         write(temporary)
-        found.append(_sha256(temporary))
+        digests.append(_sha256(temporary))
 
     write_atomic(path, write_and_hash)
-    return found[0]
+    return digests[0]
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The model's tensors, for `model.load_state_dict`. Raises CheckpointError."""
+    """Read the model's tensors, for `model.load_state_dict`. Raises CheckpointError."""
     try:
         return load_file(folder / _WEIGHTS)
     except Exception as error:
@@ -193,54 +203,55 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def read_rest(folder: Path) -> dict[str, Any]:
-    """Optimiser, scaler and position; executes no code from the file. Raises CheckpointError."""
+    """Read optimizer, scaler and progress without executing code. Raises CheckpointError."""
     file = folder / _REST
     try:
         rest: dict[str, Any] = torch.load(file, weights_only=True)
     except Exception as error:  # damage can look like anything to an unpickler
         raise _unreadable(file, error) from error
-    if not isinstance(rest, dict) or not {"optimizer", "scaler", "position"} <= rest.keys():
-        raise _unreadable(file, "it holds something else")
+    if not isinstance(rest, dict) or not {"optimizer", "scaler", "progress"} <= rest.keys():
+        raise _unreadable(file, "it has no optimizer, scaler and progress")
     return rest
 
 
-def read_checkpoint(folder: Path) -> tuple[HostState, dict[str, Any]]:
-    """The state and the position of a commit. Raises CheckpointError."""
+def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
+    """Read the state and the progress of a checkpoint. Raises CheckpointError."""
     rest, weights = read_rest(folder), read_weights(folder)
     try:
-        state = to_host(weights, rest["optimizer"], rest["scaler"], copy=False)
+        state = to_cpu_state(weights, rest["optimizer"], rest["scaler"], copy=False)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _unreadable(folder / _REST, error) from error
-    return state, rest["position"]
+    return state, rest["progress"]
 
 
-def read_index(folder: Path) -> list[Commit]:
-    """The commits of a run's checkpoint folder, oldest first; none without an index.
+def read_index(folder: Path) -> list[Checkpoint]:
+    """Read the checkpoints of a run from its checkpoint folder, oldest first; none if no index.
 
-    Raises CheckpointError when the index is no index.
+    Raises CheckpointError when the index is damaged.
     """
     path = folder / "index.json"
     if not path.exists():
         return []
     try:
-        return _INDEX.validate_json(path.read_bytes()).commits
+        return _INDEX.validate_json(path.read_bytes()).checkpoints
     except (OSError, ValidationError) as error:
         raise CheckpointError(
-            f"{path} is damaged, so that nobody knows which commits are whole: {_why(error)}\n"
-            "Put it back from a copy, or start a new run (raytrain-opt run JOB.yaml). The weights "
-            "in the folders beside it may still be good: they are plain safetensors."
+            f"{path} is damaged, so the complete checkpoints cannot be identified: "
+            f"{_describe(error)}\nRestore it from a backup, or start a new run (raytrain-opt run "
+            "JOB.yaml). The weights in the folders beside it may still be good: they are plain "
+            "safetensors files."
         ) from error
 
 
-def _why(error: OSError | ValidationError) -> str:
+def _describe(error: OSError | ValidationError) -> str:
     if isinstance(error, OSError):
         return str(error.strerror)
-    found = error.errors(include_url=False)
-    return "; ".join(": ".join([*map(str, at["loc"]), at["msg"]]) for at in found)
+    details = error.errors(include_url=False)
+    return "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details)
 
 
-def _unreadable(file: Path, why: object) -> CheckpointError:
-    text = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
+def _unreadable(file: Path, cause: Exception | str) -> CheckpointError:
+    text = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else cause
     return CheckpointError(
         f"{file} is damaged, or was not written by this package; no code in it was run: {text}"
     )

@@ -1,4 +1,4 @@
-"""What a trained network thinks of the test split, and errors of one network or of several."""
+"""Predictions on the test split, and the error rates of one model or of an ensemble."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from raytrain_opt.train.learner import Learner
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Of every test sample, in the order of the split: probabilities [samples, classes] float32
-    and labels [samples], on the CPU.
+    """Class probabilities of every test sample, in the order of the split, on the CPU.
+
+    `probabilities` [samples, classes] are float32, `labels` [samples] int64.
     """
 
     probabilities: Tensor
@@ -22,8 +23,8 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class Errors:
-    """Shares of the samples whose label is not the best guess, or not among the five best."""
+class ErrorRates:
+    """Fractions of the samples whose label is not the top prediction, or not in the top five."""
 
     samples: int
     top1_error: float
@@ -31,11 +32,11 @@ class Errors:
 
 
 @torch.no_grad()
-def predictions(learner: Learner) -> Predictions:
-    """Of the learner's present weights."""
+def predict(learner: Learner) -> Predictions:
+    """Evaluate the learner's current weights on the test split."""
     learner.model.eval()
     probabilities, labels = [], []
-    for batch in learner.data.evaluate("test", 0, 1, learner.eval_batch_size):
+    for batch in learner.data.eval_batches("test", 0, 1, learner.eval_batch_size):
         with learner.autocast():
             output = learner.model(batch.x)
         probabilities.append(output.float().softmax(dim=1).cpu())
@@ -43,22 +44,25 @@ def predictions(learner: Learner) -> Predictions:
     return Predictions(torch.cat(probabilities), torch.cat(labels))
 
 
-def errors(of: Predictions) -> Errors:
-    """Of equal probabilities, the lower class is the better guess."""
-    order = of.probabilities.sort(dim=1, descending=True, stable=True).indices
-    hits = order[:, :5] == of.labels.unsqueeze(1)
-    samples = len(of.labels)
-    return Errors(
+def error_rates(predictions: Predictions) -> ErrorRates:
+    """Return the top-1 and top-5 error; of equal probabilities, the lower class ranks first."""
+    ranking = predictions.probabilities.sort(dim=1, descending=True, stable=True).indices
+    hits = ranking[:, :5] == predictions.labels.unsqueeze(1)
+    samples = len(predictions.labels)
+    return ErrorRates(
         samples,
         1 - int(hits[:, 0].sum()) / samples,
         1 - int(hits.any(dim=1).sum()) / samples,
     )
 
 
-def ensemble(members: Sequence[Predictions]) -> Predictions:
-    """The mean of their probabilities. Raises ValueError unless all have the same labels."""
-    first = members[0]
-    if any(not torch.equal(member.labels, first.labels) for member in members):
-        raise ValueError("the members were asked about different samples")
-    mean = torch.stack([member.probabilities for member in members]).mean(dim=0)
+def average_predictions(models: Sequence[Predictions]) -> Predictions:
+    """Average the probabilities of several models.
+
+    Raises ValueError unless all models have the same labels.
+    """
+    first = models[0]
+    if any(not torch.equal(predictions.labels, first.labels) for predictions in models):
+        raise ValueError("the ensemble's models were evaluated on different samples")
+    mean = torch.stack([predictions.probabilities for predictions in models]).mean(dim=0)
     return Predictions(mean, first.labels)

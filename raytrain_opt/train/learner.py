@@ -1,8 +1,9 @@
-"""What a worker or a candidate's slot holds and does: train some steps, evaluate, move state.
+"""What one process does in training: train some steps, evaluate, load and capture a state.
 
-One `Learner` is built per process and lives as long as the run. It knows nothing of Ray.
-Nothing in its loop waits for the device: sums of loss and hits stay there until the end of
-a phase.
+Each worker, slot or probing process builds one `Learner`, which lives as long as the run. It
+knows nothing of Ray. Its training loop never waits for the device: the sums of losses and of
+correct predictions stay there until the end of a phase, that is, of one call of `train` or
+`evaluate`.
 """
 
 from __future__ import annotations
@@ -18,113 +19,132 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.optimizer import ParallelSection
-from raytrain_opt.config.schema import Job
+from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import TrainingData, open_data
-from raytrain_opt.data.array_sets import Arrays
 from raytrain_opt.data.base import Batch, DataInfo, Split
+from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.models import build_model, check_output
-from raytrain_opt.optim.batch_ramp import ramp_factor
-from raytrain_opt.optim.build import build_optimizer, set_lr, set_weight_decays, weight_decays
-from raytrain_opt.train.batchnorm import (
-    batches_seen,
-    count_positions,
+from raytrain_opt.optim.epoch_steps import ramp_factor
+from raytrain_opt.optim.factory import (
+    build_optimizer,
+    get_weight_decays,
+    set_lr,
+    set_weight_decays,
+)
+from raytrain_opt.results import (
+    LOSS_BLOCK_SIZE,
+    BufferUpdates,
+    EvalTotals,
+    GradientNorms,
+    TrainTotals,
+)
+from raytrain_opt.train.batch_norm import (
+    collect_buffers,
+    count_tracked_batches,
+    count_values_per_channel,
     pool_statistics,
-    prepare,
+    prepare_batch_norm,
     recalibrate,
 )
-from raytrain_opt.train.buffers import buffers_of
-from raytrain_opt.train.group import Parallel, alone
+from raytrain_opt.train.data_parallel import Parallel, single_process
+from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.loss import build_loss
-from raytrain_opt.train.state import HostState, capture, restore
-from raytrain_opt.train.totals import BLOCK, Buffers, EvalTotals, GradientNorms, TrainTotals
+from raytrain_opt.train.state import TrainingState, capture, restore
 
 _AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Called before each step with the number of steps done in this phase; may raise to stop it.
+# Called before each step with the number of completed steps; may raise to stop the phase.
 OnStep = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Which shares of each global batch this process computes: `mine` of `count`.
+class MicroBatches:
+    """The micro-batches of a global batch that this process computes.
 
-    Their gradients are added up and divided by `divisor`, by default the number of them.
+    A global batch is split into `count` micro-batches of equal size; this process computes
+    those at `indices`. It sums their gradients and divides by `per_worker`, the mean number of
+    micro-batches per worker (None: the number of indices), so that the mean over the workers,
+    which DDP takes, is the mean over all micro-batches.
     """
 
-    mine: range
+    indices: range
     count: int
-    divisor: float | None = None
+    per_worker: float | None = None
 
     @classmethod
-    def of_rank(cls, rank: int, world_size: int, count: int) -> Shares:
-        """`count` shares over as many or fewer workers, as evenly as they go. The mean over the
-        workers, which DDP takes, is the mean over all shares, however many each of them has.
+    def for_rank(cls, rank: int, world_size: int, count: int) -> MicroBatches:
+        """Return the micro-batches of one rank, when `count` are split as evenly as possible.
+
+        `count` is at least `world_size`; the ranks' numbers of micro-batches differ by at most 1.
         """
-        mine = range(rank * count // world_size, (rank + 1) * count // world_size)
-        return cls(mine, count, count / world_size)
+        indices = range(rank * count // world_size, (rank + 1) * count // world_size)
+        return cls(indices, count, count / world_size)
 
     @property
-    def divided_by(self) -> float:
-        """Of a sum of the gradients of `mine`."""
-        return len(self.mine) if self.divisor is None else self.divisor
+    def divisor(self) -> float:
+        """What the sum of the gradients of this process is divided by."""
+        return len(self.indices) if self.per_worker is None else self.per_worker
 
-    def cut(self, parts: int) -> Shares:
-        """The same samples in `parts` times as many shares."""
-        mine = range(self.mine.start * parts, self.mine.stop * parts)
-        return Shares(mine, self.count * parts, self.divided_by * parts)
+    def split(self, factor: int) -> MicroBatches:
+        """Return the same samples in `factor` times as many micro-batches."""
+        indices = range(self.indices.start * factor, self.indices.stop * factor)
+        return MicroBatches(indices, self.count * factor, self.divisor * factor)
 
 
 @dataclass(frozen=True)
 class _Phase:
-    """What was trained last: `seen` are the BatchNorm layers' counts at its start."""
+    """The latest phase of training, and the BatchNorm layers' batch counts at its start."""
 
     epoch: int
-    shares: Shares
-    seen: dict[str, int]
+    micro_batches: MicroBatches
+    tracked_before: dict[str, int]
 
 
 class Learner:
-    """Model, optimiser, loss and data of one process.
+    """Model, optimizer, loss and data of one process.
 
-    `distribute` says how it works with others (`train.group`); state always refers to the bare
-    model.
+    `distribute` wraps the model for data parallelism (`train.data_parallel`); captured states
+    always have the parameter names of the bare model.
     """
 
     def __init__(
         self,
-        job: Job,
-        shared: Arrays | None,
+        config: LearnerConfig,
+        shared: DatasetArrays | None,
         device: torch.device,
-        distribute: Callable[[nn.Module, ParallelSection], Parallel] = alone,
+        distribute: Callable[[nn.Module, ParallelSection], Parallel] = single_process,
     ) -> None:
-        self.job, self.device = job, device
+        self.config, self.device = config, device
         self.data: TrainingData = open_data(
-            job.data, shared, seed=job.seed, device=device, channels_last=job.channels_last
+            config.data,
+            shared,
+            seed=config.seed,
+            device=device,
+            channels_last=config.channels_last,
         )
-        self.model, self._positions = _build(job, self.info, device)
-        self.parallel = distribute(self.model, job.parallel)
+        self.model, self._values_per_channel = _build_model(config, self.info, device)
+        self.parallel = distribute(self.model, config.parallel)
         self.optimizer = build_optimizer(
-            job.optimizer,
+            config.optimizer,
             self.model,
-            steps_per_epoch=self.info.steps_per_epoch(job.global_batch_size),
+            steps_per_epoch=self.info.steps_per_epoch(config.global_batch_size),
         )
-        self._weight_decays = weight_decays(self.optimizer)
-        self.loss = build_loss(job.loss)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
-        self._phase = _Phase(1, Shares(range(1), 1), batches_seen(self.model))
+        self._weight_decays = get_weight_decays(self.optimizer)
+        self.loss = build_loss(config.loss)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        self._begin_phase(1, MicroBatches(range(1), 1))
 
     @property
     def info(self) -> DataInfo:
         """Sizes of the data set."""
         return self.data.info
 
-    def state(self, *, copy: bool) -> HostState:
-        """See `train.state.capture`."""
+    def state(self, *, copy: bool) -> TrainingState:
+        """Capture the current state; see `train.state.capture`."""
         return capture(self.model, self.optimizer, self.scaler, copy=copy)
 
-    def load(self, state: HostState) -> None:
-        """See `train.state.restore`."""
+    def load(self, state: TrainingState) -> None:
+        """Copy a state into the model, the optimizer and the scaler."""
         restore(state, self.model, self.optimizer, self.scaler)
 
     def train(
@@ -132,36 +152,37 @@ class Learner:
         epoch: int,
         first_step: int,
         lrs: Sequence[float],
-        shares: Shares,
+        micro_batches: MicroBatches,
         on_step: OnStep = lambda _: None,
-        decay: float = 1.0,
+        weight_decay_factor: float = 1.0,
     ) -> TrainTotals:
-        """Train len(lrs) steps of `epoch`, from `first_step`, each at its rate, with `decay` times
-        the optimiser's weight decay.
+        """Train one step of `epoch` per learning rate, starting at `first_step`.
 
-        Several shares are accumulated into one update, so that the result is the one that
-        as many workers would compute together. The same arguments from the same state give
-        the same result, whatever ran before.
+        The gradients of several micro-batches are accumulated into one update: the result is
+        the same as if one worker per micro-batch computed it. The same arguments from the same
+        state give the same result, whatever ran before. The configured weight decay is
+        multiplied by `weight_decay_factor`.
         """
         started_s, wait_s, samples, skipped = monotonic_s(), 0.0, 0, 0
-        shares = self._ramped(epoch, shares)
-        self._phase = _Phase(epoch, shares, batches_seen(self.model))
+        micro_batches = self._grown(epoch, micro_batches)
+        divisor = micro_batches.divisor
+        self._begin_phase(epoch, micro_batches)
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
-        self._seed(f"{self.job.seed} {epoch} {first_step} {shares.mine.start}")
-        set_weight_decays(self.optimizer, [decay * each for each in self._weight_decays])
+        self._seed(f"{self.config.seed} {epoch} {first_step} {micro_batches.indices.start}")
+        set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
         self.parallel.forward.train()
-        self.parallel.begin(shares.divided_by, self.scaler.scale)
+        self.parallel.begin_phase(divisor, self.scaler.scale)
         batches = self._batches(range(first_step, first_step + len(lrs)))
-        for done, lr in enumerate(lrs):
-            on_step(done)
+        for step, lr in enumerate(lrs):
+            on_step(step)
             set_lr(self.optimizer, lr)
             self.optimizer.zero_grad(set_to_none=True)
-            for share in shares.mine:
-                asked_s = monotonic_s()
+            for index in micro_batches.indices:
+                requested_s = monotonic_s()
                 batch = next(batches)
-                wait_s += monotonic_s() - asked_s
-                with self.parallel.accumulate(last=share == shares.mine[-1]):
-                    sums += self._accumulate(batch, shares.divided_by)
+                wait_s += monotonic_s() - requested_s
+                with self.parallel.accumulate(last=index == micro_batches.indices[-1]):
+                    sums += self._accumulate(batch, divisor)
                 samples += len(batch.y)
                 skipped += batch.skipped
             self.scaler.step(self.optimizer)
@@ -174,52 +195,63 @@ class Learner:
             loss_sum=loss_sum,
             correct=int(correct),
             skipped=skipped,
-            seconds=monotonic_s() - started_s,
+            duration_s=monotonic_s() - started_s,
             data_wait_s=wait_s,
-            norms=self._norms(),
+            norms=self._gradient_norms(),
         )
 
-    def begin_shares(self, epoch: int, count: int) -> None:
-        """Shares of any steps of `epoch` follow, each by itself; `count` of them make a step."""
-        self._phase = _Phase(epoch, Shares(range(1), count), batches_seen(self.model))
+    def begin_micro_batches(self, epoch: int, count: int) -> None:
+        """Begin a phase in which single micro-batches are computed, in any order.
+
+        `count` micro-batches make up one step of `epoch`. See `add_gradient`.
+        """
+        self._begin_phase(epoch, MicroBatches(range(1), count))
         self.model.train()
 
-    def batches_at(self, places: Iterable[tuple[int, int]]) -> Iterator[Batch]:
-        """Those of the epoch that was begun: (step, share)."""
-        at = self._phase
-        size = self._global_batch_size(at.epoch)
-        return self.data.train_places(at.epoch, places, at.shares.count, size)
+    def micro_batches_at(self, indices: Iterable[tuple[int, int]]) -> Iterator[Batch]:
+        """Yield the batches at these (step, micro-batch) indices of the current phase's epoch."""
+        epoch, count = self._phase.epoch, self._phase.micro_batches.count
+        return self.data.train_batches_at(epoch, indices, count, self._global_batch_size(epoch))
 
-    def add_gradient(self, batch: Batch, place: tuple[int, int]) -> tuple[float, int]:
-        """Add the gradient of the mean loss of one share to what the parameters have. Returns the
-        sum of its losses and the hits. The same share draws the same random numbers everywhere.
+    def add_gradient(self, batch: Batch, index: tuple[int, int]) -> tuple[float, int]:
+        """Add the gradient of one micro-batch's mean loss to the parameters' gradients.
+
+        Random numbers depend on `index`, (step, micro-batch), only: they are the same in every
+        process. Returns the sum of the losses and the number of correct predictions.
         """
-        step, share = place
-        self._seed(f"{self.job.seed} {self._phase.epoch} {step} share {share}")
-        loss_sum, hits = self._accumulate(batch, 1.0).tolist()
-        return loss_sum, int(hits)
+        step, micro_batch = index
+        # Any other text would change the random numbers of every asynchronous run.
+        self._seed(f"{self.config.seed} {self._phase.epoch} {step} share {micro_batch}")
+        loss_sum, correct = self._accumulate(batch, 1.0).tolist()
+        return loss_sum, int(correct)
 
-    def buffers(self, batches: int) -> Buffers:
-        """What `batches` shares, since they were begun, did to this process's model."""
-        at = self._phase
-        size = self._global_batch_size(at.epoch) // at.shares.count
-        return buffers_of(self.model, size, self._positions, at.seen, batches)
+    def buffers(self, batches: int) -> BufferUpdates:
+        """Return the model's buffers after `batches` micro-batches of the current phase."""
+        size, before = self._micro_batch_size(), self._phase.tracked_before
+        return collect_buffers(self.model, size, self._values_per_channel, before, batches)
 
-    def _norms(self) -> GradientNorms | None:
-        """What was measured of the gradients of the phase that is over."""
-        pairs, size = self.parallel.finish(), self._global_batch_size(self._phase.epoch)
-        return GradientNorms(size // self._phase.shares.count, size, pairs) if pairs else None
+    def _begin_phase(self, epoch: int, micro_batches: MicroBatches) -> None:
+        self._phase = _Phase(epoch, micro_batches, count_tracked_batches(self.model))
+
+    def _gradient_norms(self) -> GradientNorms | None:
+        """End the phase for the process group; return the norms, if any were measured."""
+        pairs = self.parallel.end_phase()
+        global_batch_size = self._global_batch_size(self._phase.epoch)
+        return GradientNorms(self._micro_batch_size(), global_batch_size, pairs) if pairs else None
 
     def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
-        """Forward and backward of one share; returns [sum of losses, hits] on the device."""
+        """Run forward and backward of one micro-batch, with its mean loss divided by `divisor`.
+
+        Returns [sum of the losses, number of correct predictions], float64, on the device.
+        """
         with self.autocast():
             output = self.parallel.forward(batch.x)
             loss = self.loss(output, batch.y)
         scaled = loss if divisor == 1 else loss / divisor
         self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            hits = (output.argmax(1) == batch.y).sum()
-            return torch.stack((loss.detach().double() * len(batch.y), hits.double()))
+            correct = (output.argmax(1) == batch.y).sum()
+            return torch.stack((loss.detach().double() * len(batch.y), correct.double()))
 
     @torch.no_grad()
     def evaluate(
@@ -231,78 +263,94 @@ class Learner:
         *,
         blocks: bool = False,
     ) -> EvalTotals:
-        """This rank's part of the split, each sample once; loss and top-1 and top-5 hits. With
-        `blocks` also the loss of each block of samples, by which two models can be compared.
+        """Evaluate this rank's samples of the split, each sample once over all ranks.
+
+        `on_step` is called before each batch with the numbers of completed and of all batches.
+        With `blocks`, also returns the mean loss of each block of LOSS_BLOCK_SIZE samples, for
+        paired comparisons of two models.
         """
         started_s, samples = monotonic_s(), 0
         block_losses: list[Tensor] = []
         sums = torch.zeros(3, device=self.device, dtype=torch.float64)
         self.model.eval()
         batch_size = self.eval_batch_size
-        split_size = self.info.test_size if split == "test" else self.info.selection_size
+        split_size = self.info.test_size if split == "test" else self.info.validation_size
         total = math.ceil(split_size / (world_size * batch_size))
-        for done, batch in enumerate(self.data.evaluate(split, rank, world_size, batch_size)):
+        for done, batch in enumerate(self.data.eval_batches(split, rank, world_size, batch_size)):
             on_step(done, total)
             with self.autocast():
                 output = self.model(batch.x)
                 loss = self.loss(output, batch.y)
-            guesses = output.topk(min(5, output.shape[1]), dim=1).indices
-            hits = guesses == batch.y.unsqueeze(1)
+            top_classes = output.topk(min(5, output.shape[1]), dim=1).indices
+            hits = top_classes == batch.y.unsqueeze(1)
             sums += torch.stack(
                 (loss.double() * len(batch.y), hits[:, 0].sum().double(), hits.sum().double())
             )
             samples += len(batch.y)
             if blocks:
-                parts = zip(torch.split(output, BLOCK), torch.split(batch.y, BLOCK), strict=True)
-                block_losses += [self.loss(some, labels).double() for some, labels in parts]
+                pairs = zip(
+                    torch.split(output, LOSS_BLOCK_SIZE),
+                    torch.split(batch.y, LOSS_BLOCK_SIZE),
+                    strict=True,
+                )
+                block_losses += [self.loss(outputs, y).double() for outputs, y in pairs]
         loss_sum, correct, top5 = sums.tolist()
-        by_block = torch.stack(block_losses).tolist() if block_losses else []
-        seconds = monotonic_s() - started_s
-        return EvalTotals(samples, loss_sum, int(correct), int(top5), seconds, tuple(by_block))
+        losses = torch.stack(block_losses).tolist() if block_losses else []
+        duration_s = monotonic_s() - started_s
+        return EvalTotals(samples, loss_sum, int(correct), int(top5), duration_s, tuple(losses))
 
-    def settle_statistics(self) -> None:
-        """After a phase that was trained together: one set of BatchNorm statistics for all, that
-        of the phase, or taken anew from the first batches of its epoch (`train.batchnorm`).
+    def sync_batch_norm_stats(self) -> None:
+        """Give all workers the same BatchNorm statistics, after a phase of synchronous training.
+
+        The statistics are combined from those of the phase or, with
+        `batch_norm.recalibrate_batches`, recomputed from the epoch's first batches
+        (`train.batch_norm`).
         """
-        at, wanted = self._phase, self.job.batch_norm.recalibrate_batches
-        if not wanted:
-            size = self._global_batch_size(at.epoch) // at.shares.count
-            pool_statistics(self.model, size, self._positions, at.seen)
+        epoch, indices = self._phase.epoch, self._phase.micro_batches.indices
+        recalibrate_batches = self.config.batch_norm.recalibrate_batches
+        if not recalibrate_batches:
+            size, before = self._micro_batch_size(), self._phase.tracked_before
+            pool_statistics(self.model, size, self._values_per_channel, before)
             return
-        self._seed(f"{self.job.seed} {at.epoch} recalibrate {at.shares.mine.start}")
-        steps = self.info.steps_per_epoch(self._global_batch_size(at.epoch))
-        batches = islice(self._batches(range(steps)), wanted)
+        self._seed(f"{self.config.seed} {epoch} recalibrate {indices.start}")
+        steps = self.info.steps_per_epoch(self._global_batch_size(epoch))
+        batches = islice(self._batches(range(steps)), recalibrate_batches)
         with self.autocast():
-            recalibrate(self.model, (batch.x for batch in batches), self._positions)
+            recalibrate(self.model, (batch.x for batch in batches), self._values_per_channel)
 
     def _batches(self, steps: range) -> Iterator[Batch]:
-        """This process's shares of these steps of the present phase's epoch."""
-        at = self._phase
-        size = self._global_batch_size(at.epoch)
-        return self.data.train(at.epoch, steps, at.shares.mine, at.shares.count, size)
+        """Yield this process's micro-batches of these steps of the current phase's epoch."""
+        epoch, micro_batches = self._phase.epoch, self._phase.micro_batches
+        size = self._global_batch_size(epoch)
+        return self.data.train_batches(
+            epoch, steps, micro_batches.indices, micro_batches.count, size
+        )
+
+    def _micro_batch_size(self) -> int:
+        return self._global_batch_size(self._phase.epoch) // self._phase.micro_batches.count
 
     def _global_batch_size(self, epoch: int) -> int:
-        return self.job.global_batch_size * ramp_factor(self.job.batch_ramp, epoch)
+        return self.config.global_batch_size * ramp_factor(self.config.batch_ramp.steps, epoch)
 
-    def _ramped(self, epoch: int, shares: Shares) -> Shares:
-        """A larger batch in more shares, or in as many larger ones."""
-        if self.job.ramp_by == "worker":
-            return shares
-        return shares.cut(ramp_factor(self.job.batch_ramp, epoch))
+    def _grown(self, epoch: int, micro_batches: MicroBatches) -> MicroBatches:
+        """Apply the batch ramp: a larger batch has more micro-batches, or larger ones."""
+        if self.config.batch_ramp.grow == "worker_batch":
+            return micro_batches
+        return micro_batches.split(ramp_factor(self.config.batch_ramp.steps, epoch))
 
     @staticmethod
     def _seed(text: str) -> None:
-        """The same random numbers in every process for the same text (unlike `hash`)."""
+        """Seed torch from a text, the same in every process (unlike `hash`)."""
         digest = blake2b(text.encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "big") >> 1)
 
     def wait_for_device(self) -> None:
-        """Until what was asked of it is done; for measuring."""
+        """Wait until the device has finished all queued work; for measuring time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def release_memory(self) -> None:
-        """Give cached device memory back while the other pool computes on the same GPU."""
+        """Free cached device memory for the other pool, which uses the same GPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -311,38 +359,39 @@ class Learner:
         self.data.close()
 
     def autocast(self) -> torch.autocast:
-        """The job's precision, for a forward pass."""
-        dtype = _AMP_DTYPE.get(self.job.precision)
+        """Return a context that runs a forward pass in the configured precision."""
+        dtype = _AMP_DTYPE.get(self.config.precision)
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     @property
     def eval_batch_size(self) -> int:
-        """Of one forward pass without gradients."""
-        given = self.job.evaluate.batch_size_per_worker
-        return given or max(self.job.batch_size_per_worker, 256)
+        """Samples in one forward pass without gradients."""
+        return self.config.eval_batch_size(self.config.batch_size_per_worker)
 
 
-def _build(job: Job, info: DataInfo, device: torch.device) -> tuple[nn.Module, dict[str, float]]:
-    """The model, and the positions in its BatchNorm layers (see `count_positions`)."""
+def _build_model(
+    config: LearnerConfig, info: DataInfo, device: torch.device
+) -> tuple[nn.Module, dict[str, float]]:
+    """Build the model; also return `count_values_per_channel` of its BatchNorm layers."""
     model = build_model(
-        job.model,
+        config.model,
         num_classes=info.num_classes,
         sample_shape=info.sample_shape,
-        seed=job.seed,
+        seed=config.seed,
     ).to(device)
-    if job.channels_last and len(info.sample_shape) == 3:
+    if config.channels_last and len(info.sample_shape) == 3:
         model = model.to(memory_format=torch.channels_last)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    model = prepare(model, job.batch_norm, world_size=world_size)
-    with count_positions(model) as positions:
+    model = prepare_batch_norm(model, config.batch_norm, world_size=world_size)
+    with count_values_per_channel(model) as values_per_channel:
         check_output(model, info.sample_shape, info.num_classes, device)
-    if job.compile:
+    if config.compile:
         model.compile()
-    return model, positions
+    return model, values_per_channel
 
 
 def reduce_sums(values: Sequence[float], device: torch.device) -> list[float]:
-    """Each value summed over the process group (float64); unchanged without a group."""
+    """Sum each value over the process group, in float64; without a group, return the values."""
     if not dist.is_initialized():
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=device)

@@ -1,13 +1,13 @@
-"""What is minimised: cross entropy with label smoothing, or the user's function."""
+"""The training loss: cross entropy with label smoothing, or a function of the user."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import is_function_name, resolve_function
 from raytrain_opt.config.schema import LossSection
 from raytrain_opt.errors import JobError, Problem
@@ -23,12 +23,11 @@ _RULE = "must be cross_entropy or package.module:function"
 
 
 def check_loss(section: LossSection) -> list[Problem]:
-    """Every problem of the section, without calling the function or importing torch."""
+    """Return all problems of the section, without calling the function or importing torch."""
     if section.name == _CROSS_ENTROPY:
         return []
     if not is_function_name(section.name):
-        near = get_close_matches(str(section.name), [_CROSS_ENTROPY], n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else None
+        hint = nearest(section.name, [_CROSS_ENTROPY], cutoff=0.4)
         return [Problem(_PATH, _RULE, repr(section.name), hint)]
     try:
         function = resolve_function(section.name, _PATH)
@@ -38,10 +37,10 @@ def check_loss(section: LossSection) -> list[Problem]:
 
 
 def build_loss(section: LossSection) -> Loss:
-    """A function of (output [N, classes], labels [N]) that gives the mean over the batch, [].
+    """Build a function of (output [N, classes], labels [N]) that returns the mean loss, [].
 
-    Raises JobError: anything `check_loss` finds; and, when called, if the user's function
-    returns anything but a tensor without dimensions.
+    Raises JobError with the problems that `check_loss` finds. The function raises JobError if
+    the user's function does not return a tensor without dimensions.
     """
     from torch.nn import functional
 
@@ -50,34 +49,27 @@ def build_loss(section: LossSection) -> Loss:
         raise JobError(problems)
     if section.name == _CROSS_ENTROPY:
         return partial(functional.cross_entropy, label_smoothing=section.label_smoothing)
-    return partial(_users_loss, resolve_function(section.name, _PATH))
+    return partial(_call_user_loss, resolve_function(section.name, _PATH))
 
 
 def check_loss_value(section: LossSection, num_classes: int) -> list[Problem]:
-    """What the user's function does with the outputs and labels of two samples."""
+    """Call the user's function with outputs and labels of two samples; return its problems."""
     import torch
 
     if section.name == _CROSS_ENTROPY:
         return []
     output, labels = torch.zeros(2, num_classes), torch.zeros(2, dtype=torch.int64)
     try:
-        _called(build_loss(section), output, labels)
+        build_loss(section)(output, labels)
     except JobError as error:
         return error.problems
-    return []
-
-
-def _called(loss: Loss, output: Tensor, labels: Tensor) -> None:
-    try:
-        loss(output, labels)
-    except JobError:
-        raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the user's function may raise anything
         rule = (
-            f"raised {type(error).__name__}: {error}; it is called with output "
+            f"raised {type(error).__name__}: {error}; it was called with output "
             f"{list(output.shape)} and labels {list(labels.shape)} of two samples"
         )
-        raise JobError([Problem(_PATH, rule)]) from error
+        return [Problem(_PATH, rule)]
+    return []
 
 
 def _signature_problems(function: Callable[..., Any]) -> list[Problem]:
@@ -87,7 +79,7 @@ def _signature_problems(function: Callable[..., Any]) -> list[Problem]:
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return []  # written in C without a signature: the first call will tell
+        return []  # written in C, without a signature: only a call can show that it fails
     try:
         signature.bind("output", "labels")
     except TypeError as error:
@@ -96,12 +88,12 @@ def _signature_problems(function: Callable[..., Any]) -> list[Problem]:
     return []
 
 
-def _users_loss(function: Callable[..., Any], output: Tensor, labels: Tensor) -> Tensor:
+def _call_user_loss(function: Callable[..., Any], output: Tensor, labels: Tensor) -> Tensor:
     import torch
 
     loss = function(output, labels)
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss
-    found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    kind = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
     rule = "must return the mean over the batch, a tensor without dimensions"
-    raise JobError([Problem(_PATH, rule, f"returned {found}")])
+    raise JobError([Problem(_PATH, rule, f"returned {kind}")])

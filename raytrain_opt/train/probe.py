@@ -1,7 +1,8 @@
-"""Measure training at one batch size: speed with its error, where the time goes, memory.
+"""Measure training at one batch size: speed and its standard error, time per part, memory.
 
-A probe trains for real and then puts everything back: weights, buffers, optimiser, scaler,
-gradients, modes and random numbers are bit-identical afterwards. It knows nothing of Ray.
+A probe runs real training steps and then restores everything: weights, buffers, optimizer,
+scaler, gradients, modes and random numbers are bit-identical afterwards. It knows nothing of
+Ray.
 """
 
 from __future__ import annotations
@@ -19,33 +20,35 @@ from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.data.base import Batch, nothing
+from raytrain_opt.data.base import Batch, no_op
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.telemetry.utilization import (
+from raytrain_opt.monitoring.samplers import (
+    NullSampler,
     Sampler,
-    ScriptedSampler,
     UtilizationMonitor,
     open_sampler,
 )
+from raytrain_opt.results import GradientNorms, Probe
+from raytrain_opt.train.gradient_noise import GradientNormMeter
 from raytrain_opt.train.learner import Learner
-from raytrain_opt.train.noise import NormMeter
-from raytrain_opt.train.probe_result import Probe
-from raytrain_opt.train.timing import PARTS, marks_for
-from raytrain_opt.train.totals import GradientNorms
-from raytrain_opt.train.untouched import untouched
+from raytrain_opt.train.preserve_state import preserve_state
+from raytrain_opt.train.step_timer import STEP_PARTS, step_timer_for
 
 _MIB = 1024**2
+# A few evaluation steps are enough to allocate the memory that evaluation needs.
 _EVALUATION_STEPS = 3
-# Slow steps: so many seconds of warming up, or timed, are enough, but that many steps.
-_WARM_S, _TIMED_S, _LEAST_STEPS = 0.5, 1.0, 2
-# What is believed of the spread of steps before any is seen, and how many steps that counts for.
-_USUAL_SPREAD, _USUAL_WEIGHT = 0.03, 3
-# Of the gradient noise: batches and samples of a large gradient, and such gradients.
-_LEAST_SHARES, _MOST_SHARES, _NOISE_SAMPLES = 2, 32, 256
-_LEAST_LARGE, _MOST_LARGE = 2, 8
-# How torch, cuDNN, cuBLAS and the CPU allocator say that memory is out, apart from
-# torch.OutOfMemoryError.
-_MEMORY_TEXTS = (
+# With slow steps, this much warm-up or timed training is enough, but at least two steps: a
+# standard error needs two values.
+_WARMUP_S, _TIMED_S, _MIN_STEPS = 0.5, 1.0, 2
+# Prior for the relative spread of step times, and the number of steps it counts as.
+_PRIOR_SPREAD, _PRIOR_STEPS = 0.03, 3
+# Gradient noise: micro-batches and samples that make up one large gradient, and the number of
+# large gradients. The bounds limit both the noise of the estimate and the time of a probe.
+_MIN_MICRO_BATCHES, _MAX_MICRO_BATCHES, _NOISE_SAMPLES = 2, 32, 256
+_MIN_LARGE, _MAX_LARGE = 2, 8
+# Messages by which torch, cuDNN, cuBLAS and the CPU allocator report that memory ran out, in
+# errors other than torch.OutOfMemoryError.
+_OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",
@@ -57,9 +60,11 @@ _MEMORY_TEXTS = (
 
 
 @dataclass
-class Subject:
-    """What is trained in a probe. `batches(size, on_copy)` is endless, on the device, and calls
-    `on_copy` between reading a batch and moving it to the device.
+class ProbedTraining:
+    """The training that a probe measures.
+
+    `batches(size, on_copy)` yields batches on the device without end, and calls `on_copy`
+    between reading a batch and moving it to the device.
     """
 
     model: nn.Module
@@ -69,28 +74,29 @@ class Subject:
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]]
     scaler: torch.amp.GradScaler
-    # Evaluation steps at this batch size; only the check of the chosen size does them.
+    # Runs a few evaluation steps at a training batch size; only the final check calls it.
     evaluate: Callable[[int], None] = lambda _: None
 
 
-def subject_of(learner: Learner) -> Subject:
-    """A job's own model, optimiser, loss and input pipeline."""
+def probed_training(learner: Learner) -> ProbedTraining:
+    """Return the training of a learner: its model, optimizer, loss and input pipeline."""
 
     def batches(size: int, on_copy: Callable[[], None]) -> Iterator[Batch]:
         learner.data.on_copy = on_copy
         steps = learner.info.steps_per_epoch(size)
         for epoch in count(1):
-            yield from learner.data.train(epoch, range(steps), range(1), 1, size)
+            yield from learner.data.train_batches(epoch, range(steps), range(1), 1, size)
 
     def evaluate(size: int) -> None:
-        learner.data.on_copy = nothing
-        given = learner.job.evaluate.batch_size_per_worker or max(size, 256)
+        learner.data.on_copy = no_op
+        batch_size = learner.config.eval_batch_size(size)
+        test_batches = learner.data.eval_batches("test", 0, 1, batch_size)
         with torch.no_grad():
-            for batch in islice(learner.data.evaluate("test", 0, 1, given), _EVALUATION_STEPS):
+            for batch in islice(test_batches, _EVALUATION_STEPS):
                 with learner.autocast():
                     learner.loss(learner.model(batch.x), batch.y)
 
-    return Subject(
+    return ProbedTraining(
         learner.model,
         learner.optimizer,
         learner.loss,
@@ -103,7 +109,7 @@ def subject_of(learner: Learner) -> Subject:
 
 
 def measure(
-    subject: Subject,
+    training: ProbedTraining,
     batch_size: int,
     section: BatchSizeSection,
     sampler: Sampler,
@@ -111,81 +117,90 @@ def measure(
     steps_factor: int = 1,
     trace: str | None = None,
 ) -> Probe:
-    """Train at `batch_size` until the speed is known to `section.precision`, then undo it.
+    """Train at `batch_size` until the speed is known to `section.relative_error`, then undo it.
 
-    `steps_factor`: so many times the least number of steps, and evaluation too (the check of
-    a choice). `trace`: file for a Chrome trace of the timed steps. Running out of memory is
-    a result, not an error.
+    Running out of memory is a result, not an error.
+
+    Args:
+        training: what to train.
+        batch_size: per process.
+        section: the job's `batch_size_search`.
+        sampler: measures the device's utilization.
+        steps_factor: multiplies the minimum number of steps; above 1, also evaluates (the final
+            check of a choice).
+        trace: file for a Chrome trace of the timed steps.
     """
     try:
-        with untouched(subject.model, subject.optimizer, subject.scaler, subject.device):
-            return _measured(subject, batch_size, section, sampler, steps_factor, trace)
+        with preserve_state(training.model, training.optimizer, training.scaler, training.device):
+            return _measure(training, batch_size, section, sampler, steps_factor, trace)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    # After the block, so that the error's frames hold no tensors any more.
-    if subject.device.type == "cuda":
+    # After the except block, when the error's frames no longer hold tensors.
+    if training.device.type == "cuda":
         torch.cuda.empty_cache()
     return Probe(batch_size, "out_of_memory", why=why)
 
 
-def sampler_of(section: BatchSizeSection, device: torch.device, threads: int) -> Sampler:
-    """For probes on `device`. Raises JobError or ResourcesError when it cannot be had."""
+def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads: int) -> Sampler:
+    """Open a sampler for probes on `device`. Raises JobError or ResourcesError."""
     if device.type != "cuda":
         return open_sampler(section.utilization, use_gpu=False, threads=threads)
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     try:
         return open_sampler(section.utilization, use_gpu=True, threads=threads, gpu_uuid=uuid)
     except ResourcesError:
-        # A GPU that NVML cannot watch (MIG): only a strategy that steers by it has to know.
+        # NVML cannot watch this GPU (MIG). Only a strategy that needs utilization must fail.
         if section.strategy == "gpu_usage_maximize" or section.utilization.sampler != "auto":
             raise
-        return ScriptedSampler([math.nan])
+        return NullSampler()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that device or host memory is used up."""
+    """Return whether an error means that GPU or CPU memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in _OUT_OF_MEMORY_TEXTS
+    )
 
 
-def _measured(
-    subject: Subject,
+def _measure(
+    training: ProbedTraining,
     batch_size: int,
     section: BatchSizeSection,
     sampler: Sampler,
     steps_factor: int,
     trace: str | None,
 ) -> Probe:
-    memory = _Memory(subject.device, section.memory_reserve)
-    loop = _Loop(subject, batch_size)
-    subject.model.train()
-    loop.run(section.warmup_steps, _WARM_S)
+    memory = _Memory(training.device, section.memory_reserve)
+    loop = _Loop(training, batch_size)
+    training.model.train()
+    loop.run(section.warmup_steps, _WARMUP_S)
     with ExitStack() as stack:
         if trace is not None:
-            stack.enter_context(_traced(subject.device, trace))
+            stack.enter_context(_record_trace(training.device, trace))
         monitor = stack.enter_context(UtilizationMonitor(sampler, section.utilization.period_s))
-        loop.begin()
-        while not _enough(loop.step_seconds(), section, steps_factor):
-            loop.run(section.min_steps, _TIMED_S, least=_LEAST_STEPS)
-    step_s, parts_s = loop.step_seconds(), loop.part_seconds()
-    norms = loop.norms(batch_size, len(step_s)) if section.measures_noise else None
+        loop.begin_timing()
+        while not _is_precise(loop.step_times_s(), section, steps_factor):
+            loop.run(section.min_timed_steps, _TIMED_S, min_steps=_MIN_STEPS)
+    step_s, timings_s = loop.step_times_s(), loop.mean_timings_s()
+    norms = loop.gradient_norms(batch_size, len(step_s)) if section.measures_noise else None
     if steps_factor > 1:
-        subject.model.eval()
-        subject.evaluate(batch_size)
+        training.model.eval()
+        training.evaluate(batch_size)
     mean_s, error_s = mean_and_error(step_s)
     rate, samples = batch_size / mean_s, batch_size * len(step_s)
-    why = memory.used_up()
+    why = memory.exhausted()
     return Probe(
         batch_size,
         "out_of_memory" if why else "ok",
         samples_per_s=rate,
         samples_per_s_error=rate * error_s / mean_s,
         steps=len(step_s),
-        seconds=sum(step_s),
-        parts_s=parts_s,
+        duration_s=sum(step_s),
+        timings_s=timings_s,
         utilization_pct=monitor.top_half_mean_pct,
         utilization_mean_pct=monitor.mean_pct,
         utilization_samples=len(monitor.samples),
@@ -197,110 +212,115 @@ def _measured(
 
 
 class _Loop:
-    """Training steps with a mark between their parts."""
+    """Training steps with a timer mark between their parts."""
 
-    def __init__(self, subject: Subject, batch_size: int) -> None:
-        self._subject = subject
-        self._marks = marks_for(subject.device)
-        self._batches = subject.batches(batch_size, self._marks.set)
+    def __init__(self, training: ProbedTraining, batch_size: int) -> None:
+        self._training = training
+        self._timer = step_timer_for(training.device)
+        self._batches = training.batches(batch_size, self._timer.mark)
 
-    def begin(self) -> None:
-        """From here on steps count."""
-        self._marks.clear()
-        self._marks.set()
+    def begin_timing(self) -> None:
+        """Drop the times of earlier steps."""
+        self._timer.reset()
+        self._timer.mark()
 
-    def run(self, steps: int, limit_s: float, least: int = 1) -> None:
-        """So many steps; when they take longer than the limit not so many, but `least`."""
+    def run(self, steps: int, limit_s: float, min_steps: int = 1) -> None:
+        """Run up to `steps` steps; after `limit_s`, stop once `min_steps` are done."""
         started_s = monotonic_s()
-        for done in range(steps):
-            if done >= least and monotonic_s() - started_s > limit_s:
+        for step in range(steps):
+            if step >= min_steps and monotonic_s() - started_s > limit_s:
                 return
             self._step()
 
     def _step(self) -> None:
-        """One update: wait for data, copy, forward, backward, update."""
-        subject, mark = self._subject, self._marks.set
-        batch = next(self._batches)  # sets a mark between waiting and copying
+        """Run one update: wait for data, copy, forward, backward, update."""
+        training, mark = self._training, self._timer.mark
+        batch = next(self._batches)  # marks the time between waiting and copying
         mark()
-        subject.optimizer.zero_grad(set_to_none=True)
-        with subject.autocast():
-            loss = subject.loss(subject.model(batch.x), batch.y)
+        training.optimizer.zero_grad(set_to_none=True)
+        with training.autocast():
+            loss = training.loss(training.model(batch.x), batch.y)
         mark()
-        subject.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         mark()
-        subject.scaler.step(subject.optimizer)
-        subject.scaler.update()
+        training.scaler.step(training.optimizer)
+        training.scaler.update()
         mark()
 
-    def norms(self, batch_size: int, batches: int) -> GradientNorms:
-        """Of gradients at the present weights, from about so many batches.
+    def gradient_norms(self, batch_size: int, batches: int) -> GradientNorms:
+        """Measure the norms of gradients at the current weights, on about `batches` batches.
 
-        A job's probes train at rate 0, so these are its start weights, and the noise scale is
-        that of the start. It grows while a training goes on, often more than tenfold: what is
-        chosen by it is small rather than large. Unlike in a step, gradients stay while the next
-        batch is computed, which takes their memory.
+        A job's probes train at learning rate 0, so these are the initial weights. The noise
+        scale grows during training, often more than tenfold, so a batch size chosen by it is
+        rather too small than too large. Unlike in a training step, the gradients take memory
+        while the next batch is computed.
         """
-        shares = min(max(_LEAST_SHARES, math.ceil(_NOISE_SAMPLES / batch_size)), _MOST_SHARES)
-        large = min(max(_LEAST_LARGE, batches // shares), _MOST_LARGE)
-        meter = NormMeter(self._subject.model)
-        pairs = torch.stack([self._pair(meter, shares) for _ in range(large)]).tolist()
-        found = tuple((own, whole) for own, whole in pairs)
-        return GradientNorms(batch_size, shares * batch_size, found)
+        micro_batches = math.ceil(_NOISE_SAMPLES / batch_size)
+        micro_batches = min(max(_MIN_MICRO_BATCHES, micro_batches), _MAX_MICRO_BATCHES)
+        large = min(max(_MIN_LARGE, batches // micro_batches), _MAX_LARGE)
+        meter = GradientNormMeter(self._training.model)
+        rows = [self._measure_norms(meter, micro_batches) for _ in range(large)]
+        pairs = tuple((small, big) for small, big in torch.stack(rows).tolist())
+        return GradientNorms(batch_size, micro_batches * batch_size, pairs)
 
-    def _pair(self, meter: NormMeter, shares: int) -> Tensor:
-        """Squared norms of the gradients of several batches, and of their mean."""
-        subject = self._subject
-        subject.optimizer.zero_grad(set_to_none=True)
-        for batch in islice(self._batches, shares):
-            with subject.autocast():
-                loss = subject.loss(subject.model(batch.x), batch.y) / shares
-            with meter.share():
-                subject.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        return meter.finish(shares, subject.scaler.scale)
+    def _measure_norms(self, meter: GradientNormMeter, micro_batches: int) -> Tensor:
+        """Return the mean squared norm of several gradients, and that of their mean: [2]."""
+        training = self._training
+        training.optimizer.zero_grad(set_to_none=True)
+        for batch in islice(self._batches, micro_batches):
+            with training.autocast():
+                loss = training.loss(training.model(batch.x), batch.y) / micro_batches
+            with meter.micro_batch():
+                training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return meter.finish(micro_batches, training.scaler.scale)
 
-    def step_seconds(self) -> list[float]:
-        """Of each counted step, from the end of the one before."""
-        gaps, parts = self._marks.gaps_s(), len(PARTS)
-        return [sum(gaps[at : at + parts]) for at in range(0, len(gaps), parts)]
+    def step_times_s(self) -> list[float]:
+        """Return the seconds of each timed step, from the end of the step before."""
+        intervals_s, parts = self._timer.intervals_s(), len(STEP_PARTS)
+        starts = range(0, len(intervals_s), parts)
+        return [sum(intervals_s[start : start + parts]) for start in starts]
 
-    def part_seconds(self) -> dict[str, float]:
-        """Mean over the counted steps."""
-        gaps, parts = self._marks.gaps_s(), len(PARTS)
-        return {name: float(np.mean(gaps[at::parts])) for at, name in enumerate(PARTS)}
+    def mean_timings_s(self) -> dict[str, float]:
+        """Return the mean seconds of each part of a step."""
+        intervals_s, parts = self._timer.intervals_s(), len(STEP_PARTS)
+        return {
+            name: float(np.mean(intervals_s[index::parts]))
+            for index, name in enumerate(STEP_PARTS)
+        }
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean and its standard error; infinite for a single value.
+    """Return the mean and its standard error, which is infinite for a single value.
 
-    The spread of a few values is itself uncertain: the usual spread of steps counts as a few
-    more of them, which matters less the more there are.
+    The spread of a few values is itself uncertain, so the prior spread of step times counts as
+    a few more values, whose influence falls as the number of values grows.
     """
     mean, n = float(np.mean(values)) if values else math.nan, len(values)
-    if n < _LEAST_STEPS:
+    if n < _MIN_STEPS:
         return mean, math.inf
-    usual = _USUAL_WEIGHT * (_USUAL_SPREAD * mean) ** 2
-    variance = (usual + (n - 1) * float(np.var(values, ddof=1))) / (_USUAL_WEIGHT + n - 1)
+    prior = _PRIOR_STEPS * (_PRIOR_SPREAD * mean) ** 2
+    variance = (prior + (n - 1) * float(np.var(values, ddof=1))) / (_PRIOR_STEPS + n - 1)
     return mean, math.sqrt(variance / n)
 
 
-def _enough(step_s: list[float], section: BatchSizeSection, factor: int) -> bool:
-    """Whether the speed is known well enough, or the time is up."""
+def _is_precise(step_s: list[float], section: BatchSizeSection, factor: int) -> bool:
+    """Return whether the speed is known precisely enough, or the time limit is reached."""
     total_s = sum(step_s)
-    if len(step_s) < _LEAST_STEPS:
+    if len(step_s) < _MIN_STEPS:
         return False
-    if total_s >= section.max_seconds * factor:
+    if total_s >= section.max_probe_s * factor:
         return True
-    # A strategy that looks at utilisation needs a few samples of it.
-    looks = section.strategy == "gpu_usage_maximize"
-    least_s = 3 * section.utilization.period_s if looks else 0.0
+    # A strategy that reads the utilization needs a few samples of it.
+    needs_utilization = section.strategy == "gpu_usage_maximize"
+    min_total_s = 3 * section.utilization.period_s if needs_utilization else 0.0
     mean_s, error_s = mean_and_error(step_s)
-    known = error_s <= section.precision * mean_s
-    many = len(step_s) >= section.min_steps * factor or total_s >= _TIMED_S * factor
-    return known and total_s >= least_s and many
+    precise = error_s <= section.relative_error * mean_s
+    enough = len(step_s) >= section.min_timed_steps * factor or total_s >= _TIMED_S * factor
+    return precise and total_s >= min_total_s and enough
 
 
 class _Memory:
-    """What a probe takes of the device's memory; without a GPU, of the host's."""
+    """The memory that a probe takes: of the GPU, or without one, of the node."""
 
     def __init__(self, device: torch.device, reserve: float) -> None:
         self._device, self._reserve = device, reserve
@@ -309,30 +329,30 @@ class _Memory:
             torch.cuda.reset_peak_memory_stats(device)
 
     def peak_bytes(self) -> int:
-        """Of this process: the largest so far on a GPU; on the host, what it has now."""
+        """Return the peak of this process on a GPU; on CPU, what the process uses now."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_reserved(self._device)
         return int(psutil.Process().memory_info().rss)
 
-    def used_up(self) -> str:
-        """Why the reserve is not kept; empty when it is."""
+    def exhausted(self) -> str:
+        """Return why less than the reserve is free; empty if enough is."""
         if self._device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self._device)
-            left = total - self.peak_bytes()
+            free = total - self.peak_bytes()
         else:
-            host = psutil.virtual_memory()
-            total, left = host.total, host.available
-        if left >= self._reserve * total:
+            memory = psutil.virtual_memory()
+            total, free = memory.total, memory.available
+        if free >= self._reserve * total:
             return ""
         return (
-            f"{left / _MIB:,.0f} of {total / _MIB:,.0f} MiB were left, less than "
+            f"{free / _MIB:,.0f} of {total / _MIB:,.0f} MiB were free, less than "
             f"memory_reserve: {self._reserve:g}"
         )
 
 
 @contextmanager
-def _traced(device: torch.device, path: str) -> Iterator[None]:
-    """A Chrome trace of what is done inside, for chrome://tracing or Perfetto."""
+def _record_trace(device: torch.device, path: str) -> Iterator[None]:
+    """Record a Chrome trace of the operations inside, for chrome://tracing or Perfetto."""
     from torch.profiler import ProfilerActivity, profile
 
     gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []

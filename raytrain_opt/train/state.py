@@ -1,10 +1,10 @@
-"""The state of a training as plain host memory: weights, buffers, optimiser, scaler.
+"""The state of a training in CPU memory: weights, buffers, optimizer and gradient scaler.
 
-`capture` gives arrays that Ray moves without pickling their contents and that all processes
-of a node read in place; `restore` copies them into a live model and optimiser.
+`capture` returns arrays that Ray moves without pickling their contents and that all processes
+of a node read in place; `restore` copies them into a live model and optimizer.
 
-A tensor is kept in the order its elements have in memory, with the name of that order, so
-that a channels_last weight is one contiguous block and neither side has to transpose it.
+The elements of a tensor keep their memory order, whose name is stored with them: a
+channels_last weight is one contiguous block, and neither side has to transpose it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+# Threads that hash a state. Part of the digest, so it must not depend on the machine.
 _LANES = 4
-# Settings of an optimiser that training sets anew, before a step or a phase.
-_SET_BY_THE_LOOP = ("lr", "weight_decay")
+# Optimizer settings that the training loop overwrites before each step or phase.
+_SET_BY_LOOP = ("lr", "weight_decay")
 _TO_MEMORY_ORDER = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4, 1)}
 _TO_LOGICAL_ORDER = {"channels_last": (0, 3, 1, 2), "channels_last_3d": (0, 4, 1, 2, 3)}
 
 
 @dataclass(frozen=True)
-class HostTensor:
-    """One tensor: its bytes in memory order, the shape of that order, and how to read it."""
+class PackedTensor:
+    """One tensor as bytes in memory order, with the shape and the name of that order."""
 
     data: np.ndarray[Any, np.dtype[np.uint8]]
     shape: tuple[int, ...]
@@ -37,8 +38,8 @@ class HostTensor:
     order: str
 
     @classmethod
-    def of(cls, tensor: Tensor, copy: bool) -> HostTensor:
-        """From a live tensor; on CPU without `copy` it shares the tensor's memory."""
+    def from_tensor(cls, tensor: Tensor, copy: bool) -> PackedTensor:
+        """Pack a live tensor; on CPU without `copy`, the result shares its memory."""
         tensor, order = tensor.detach(), "contiguous"
         if not tensor.is_contiguous():
             if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
@@ -54,42 +55,43 @@ class HostTensor:
         return cls(flat.numpy(), shape, dtype, order)
 
     def tensor(self) -> Tensor:
-        """As a tensor over the same memory. Never write to it: it may be shared."""
+        """Return a tensor over the same memory. Do not write to it: it may be shared."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             flat = torch.from_numpy(self.data)
         dtype: torch.dtype = getattr(torch, self.dtype)
-        # Memory of no bytes cannot be viewed as another type.
+        # An empty array cannot be viewed as another dtype.
         values = flat.view(dtype) if self.data.size else torch.empty(0, dtype=dtype)
         tensor = values.reshape(self.shape)
-        back = _TO_LOGICAL_ORDER.get(self.order)
-        return tensor if back is None else tensor.permute(back)
+        permutation = _TO_LOGICAL_ORDER.get(self.order)
+        return tensor if permutation is None else tensor.permute(permutation)
 
 
 @dataclass(frozen=True)
-class HostState:
-    """Everything that a phase needs to go on from: tensors by dotted name, and plain values."""
+class TrainingState:
+    """Everything that training continues from: tensors by dotted name, and plain values."""
 
-    tensors: dict[str, HostTensor]
+    tensors: dict[str, PackedTensor]
     plain: dict[str, Any]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """The size of all tensors in bytes."""
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
 
     def digest(self) -> str:
-        """SHA-256 over names and contents, in the order of the names; hexadecimal.
+        """Return the SHA-256 of names and contents, in the order of the names; hexadecimal.
 
-        Of a few lanes, hashed at the same time (hashing leaves Python's lock to others), and
-        then of their digests: which lane a tensor is in depends on the sizes only.
+        Tensors are divided into a few lanes, which are hashed in parallel (hashing releases the
+        GIL); the result is the hash of the lanes' hashes. The lane of a tensor depends on the
+        tensors' names and sizes only.
         """
-        size = self.nbytes / _LANES + 1
+        lane_size = self.nbytes / _LANES + 1
         lanes: list[list[str]] = [[] for _ in range(_LANES)]
-        seen = 0
+        offset = 0
         for name in sorted(self.tensors):
-            lanes[int(seen / size)].append(name)
-            seen += self.tensors[name].data.nbytes
+            lanes[int(offset / lane_size)].append(name)
+            offset += self.tensors[name].data.nbytes
         with ThreadPoolExecutor(_LANES) as pool:
             return hashlib.sha256(b"".join(pool.map(self._lane_digest, lanes))).hexdigest()
 
@@ -108,30 +110,33 @@ def capture(
     scaler: torch.amp.GradScaler,
     *,
     copy: bool,
-) -> HostState:
-    """The present state. Without `copy`, CPU tensors share the live model's memory: use it
-    (hash it, hand it to `ray.put`) before training goes on.
+) -> TrainingState:
+    """Capture the current state of a training.
+
+    Without `copy`, CPU tensors share the live model's memory: use the state (hash it, pass it
+    to `ray.put`) before training continues.
     """
-    return to_host(model.state_dict(), optimizer.state_dict(), scaler.state_dict(), copy=copy)
+    return to_cpu_state(model.state_dict(), optimizer.state_dict(), scaler.state_dict(), copy=copy)
 
 
-def to_host(
+def to_cpu_state(
     model: Mapping[str, Tensor],
     optimizer: Mapping[str, Any],
     scaler: Mapping[str, Any],
     *,
     copy: bool,
-) -> HostState:
-    """A state from the three `state_dict`s."""
+) -> TrainingState:
+    """Pack three `state_dict`s as a state."""
     tensors = {
-        name: HostTensor.of(tensor, copy) for name, tensor in _named_tensors(model, optimizer)
+        name: PackedTensor.from_tensor(tensor, copy)
+        for name, tensor in _named_tensors(model, optimizer)
     }
     plain = {
         "optimizer_state": _plain_state(optimizer),
         "param_groups": optimizer["param_groups"],
         "scaler": dict(scaler),
     }
-    return HostState(tensors, plain)
+    return TrainingState(tensors, plain)
 
 
 def _plain_state(optimizer: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
@@ -153,52 +158,53 @@ def _named_tensors(
 
 
 def restore(
-    state: HostState,
+    state: TrainingState,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> None:
-    """Copy `state` into a live model, optimiser and scaler; the parameters stay the same
-    objects (DDP holds on to them).
+    """Copy `state` into a live model, optimizer and scaler.
+
+    The parameters stay the same objects, to which DDP holds references.
     """
     with torch.no_grad():
         model.load_state_dict(model_tensors(state))
-        if not _copied_in_place(state, optimizer):
+        if not _copy_in_place(state, optimizer):
             optimizer.load_state_dict(optimizer_state_dict(state))
     scaler.load_state_dict(state.plain["scaler"])
 
 
-def _copied_in_place(state: HostState, optimizer: torch.optim.Optimizer) -> bool:
-    """Fill the optimiser's own tensors, when it has just those of the state: new ones would
-    cost as much again in page faults.
+def _copy_in_place(state: TrainingState, optimizer: torch.optim.Optimizer) -> bool:
+    """Copy into the optimizer's tensors if it has the same ones as the state; return whether.
+
+    Allocating new tensors would double the time of the copy, because of page faults.
     """
     live = optimizer.state_dict()
-    own = dict(_named_tensors({}, live))
-    wanted = {n: t.tensor() for n, t in state.tensors.items() if n.startswith("optimizer.")}
+    targets = dict(_named_tensors({}, live))
+    sources = {n: t.tensor() for n, t in state.tensors.items() if n.startswith("optimizer.")}
     same = (
-        {name: tensor.shape for name, tensor in own.items()}
-        == {name: tensor.shape for name, tensor in wanted.items()}
+        {name: tensor.shape for name, tensor in targets.items()}
+        == {name: tensor.shape for name, tensor in sources.items()}
         and _plain_state(live) == state.plain["optimizer_state"]
-        and _settings(live["param_groups"]) == _settings(state.plain["param_groups"])
+        and _fixed_settings(live["param_groups"]) == _fixed_settings(state.plain["param_groups"])
     )
     if same:
-        for name, tensor in own.items():
-            tensor.copy_(wanted[name])
+        for name, tensor in targets.items():
+            tensor.copy_(sources[name])
         for group, saved in zip(optimizer.param_groups, state.plain["param_groups"], strict=True):
-            group.update({key: saved[key] for key in _SET_BY_THE_LOOP if key in saved})
+            group.update({key: saved[key] for key in _SET_BY_LOOP if key in saved})
     return same
 
 
-def _settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What two optimisers must agree on."""
+def _fixed_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings that do not change during training, comparable as text."""
     return [
-        {key: str(value) for key, value in g.items() if key not in _SET_BY_THE_LOOP}
-        for g in groups
+        {key: str(value) for key, value in g.items() if key not in _SET_BY_LOOP} for g in groups
     ]
 
 
-def model_tensors(state: HostState) -> dict[str, Tensor]:
-    """The model's part, by its own names; shares the state's memory."""
+def model_tensors(state: TrainingState) -> dict[str, Tensor]:
+    """Return the model's tensors by their names in the model, over the state's memory."""
     prefix = "model."
     return {
         name.removeprefix(prefix): value.tensor()
@@ -207,8 +213,8 @@ def model_tensors(state: HostState) -> dict[str, Tensor]:
     }
 
 
-def optimizer_state_dict(state: HostState) -> dict[str, Any]:
-    """The optimiser's `state_dict`, in memory of its own (the optimiser keeps these tensors)."""
+def optimizer_state_dict(state: TrainingState) -> dict[str, Any]:
+    """Return the optimizer's `state_dict`, copied, because the optimizer keeps its tensors."""
     per_parameter: dict[int, dict[str, Any]] = {
         index: dict(values) for index, values in state.plain["optimizer_state"].items()
     }

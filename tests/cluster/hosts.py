@@ -1,8 +1,8 @@
-"""Hosts on one machine: each has its own network, processes, names, home, /tmp and sshd.
+"""Hosts simulated on one machine: each has its own network, processes, name, home, /tmp and sshd.
 
-Made of Linux namespaces, as root. They reach each other over a bridge in a namespace of its own,
-at 10.77.0.0/24, and nothing else. Of the machine's files they see what is there, as the same
-paths; what they write to the home or to /tmp stays theirs. One folder is the same for all.
+They are Linux namespaces and need root. They reach each other, and nothing else, over a bridge in
+a namespace of its own, at 10.77.0.0/24. They see the machine's files at the same paths; what they
+write to the home or to /tmp stays theirs. One folder is shared by all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "rsync", "ip", "unshare", "nsenter", "setpriv")
-# Names of network namespaces are the whole machine's; two tests may run at a time.
+# Names of network namespaces are global on a machine, and two test runs may overlap.
 _MARK = f"rtopt-{os.getpid()}"
 _BRIDGE = f"{_MARK}-bridge"
 _SUBNET = "10.77.0"
@@ -46,18 +46,20 @@ while true; do wait || true; sleep 1; done
 
 
 def missing() -> list[str]:
-    """What this machine lacks for making hosts; empty when all is there."""
-    lacks = [f"the program {name}" for name in PROGRAMS if _program(name) is None]
+    """Return what this machine lacks to simulate hosts; empty if nothing."""
+    requirements = [f"the program {name}" for name in PROGRAMS if _program(name) is None]
     if sys.platform != "linux" or os.geteuid() != 0:
-        lacks.append("root on Linux")
+        requirements.append("root on Linux")
     if any(Path(p).resolve().is_relative_to("/tmp") for p in (__file__, sys.prefix)):
-        lacks.append("a repository and environment outside /tmp, which each host has its own of")
-    return lacks
+        requirements.append(
+            "a repository and environment outside /tmp, because each host has its own /tmp"
+        )
+    return requirements
 
 
 @dataclass(frozen=True)
 class Host:
-    """One that is up. Commands run in it as root, in its home."""
+    """A host that is up. Commands run in it as root."""
 
     name: str
     address: str
@@ -65,7 +67,7 @@ class Host:
     own: Path  # folder of what it wrote: home/, tmp/
 
     def command(self, *arguments: str, cwd: Path = Path("/")) -> list[str]:
-        """To be started outside, for it to run inside."""
+        """Return the command that runs `arguments` inside when it is started outside."""
         enter = ["nsenter", f"--target={self.pid}", "--mount", "--uts", "--ipc", "--net", "--pid"]
         return [*enter, "--", "env", "-C", str(cwd), *arguments]
 
@@ -76,7 +78,7 @@ class Host:
         timeout_s: float = 60,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        """Standard output and error come together; the exit code is the caller's to judge."""
+        """Run a command and return its exit code and its output with errors in one text."""
         process = self.start(*arguments, cwd=cwd, **environment)
         with process:
             try:
@@ -88,7 +90,7 @@ class Host:
     def start(
         self, *arguments: str, cwd: Path = Path("/"), **environment: str
     ) -> subprocess.Popen[str]:
-        """The same, without waiting."""
+        """Start a command without waiting for it."""
         return subprocess.Popen(
             self.command(*arguments, cwd=cwd),
             env=clean_environment() | environment,
@@ -99,39 +101,39 @@ class Host:
         )
 
     def die(self) -> None:
-        """As when the power goes: nothing answers any more, not even with a refusal."""
-        _inside(f"{_MARK}-{self.name}", "link", "set", "eth0", "down")
+        """End the host as a power failure does: nothing answers, not even with a refusal."""
+        _ip_inside(f"{_MARK}-{self.name}", "link", "set", "eth0", "down")
         os.kill(self.pid, 9)  # process 1, and with it all others
 
 
 @contextmanager
 def hosts(names: Sequence[str]) -> Iterator[tuple[dict[str, Host], Path]]:
-    """Hosts by name, whose users can log into each other by key, and the folder that all share.
+    """Yield hosts by name, whose users can log into each other by key, and their shared folder.
 
-    Whatever happens inside, nothing of them is left afterwards; of a test that was killed, no
-    process is, only three names and a folder in /var/tmp.
+    They are removed afterwards, whatever happens inside. A test that is killed leaves no process,
+    only three names and a folder in /var/tmp.
     """
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="raytrain_opt-hosts-", dir="/var/tmp"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         _ip("netns", "add", _BRIDGE)
         stack.callback(_ip, "netns", "del", _BRIDGE)
-        _inside(_BRIDGE, "link", "add", "br0", "type", "bridge")
-        _inside(_BRIDGE, "link", "set", "br0", "up")
+        _ip_inside(_BRIDGE, "link", "add", "br0", "type", "bridge")
+        _ip_inside(_BRIDGE, "link", "set", "br0", "up")
         addresses = {name: f"{_SUBNET}.{10 + i}" for i, name in enumerate(names)}
         _write_files(folder, addresses)
-        made = {
+        hosts_by_name = {
             name: stack.enter_context(_host(name, address, folder))
             for name, address in addresses.items()
         }
         (folder / "shared").mkdir()
-        yield made, folder / "shared"
+        yield hosts_by_name, folder / "shared"
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours, without what would lead a command to another Ray or another environment."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    return ours | {"RAY_USAGE_STATS_ENABLED": "0"}
+    """Return this environment without the variables that would lead to another Ray."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return variables | {"RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def _write_files(folder: Path, addresses: dict[str, str]) -> None:
@@ -150,7 +152,7 @@ def _host(name: str, address: str, folder: Path) -> Iterator[Host]:
     for part in ("home/.ssh", "work", "tmp"):
         (own / part).mkdir(parents=True)
     (own / "tmp").chmod(0o1777)
-    # Overlayfs takes such a device for "not there": this machine's token is not the hosts'.
+    # Overlayfs treats such a device as a deleted file: hosts must not see this machine's token.
     os.mknod(own / "home/.ray", stat.S_IFCHR, os.makedev(0, 0))
     _keygen(own / "host_key")
     shutil.copy(folder / "user_key", own / "home/.ssh/id_ed25519")
@@ -165,12 +167,12 @@ def _host(name: str, address: str, folder: Path) -> Iterator[Host]:
 def _connect(space: str, name: str, address: str) -> None:
     port = f"p-{name}"[:15]
     _ip("link", "add", port, "netns", _BRIDGE, "type", "veth", "peer", "eth0", "netns", space)
-    _inside(_BRIDGE, "link", "set", port, "master", "br0", "up")
-    _inside(space, "addr", "add", f"{address}/24", "dev", "eth0")
-    _inside(space, "link", "set", "eth0", "up")
-    _inside(space, "link", "set", "lo", "up")
-    # Ray asks for the way to 8.8.8.8 to learn its own address.
-    _inside(space, "route", "add", "default", "via", f"{_SUBNET}.1", "dev", "eth0", "onlink")
+    _ip_inside(_BRIDGE, "link", "set", port, "master", "br0", "up")
+    _ip_inside(space, "addr", "add", f"{address}/24", "dev", "eth0")
+    _ip_inside(space, "link", "set", "eth0", "up")
+    _ip_inside(space, "link", "set", "lo", "up")
+    # Ray looks up the route to 8.8.8.8 to learn its own address.
+    _ip_inside(space, "route", "add", "default", "via", f"{_SUBNET}.1", "dev", "eth0", "onlink")
 
 
 @contextmanager
@@ -186,7 +188,7 @@ def _started(name: str, space: str, own: Path, folder: Path) -> Iterator[subproc
     separate = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
     with (own / "init.log").open("wb") as log:
         process = subprocess.Popen(
-            # Should this process be killed, the host goes with it.
+            # If this process is killed, so is the host.
             ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", space]
             + [*separate, "--mount-proc", "bash", "-c", _INIT],
             env=environment,
@@ -197,15 +199,15 @@ def _started(name: str, space: str, own: Path, folder: Path) -> Iterator[subproc
     try:
         yield process
     finally:
-        process.kill()  # and with it, by --kill-child, process 1 of the host and all others
+        process.kill()  # and by --kill-child process 1 of the host with all others
         process.wait(_START_S)
 
 
 def _wait_for_init(process: subprocess.Popen[bytes], own: Path) -> int:
-    """Process 1 of the host, seen from outside, when its sshd is being started."""
-    until = time.monotonic() + _START_S
+    """Wait until the host's sshd is being started; return its process 1 as seen from outside."""
+    deadline_s = time.monotonic() + _START_S
     while not (own / "ready").exists():
-        if process.poll() is not None or time.monotonic() > until:
+        if process.poll() is not None or time.monotonic() > deadline_s:
             raise RuntimeError(f"a host did not start: {(own / 'init.log').read_text()}")
         time.sleep(0.05)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
@@ -220,5 +222,5 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
 
 
-def _inside(space: str, *arguments: str) -> None:
+def _ip_inside(space: str, *arguments: str) -> None:
     _ip("-n", space, *arguments)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from literal_lars import LiteralLARS
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from raytrain_opt.optim import LARS
 from raytrain_opt.optim.parameter_groups import parameter_groups
+from tests.support.reference_lars import ReferenceLARS
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ SETTINGS = {"weight_decay": 0.01, "trust_coefficient": 0.1}
 
 
 def network(layers: int = 4, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Convolutions in channels_last, each with its normalisation, and a large matrix."""
+    """Convolutions in channels_last, each with its normalization, and a large matrix."""
     torch.manual_seed(0)
     parts: list[nn.Module] = []
     for _ in range(layers):
@@ -60,7 +60,7 @@ def test_every_step_is_the_literal_formula(
     dtype: torch.dtype, tolerance: float, changes: dict[str, Any]
 ) -> None:
     ours, literal = network(dtype=dtype), network(dtype=dtype)
-    optimizers = optimizer_of(ours, **changes), optimizer_of(literal, LiteralLARS, **changes)
+    optimizers = optimizer_of(ours, **changes), optimizer_of(literal, ReferenceLARS, **changes)
     for seed in range(5):
         for model, optimizer in zip((ours, literal), optimizers, strict=True):
             fill_gradients(model, seed)
@@ -155,7 +155,7 @@ def test_a_scaled_loss_gives_the_same_weights() -> None:
     assert_same(plain, scaled, rtol=1e-2, atol=1e-3)
 
 
-def test_the_state_moves_to_another_optimiser() -> None:
+def test_the_state_moves_to_another_optimizer() -> None:
     first, second = network(), network()
     optimizer = optimizer_of(first)
     for seed in range(2):

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data import load_shared
-from raytrain_opt.train.learner import Learner, Shares
+from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner_config import LearnerConfig
 
 pytestmark = pytest.mark.gpu
 
-ONE = Shares(range(1), 1)
+ONE = MicroBatches(range(1), 1)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
@@ -29,11 +30,11 @@ def learner(device: torch.device, **changes: Any) -> Learner:
         "global_batch_size": 64,
     }
     job = Job.model_validate(values | changes)
-    return Learner(job, load_shared(job.data), device)
+    return Learner(LearnerConfig.from_job(job), load_shared_arrays(job.data), device)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_digits_are_learnt(precision: str) -> None:
+def test_digits_are_learned(precision: str) -> None:
     on_gpu = learner(CUDA, precision=precision)
     steps = on_gpu.info.steps_per_epoch(64)
     for epoch in range(1, 7):
@@ -52,11 +53,11 @@ def test_a_state_moves_bit_exactly(channels_last: bool) -> None:
     assert second.state(copy=False).digest() == state.digest()
 
 
-def test_the_batches_are_those_of_the_cpu() -> None:
+def test_the_batches_equal_those_on_the_cpu() -> None:
     on_gpu, on_cpu = learner(CUDA), learner(CPU)
     batches = zip(
-        on_gpu.data.train(1, range(3), range(2), 2, 64),
-        on_cpu.data.train(1, range(3), range(2), 2, 64),
+        on_gpu.data.train_batches(1, range(3), range(2), 2, 64),
+        on_cpu.data.train_batches(1, range(3), range(2), 2, 64),
         strict=True,
     )
     for gpu, cpu in batches:
@@ -78,7 +79,7 @@ def test_no_step_waits_for_the_device() -> None:
     assert len(caught) <= 2
 
 
-def test_memory_goes_back_to_the_other_pool() -> None:
+def test_released_memory_is_free_for_the_other_pool() -> None:
     on_gpu = learner(CUDA)
     on_gpu.train(1, 0, [0.1] * 3, ONE)
     before = torch.cuda.memory_reserved()

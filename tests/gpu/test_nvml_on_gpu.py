@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from raytrain_opt.config.batch_size import UtilizationSection
-from raytrain_opt.telemetry.nvml import NvmlSampler, gpu_states
-from raytrain_opt.telemetry.utilization import UtilizationMonitor, open_sampler
+from raytrain_opt.monitoring.nvml import NvmlSampler, gpu_states
+from raytrain_opt.monitoring.samplers import UtilizationMonitor, open_sampler
 
 pytest.importorskip("pynvml")
 pytestmark = pytest.mark.gpu
@@ -59,7 +59,7 @@ def test_the_only_kind_of_gpu_is_found_without_its_uuid() -> None:
     sampler.close()
 
 
-def test_load_raises_the_utilisation_and_the_energy(sampler: NvmlSampler) -> None:
+def test_load_raises_the_utilization_and_the_energy(sampler: NvmlSampler) -> None:
     keep_busy(1.0)
     with UtilizationMonitor(sampler, period_s=0.2) as monitor:
         keep_busy(LOAD_S)
@@ -79,7 +79,7 @@ def test_a_job_on_a_gpu_gets_nvml() -> None:
     sampler.close()
 
 
-def test_cudas_devices_are_among_the_gpus_that_are_told() -> None:
+def test_the_cuda_devices_are_among_the_reported_gpus() -> None:
     driver, states = gpu_states()
     assert driver is not None
     properties = torch.cuda.get_device_properties(0)

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
-from raytrain_opt.minibatch import MinibatchSizeOptimizer, endless_batches
-from raytrain_opt.train.probe import Subject, measure, sampler_of
+from raytrain_opt.train.batch_size_finder import MinibatchSizeOptimizer, endless_batches
+from raytrain_opt.train.probe import ProbedTraining, measure, open_probe_sampler
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-SECTION = ThroughputKneeSearch(strategy="throughput_knee", max_seconds=1.0)
+SECTION = ThroughputKneeSearch(strategy="throughput_knee", max_probe_s=1.0)
 
 
 def network() -> nn.Module:
@@ -32,15 +32,15 @@ def network() -> nn.Module:
 
 
 def data(samples: int) -> TensorDataset:
-    """One image, seen as many times as wanted without taking memory for it."""
+    """One image, repeated any number of times without taking memory for it."""
     x = torch.randn(1, 3, 64, 64).expand(samples, -1, -1, -1)
     return TensorDataset(x, torch.zeros(samples, dtype=torch.int64))
 
 
-def subject(samples: int = 4096) -> Subject:
+def probed(samples: int = 4096) -> ProbedTraining:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return Subject(
+    return ProbedTraining(
         model,
         optimizer,
         nn.functional.cross_entropy,
@@ -52,13 +52,13 @@ def subject(samples: int = 4096) -> Subject:
 
 
 def test_parts_are_the_devices_and_add_up() -> None:
-    it = subject()
-    sampler = sampler_of(SECTION, CUDA, threads=1)
-    probe = measure(it, 128, SECTION, sampler)
+    training = probed()
+    sampler = open_probe_sampler(SECTION, CUDA, threads=1)
+    probe = measure(training, 128, SECTION, sampler)
     sampler.close()
     assert probe.status == "ok"
-    assert probe.seconds == pytest.approx(sum(probe.parts_s.values()) * probe.steps)
-    assert probe.parts_s["backward_s"] > probe.parts_s["forward_s"] / 4 > 0
+    assert probe.duration_s == pytest.approx(sum(probe.timings_s.values()) * probe.steps)
+    assert probe.timings_s["backward_s"] > probe.timings_s["forward_s"] / 4 > 0
     assert 0 < probe.utilization_pct <= 100
     assert probe.peak_memory_mib > 128 * 64 * 64 * 64 * 2 / 1024**2
 
@@ -66,16 +66,18 @@ def test_parts_are_the_devices_and_add_up() -> None:
 def test_running_out_of_memory_is_a_result_and_gives_it_back() -> None:
     total = torch.cuda.get_device_properties(CUDA).total_memory
     too_large = 2 * total // (64 * 64 * 64 * 2)  # twice the device in one layer's output
-    it = subject(samples=too_large)
-    before = {name: value.clone() for name, value in it.model.state_dict().items()}
+    training = probed(samples=too_large)
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
     free = torch.cuda.mem_get_info()[0]
-    sampler = sampler_of(SECTION, CUDA, threads=1)
-    it.batches = lambda size, on_copy: iter(_on_device(size, on_copy))
-    assert measure(it, too_large, SECTION, sampler).status == "out_of_memory"
+    sampler = open_probe_sampler(SECTION, CUDA, threads=1)
+    training.batches = lambda size, on_copy: iter(_on_device(size, on_copy))
+    assert measure(training, too_large, SECTION, sampler).status == "out_of_memory"
     assert torch.cuda.mem_get_info()[0] > free - 512 * 1024**2
-    assert all(torch.equal(value, before[name]) for name, value in it.model.state_dict().items())
-    it.batches = subject().batches
-    assert measure(it, 32, SECTION, sampler).status == "ok"
+    assert all(
+        torch.equal(value, before[name]) for name, value in training.model.state_dict().items()
+    )
+    training.batches = probed().batches
+    assert measure(training, 32, SECTION, sampler).status == "ok"
     sampler.close()
 
 
@@ -88,12 +90,14 @@ def _on_device(size: int, on_copy: object) -> list[object]:
     return [Batch(x, torch.zeros(size, dtype=torch.int64, device=CUDA))] * 100
 
 
-def test_a_search_ends_with_a_size_that_fits_and_leaves_the_rng_alone() -> None:
-    it = subject()
+def test_a_search_ends_with_a_size_that_fits_and_restores_the_rng() -> None:
+    training = probed()
     torch.cuda.manual_seed(5)
-    wanted = torch.rand(3, device=CUDA)
+    expected = torch.rand(3, device=CUDA)
     torch.cuda.manual_seed(5)
-    search = MinibatchSizeOptimizer(max_seconds=0.5, precision=0.02, max_batch_size=1024)
-    chosen = search.apply(it.model, it.optimizer, data(2048), autocast=it.autocast)
-    assert torch.equal(torch.rand(3, device=CUDA), wanted)
+    search = MinibatchSizeOptimizer(max_probe_s=0.5, relative_error=0.02, max_batch_size=1024)
+    chosen = search.apply(
+        training.model, training.optimizer, data(2048), autocast=training.autocast
+    )
+    assert torch.equal(torch.rand(3, device=CUDA), expected)
     assert chosen.batch_size in {probe.batch_size for probe in chosen.probes}

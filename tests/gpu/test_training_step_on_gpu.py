@@ -1,4 +1,4 @@
-"""A whole training step with LARS on a GPU: captured, compiled, and in fp16 with a GradScaler.
+"""A complete training step with LARS on a GPU: captured, compiled, and in fp16 with a GradScaler.
 
 make test-gpu      or, in an environment with torch and without Ray:
 python -m pytest -m gpu tests/gpu
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytrain_opt.models.small import small_cnn
-from raytrain_opt.optim.build import set_lr
+from raytrain_opt.models.small_cnn import small_cnn
+from raytrain_opt.optim.factory import set_lr
 from raytrain_opt.optim.lars import LARS
 
 # The compiler and the debug mode warn about themselves, each version of torch differently.
@@ -64,7 +64,7 @@ class Trained:
 
 
 def groups(model: nn.Module) -> list[dict[str, object]]:
-    """Vectors, biases and normalisation, without decay and trust ratio."""
+    """Vectors, biases and normalization, without decay and trust ratio."""
     layers = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     rest = {"params": vectors, "adapt": False, "weight_decay": 0.0, "lr": 0.01}
@@ -137,7 +137,7 @@ def test_a_captured_step_trains_as_an_eager_one(dtype: torch.dtype | None) -> No
     assert_same(eager, captured, rtol=1e-3, atol=1e-4)
 
 
-def test_a_captured_step_reads_the_rate_anew() -> None:
+def test_a_captured_step_reads_the_current_rate() -> None:
     captured, constant = Trained(), Trained()
     train_captured(captured)
     train(constant, [LRS[0]] * len(LRS))

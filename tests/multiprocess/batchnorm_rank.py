@@ -1,7 +1,8 @@
 """One process of `test_batchnorm`: python batchnorm_rank.py RANK WORLD_SIZE FOLDER.
 
-Every entry of what it leaves is one case; "whole" in it is what one process has that computes
-the batch of all workers.
+Runs every case once and writes the results to FOLDER/rank-RANK.pt. In the result of a case, "own"
+are the buffers of this worker, "pooled" those after pooling, and "reference" those of one process
+that computes the full batch.
 """
 
 from __future__ import annotations
@@ -12,27 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import gloo_group
 from torch import Tensor, nn
 
-from raytrain_opt.config.optimizer import BatchNormSection
-from raytrain_opt.models.small import small_cnn
-from raytrain_opt.train.batchnorm import (
-    batches_seen,
-    count_positions,
+from raytrain_opt.config.updates import BatchNormSection
+from raytrain_opt.models.small_cnn import small_cnn
+from raytrain_opt.train.batch_norm import (
+    count_tracked_batches,
+    count_values_per_channel,
     pool_statistics,
-    prepare,
+    prepare_batch_norm,
     recalibrate,
 )
+from tests.support.process_group import gloo_group
 
 SAMPLES = 24  # of all workers together, in one batch
 STEPS = 5
 
 
 class SideBySide(nn.Module):
-    """Layers that none of the others' normalisation reaches, of 1 to 64 values per sample.
+    """Parallel BatchNorm layers with 1 to 64 values per channel and sample.
 
-    Behind one another they would see what one worker normalised by its own share.
+    No layer's input depends on another's normalization: the inputs of stacked layers would be
+    normalized with one worker's micro-batch.
     """
 
     def __init__(self, momentum: float | None) -> None:
@@ -56,14 +58,14 @@ class SideBySide(nn.Module):
 
 
 def batch(seed: int, dtype: torch.dtype = torch.float32, around: float = 3.0) -> Tensor:
-    """SAMPLES images, each around a value of its own, so that the workers' shares differ."""
+    """Return SAMPLES images, each with its own mean, so that the workers' statistics differ."""
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(SAMPLES, 3, 8, 8, dtype=torch.float64, generator=random)
-    own = 2 * torch.randn(SAMPLES, 1, 1, 1, dtype=torch.float64, generator=random)
-    return (around + x + own).to(dtype)
+    offsets = 2 * torch.randn(SAMPLES, 1, 1, 1, dtype=torch.float64, generator=random)
+    return (around + x + offsets).to(dtype)
 
 
-def share(x: Tensor, rank: int, world_size: int) -> Tensor:
+def micro_batch(x: Tensor, rank: int, world_size: int) -> Tensor:
     return x.chunk(world_size)[rank]
 
 
@@ -72,34 +74,37 @@ def net(momentum: float | None, dtype: torch.dtype = torch.float32) -> nn.Module
     return SideBySide(momentum).to(dtype)
 
 
-def positions_of(model: nn.Module, sample: Tensor) -> dict[str, float]:
+def measure_values_per_channel(model: nn.Module, sample: Tensor) -> dict[str, float]:
     model.eval()
-    with count_positions(model) as positions, torch.no_grad():
+    with count_values_per_channel(model) as values_per_channel, torch.no_grad():
         model(sample)
     model.train()
-    return positions
+    return values_per_channel
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.named_buffers()}
 
 
-def trained(model: nn.Module, batches: list[Tensor], rank: int, world_size: int) -> dict[str, Any]:
-    """Statistics after training forward passes: this worker's, all workers', one process's."""
-    whole = deepcopy(model)
-    positions, since = positions_of(model, batches[0][:2]), batches_seen(model)
+def train_forward(
+    model: nn.Module, batches: list[Tensor], rank: int, world_size: int
+) -> dict[str, Any]:
+    """Run forward passes in training mode; return own, pooled and reference buffers."""
+    reference = deepcopy(model)
+    values_per_channel = measure_values_per_channel(model, batches[0][:2])
+    tracked_before = count_tracked_batches(model)
     with torch.no_grad():
         for x in batches:
-            model(share(x, rank, world_size))
-            whole(x)
-    own = buffers(model)
-    pool_statistics(model, SAMPLES // world_size, positions, since)
-    return {"own": own, "pooled": buffers(model), "whole": buffers(whole)}
+            model(micro_batch(x, rank, world_size))
+            reference(x)
+    own_buffers = buffers(model)
+    pool_statistics(model, SAMPLES // world_size, values_per_channel, tracked_before)
+    return {"own": own_buffers, "pooled": buffers(model), "reference": buffers(reference)}
 
 
 def one_forward(rank: int, world_size: int) -> dict[str, Any]:
     return {
-        f"{dtype} momentum {momentum} around {around:g}": trained(
+        f"{dtype} momentum {momentum} around {around:g}": train_forward(
             net(momentum, dtype), [batch(2, dtype, around)], rank, world_size
         )
         for dtype in (torch.float32, torch.float64)
@@ -108,63 +113,64 @@ def one_forward(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-def behind_one_another(rank: int, world_size: int) -> dict[str, Any]:
-    """A real net, and the values that each of its layers had on this worker."""
+def stacked_layers(rank: int, world_size: int) -> dict[str, Any]:
+    """Run a network with stacked layers; return the input of each BatchNorm layer too."""
     torch.manual_seed(3)
     model = small_cnn(num_classes=10, sample_shape=(3, 8, 8))
-    model = prepare(model, BatchNormSection(momentum=1.0), world_size=world_size)
+    model = prepare_batch_norm(model, BatchNormSection(momentum=1.0), world_size=world_size)
     values: dict[str, Tensor] = {}
-    positions, since = positions_of(model, batch(2)[:2]), batches_seen(model)
+    values_per_channel = measure_values_per_channel(model, batch(2)[:2])
+    tracked_before = count_tracked_batches(model)
     for name, layer in model.named_modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.register_forward_pre_hook(lambda _, x, name=name: values.update({name: x[0]}))
     with torch.no_grad():
-        model(share(batch(2), rank, world_size))
-    pool_statistics(model, SAMPLES // world_size, positions, since)
+        model(micro_batch(batch(2), rank, world_size))
+    pool_statistics(model, SAMPLES // world_size, values_per_channel, tracked_before)
     return {"values": values, "pooled": buffers(model)}
 
 
 def pooled_again(rank: int, world_size: int) -> dict[str, Any]:
-    """Nothing was trained since: the workers agree already."""
+    """Pool a second time without new batches: the workers agree already."""
     model = net(0.1)
-    positions = positions_of(model, batch(2)[:2])
-    found = trained(model, [batch(2)], rank, world_size)
-    since = batches_seen(model)
-    pool_statistics(model, SAMPLES // world_size, positions, since)
-    return {"once": found["pooled"], "twice": buffers(model)}
+    values_per_channel = measure_values_per_channel(model, batch(2)[:2])
+    results = train_forward(model, [batch(2)], rank, world_size)
+    tracked_before = count_tracked_batches(model)
+    pool_statistics(model, SAMPLES // world_size, values_per_channel, tracked_before)
+    return {"once": results["pooled"], "twice": buffers(model)}
 
 
-def by_chance(rank: int, world_size: int) -> dict[str, Any]:
-    """Unit normal values in many channels, few per batch, pooled after every few steps."""
+def random_micro_batches(rank: int, world_size: int) -> dict[str, Any]:
+    """Pool every few steps, with standard normal values: many channels, small batches."""
     model, rounds, samples = nn.BatchNorm1d(4096, momentum=0.3), 4, 4
     random = torch.Generator().manual_seed(100 + rank)
-    positions = positions_of(model, torch.zeros(2, 4096))
+    values_per_channel = measure_values_per_channel(model, torch.zeros(2, 4096))
     for _ in range(rounds):
-        since = batches_seen(model)
+        tracked_before = count_tracked_batches(model)
         for _ in range(STEPS):
             model(torch.randn(samples, 4096, generator=random))
-        pool_statistics(model, samples, positions, since)
+        pool_statistics(model, samples, values_per_channel, tracked_before)
     return {"pooled": buffers(model)}
 
 
 def recalibrated(count: int, rank: int, world_size: int) -> dict[str, Any]:
-    """After training on other data, with momenta and weights of its own."""
+    """Recalibrate a model that was trained on other data."""
     model = net(0.1)
-    positions = positions_of(model, batch(2)[:2])
+    values_per_channel = measure_values_per_channel(model, batch(2)[:2])
     with torch.no_grad():
-        model(share(batch(5, around=-4), rank, world_size))
+        model(micro_batch(batch(5, around=-4), rank, world_size))
     batches = [batch(10 + index) for index in range(count)]
-    recalibrate(model, [share(x, rank, world_size) for x in batches], positions)
-    whole, own = net(None), net(None)
+    recalibrate(model, [micro_batch(x, rank, world_size) for x in batches], values_per_channel)
+    reference, worker = net(None), net(None)
     with torch.no_grad():
         for x in batches:
-            whole(x)
-            own(share(x, rank, world_size))
-    return {"own": buffers(own), "pooled": buffers(model), "whole": buffers(whole)}
+            reference(x)
+            worker(micro_batch(x, rank, world_size))
+    return {"own": buffers(worker), "pooled": buffers(model), "reference": buffers(reference)}
 
 
 def other_layers(rank: int, world_size: int) -> dict[str, Any]:
-    """Buffers that are the workers' own in every way, next to a BatchNorm layer."""
+    """Pool a model with buffers of other layers, which differ between the workers."""
     model = nn.ModuleDict(
         {
             "norm": nn.BatchNorm1d(3),
@@ -178,38 +184,38 @@ def other_layers(rank: int, world_size: int) -> dict[str, Any]:
     for name, value in model.named_buffers():
         if name.endswith(("running_mean", "running_var")):
             value.copy_(torch.rand(3, generator=random))
-    own = buffers(model)
-    pool_statistics(model, 8, {"norm": 1.0, "sync": 1.0}, batches_seen(model))
-    return {"own": own, "pooled": buffers(model)}
+    own_buffers = buffers(model)
+    pool_statistics(model, 8, {"norm": 1.0, "sync": 1.0}, count_tracked_batches(model))
+    return {"own": own_buffers, "pooled": buffers(model)}
 
 
 def frozen(rank: int, world_size: int) -> dict[str, Any]:
-    """A layer that was in evaluation mode, and pooling over and over."""
+    """Pool repeatedly a model with one layer in evaluation mode."""
     model = net(0.1)
     before = buffers(model)
-    positions = positions_of(model, batch(2)[:2])
+    values_per_channel = measure_values_per_channel(model, batch(2)[:2])
     for _ in range(STEPS):
-        since = batches_seen(model)
+        tracked_before = count_tracked_batches(model)
         model.get_submodule("flat").eval()
         with torch.no_grad():
-            model(share(batch(2), rank, world_size))
-        pool_statistics(model, SAMPLES // world_size, positions, since)
+            model(micro_batch(batch(2), rank, world_size))
+        pool_statistics(model, SAMPLES // world_size, values_per_channel, tracked_before)
     return {"before": before, "pooled": buffers(model)}
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     with gloo_group(rank, world_size, folder):
-        found = {
+        results = {
             "one_forward": one_forward(rank, world_size),
-            "behind_one_another": behind_one_another(rank, world_size),
+            "stacked_layers": stacked_layers(rank, world_size),
             "pooled_again": pooled_again(rank, world_size),
-            "by_chance": by_chance(rank, world_size),
+            "random_micro_batches": random_micro_batches(rank, world_size),
             "recalibrated": {count: recalibrated(count, rank, world_size) for count in (1, 3)},
             "other_layers": other_layers(rank, world_size),
             "frozen": frozen(rank, world_size),
         }
-    torch.save(found, folder / f"rank-{rank}.pt")
+    torch.save(results, folder / f"rank-{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One process of `test_buckets`: python bucket_rank.py RANK WORLD_SIZE FOLDER.
 
-Trains with each plan of gradient buckets and leaves what came of it as FOLDER/rank-RANK.pt.
+Trains with each plan of gradient buckets and writes the results to FOLDER/rank-RANK.pt.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any
 from weakref import ref
 
 import torch
-from ranks import gloo_group
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from raytrain_opt.config.optimizer import ParallelSection
-from raytrain_opt.train import group
-from raytrain_opt.train.connection import begin_connection
-from raytrain_opt.train.group import DataParallel, distribute
+from raytrain_opt.config.updates import ParallelSection
+from raytrain_opt.train import data_parallel
+from raytrain_opt.train.communicator_warmup import begin_communicator_warmup
+from raytrain_opt.train.data_parallel import DataParallel, distribute
+from tests.support.process_group import gloo_group
 
 CPU = torch.device("cpu")
-SHARES = 2
+MICRO_BATCHES = 2
 WIDTH, LAYERS = 512, 5
-# Fewer than in earnest: what is tried is tried, but not for its speed.
-group.COUNTED_STEPS = 2
-# Of four plans, and some after them.
-STEPS = 1 + 4 * (group.UNCOUNTED_STEPS + group.COUNTED_STEPS) + 3
+# Fewer steps than the default: the test checks which plans are timed, not how fast they are.
+data_parallel.TIMED_STEPS = 2
+# The timed steps of four plans, and some steps after them.
+STEPS = 1 + 4 * (data_parallel.WARMUP_STEPS + data_parallel.TIMED_STEPS) + 3
 LR = 2.0**-6
 
-Found = dict[str, Any]
+RankResults = dict[str, Any]
 
 
-class Exact(nn.Module):
-    """Five layers of 1 MiB whose gradients are whole numbers, so that any sum is exact."""
+class ExactGradients(nn.Module):
+    """Five layers of 1 MiB whose gradients are integers, so that any sum is exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Exact(nn.Module):
 
 
 def real_net() -> nn.Module:
-    """As large, with statistics of its own in each process, and gradients of common size."""
+    """Build a model of the same size, with running statistics and gradients of ordinary size."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(16, WIDTH, bias=False),
@@ -65,32 +65,32 @@ def real_net() -> nn.Module:
     )
 
 
-def factor(step: int, rank: int, share: int) -> Tensor:
-    return torch.tensor(float((3 * step + 5 * rank + 2 * share) % 8))
+def factor(step: int, rank: int, micro_batch: int) -> Tensor:
+    return torch.tensor(float((3 * step + 5 * rank + 2 * micro_batch) % 8))
 
 
-def images(step: int, rank: int, share: int) -> Tensor:
-    seed = 1000 * step + 10 * rank + share
+def images(step: int, rank: int, micro_batch: int) -> Tensor:
+    seed = 1000 * step + 10 * rank + micro_batch
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
 
 
 class Messages:
-    """Bytes of the buckets that DDP sends, of each step."""
+    """The sizes in bytes of the buckets that DDP sends in each step."""
 
     def __init__(self) -> None:
-        self.of_steps: list[list[int]] = []
+        self.sizes_by_step: list[list[int]] = []
 
     def hook(self, _, bucket):  # type: ignore[no-untyped-def] # DDP reads no annotation in text
-        self.of_steps[-1].append(bucket.buffer().nbytes)
+        self.sizes_by_step[-1].append(bucket.buffer().nbytes)
         return allreduce_hook(None, bucket)
 
 
 def update(
     parallel: DataParallel, inputs: Callable[[int, int, int], Tensor], step: int, rank: int
 ) -> None:
-    for share in range(SHARES):
-        with parallel.accumulate(last=share == SHARES - 1):
-            parallel.forward(inputs(step, rank, share)).mean().backward()
+    for micro_batch in range(MICRO_BATCHES):
+        with parallel.accumulate(last=micro_batch == MICRO_BATCHES - 1):
+            parallel.forward(inputs(step, rank, micro_batch)).mean().backward()
 
 
 def train(
@@ -100,17 +100,17 @@ def train(
     steps: int,
     lr: float,
     messages: Messages | None = None,
-    **given: Any,
-) -> Found:
-    """What the model then holds, and how many DDPs outlived their replacement."""
-    parallel = distribute(model, ParallelSection.model_validate(given))
+    **section: Any,
+) -> RankResults:
+    """Train; return the state, the last gradients and how many replaced DDPs were not freed."""
+    parallel = distribute(model, ParallelSection.model_validate(section))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     wrapped, leaked = ref(parallel.forward), 0
     reducer = ref(parallel.forward.reducer)
     fresh = True
     for step in range(steps):
         if messages is not None:
-            messages.of_steps.append([])
+            messages.sizes_by_step.append([])
             if fresh:
                 parallel.forward.register_comm_hook(None, messages.hook)
         optimizer.zero_grad()
@@ -131,18 +131,18 @@ def train(
     }
 
 
-def exact(rank: int, buckets: str) -> Found:
+def train_exact(rank: int, buckets: str) -> RankResults:
     messages = Messages()
-    found = train(Exact(), factor, rank, STEPS, LR, messages, buckets=buckets)
-    return {**found, "messages": messages.of_steps}
+    results = train(ExactGradients(), factor, rank, STEPS, LR, messages, gradient_buckets=buckets)
+    return {**results, "messages": messages.sizes_by_step}
 
 
-def early_connection(rank: int, folder: Path) -> float:
-    """The second rank begins when the first one has begun, and goes on with other things."""
+def connect_early(rank: int, folder: Path) -> float:
+    """Connect; the second rank begins only after the first one has begun."""
     marker = folder / "begun"
     while rank > 0 and not marker.exists():
         time.sleep(0.01)
-    connection = begin_connection(ParallelSection(), CPU)
+    connection = begin_communicator_warmup(ParallelSection(), CPU)
     marker.touch()
     return connection.wait()
 
@@ -151,16 +151,17 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     plans = ["default", "growing", "auto"]
     with gloo_group(rank, world_size, folder):
-        found = {
-            "connected_s": early_connection(rank, folder),
-            "exact": {plan: exact(rank, plan) for plan in plans},
+        results = {
+            "connected_s": connect_early(rank, folder),
+            "exact": {plan: train_exact(rank, plan) for plan in plans},
             "real": {
-                plan: train(real_net(), images, rank, STEPS, 1e-3, buckets=plan) for plan in plans
+                plan: train(real_net(), images, rank, STEPS, 1e-3, gradient_buckets=plan)
+                for plan in plans
             },
-            # Without updates, so that the last gradients are of the same weights.
-            "still": {
+            # A learning rate of 0: the last gradients of all trainings have the same weights.
+            "constant_weights": {
                 f"{buckets} {form}": train(
-                    real_net(), images, rank, 3, 0, compression=form, buckets=buckets
+                    real_net(), images, rank, 3, 0, compression=form, gradient_buckets=buckets
                 )
                 for form, buckets in (
                     ("none", "default"),
@@ -170,7 +171,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
                 )
             },
         }
-    torch.save(found, folder / f"rank-{rank}.pt")
+    torch.save(results, folder / f"rank-{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One process of `test_noise`: python noise_rank.py RANK WORLD_SIZE FOLDER.
 
-Trains with and without looking at gradients, and leaves what came of it, and this rank's own
-gradients, as FOLDER/rank-RANK.pt.
+Trains with and without measuring gradient norms, and writes the results and this rank's gradients
+to FOLDER/rank-RANK.pt.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import gloo_group
 from torch import Tensor, nn
 
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data import load_shared
-from raytrain_opt.data.array_sets import Arrays
-from raytrain_opt.train import noise
-from raytrain_opt.train.group import distribute, use_threads
-from raytrain_opt.train.learner import Learner, Shares
+from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.train import gradient_noise
+from raytrain_opt.train.data_parallel import distribute, use_threads
+from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner_config import LearnerConfig
+from tests.support.process_group import gloo_group
 
 CPU = torch.device("cpu")
-STEPS, STILL_STEPS = 9, 2
+STEPS, CONSTANT_STEPS = 9, 2
 
-Found = dict[str, Any]
+RankResults = dict[str, Any]
 
 
 def plain_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
-    """The first layer is not trained."""
+    """Build a model whose first layer is frozen."""
     net = nn.Sequential(
         nn.Conv2d(sample_shape[0], 8, 3, padding=1),
         nn.Tanh(),
@@ -42,7 +43,7 @@ def plain_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     return net
 
 
-def learner(world_size: int, arrays: Arrays | None, changes: Found) -> Learner:
+def build_learner(world_size: int, arrays: DatasetArrays | None, changes: RankResults) -> Learner:
     values = {
         "model": plain_net,
         "data": "digits",
@@ -51,84 +52,98 @@ def learner(world_size: int, arrays: Arrays | None, changes: Found) -> Learner:
         "workers": {"count": world_size},
         **changes,
     }
-    return Learner(Job.model_validate(values), arrays, CPU, distribute)
+    return Learner(LearnerConfig.from_job(Job.model_validate(values)), arrays, CPU, distribute)
 
 
-def gradients_by_hand(it: Learner, epoch: int, shares: Shares, size: int) -> list[list[Tensor]]:
-    """Of each share of this rank in each step, at the present weights."""
-    trained = [p for p in it.model.parameters() if p.requires_grad]
-    found: list[list[Tensor]] = []
-    batches = it.data.train(epoch, range(STILL_STEPS), shares.mine, shares.count, size)
+def compute_gradients(
+    learner: Learner, epoch: int, micro_batches: MicroBatches, size: int
+) -> list[list[Tensor]]:
+    """Return the gradients of this rank's micro-batches: [step][micro-batch]."""
+    trained = [p for p in learner.model.parameters() if p.requires_grad]
+    gradients_by_step: list[list[Tensor]] = []
+    batches = learner.data.train_batches(
+        epoch, range(CONSTANT_STEPS), micro_batches.indices, micro_batches.count, size
+    )
     for index, batch in enumerate(batches):
-        if index % len(shares.mine) == 0:
-            found.append([])
-        with it.autocast():
-            loss = it.loss(it.model(batch.x), batch.y)
+        if index % len(micro_batches.indices) == 0:
+            gradients_by_step.append([])
+        with learner.autocast():
+            loss = learner.loss(learner.model(batch.x), batch.y)
         gradients = torch.autograd.grad(loss, trained)
-        found[-1].append(torch.cat([each.flatten().double() for each in gradients]))
-    return found
+        gradients_by_step[-1].append(torch.cat([g.flatten().double() for g in gradients]))
+    return gradients_by_step
 
 
-def still(rank: int, world_size: int, arrays: Arrays | None, **changes: Any) -> Found:
-    """Every update is looked at, at a rate of 0; `changes` may ask for shares in epoch 2."""
-    noise.EVERY = 1
-    it = learner(world_size, arrays, changes)
-    epoch = 2 if it.job.batch_ramp else 1
-    factor = it.job.batch_ramp[0].factor if it.job.batch_ramp else 1
-    shares = Shares(range(rank, rank + 1), world_size)
-    norms = it.train(epoch, 0, (0.0,) * STILL_STEPS, shares).norms
-    size = it.job.global_batch_size * factor
+def measure_constant_weights(
+    rank: int, world_size: int, arrays: DatasetArrays | None, **changes: Any
+) -> RankResults:
+    """Measure every update at a learning rate of 0, in epoch 2 if `changes` has a batch ramp."""
+    gradient_noise.MEASURE_EVERY = 1
+    learner = build_learner(world_size, arrays, changes)
+    epoch = 2 if learner.config.batch_ramp.steps else 1
+    factor = learner.config.batch_ramp.steps[0].factor if learner.config.batch_ramp.steps else 1
+    micro_batches = MicroBatches(range(rank, rank + 1), world_size)
+    norms = learner.train(epoch, 0, (0.0,) * CONSTANT_STEPS, micro_batches).norms
+    size = learner.config.global_batch_size * factor
     return {
         "norms": None if norms is None else vars(norms),
-        "gradients": gradients_by_hand(it, epoch, shares.cut(factor), size),
+        "gradients": compute_gradients(learner, epoch, micro_batches.split(factor), size),
     }
 
 
-def trained(rank: int, world_size: int, arrays: Arrays | None, **changes: Any) -> Found:
-    """Two phases, the second one with accumulation; every other update is looked at."""
-    noise.EVERY = 2
-    it = learner(world_size, arrays, {"batch_ramp": [{"epoch": 2, "factor": 2}], **changes})
-    shares = Shares(range(rank, rank + 1), world_size)
-    first = it.train(1, 0, (0.05,) * STEPS, shares).norms
-    second = it.train(2, 0, (0.02,) * 2, shares).norms
+def train_twice(
+    rank: int, world_size: int, arrays: DatasetArrays | None, **changes: Any
+) -> RankResults:
+    """Train two phases, the second with accumulation; measure every other update."""
+    gradient_noise.MEASURE_EVERY = 2
+    learner = build_learner(
+        world_size, arrays, {"batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]}, **changes}
+    )
+    micro_batches = MicroBatches(range(rank, rank + 1), world_size)
+    first = learner.train(1, 0, (0.05,) * STEPS, micro_batches).norms
+    second = learner.train(2, 0, (0.02,) * 2, micro_batches).norms
     return {
-        "state": it.state(copy=True).digest(),
-        "weights": [p.detach().clone() for p in it.model.parameters()],
+        "state": learner.state(copy=True).digest(),
+        "weights": [p.detach().clone() for p in learner.model.parameters()],
         "pairs": [0 if norms is None else len(norms.pairs) for norms in (first, second)],
     }
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
     use_threads(1)
-    arrays = load_shared(learner_data())
-    ramp = {"batch_ramp": [{"epoch": 2, "factor": 2}]}
+    arrays = load_shared_arrays(data_section())
+    ramp = {"batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]}}
     with gloo_group(rank, world_size, folder):
-        stills = {
-            "plain": still(rank, world_size, arrays),
-            "shares": still(rank, world_size, arrays, **ramp),
-            "growing": still(rank, world_size, arrays, parallel={"buckets": "growing"}),
-            "bf16 messages": still(rank, world_size, arrays, parallel={"compression": "bf16"}),
-            "fp16": still(rank, world_size, arrays, precision="fp16"),
+        constant = {
+            "plain": measure_constant_weights(rank, world_size, arrays),
+            "accumulation": measure_constant_weights(rank, world_size, arrays, **ramp),
+            "growing": measure_constant_weights(
+                rank, world_size, arrays, parallel={"gradient_buckets": "growing"}
+            ),
+            "bf16 messages": measure_constant_weights(
+                rank, world_size, arrays, parallel={"compression": "bf16"}
+            ),
+            "fp16": measure_constant_weights(rank, world_size, arrays, precision="fp16"),
         }
-        pairs = {
+        trainings = {
             name: [
-                trained(
+                train_twice(
                     rank, world_size, arrays, **changes, parallel={**section, "noise_scale": on}
                 )
                 for on in (True, False)
             ]
             for name, section, changes in (
                 ("default", {}, {}),
-                ("growing", {"buckets": "growing"}, {}),
+                ("growing", {"gradient_buckets": "growing"}, {}),
                 ("bf16", {"compression": "bf16"}, {}),
                 ("fp16", {}, {"precision": "fp16"}),
                 ("batchnorm", {}, {"model": {"name": "small_cnn", "args": {"width": 8}}}),
             )
         }
-    torch.save({"still": stills, "trained": pairs}, folder / f"rank-{rank}.pt")
+    torch.save({"constant_weights": constant, "trained": trainings}, folder / f"rank-{rank}.pt")
 
 
-def learner_data() -> Any:
+def data_section() -> Any:
     values = {"model": "small_cnn", "data": "digits", "epochs": 1, "global_batch_size": 8}
     return Job.model_validate(values).data
 

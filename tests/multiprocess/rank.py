@@ -1,7 +1,7 @@
 """One process of `test_data_parallel`: python rank.py RANK WORLD_SIZE FOLDER.
 
-Does every phase once and leaves what came of it as FOLDER/rank-RANK.pt. The same file with
-one process and no group is what the others are compared with.
+Runs every phase once and writes the results to FOLDER/rank-RANK.pt. One process without a
+group computes the expected results.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import gloo_group
 from torch import Tensor, nn
 
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data import load_shared
-from raytrain_opt.data.array_sets import Arrays
-from raytrain_opt.train.group import alone, distribute, use_threads
-from raytrain_opt.train.learner import Learner, Shares, reduce_sums
+from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.train.data_parallel import distribute, single_process, use_threads
+from raytrain_opt.train.learner import Learner, MicroBatches, reduce_sums
+from raytrain_opt.train.learner_config import LearnerConfig
+from tests.support.process_group import gloo_group
 
 CPU = torch.device("cpu")
 WORKERS = 2
 FIRST, SECOND = (0.1,) * 6, (0.05,) * 4
 ODD_TEST_SIZE = 37
-# Batches seen so far, more than float32 can count.
+# Batches tracked before, more than float32 can count.
 BATCHES_BEFORE = 2**24 + 1
 
 
 def plain_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
-    """Without batch normalisation, so that shares do not see each other's statistics."""
+    """Build a model without batch norm, in which micro-batches are independent."""
     features = 8 * sample_shape[1] * sample_shape[2] // 4
     return nn.Sequential(
         nn.Conv2d(sample_shape[0], 8, 3, stride=2, padding=1),
@@ -52,63 +53,75 @@ def job(model: Any, batch: int = 32, workers: int = WORKERS) -> Job:
     )
 
 
-def digits() -> Arrays:
-    """The real digits, with a test set that no even number divides."""
-    whole = load_shared(job("small_cnn").data)
-    assert whole is not None
-    test_x, test_y = whole.test_x[:ODD_TEST_SIZE], whole.test_y[:ODD_TEST_SIZE]
-    return Arrays(whole.train_x, whole.train_y, test_x, test_y, whole.num_classes)
+def digits() -> DatasetArrays:
+    """Load the digits, with an odd number of test samples."""
+    full = load_shared_arrays(job("small_cnn").data)
+    assert full is not None
+    test_x, test_y = full.test_x[:ODD_TEST_SIZE], full.test_y[:ODD_TEST_SIZE]
+    return DatasetArrays(full.train_x, full.train_y, test_x, test_y, full.num_classes)
 
 
 def buffers(learner: Learner) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in learner.model.named_buffers()}
 
 
-def evaluated(learner: Learner, rank: int, world_size: int) -> dict[str, Any]:
+def evaluate_test_split(learner: Learner, rank: int, world_size: int) -> dict[str, Any]:
     part = learner.evaluate("test", rank, world_size)
     sums = [part.samples, part.correct, part.correct_top5, part.loss_sum]
     return {"part": sums, "sum": reduce_sums(sums, CPU)}
 
 
-def phases(model: Any, arrays: Arrays, rank: int, world_size: int) -> dict[str, Any]:
-    """Two phases of training, the second one twice from the same state, and an evaluation."""
-    learner = Learner(job(model), arrays, CPU, distribute if world_size > 1 else alone)
+def train_two_phases(
+    model: Any, arrays: DatasetArrays, rank: int, world_size: int
+) -> dict[str, Any]:
+    """Train two phases, the second one twice from the same state, and evaluate."""
+    learner = Learner(
+        LearnerConfig.from_job(job(model)),
+        arrays,
+        CPU,
+        distribute if world_size > 1 else single_process,
+    )
     for buffer in learner.model.buffers():
         if not buffer.is_floating_point():
             buffer.fill_(BATCHES_BEFORE)
-    mine = range(rank, rank + 1) if world_size > 1 else range(WORKERS)
-    shares = Shares(mine, WORKERS)
-    totals = learner.train(1, 0, FIRST, shares)
-    own = buffers(learner)
-    learner.settle_statistics()
+    own_indices = range(rank, rank + 1) if world_size > 1 else range(WORKERS)
+    micro_batches = MicroBatches(own_indices, WORKERS)
+    totals = learner.train(1, 0, FIRST, micro_batches)
+    own_buffers = buffers(learner)
+    learner.sync_batch_norm_stats()
     middle = learner.state(copy=True)
-    reached = []
+    end_digests = []
     for _ in range(2):
         learner.load(middle)
-        learner.train(1, len(FIRST), SECOND, shares)
-        learner.settle_statistics()
-        reached.append(learner.state(copy=True).digest())
+        learner.train(1, len(FIRST), SECOND, micro_batches)
+        learner.sync_batch_norm_stats()
+        end_digests.append(learner.state(copy=True).digest())
     return {
         "totals": {"samples": totals.samples, "loss_sum": totals.loss_sum},
-        "own_buffers": own,
+        "own_buffers": own_buffers,
         "middle": middle.digest(),
         "averaged_buffers": {
             name.removeprefix("model."): tensor.tensor()
             for name, tensor in middle.tensors.items()
-            if name.removeprefix("model.") in own
+            if name.removeprefix("model.") in own_buffers
         },
-        "reached": reached,
+        "end_digests": end_digests,
         "weights": {name: p.detach().clone() for name, p in learner.model.named_parameters()},
-        "evaluated": evaluated(learner, rank, world_size),
+        "evaluated": evaluate_test_split(learner, rank, world_size),
     }
 
 
-def three_shares(arrays: Arrays, rank: int, world_size: int) -> dict[str, Any]:
-    """Training that was planned for three workers: one of two has two shares."""
+def train_three_micro_batches(arrays: DatasetArrays, rank: int, world_size: int) -> dict[str, Any]:
+    """Train with three micro-batches on two workers, one of which has two."""
     planned = job(plain_net, batch=33, workers=3)
-    learner = Learner(planned, arrays, CPU, distribute if world_size > 1 else alone)
-    shares = Shares.of_rank(rank, world_size, 3)
-    totals = learner.train(1, 0, FIRST, shares)
+    learner = Learner(
+        LearnerConfig.from_job(planned),
+        arrays,
+        CPU,
+        distribute if world_size > 1 else single_process,
+    )
+    micro_batches = MicroBatches.for_rank(rank, world_size, 3)
+    totals = learner.train(1, 0, FIRST, micro_batches)
     weights = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
     return {"samples": totals.samples, "weights": weights}
 
@@ -117,13 +130,13 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     use_threads(1)
     arrays = digits()
     with gloo_group(rank, world_size, folder):
-        found = {
-            "plain": phases(plain_net, arrays, rank, world_size),
-            "small_cnn": phases("small_cnn", arrays, rank, world_size),
-            "three_shares": three_shares(arrays, rank, world_size),
+        results = {
+            "plain": train_two_phases(plain_net, arrays, rank, world_size),
+            "small_cnn": train_two_phases("small_cnn", arrays, rank, world_size),
+            "three_micro_batches": train_three_micro_batches(arrays, rank, world_size),
             "reduced": reduce_sums([rank + 1.0, 1e15 + rank], CPU),
         }
-    torch.save(found, folder / f"rank-{rank}.pt")
+    torch.save(results, folder / f"rank-{rank}.pt")
 
 
 if __name__ == "__main__":

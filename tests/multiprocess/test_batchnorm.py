@@ -1,7 +1,7 @@
-"""BatchNorm statistics of two and of four processes, against one with the whole batch.
+"""BatchNorm statistics of two and of four processes, against one with the full batch.
 
-All cases run once for each number of processes, in `batchnorm_rank.py`; the tests read what
-it left.
+All cases run once for each number of processes, in `batchnorm_rank.py`; the tests read its
+results.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import Tensor
+
+from tests.support.process_group import run_ranks
 
 RANK_PY = Path(__file__).with_name("batchnorm_rank.py")
 LAYERS = ["flat", "row", "image", "after_conv", "volume"]
 SAMPLES = 24
-# One worker's values per channel in a batch of one sample, by hand from the net's shapes.
-POSITIONS = {"flat": 1, "row": 8, "image": 64, "after_conv": 9, "volume": 64}
+# Values per channel of one sample, derived by hand from the layers' shapes.
+VALUES_PER_CHANNEL = {"flat": 1, "row": 8, "image": 64, "after_conv": 9, "volume": 64}
 
-Found = dict[str, Any]
+RankResults = dict[str, Any]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[RankResults]:
     return run_ranks(RANK_PY, request.param, tmp_path_factory.mktemp("ranks") / "run")
 
 
@@ -32,15 +35,15 @@ def statistics(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in buffers.items() if "running" in name}
 
 
-def assert_bit_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_bit_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=name)
 
 
-def each_to_double(found: list[Found], name: str) -> Tensor:
-    """One buffer of all workers: [workers, channels]."""
-    return torch.stack([one["own"][name].double() for one in found])
+def stack_own_buffers(cases: list[RankResults], name: str) -> Tensor:
+    """Return one buffer of all workers in double precision: [workers, channels]."""
+    return torch.stack([case["own"][name].double() for case in cases])
 
 
 @pytest.mark.parametrize("momentum", [1.0, None])
@@ -53,84 +56,86 @@ def each_to_double(found: list[Found], name: str) -> Tensor:
         (torch.float64, 300, 1e-10),
     ],
 )
-def test_one_batch_has_the_statistics_that_one_process_finds(
-    ranks: list[Found], dtype: torch.dtype, around: int, rtol: float, momentum: float | None
+def test_one_batch_has_the_statistics_of_one_process(
+    ranks: list[RankResults], dtype: torch.dtype, around: int, rtol: float, momentum: float | None
 ) -> None:
-    """Also where the mean is a hundred deviations, and differences of squares lose digits."""
+    """Even if the mean is a hundred standard deviations, where squares lose digits."""
     cases = [
-        found["one_forward"][f"{dtype} momentum {momentum} around {around}"] for found in ranks
+        results["one_forward"][f"{dtype} momentum {momentum} around {around}"] for results in ranks
     ]
-    whole = statistics(cases[0]["whole"])
-    assert len(whole) == 2 * len(LAYERS)
-    # Plain means over the workers do not give them.
+    reference = statistics(cases[0]["reference"])
+    assert len(reference) == 2 * len(LAYERS)
+    # The mean of the workers' variances is no substitute.
     for name in LAYERS:
-        own = each_to_double(cases, f"{name}.running_var")
-        assert (own.mean(0) / whole[f"{name}.running_var"] - 1).abs().max() > 0.005
+        variances = stack_own_buffers(cases, f"{name}.running_var")
+        assert (variances.mean(0) / reference[f"{name}.running_var"] - 1).abs().max() > 0.005
     for case in cases:
-        for name, expected in whole.items():
+        for name, expected in reference.items():
             torch.testing.assert_close(case["pooled"][name], expected, rtol=rtol, atol=0, msg=name)
 
 
-def test_layers_behind_one_another_have_the_statistics_of_the_values_they_had(
-    ranks: list[Found],
+def test_stacked_layers_have_the_statistics_of_their_own_inputs(
+    ranks: list[RankResults],
 ) -> None:
-    cases = [found["behind_one_another"] for found in ranks]
+    cases = [results["stacked_layers"] for results in ranks]
     assert len(cases[0]["values"]) == 3
     for name in cases[0]["values"]:
         values = torch.cat([case["values"][name] for case in cases]).double()
         mean, var = values.mean((0, 2, 3)), values.var((0, 2, 3))
         for case in cases:
-            found_mean = case["pooled"][f"{name}.running_mean"].double()
-            found_var = case["pooled"][f"{name}.running_var"].double()
-            torch.testing.assert_close(found_mean, mean, rtol=0, atol=1e-6)
-            torch.testing.assert_close(found_var, var, rtol=1e-5, atol=0)
+            pooled_mean = case["pooled"][f"{name}.running_mean"].double()
+            pooled_var = case["pooled"][f"{name}.running_var"].double()
+            torch.testing.assert_close(pooled_mean, mean, rtol=0, atol=1e-6)
+            torch.testing.assert_close(pooled_var, var, rtol=1e-5, atol=0)
 
 
-def test_all_ranks_hold_the_same_bits(ranks: list[Found]) -> None:
-    for case in ("behind_one_another", "by_chance", "frozen"):
-        for found in ranks[1:]:
-            assert_bit_equal(found[case]["pooled"], ranks[0][case]["pooled"])
+def test_all_ranks_hold_the_same_bits(ranks: list[RankResults]) -> None:
+    for case in ("stacked_layers", "random_micro_batches", "frozen"):
+        for results in ranks[1:]:
+            assert_bit_equal(results[case]["pooled"], ranks[0][case]["pooled"])
     assert not torch.equal(
         ranks[0]["recalibrated"][1]["own"]["flat.running_mean"],
         ranks[1]["recalibrated"][1]["own"]["flat.running_mean"],
     )
 
 
-def test_pooling_what_the_ranks_agree_on_changes_nothing(ranks: list[Found]) -> None:
-    for found in ranks:
-        assert_bit_equal(found["pooled_again"]["twice"], found["pooled_again"]["once"])
+def test_pooling_equal_statistics_changes_nothing(ranks: list[RankResults]) -> None:
+    for results in ranks:
+        assert_bit_equal(results["pooled_again"]["twice"], results["pooled_again"]["once"])
 
 
-def test_moving_averages_of_random_shares_are_unbiased(ranks: list[Found]) -> None:
+def test_moving_averages_of_random_micro_batches_are_unbiased(ranks: list[RankResults]) -> None:
     """Unit variance over 4,096 channels, to about six times the error of the sample."""
-    var = ranks[0]["by_chance"]["pooled"]["running_var"].double()
+    var = ranks[0]["random_micro_batches"]["pooled"]["running_var"].double()
     error = float(var.std() / len(var) ** 0.5)
     assert error < 0.008
     assert float(var.mean()) == pytest.approx(1, abs=6 * error)
 
 
-def test_one_batch_each_recalibrates_to_the_statistics_of_the_whole(ranks: list[Found]) -> None:
-    cases = [found["recalibrated"][1] for found in ranks]
+def test_one_batch_per_worker_recalibrates_to_the_statistics_of_all(
+    ranks: list[RankResults],
+) -> None:
+    cases = [results["recalibrated"][1] for results in ranks]
     for case in cases:
-        for name, expected in statistics(case["whole"]).items():
+        for name, expected in statistics(case["reference"]).items():
             torch.testing.assert_close(case["pooled"][name], expected, rtol=2e-6, atol=0, msg=name)
 
 
-def test_recalibration_takes_plain_means_over_its_batches(ranks: list[Found]) -> None:
+def test_recalibration_computes_plain_means_over_its_batches(ranks: list[RankResults]) -> None:
     """The mean is that of all values; the variance follows the formula, values counted."""
-    cases = [found["recalibrated"][3] for found in ranks]
+    cases = [results["recalibrated"][3] for results in ranks]
     workers = len(cases)
     for name in LAYERS:
-        n = 3 * SAMPLES // workers * POSITIONS[name]
-        means = each_to_double(cases, f"{name}.running_mean")
-        within = each_to_double(cases, f"{name}.running_var").mean(0)
+        n = 3 * SAMPLES // workers * VALUES_PER_CHANNEL[name]
+        means = stack_own_buffers(cases, f"{name}.running_mean")
+        within = stack_own_buffers(cases, f"{name}.running_var").mean(0)
         between = (means - means.mean(0)).square().mean(0)
         var = (workers * (n - 1) * within + workers * n * between) / (workers * n - 1)
         for case in cases:
             pooled = case["pooled"]
             torch.testing.assert_close(
                 pooled[f"{name}.running_mean"],
-                case["whole"][f"{name}.running_mean"],
+                case["reference"][f"{name}.running_mean"],
                 rtol=2e-6,
                 atol=0,
             )
@@ -140,35 +145,35 @@ def test_recalibration_takes_plain_means_over_its_batches(ranks: list[Found]) ->
             assert int(pooled[f"{name}.num_batches_tracked"]) == 3
 
 
-def test_synchronised_layers_keep_every_bit_and_other_buffers_get_the_mean(
-    ranks: list[Found],
+def test_synchronized_layers_keep_every_bit_and_other_buffers_get_the_mean(
+    ranks: list[RankResults],
 ) -> None:
-    cases = [found["other_layers"] for found in ranks]
+    cases = [results["other_layers"] for results in ranks]
     for case in cases:
         own, pooled = case["own"], case["pooled"]
         for name in own:
             if name.startswith("sync") or not own[name].is_floating_point():
                 assert torch.equal(pooled[name], own[name]), name
             elif not name.startswith("norm"):
-                mean = each_to_double(cases, name).mean(0).to(own[name].dtype)
+                mean = stack_own_buffers(cases, name).mean(0).to(own[name].dtype)
                 torch.testing.assert_close(pooled[name], mean, msg=name)
                 assert not torch.equal(pooled[name], own[name]), name
 
 
-def test_statistics_that_no_batch_changed_count_as_exact(ranks: list[Found]) -> None:
-    """Without new batches nothing of the spread is chance: v = mean(v_w) + B."""
-    cases = [found["other_layers"] for found in ranks]
-    means, variances = (each_to_double(cases, f"norm.running_{x}") for x in ("mean", "var"))
+def test_statistics_without_new_batches_carry_no_noise(ranks: list[RankResults]) -> None:
+    """Without new batches the spread has no sampling noise: v = mean(v_w) + B."""
+    cases = [results["other_layers"] for results in ranks]
+    means, variances = (stack_own_buffers(cases, f"norm.running_{x}") for x in ("mean", "var"))
     expected = variances.mean(0) + (means - means.mean(0)).square().mean(0)
     for case in cases:
         torch.testing.assert_close(case["pooled"]["norm.running_var"].double(), expected)
 
 
 def test_a_frozen_layer_keeps_its_statistics_however_often_it_is_pooled(
-    ranks: list[Found],
+    ranks: list[RankResults],
 ) -> None:
-    for found in ranks:
-        before, pooled = found["frozen"]["before"], found["frozen"]["pooled"]
+    for results in ranks:
+        before, pooled = results["frozen"]["before"], results["frozen"]["pooled"]
         for name in before:
             same = torch.equal(pooled[name], before[name])
             assert same == name.startswith("flat."), name

@@ -1,4 +1,4 @@
-"""The command as a user runs it: a process, its output, its exit code, Ctrl-C, resume."""
+"""The command as a user runs it: its output, exit code, reaction to Ctrl-C, and resume."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_jobs import read_lines, without_times
 
 from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.train.checkpoint import read_index, read_weights
+from tests.support.small_jobs import read_lines, without_times
 
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 JOB, EPOCHS = "jobs/quickstart.yaml", 8
-# All that a command starts inherits this mark.
+# Every process that a command starts inherits this mark.
 MARK = "RAYTRAIN_OPT_TEST"
 ENVIRONMENT = {**os.environ, MARK: uuid.uuid4().hex}
 
@@ -34,10 +34,10 @@ def command(*arguments: str) -> list[str]:
 
 
 def start(*arguments: str, hang_in: int) -> subprocess.Popen[str]:
-    """It will hang in the main training of this epoch, after its round was committed."""
+    """Start a run that hangs in the main training of an epoch, after its round is saved."""
     fault = {"role": "worker", "phase": "main_train", "epoch": hang_in, "step": 2}
     faults = json.dumps([{**fault, "action": "hang"}])
-    # A session of its own, so that a Ctrl-C reaches it as it would from a terminal.
+    # A session of its own, so that Ctrl-C reaches all of its processes as from a terminal.
     return subprocess.Popen(
         command(*arguments),
         cwd=ROOT,
@@ -56,43 +56,46 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 @pytest.mark.timeout(1800)
-def test_cut_and_resumed_equals_uncut(tmp_path: Path) -> None:
-    """The quickstart as it stands; and once more, interrupted in the middle of an epoch, then
-    its driver killed in another, each time resumed by the same command.
-    """
-    whole = _run(JOB, "--set", f"storage_path={tmp_path / 'whole'}")
-    (whole_dir,) = (tmp_path / "whole").iterdir()
-    assert read_lines(str(whole_dir), "epochs")[-1]["test_accuracy"] >= 0.95
-    assert "candidates tried" in whole
-    assert f"{whole_dir}/result.json" in whole
-    assert "Trial" not in whole
-    assert _still_there() == []
+def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """Run the quickstart twice.
 
-    again = [JOB, "--set", f"storage_path={tmp_path / 'cut'}", "--set", "resume=auto"]
-    with start(*again, hang_in=3) as process:
+    The second run is interrupted in the middle of an epoch, its driver is killed in another, and
+    the same command resumes it each time.
+    """
+    expected = _run(JOB, "--set", f"storage_path={tmp_path / 'expected'}")
+    (expected_dir,) = (tmp_path / "expected").iterdir()
+    assert read_lines(str(expected_dir), "epochs")[-1]["test_accuracy"] >= 0.95
+    assert "candidates tried" in expected
+    assert f"{expected_dir}/result.json" in expected
+    assert "Trial" not in expected
+    assert _leftover_processes() == []
+
+    arguments = [JOB, "--set", f"storage_path={tmp_path / 'cut'}", "--set", "resume=auto"]
+    with start(*arguments, hang_in=3) as process:
         cut_dir = _wait_for_the_round(process, tmp_path / "cut", epoch=3)
-        assert _reachable_from_elsewhere() <= {"ray::RayTrainWorker"}  # torch's store
+        assert _processes_listening_beyond_loopback() <= {"ray::RayTrainWorker"}  # torch's store
         os.killpg(process.pid, signal.SIGINT)
         output = "".join(lines_of(process))
         assert process.wait(60) == 130
-    assert "kept up to round 1 of epoch 3" in output
+    assert "saved through round 1 of epoch 3" in output
     assert f"raytrain-opt run --resume {cut_dir}" in output
     assert "Traceback" not in output
-    assert _still_there() == []
+    assert _leftover_processes() == []
 
-    with start(*again, hang_in=6) as process:
+    with start(*arguments, hang_in=6) as process:
         _wait_for_the_round(process, tmp_path / "cut", epoch=6)
         process.kill()
         process.wait(60)
-    # While Ray's own agents take their time to end.
-    resumed = _run(*again)
-    assert _still_there() == []
-    assert f"going on with {cut_dir}" in resumed
+    # At once, while Ray's own agents are still ending.
+    resumed = _run(*arguments)
+    assert _leftover_processes() == []
+    assert f"resuming {cut_dir}" in resumed
     assert "resumed after round 1 of epoch 6" in resumed
-    assert _numbers(cut_dir) == _numbers(whole_dir)
+    assert _numbers(cut_dir) == _numbers(expected_dir)
     end = f"checkpoints/epoch-{EPOCHS:04d}"
-    mine, other = read_weights(cut_dir / end), read_weights(whole_dir / end)
-    assert all(mine[name].equal(other[name]) for name in other)
+    weights = read_weights(cut_dir / end)
+    expected_weights = read_weights(expected_dir / end)
+    assert all(weights[name].equal(expected_weights[name]) for name in expected_weights)
 
 
 def test_a_wrong_job_ends_with_2_and_no_traceback(tmp_path: Path) -> None:
@@ -115,22 +118,23 @@ def _run(*arguments: str) -> str:
 
 
 def _wait_for_the_round(process: subprocess.Popen[str], storage: Path, epoch: int) -> Path:
-    """Until the round of this epoch is committed; its main training hangs. The run directory."""
+    """Wait until the round of this epoch is saved; return the run directory."""
     while process.poll() is None:
         for folder in storage.glob("*/checkpoints"):
-            commits = read_index(folder)
-            if commits and (commits[-1].rounds, commits[-1].epoch) == (1, epoch - 1):
+            checkpoints = read_index(folder)
+            latest = checkpoints[-1] if checkpoints else None
+            if latest and (latest.rounds, latest.epoch) == (1, epoch - 1):
                 return folder.parent
         time.sleep(0.05)
-    pytest.fail(f"it ended without the round of epoch {epoch} in {storage}")
+    pytest.fail(f"the run ended without the round of epoch {epoch} in {storage}")
 
 
 def _numbers(run_dir: Path) -> list[dict[str, object]]:
     return without_times(read_lines(str(run_dir), "rounds"))
 
 
-def _still_there() -> list[str]:
-    """What the commands started and left, after some seconds in which it may end."""
+def _leftover_processes() -> list[str]:
+    """Return processes of the commands that do not end within two minutes."""
     deadline_s = time.monotonic() + 120  # agents of Ray take a minute
     while left := [p.name() for p in psutil.process_iter() if _is_ours(p)]:
         if time.monotonic() > deadline_s:
@@ -139,13 +143,15 @@ def _still_there() -> list[str]:
     return []
 
 
-def _reachable_from_elsewhere() -> set[str]:
-    """Names of the commands' processes that listen on more than loopback."""
+def _processes_listening_beyond_loopback() -> set[str]:
+    """Return names of the commands' processes that listen on more than loopback."""
     names = {p.pid: p.name() for p in psutil.process_iter() if _is_ours(p)}
     return {
-        names[at.pid]
-        for at in psutil.net_connections(kind="inet")
-        if at.pid in names and at.status == psutil.CONN_LISTEN and not _is_loopback(at.laddr.ip)
+        names[connection.pid]
+        for connection in psutil.net_connections(kind="inet")
+        if connection.pid in names
+        and connection.status == psutil.CONN_LISTEN
+        and not _is_loopback(connection.laddr.ip)
     }
 
 

@@ -12,12 +12,13 @@ import psutil
 import pytest
 import ray
 import torch
-from small_jobs import read_lines, small_job, without_times
 
 from raytrain_opt import RunResult, load_job, run
-from raytrain_opt.doctor.examine import examine
+from raytrain_opt.commands.doctor.diagnose import diagnose
 from raytrain_opt.train.checkpoint import read_index, read_rest, read_weights
 from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from tests.support.small_jobs import read_lines, small_job, without_times
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
 
@@ -29,7 +30,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(local_ray: None, storage: Path) -> RunResult:
-    """One whole run, looked at by many tests."""
+    """One complete run that many tests examine."""
     return run(small_job(storage))
 
 
@@ -58,14 +59,14 @@ def test_epochs_and_result_agree(finished: RunResult) -> None:
     assert all(line["test_samples"] == 359 for line in epochs)
     assert result["final"]["test_accuracy"] == epochs[-1]["test_accuracy"]
     assert result["best"]["test_accuracy"] == max(line["test_accuracy"] for line in epochs)
-    assert result["search"]["samples"] == 3 * 2 * 5 * 64
+    assert result["search"]["samples"] == 3 * 5 * 64  # the loser of two candidates
     steps = result["steps_per_epoch"]
-    assert result["search"]["fraction_of_training"] == pytest.approx(2 * 5 / steps)
+    assert result["search"]["fraction_of_training"] == pytest.approx(5 / steps)
     assert 0 < result["time_to_first_step_s"] <= result["wall_s"]
     assert result["versions"]["torch"] == torch.__version__.split("+")[0]
 
 
-def test_how_noisy_the_gradients_were_is_told(finished: RunResult) -> None:
+def test_the_noise_scale_of_the_gradients_is_reported(finished: RunResult) -> None:
     epochs = read_lines(finished.run_dir, "epochs")
     assert [line["noise_scale"]["batch_size"] for line in epochs] == [64] * 3
     assert all(line["noise_scale"]["updates"] == 2 for line in epochs)
@@ -80,39 +81,39 @@ def test_the_schedule_is_the_rate_of_every_step(finished: RunResult) -> None:
     steps = schedule["epoch_steps"][0]
     assert len(finished.lrs) == schedule["steps"] == 3 * steps
     for number, line in enumerate(rounds):
-        mine = finished.lrs[number * steps : (number + 1) * steps]
-        assert set(mine) == {line["next_base_lr"]}
+        lrs = finished.lrs[number * steps : (number + 1) * steps]
+        assert set(lrs) == {line["next_base_lr"]}
 
 
 def test_the_checkpoint_gives_the_recorded_accuracy(finished: RunResult, storage: Path) -> None:
     folder = Path(finished.run_dir) / "checkpoints"
-    commits = read_index(folder)
-    assert commits[-1].epoch == 3
-    learner = Learner(small_job(storage), None, torch.device("cpu"))
-    learner.model.load_state_dict(read_weights(folder / commits[-1].folder))
+    checkpoints = read_index(folder)
+    assert checkpoints[-1].epoch == 3
+    learner = Learner(LearnerConfig.from_job(small_job(storage)), None, torch.device("cpu"))
+    learner.model.load_state_dict(read_weights(folder / checkpoints[-1].folder))
     assert learner.evaluate("test").accuracy == finished.test_accuracy
-    assert read_rest(folder / commits[-1].folder)["position"]["next_epoch"] == 4
+    assert read_rest(folder / checkpoints[-1].folder)["progress"]["next_epoch"] == 4
 
 
-def test_the_resolved_job_and_the_events_are_there(finished: RunResult) -> None:
+def test_the_resolved_job_and_the_tensorboard_events_are_written(finished: RunResult) -> None:
     folder = Path(finished.run_dir)
     resolved = load_job(folder / "job.yaml")
     assert resolved.model.args == {"width": 8}
     assert any((folder / "tensorboard").glob("events.*"))
 
 
-def test_the_report_and_the_timeline_are_there(finished: RunResult) -> None:
+def test_the_report_and_the_timeline_are_written(finished: RunResult) -> None:
     page = (Path(finished.run_dir) / "report.html").read_text()
     assert f"{finished.test_accuracy:.2%}".replace("%", " %") in page
     spans = read_lines(finished.run_dir, "timeline")
-    mine = [(at["who"], at["doing"]) for at in spans if at["epoch"] == 2]
-    for who, doing in [("slot", "pretrain"), ("worker", "main_train"), ("worker", "evaluate")]:
-        assert {name for name, what in mine if what == doing} == {f"{who} 0", f"{who} 1"}
-    assert ("driver", "commit") in mine
-    for at in spans:
-        assert 0 <= at["at_s"] <= at["at_s"] + at["seconds"] <= finished.wall_s
-        assert sum(at["parts_s"].values()) <= at["seconds"]
-    assert all(at["memory_mib"] > 10 for at in spans if at["who"] != "driver")
+    commands = [(span["process"], span["command"]) for span in spans if span["epoch"] == 2]
+    for pool, command in [("slot", "pretrain"), ("worker", "main_train"), ("worker", "evaluate")]:
+        assert {name for name, done in commands if done == command} == {f"{pool} 0", f"{pool} 1"}
+    assert ("driver", "checkpoint") in commands
+    for span in spans:
+        assert 0 <= span["start_s"] <= span["start_s"] + span["duration_s"] <= finished.wall_s
+        assert sum(span["timings_s"].values()) <= span["duration_s"]
+    assert all(span["memory_mib"] > 10 for span in spans if span["process"] != "driver")
 
 
 def test_no_file_of_a_run_holds_what_is_secret_in_the_environment(finished: RunResult) -> None:
@@ -123,7 +124,7 @@ def test_no_file_of_a_run_holds_what_is_secret_in_the_environment(finished: RunR
 
 
 def test_nothing_of_ours_stays_alive(finished: RunResult) -> None:
-    ours = ("Host", "Mailbox", "RayTrainWorker", "ImplicitFunc", "TrainController")
+    ours = ("PoolLauncher", "Mailbox", "RayTrainWorker", "ImplicitFunc", "TrainController")
     deadline_s = time.monotonic() + 20
     while time.monotonic() < deadline_s:
         titles = {process.name().removeprefix("ray::") for process in _descendants()}
@@ -135,17 +136,15 @@ def test_nothing_of_ours_stays_alive(finished: RunResult) -> None:
     pytest.fail(f"still there: {titles}, CPUs free: {free}")
 
 
-def test_waves_over_one_slot_find_the_same(finished: RunResult, storage: Path) -> None:
-    """Candidates that share a slot, one after the other, do not change the result; nor does
-    a storage that is named by a URI.
-    """
+def test_waves_over_one_slot_give_the_same_rounds(finished: RunResult, storage: Path) -> None:
+    """Neither several candidates per slot nor a storage URI changes the result."""
     waves = run(small_job(storage, slots={"count": 1}, epochs=2, storage_path=f"file://{storage}"))
     expected = without_times(read_lines(finished.run_dir, "rounds"))[:2]
-    found = without_times(read_lines(waves.run_dir.removeprefix("file://"), "rounds"))
-    for line in (*expected, *found):
+    rounds_of_waves = without_times(read_lines(waves.run_dir.removeprefix("file://"), "rounds"))
+    for line in (*expected, *rounds_of_waves):
         for candidate in line["candidates"]:
             del candidate["slot"]
-    assert found == expected
+    assert rounds_of_waves == expected
 
 
 def test_the_large_batch_kit_trains_together(storage: Path) -> None:
@@ -158,8 +157,8 @@ def test_the_large_batch_kit_trains_together(storage: Path) -> None:
             "scaling": {"reference_batch_size": 32},
         },
         "batch_norm": {"momentum": 0.2, "recalibrate_batches": 4},
-        "batch_ramp": [{"epoch": 2, "factor": 2}],
-        "parallel": {"buckets": "growing", "compression": "bf16"},
+        "batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]},
+        "parallel": {"gradient_buckets": "growing", "compression": "bf16"},
         "loss": {"name": "cross_entropy", "label_smoothing": 0.1},
     }
     result = run(small_job(storage, **kit))
@@ -180,14 +179,14 @@ def test_the_doctor_finds_this_machine_fit_or_says_why_not(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = set(storage.iterdir())
-    assert examine(small_job(storage), None) == 0
+    assert diagnose(small_job(storage), None) == 0
     output = capsys.readouterr().out
     for about in ("Ray", "versions", "storage", "clocks", "start-up", "room", "exchange"):
         assert re.search(rf"│ ok +│ {about} ", output), output
     assert "2 workers on 1 node with gloo" in output
     assert set(storage.iterdir()) == before
     too_large = small_job(storage, workers={"count": 2, "resources": {"CPU": 7}})
-    assert examine(too_large, None) == 1
+    assert diagnose(too_large, None) == 1
     assert re.search(r"│ error +│ room ", capsys.readouterr().out)
 
 

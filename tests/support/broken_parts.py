@@ -1,4 +1,4 @@
-"""Models, data sets and losses as a user gets them wrong; named by job files of the tests."""
+"""Models, data sets and losses with typical mistakes of users; named by jobs of the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLASSES = 3
 def points(
     samples: int = 40, label: int | float | None = None, train_only: bool = False
 ) -> tuple[Any, Any]:
-    """(train, test) of points [4] with labels 0 to 2, or sample 0's label is `label`."""
+    """Return (train, test) of points [4] with labels 0 to 2; sample 0 may have another `label`."""
     labels = torch.arange(samples) % CLASSES
     wrong = labels.clone() if label is None else labels.to(torch.tensor(label).dtype)
     if label is not None:
@@ -25,12 +25,12 @@ def points(
 
 
 def one_set() -> Any:
-    """Forgets the test set."""
+    """Return no test set."""
     return points()[0]
 
 
 def no_pairs() -> tuple[Any, Any]:
-    """Samples without labels."""
+    """Return samples without labels."""
     return TensorDataset(torch.zeros(9, 4)), TensorDataset(torch.zeros(9, 4))
 
 
@@ -40,33 +40,33 @@ class _Stream(IterableDataset[Any]):
 
 
 def stream() -> tuple[Any, Any]:
-    """Has no length."""
+    """Return Datasets without a length."""
     return _Stream(), _Stream()
 
 
 def empty() -> tuple[Any, Any]:
-    """Nothing to train on."""
+    """Return no samples."""
     return points(samples=0)
 
 
 def raising() -> tuple[Any, Any]:
-    """A bug of the user's."""
+    """Raise an error, as a bug of the user would."""
     raise KeyError("planted bug")
 
 
 def uneven() -> tuple[Any, Any]:
-    """Samples of several sizes."""
+    """Return samples of several sizes."""
     sets = [[(torch.zeros(4 + i), 0) for i in range(9)] for _ in range(2)]
     return sets[0], sets[1]
 
 
 def linear(sample_shape: tuple[int, ...], outputs: int) -> nn.Module:
-    """As many outputs as asked for, whatever the data have."""
+    """Return a model with `outputs` outputs, whatever the number of classes."""
     return nn.Sequential(nn.Flatten(), nn.Linear(torch.Size(sample_shape).numel(), outputs))
 
 
 def takes_ten() -> nn.Module:
-    """Takes samples [10] only."""
+    """Return a model that takes samples [10] only."""
     return nn.Linear(10, CLASSES)
 
 
@@ -80,37 +80,37 @@ class _TwoOutputs(nn.Module):
 
 
 def two_outputs() -> nn.Module:
-    """Returns a tuple, as networks with auxiliary heads do."""
+    """Return a model with a tuple as output, as networks with auxiliary heads have."""
     return _TwoOutputs()
 
 
 def without_parameters() -> nn.Module:
-    """Nothing to train."""
+    """Return a model without parameters."""
     return nn.Flatten()
 
 
 def no_module() -> Any:
-    """Returns something else."""
+    """Return something that is not a module."""
     return {"weights": 3}
 
 
 def breaks() -> nn.Module:
-    """A bug of the user's."""
+    """Raise an error, as a bug of the user would."""
     raise ZeroDivisionError("planted bug")
 
 
 def loss_per_sample(output: Tensor, labels: Tensor) -> Tensor:
-    """Forgets the mean."""
+    """Return the loss of each sample instead of the mean."""
     return nn.functional.cross_entropy(output, labels, reduction="none")
 
 
 def loss_of_images(output: Tensor, labels: Tensor) -> Tensor:
-    """Takes outputs of another shape."""
+    """Expect outputs of another shape."""
     return output[:, :, 0, 0].mean()
 
 
 def loss_of_one(output: Tensor) -> Tensor:
-    """Takes one argument."""
+    """Take one argument only."""
     return output.mean()
 
 

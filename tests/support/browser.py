@@ -1,4 +1,4 @@
-"""A real browser for the tests: headless Chromium, driven through its DevTools protocol.
+"""Headless Chromium for tests, driven through its DevTools protocol.
 
 Source: chromedevtools.github.io/devtools-protocol.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_QUIET = (
+_FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--disable-dev-shm-usage", "--remote-debugging-port=0", "--hide-scrollbars",
@@ -28,25 +28,23 @@ _START_S = 60.0
 
 
 def find_browser() -> str | None:
-    """Path of a Chromium; None where there is none."""
+    """Return the path of Chromium; None when it is not installed."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 @dataclass
-class Seen:
-    """Of one page: what it asked for but itself, what it complained about, and answers of
-    scripts that ran in it.
-    """
+class PageView:
+    """An opened page: its requests of other files, errors, results of scripts, screenshot."""
 
     requests: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     answers: list[Any] = field(default_factory=list)
-    picture: bytes = b""
+    screenshot: bytes = b""
 
 
 @dataclass(frozen=True)
 class View:
-    """How a page is looked at. `scripts`: JavaScript expressions, one after the other."""
+    """Size and color scheme of a page. `scripts`: JavaScript expressions to evaluate in order."""
 
     width: int = 1280
     height: int = 900
@@ -54,23 +52,23 @@ class View:
     scripts: tuple[str, ...] = ()
 
 
-def look(browser: str, page: Path, view: View, profile: Path) -> Seen:
-    """Open a file in a new browser. `profile`: an empty folder for what it writes."""
+def open_page(browser: str, page: Path, view: View, profile: Path) -> PageView:
+    """Open a file in a new browser. `profile`: an empty folder for the browser's files."""
     process = subprocess.Popen(
-        [browser, *_QUIET, f"--user-data-dir={profile}", "about:blank"],
+        [browser, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "HOME": str(profile)},
     )
     try:
-        return asyncio.run(_look(_address(process, profile), page, view))
+        return asyncio.run(_open_page(_address(process, profile), page, view))
     finally:
         process.kill()
         process.wait()
 
 
 def _address(process: subprocess.Popen[bytes], profile: Path) -> str:
-    """Where it listens, on loopback; it writes that down."""
+    """Return the address on which the browser listens, from the file that it writes."""
     file, deadline_s = profile / "DevToolsActivePort", time.monotonic() + _START_S
     while time.monotonic() < deadline_s and process.poll() is None:
         with suppress(OSError):
@@ -78,15 +76,15 @@ def _address(process: subprocess.Popen[bytes], profile: Path) -> str:
             if len(lines) == 2:
                 return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
         time.sleep(0.05)
-    raise RuntimeError(f"{process.args} does not start")
+    raise RuntimeError(f"{process.args!r} does not start")
 
 
-async def _look(address: str, page: Path, view: View) -> Seen:
+async def _open_page(address: str, page: Path, view: View) -> PageView:
     from aiohttp import ClientSession
 
     async with ClientSession() as session, session.ws_connect(address, max_msg_size=0) as socket:
-        seen, loaded = Seen(), asyncio.Event()
-        tab = _Tab(socket, lambda event: _note(seen, loaded, page.as_uri(), event))
+        view_of_page, loaded = PageView(), asyncio.Event()
+        tab = _Tab(socket, lambda event: _record(view_of_page, loaded, page.as_uri(), event))
         reading = asyncio.create_task(tab.read())
         await tab.open()
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -99,31 +97,33 @@ async def _look(address: str, page: Path, view: View) -> Seen:
         await asyncio.wait_for(loaded.wait(), _START_S)
         for script in view.scripts:
             done = await tab.call("Runtime.evaluate", expression=script, returnByValue=True)
-            seen.answers.append(done["result"].get("value"))
+            view_of_page.answers.append(done["result"].get("value"))
         shot = await tab.call("Page.captureScreenshot")
-        seen.picture = base64.b64decode(shot["data"])
+        view_of_page.screenshot = base64.b64decode(shot["data"])
         reading.cancel()
-        return seen
+        return view_of_page
 
 
-def _note(seen: Seen, loaded: asyncio.Event, page: str, event: dict[str, Any]) -> None:
-    method, of = event["method"], event["params"]
+def _record(
+    view_of_page: PageView, loaded: asyncio.Event, page: str, event: dict[str, Any]
+) -> None:
+    method, parameters = event["method"], event["params"]
     if method == "Page.loadEventFired":
         loaded.set()
     elif method == "Network.requestWillBeSent":
-        url = of["request"]["url"]
+        url = parameters["request"]["url"]
         if url.partition("#")[0] != page and not url.startswith("data:"):
-            seen.requests.append(url)
+            view_of_page.requests.append(url)
     elif method == "Runtime.exceptionThrown":
-        seen.complaints.append(of["exceptionDetails"]["text"])
-    elif method == "Runtime.consoleAPICalled" and of["type"] in ("error", "warning"):
-        seen.complaints.append(str(of["args"]))
-    elif method == "Log.entryAdded" and of["entry"]["level"] in ("error", "warning"):
-        seen.complaints.append(of["entry"]["text"])
+        view_of_page.errors.append(parameters["exceptionDetails"]["text"])
+    elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning"):
+        view_of_page.errors.append(str(parameters["args"]))
+    elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+        view_of_page.errors.append(parameters["entry"]["text"])
 
 
 class _Tab:
-    """One page of the browser: calls and their answers, and events in between."""
+    """A page of the browser: sends calls, receives answers and events."""
 
     def __init__(self, socket: Any, on_event: Callable[[dict[str, Any]], None]) -> None:
         self._socket, self._on_event = socket, on_event

@@ -1,4 +1,4 @@
-"""A disk that is full, for the tests of what refuses to write."""
+"""A full disk, for tests of code that writes files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def files_at_most(size: int) -> Iterator[None]:
-    """Writing more fails inside the operating system, as on a full disk."""
+def limit_file_size(size: int) -> Iterator[None]:
+    """Make writes of files beyond `size` bytes fail in the operating system, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -1,4 +1,4 @@
-"""The parameter server in this process: the real clock and shards, a lock instead of actors."""
+"""The parameter server in this process: real scheduler and shards, a lock instead of actors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ from typing import Any
 import torch
 
 from raytrain_opt import Job
+from raytrain_opt.async_training.scheduler import (
+    EpochPhase,
+    MicroBatchDone,
+    SspScheduler,
+    Update,
+)
+from raytrain_opt.async_training.weight_shard import (
+    Weights,
+    WeightShard,
+    WireArray,
+    from_wire,
+    to_wire,
+)
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.models import build_model
-from raytrain_opt.train.parameter_server import Shard, Weights, Wire, from_wire, to_wire
-from raytrain_opt.train.share_clock import Done, Phase, ShareClock, Update
-from raytrain_opt.train.state import HostState
+from raytrain_opt.train.state import TrainingState
 
 
-def open_shards(job: Job, info: DataInfo, count: int) -> list[Shard]:
-    """As many, each with a model of its own."""
+def open_shards(job: Job, info: DataInfo, count: int) -> list[WeightShard]:
+    """Build the shards, each with a model of its own."""
     models = [
         build_model(
             job.model, num_classes=info.num_classes, sample_shape=info.sample_shape, seed=job.seed
@@ -29,26 +40,26 @@ def open_shards(job: Job, info: DataInfo, count: int) -> list[Shard]:
     if job.channels_last and len(info.sample_shape) == 3:
         models = [model.to(memory_format=torch.channels_last) for model in models]
     steps = info.steps_per_epoch(job.global_batch_size)
-    return [Shard(job, model, i, count, steps) for i, model in enumerate(models)]
+    return [WeightShard(job.optimizer, model, i, count, steps) for i, model in enumerate(models)]
 
 
 @dataclass
 class LocalServer:
-    """Shared by the workers' threads; see `member`."""
+    """Shared by the workers' threads, which use `LocalClient`."""
 
-    clock: ShareClock
-    shards: list[Shard]
+    scheduler: SspScheduler
+    shards: list[WeightShard]
     wire: torch.dtype = torch.float32
     updates: list[Update] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @classmethod
-    def begun(
-        cls, phase: Phase, shards: list[Shard], state: HostState, **kind: Any
+    def for_phase(
+        cls, phase: EpochPhase, shards: list[WeightShard], state: TrainingState, **kind: Any
     ) -> LocalServer:
         for shard in shards:
-            shard.load(state, phase.decay)
-        return cls(ShareClock(phase), shards, **kind)
+            shard.load(state, phase.weight_decay_factor)
+        return cls(SspScheduler(phase), shards, **kind)
 
     def make(self, updates: list[Update]) -> None:
         for update in updates:
@@ -59,8 +70,8 @@ class LocalServer:
 
 
 @dataclass
-class Member:
-    """The server as one worker sees it."""
+class LocalClient:
+    """The server as one worker sees it; implements `worker_loop.ParameterServer`."""
 
     server: LocalServer
     worker: int
@@ -68,15 +79,15 @@ class Member:
 
     def claim(self) -> int | None:
         with self.server.changed:
-            return self.server.clock.claim(self.worker, monotonic_s())
+            return self.server.scheduler.claim(self.worker, monotonic_s())
 
-    def begin(self, share: int, version: int) -> int | None:
-        clock = self.server.clock
+    def begin(self, number: int, version: int) -> int | None:
+        scheduler = self.server.scheduler
         with self.server.changed:
-            assert self.server.changed.wait_for(lambda: clock.may_begin(share), timeout=60)
-            if not clock.new_enough(version):
-                return clock.version
-            clock.begin(self.worker, share, version, monotonic_s())
+            assert self.server.changed.wait_for(lambda: scheduler.may_begin(number), timeout=60)
+            if not scheduler.new_enough(version):
+                return scheduler.version
+            scheduler.begin(self.worker, number, version, monotonic_s())
             return None
 
     def pull(self, at_least: int) -> Weights:
@@ -86,19 +97,19 @@ class Member:
             parts = [from_wire(to_wire(s.weights.buffer, s.dtype), s.dtype) for s in shards]
             return Weights(min(shard.version for shard in shards), tuple(parts))
 
-    def push(self, share: int, gradients: Sequence[Wire]) -> None:
+    def push(self, number: int, gradients: Sequence[WireArray]) -> None:
         with self.server.changed:
             for shard, gradient in zip(self.server.shards, gradients, strict=True):
-                shard.add(share, from_wire(gradient, self.server.wire))
+                shard.add(number, from_wire(gradient, self.server.wire))
 
-    def done(self, share: Done) -> None:
+    def done(self, result: MicroBatchDone) -> None:
         with self.server.changed:
-            self.server.make(self.server.clock.done(self.worker, share, monotonic_s()))
+            self.server.make(self.server.scheduler.done(self.worker, result, monotonic_s()))
 
     def wait_for_work(self) -> bool:
-        clock = self.server.clock
+        scheduler = self.server.scheduler
         with self.server.changed:
             assert self.server.changed.wait_for(
-                lambda: clock.has_work or clock.finished, timeout=60
+                lambda: scheduler.has_work or scheduler.finished, timeout=60
             )
-            return not clock.finished
+            return not scheduler.finished

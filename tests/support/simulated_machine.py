@@ -1,4 +1,4 @@
-"""Machines with a known cost curve, to try batch-size strategies on."""
+"""Simulated machines with a known cost curve, to test batch-size strategies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from raytrain_opt.search.batch_size import Ask, Choice, Limits, Measurement, Strategy
-from raytrain_opt.train.totals import GradientNorms
+from raytrain_opt.results import GradientNorms
+from raytrain_opt.search.batch_size.strategy import (
+    BatchSizeChoice,
+    Measurement,
+    ProbeRequest,
+    SizeBounds,
+    Strategy,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Curve:
 
     def samples_per_s(self, size: int) -> float:
         work = self.tile * math.ceil(size / self.tile)
-        step = (self.half**self.overlap + work**self.overlap) ** (1 / self.overlap)
+        step = math.pow(self.half**self.overlap + work**self.overlap, 1 / self.overlap)
         slower = 1 + self.decline * math.log2(max(1.0, size / self.cache))
         gain = self.jump_gain if size >= self.jump else 1.0
         return self.peak_samples_per_s * min(size / step * gain, self.cap) / slower
@@ -41,15 +47,15 @@ class Curve:
 
 @dataclass
 class Machine:
-    """Answers asks with noisy measurements, whose standard error it knows, and counts them."""
+    """Returns noisy measurements with their standard error, and records them."""
 
     curve: Curve
-    limits: Limits
+    bounds: SizeBounds
     memory: int = 1_000_000
     noise: float = 0.0
     seed: int = 0
     utilization_pct: Callable[[int], float] = lambda size: math.nan
-    noise_scale: float | None = None  # of gradients, seen with chance in it; None: not measured
+    noise_scale: float | None = None  # of gradients, measured with noise; None: not measured
     history: list[Measurement] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -58,10 +64,10 @@ class Machine:
     @property
     def largest(self) -> int:
         """The largest size that is allowed and fits."""
-        return min(self.limits.largest, self.memory)
+        return min(self.bounds.largest, self.memory)
 
     def measure(self, size: int) -> Measurement:
-        assert 1 <= size <= self.limits.largest
+        assert 1 <= size <= self.bounds.largest
         if size > self.memory:
             return Measurement(size, "out_of_memory")
         rate = self.curve.samples_per_s(size)
@@ -70,43 +76,43 @@ class Machine:
         return Measurement(size, "ok", float(noisy), rate * self.noise, used, self._norms(size))
 
     def _norms(self, size: int) -> GradientNorms | None:
-        """Of 8 updates: |G|^2 is 1, in 100 dimensions, and tr S the noise scale."""
+        """Draw the norms of 8 updates, with |G|^2 = 1 in 100 dimensions, tr S = noise scale."""
         if self.noise_scale is None:
             return None
-        shares = max(2, 256 // size)
+        micro_batches = max(2, 256 // size)
         spread = math.sqrt(self.noise_scale / 100 / size)
-        own = 0.1 + spread * self._random.standard_normal((8, shares, 100))
+        own = 0.1 + spread * self._random.standard_normal((8, micro_batches, 100))
         small = np.square(own).sum(axis=2).mean(axis=1)
-        whole = np.square(own.mean(axis=1)).sum(axis=1)
-        pairs = tuple(zip(small.tolist(), whole.tolist(), strict=True))
-        return GradientNorms(size, shares * size, pairs)
+        big = np.square(own.mean(axis=1)).sum(axis=1)
+        pairs = tuple(zip(small.tolist(), big.tolist(), strict=True))
+        return GradientNorms(size, micro_batches * size, pairs)
 
     def goodput(self, size: int) -> float:
-        """True samples/s times the progress of a sample."""
+        """Return the true samples/s times the progress per sample."""
         assert self.noise_scale is not None
-        noise = 1 + size * self.limits.workers / self.noise_scale
+        noise = 1 + size * self.bounds.workers / self.noise_scale
         return self.curve.samples_per_s(size) / noise
 
-    def goodput_regret(self, choice: Choice) -> float:
-        """Share of the best goodput that the choice gives up."""
+    def goodput_regret(self, choice: BatchSizeChoice) -> float:
+        """Return the fraction of the best goodput that the choice loses."""
         best = max(self.goodput(size) for size in range(1, self.largest + 1))
         return 1 - self.goodput(choice.batch_size) / best
 
-    def search(self, strategy: Strategy, at_most: int = 300) -> Choice:
-        """Ask and tell until the choice, which has to be a measured size that fits."""
-        for _ in range(at_most):
+    def search(self, strategy: Strategy, max_probes: int = 300) -> BatchSizeChoice:
+        """Measure until the strategy chooses, which must be a measured size that fits."""
+        for _ in range(max_probes):
             step = strategy.propose(self.history)
-            if isinstance(step, Choice):
+            if isinstance(step, BatchSizeChoice):
                 assert step.batch_size in self.sizes
                 assert step.batch_size <= self.memory
                 return step
-            assert isinstance(step, Ask)
+            assert isinstance(step, ProbeRequest)
             self.history.append(self.measure(step.batch_size))
-        raise AssertionError(f"no choice after {at_most} probes: {self.sizes}")
+        raise AssertionError(f"no choice after {max_probes} probes: {self.sizes}")
 
     @property
     def sizes(self) -> list[int]:
-        """What was measured, in order."""
+        """The measured sizes, in order."""
         return [m.batch_size for m in self.history]
 
     @property
@@ -114,30 +120,30 @@ class Machine:
         """Samples/s of the fastest size that fits."""
         return max(self.curve.samples_per_s(size) for size in range(1, self.largest + 1))
 
-    def regret(self, choice: Choice) -> float:
-        """Share of the best samples/s that the choice gives up."""
+    def regret(self, choice: BatchSizeChoice) -> float:
+        """Return the fraction of the best samples/s that the choice loses."""
         return 1 - self.curve.samples_per_s(choice.batch_size) / self.best
 
     def knee(self, tolerance: float) -> int:
-        """The smallest size that gives up no more than `tolerance`."""
-        enough = (1 - tolerance) * self.best
+        """Return the smallest size that loses at most `tolerance`."""
+        required = (1 - tolerance) * self.best
         sizes = range(1, self.largest + 1)
-        return next(size for size in sizes if self.curve.samples_per_s(size) >= enough)
+        return next(size for size in sizes if self.curve.samples_per_s(size) >= required)
 
     def fresh(self) -> Machine:
-        """The same machine with nothing measured."""
+        """Return the same machine without measurements."""
         return replace(self, history=[])
 
 
 def random_machine(seed: int) -> Machine:
-    """Overheads from none to all there is, tiles, caps, declines, memory limits and noise."""
+    """Draw a machine: overheads from none to dominant, tiles, caps, memory limits and noise."""
     random = np.random.default_rng(seed)
 
     def log_uniform(low: float, high: float) -> float:
         return float(math.exp(random.uniform(math.log(low), math.log(high))))
 
-    def sometimes(share: float, value: float, otherwise: float) -> float:
-        return value if random.random() < share else otherwise
+    def sometimes(probability: float, value: float, otherwise: float) -> float:
+        return value if random.random() < probability else otherwise
 
     curve = Curve(
         half=log_uniform(0.05, 5000),
@@ -151,7 +157,7 @@ def random_machine(seed: int) -> Machine:
     half_full = log_uniform(1, 200)
     return Machine(
         curve,
-        Limits(largest=round(log_uniform(16, 4096)), epoch_samples=50_000),
+        SizeBounds(largest=round(log_uniform(16, 4096)), epoch_samples=50_000),
         memory=round(sometimes(0.5, log_uniform(4, 8192), 1_000_000)),
         noise=float(random.uniform(0.005, 0.02)),
         seed=seed,
@@ -159,6 +165,8 @@ def random_machine(seed: int) -> Machine:
     )
 
 
-def replayed(strategy: Strategy, history: Sequence[Measurement]) -> list[Ask | Choice]:
-    """What the strategy proposes after every beginning of the history."""
+def replayed(
+    strategy: Strategy, history: Sequence[Measurement]
+) -> list[ProbeRequest | BatchSizeChoice]:
+    """Return the proposal of the strategy after each prefix of the history."""
     return [strategy.propose(history[:length]) for length in range(len(history) + 1)]

@@ -1,6 +1,6 @@
-"""For the tests that run whole jobs: a small job, its records, and code as a user brings it.
+"""A small job for tests that run jobs, readers of its records, and a user's model functions.
 
-On the import path of the tests and of the Ray processes they start.
+The tests and the Ray processes that they start can import this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raytrain_opt import Job
 
 
 def small_job(folder: Path, **changes: Any) -> Job:
-    """Digits, two workers, two candidates in two slots, three epochs."""
+    """Return a job: digits, three epochs, two workers, two candidates in two slots."""
     values = {
         "name": "test",
         "model": {"name": "small_cnn", "args": {"width": 8}},
@@ -37,22 +37,22 @@ def small_job(folder: Path, **changes: Any) -> Job:
 
 
 def read_lines(run_dir: str, name: str) -> list[dict[str, Any]]:
-    """A record of JSON lines."""
+    """Return the lines of a record of JSON lines."""
     text = (Path(run_dir) / f"{name}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def without_times(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The numbers of rounds.jsonl that must not depend on the clock."""
+    """Remove the times from lines of rounds.jsonl, in place, and return them."""
     for line in rounds:
-        del line["parts_s"]
+        del line["timings_s"]
         for candidate in line["candidates"]:
-            del candidate["seconds"]
+            del candidate["duration_s"]
     return rounds
 
 
-class _BreaksInTraining(nn.Module):
-    """Can be built and checked, but not trained."""
+class _RaisesInTraining(nn.Module):
+    """A model that can be built and checked, but raises in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class _BreaksInTraining(nn.Module):
 
 
 def make_breaking_model() -> nn.Module:
-    """A user's model function."""
-    return _BreaksInTraining()
+    """Return a model that raises in training, as a user's function."""
+    return _RaisesInTraining()
 
 
-class _FitsSixteen(nn.Module):
-    """Says that memory is out as CUDA does, for batches above 16 in training."""
+class _OutOfMemoryAbove16(nn.Module):
+    """A model that raises CUDA's out-of-memory error in training with more than 16 samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,5 +83,5 @@ class _FitsSixteen(nn.Module):
 
 
 def make_model_for_16_samples() -> nn.Module:
-    """A user's model function."""
-    return _FitsSixteen()
+    """Return a model that trains with at most 16 samples, as a user's function."""
+    return _OutOfMemoryAbove16()

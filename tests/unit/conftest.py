@@ -1,4 +1,4 @@
-"""For the tests of what is told before any process of a run is started."""
+"""Fixtures for tests of errors that a run reports before it starts any process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import pytest
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray seems to be there, as it starts beside the reading of the data; using it fails the
-    test.
-    """
+    """Pretend that Ray starts, as it does while data are read; using it fails the test."""
     import ray
 
-    import raytrain_opt.start
+    import raytrain_opt.execution.session
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
@@ -23,8 +21,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("Ray was used for a job that cannot run")
 
     @contextmanager
-    def pretended(address: str | None, *, verbose: bool) -> Iterator[bool]:
+    def fake_session(address: str | None, *, verbose: bool) -> Iterator[bool]:
         yield True
 
-    monkeypatch.setattr(raytrain_opt.start, "ray_session", pretended)
+    monkeypatch.setattr(raytrain_opt.execution.session, "ray_session", fake_session)
     monkeypatch.setattr(ray, "init", refuse)

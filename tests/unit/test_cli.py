@@ -1,4 +1,4 @@
-"""The command line: exit codes, messages, and what it imports when."""
+"""The command line: exit codes, messages, and which modules it imports."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from made_runs import made_run
 
 from raytrain_opt import cli, clock
 from raytrain_opt.errors import DataError, JobError, PoolError, Problem
+from tests.support.synthetic_runs import write_run
 
 ROOT = Path(cli.__file__).parents[1]
 Outcome = Callable[[], object]
@@ -30,7 +30,7 @@ def job_file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outcome], list[dict[str, Any]]]:
-    """Puts a driver in place whose run notes its call and does `outcome`."""
+    """Replace the driver by one whose run records its call and produces `outcome`."""
 
     def put(outcome: Outcome) -> list[dict[str, Any]]:
         calls: list[dict[str, Any]] = []
@@ -74,21 +74,21 @@ def test_run_hands_the_job_to_the_driver(job_file: str, driver: Any) -> None:
     assert call["started_s"] == clock.PROCESS_STARTED_S
 
 
-def test_batch_size_searches_and_says_what_to_run(
+def test_find_batch_size_searches_and_prints_the_next_command(
     job_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[dict[str, Any]] = []
 
     def find(job: object, **options: object) -> object:
         calls.append({"job": job, **options})
-        return SimpleNamespace(run_dir="runs/found")
+        return SimpleNamespace(run_dir="runs/chosen")
 
-    fake = ModuleType("raytrain_opt.batch_size")
+    fake = ModuleType("raytrain_opt.execution.batch_size")
     fake.__dict__["find_batch_size"] = find
-    monkeypatch.setitem(sys.modules, "raytrain_opt.batch_size", fake)
-    result = invoke("batch-size", job_file, "--fresh", "--trace", "--set", "epochs=7")
+    monkeypatch.setitem(sys.modules, "raytrain_opt.execution.batch_size", fake)
+    result = invoke("find-batch-size", job_file, "--fresh", "--trace", "--set", "epochs=7")
     assert result.exit_code == 0
-    assert "raytrain-opt run runs/found/job.yaml" in result.stdout
+    assert "raytrain-opt run runs/chosen/job.yaml" in result.stdout
     assert calls[0]["job"].epochs == 7
     assert (calls[0]["fresh"], calls[0]["trace"]) == (True, True)
 
@@ -102,7 +102,7 @@ def test_run_defaults(job_file: str, driver: Any) -> None:
 def test_resume_takes_the_job_of_the_run(tmp_path: Path, job_file: str, driver: Any) -> None:
     calls, run_dir = driver(lambda: None), tmp_path / "run"
     (run_dir / "checkpoints").mkdir(parents=True)
-    (run_dir / "checkpoints" / "index.json").write_text('{"commits": []}')
+    (run_dir / "checkpoints" / "index.json").write_text('{"checkpoints": []}')
     Path(job_file).replace(run_dir / "job.yaml")
     assert invoke("run", "--resume", str(run_dir), "--set", "epochs=3").exit_code == 0
     (call,) = calls
@@ -113,7 +113,7 @@ def test_resume_takes_the_job_of_the_run(tmp_path: Path, job_file: str, driver: 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (DataError("no image found"), 2),
+        (DataError("data.root", "no image found"), 2),
         (JobError([Problem("slots", "do not fit")]), 2),
         (PoolError("worker 1 is silent"), 1),
     ],
@@ -134,7 +134,7 @@ def test_verbose_shows_the_traceback_too(job_file: str, driver: Any) -> None:
     assert result.stderr.endswith("error: worker 1 is silent\n")
 
 
-def test_other_errors_stay_loud(job_file: str, driver: Any) -> None:
+def test_other_errors_are_raised(job_file: str, driver: Any) -> None:
     driver(fails(ZeroDivisionError("a bug")))
     assert isinstance(invoke("run", job_file).exception, ZeroDivisionError)
 
@@ -156,12 +156,12 @@ def test_a_broken_job_exits_2_with_every_problem(job_file: str, driver: Any, com
     assert calls == []
 
 
-def test_validate_sums_the_job_up(job_file: str) -> None:
+def test_validate_prints_a_summary_of_the_job(job_file: str) -> None:
     result = invoke("validate", job_file, "--set", "workers.count=2")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{job_file}: valid\n")
     assert "8 = 2 workers x 4" in result.stdout
-    assert "linear decay; its peak is searched, from 0.1 on" in result.stdout
+    assert "linear decay; its peak is searched, starting at 0.1" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -171,21 +171,41 @@ def test_validate_sums_the_job_up(job_file: str) -> None:
         ("{policy: stpt, candidates: [2, 1], alpha: 100}", "candidates [2.0, 1.0], alpha 100"),
     ],
 )
-def test_the_summary_tells_the_policy(job_file: str, policy: str, words: str) -> None:
+def test_the_summary_names_the_policy(job_file: str, policy: str, words: str) -> None:
     assert words in invoke("validate", job_file, "--set", f"learning_rate={policy}").stdout
 
 
-def test_the_summary_tells_that_the_batch_size_is_searched(job_file: str) -> None:
+def test_the_summary_names_the_batch_size_search(job_file: str) -> None:
     search = "batch_size_search={strategy: throughput_knee}"
     result = invoke("validate", job_file, "--set", search)
-    assert "8 = 1 workers x 8, before throughput_knee" in result.stdout
+    assert "8 = 1 workers x 8, before the search by throughput_knee" in result.stdout
 
 
-def test_validate_looks_beyond_the_schema(job_file: str) -> None:
+def test_validate_checks_names_beyond_the_schema(job_file: str) -> None:
     result = invoke("validate", job_file, "--set", "optimizer.name=SDG", "--set", "loss.name=x")
     assert result.exit_code == 2
     assert f"{job_file}: 2 problems" in result.stderr
     assert "optimizer.name" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["validate", "run"])
+def test_unknown_names_are_reported_together_with_errors_of_the_schema(
+    job_file: str, driver: Any, command: str
+) -> None:
+    calls = driver(lambda: None)
+    wrong = ("model=resnet9", "loss=cros_entropy", "epochs=0", "learning_rate={policy: stp}")
+    result = invoke(command, job_file, *(text for item in wrong for text in ("--set", item)))
+    assert result.exit_code == 2
+    assert f"{job_file}: 4 problems" in result.stderr
+    for field in ("model.name", "loss.name", "epochs", "learning_rate.policy"):
+        assert f"  {field}: " in result.stderr
+    assert calls == []
+
+
+@pytest.mark.parametrize("command", sorted(cli.main.commands))
+def test_every_command_has_an_example_in_its_help(command: str) -> None:
+    help_text = " ".join(invoke(command, "--help").stdout.split())
+    assert f"Example: raytrain-opt {command} " in help_text
 
 
 def test_validate_without_a_file(tmp_path: Path) -> None:
@@ -195,14 +215,14 @@ def test_validate_without_a_file(tmp_path: Path) -> None:
 
 
 def test_report_writes_a_page_and_says_where(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", epochs=1)
+    run = write_run(tmp_path / "run", epochs=1)
     result = invoke("report", str(run))
     assert (result.exit_code, result.stdout) == (0, f"report  {run}/report.html\n")
     assert (run / "report.html").is_file()
 
 
 def test_report_as_json_prints_the_verdicts_and_writes_nothing(tmp_path: Path) -> None:
-    runs = [str(made_run(tmp_path / name)) for name in ("a", "b")]
+    runs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
     result = invoke("report", *runs, "--json")
     assert result.exit_code == 0
     assert [run["test_accuracy"] for run in json.loads(result.stdout)["runs"]] == [11 / 12] * 2
@@ -211,7 +231,7 @@ def test_report_as_json_prints_the_verdicts_and_writes_nothing(tmp_path: Path) -
 
 @pytest.mark.parametrize("command", ["report", "watch"])
 def test_a_record_that_is_damaged_is_named(tmp_path: Path, command: str) -> None:
-    run = made_run(tmp_path / "run")
+    run = write_run(tmp_path / "run")
     (run / "epochs.jsonl").write_text("no JSON\n")
     result = invoke(command, str(run))
     assert result.exit_code == 2
@@ -225,15 +245,15 @@ def test_a_place_without_a_run_is_wrong_input(tmp_path: Path, command: str) -> N
     assert "holds no run" in result.stderr
 
 
-def test_watch_tells_what_a_run_wrote_until_its_end(tmp_path: Path) -> None:
-    result = invoke("watch", str(made_run(tmp_path / "run", epochs=2)))
+def test_watch_prints_the_records_of_a_run_until_its_end(tmp_path: Path) -> None:
+    result = invoke("watch", str(write_run(tmp_path / "run", epochs=2)))
     assert result.exit_code == 0
     assert "epoch 2/2" in result.stdout
     assert "finished: test accuracy 75.00 %" in result.stdout
 
 
 def test_report_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
-    modules = imported_by("report", str(made_run(tmp_path / "run", epochs=1)))
+    modules = imported_by("report", str(write_run(tmp_path / "run", epochs=1)))
     assert "matplotlib" in modules
     assert modules & {"torch", "ray", "sklearn", "tensorboardX"} == set()
 
@@ -244,7 +264,17 @@ def test_schema_is_json() -> None:
     assert "global_batch_size" in json.loads(result.stdout)["properties"]
 
 
-COMMANDS = ("run", "batch-size", "report", "watch", "submit", "doctor", "validate", "schema")
+COMMANDS = (
+    "run",
+    "find-batch-size",
+    "report",
+    "watch",
+    "submit",
+    "doctor",
+    "validate",
+    "evaluate",
+    "schema",
+)
 
 
 def test_help_names_the_commands() -> None:
@@ -285,5 +315,5 @@ def test_help_does_not_even_read_the_schema() -> None:
 
 def test_validate_leaves_ray_alone(job_file: str) -> None:
     modules = imported_by("validate", job_file)
-    assert "raytrain_opt.check" in modules
+    assert "raytrain_opt.execution.preflight" in modules
     assert "ray" not in modules

@@ -1,9 +1,9 @@
-"""The algorithm itself, on a run that only pretends: which moves, in which order, with what."""
+"""The algorithm on a scripted run: its moves, their order and their arguments."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,28 +11,34 @@ import pytest
 from raytrain_opt.config.schema import Job
 from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.optim.batch_ramp import EpochSteps
-from raytrain_opt.position import Position
-from raytrain_opt.search import build_policy
-from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round
+from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.search.factory import build_policy
+from raytrain_opt.search.policy import (
+    Candidate,
+    CandidateResult,
+    Decision,
+    History,
+    TrainEpoch,
+    TryCandidates,
+)
 
 STEPS = 10
 
 
-# Of a learning rate; None: training at it diverges.
+# The accuracy for a learning rate; None: training at it diverges.
 Accuracy = Callable[[float], float | None]
 
 
-def best_near(rate: float) -> Accuracy:
-    """Accuracy falls with the distance from the rate, in factors."""
-    return lambda lr: 1 / (1 + abs(math.log(lr / rate)))
+def best_near(lr: float) -> Accuracy:
+    """Return an accuracy that falls with the distance from this rate, in factors."""
+    return lambda other: 1 / (1 + abs(math.log(other / lr)))
 
 
 BEST_NEAR_A_TENTH = best_near(0.1)
 
 
 class Move(NamedTuple):
-    """One call of the driver, with what tells it from others."""
+    """One call of the driver and its arguments."""
 
     name: str
     epoch: int = 0
@@ -40,87 +46,89 @@ class Move(NamedTuple):
     lrs: tuple[float, ...] = ()
 
 
-class Commit(NamedTuple):
-    """From where a run can go on: with how many moves done."""
+class Checkpoint(NamedTuple):
+    """The start of a resumed run, and the number of moves before it."""
 
-    position: Position = Position()
+    next_epoch: int = 1
+    history: History = History()
     state: str = "s"
     moves: int = 1
 
 
-START = Commit()
+START = Checkpoint()
 
 
-class PretendedRun:
-    """The moves of `TrainingRun`; its states are texts of all that was done to them."""
+class ScriptedRun:
+    """A `driver.Run` that computes nothing; a state is the text of its history."""
 
-    def __init__(self, job: Job, accuracy: Accuracy) -> None:
-        self.steps = EpochSteps(STEPS)
-        self.job, self.policy = job, build_policy(job, self.steps)
-        self.accuracy = accuracy
-        self.position = Position()
-        self.resumes_at = START
+    def __init__(self, job: Job, accuracy: Accuracy, checkpoint: Checkpoint = START) -> None:
+        self.job, self.policy = job, build_policy(job, EpochSteps(STEPS))
+        self.accuracy, self.checkpoint = accuracy, checkpoint
         self.moves: list[Move] = []
-        self.commits: list[Commit] = []
-        self.losses: tuple[float, ...] = ()
+        self.checkpoints: list[Checkpoint] = []
+
+    @property
+    def history(self) -> History:
+        return self.checkpoint.history
+
+    @property
+    def epochs_left(self) -> range:
+        return range(self.checkpoint.next_epoch, self.job.epochs + 1)
 
     def initial_state(self) -> str:
         self.moves.append(Move("initial_state"))
-        self.position = self.resumes_at.position
-        return self.resumes_at.state
+        return self.checkpoint.state
 
-    def pretrain(self, state: str, plan: Plan) -> list[CandidateResult]:
-        lrs = tuple(candidate.lr for candidate in plan.candidates)
-        self.moves.append(Move("pretrain", plan.epoch, state, lrs))
-        return [self._result(candidate) for candidate in plan.candidates]
+    def pretrain(self, state: str, action: TryCandidates) -> list[CandidateResult]:
+        lrs = tuple(candidate.lr for candidate in action.candidates)
+        self.moves.append(Move("pretrain", action.epoch, state, lrs))
+        return [self._result(candidate) for candidate in action.candidates]
 
     def _result(self, candidate: Candidate) -> CandidateResult:
         reached = self.accuracy(candidate.lr)
         status, accuracy = ("diverged", math.nan) if reached is None else ("ok", reached)
         return CandidateResult(candidate, status, accuracy, -accuracy, 1.0, 8, 1.0, 0.1, slot=0)
 
-    def take_state(
-        self, start: str, plan: Plan, results: Sequence[CandidateResult], choice: Round
-    ) -> str:
-        assert len(results) == len(plan.candidates)
-        if choice.winner is None:
-            self.moves.append(Move("lost", plan.epoch, lrs=(plan.base_lr,)))
-            return start
-        if plan.kept_steps == 0:
-            self.moves.append(Move("decided", plan.epoch, start, (choice.next_base_lr,)))
-            return start
-        assert choice.winner in results
-        lr = choice.winner.candidate.lr
-        self.moves.append(Move("take_state", plan.epoch, start, (lr,)))
-        return f"{start} {plan.epoch}:pre@{lr:g}x{plan.kept_steps}"
+    def state_after(self, state: str, action: TryCandidates, decision: Decision) -> str:
+        if decision.winner is None:
+            self.moves.append(Move("no winner", action.epoch, lrs=(action.base_lr,)))
+            return state
+        if action.kept_steps == 0:
+            self.moves.append(Move("decided", action.epoch, state, (decision.next_base_lr,)))
+            return state
+        lr = decision.winner.candidate.lr
+        self.moves.append(Move("state_after", action.epoch, state, (lr,)))
+        return f"{state} {action.epoch}:pre@{lr:g}x{action.kept_steps}"
 
-    def main_train(self, state: str, plan: Plan) -> str:
-        lrs = plan.lrs
-        self.moves.append(Move("main_train", plan.epoch, state, lrs))
-        at = f"@{lrs[0]:g}" if lrs else ""
-        return f"{state} {plan.epoch}:main{at}x{len(lrs)}"
+    def train_epoch(self, state: str, action: TrainEpoch) -> tuple[str, float]:
+        lrs = action.lrs
+        self.moves.append(Move("train_epoch", action.epoch, state, lrs))
+        rate = f"@{lrs[0]:g}" if lrs else ""
+        return f"{state} {action.epoch}:main{rate}x{len(lrs)}", 1 / action.epoch
 
-    def evaluate(self, state: str, plan: Plan) -> None:
-        self.moves.append(Move("evaluate", plan.epoch, state))
+    def evaluate(self, state: str, epoch: int) -> None:
+        self.moves.append(Move("evaluate", epoch, state))
 
-    def commit(self, state: str, plan: Plan, history: tuple[Round, ...]) -> None:
-        self.moves.append(Move("commit", plan.epoch, state))
-        self._commit(plan.epoch + 1, history, state)
+    def checkpoint_epoch(self, state: str, history: History) -> None:
+        epoch = len(history.epoch_losses)
+        self.moves.append(Move("checkpoint_epoch", epoch, state))
+        self.checkpoints.append(Checkpoint(epoch + 1, history, state, len(self.moves)))
 
-    def commit_round(self, state: str, plan: Plan, history: tuple[Round, ...]) -> None:
-        self.moves.append(Move("commit_round", plan.epoch, state))
-        self._commit(plan.epoch, history, state)
-
-    def _commit(self, next_epoch: int, history: tuple[Round, ...], state: str) -> None:
-        position = Position(next_epoch=next_epoch, history=history)
-        self.commits.append(Commit(position, state, len(self.moves)))
+    def checkpoint_round(self, state: str, history: History) -> None:
+        epoch = history.decisions[-1].epoch
+        self.moves.append(Move("checkpoint_round", epoch, state))
+        self.checkpoints.append(Checkpoint(epoch, history, state, len(self.moves)))
 
     @property
-    def histories(self) -> list[tuple[Round, ...]]:
-        """After each epoch."""
-        after = [self.moves[commit.moves - 1].name for commit in self.commits]
-        pairs = zip(after, self.commits, strict=True)
-        return [commit.position.history for name, commit in pairs if name == "commit"]
+    def histories(self) -> list[tuple[Decision, ...]]:
+        """The decisions so far after each epoch."""
+        after = [self.moves[checkpoint.moves - 1].name for checkpoint in self.checkpoints]
+        pairs = zip(after, self.checkpoints, strict=True)
+        return [
+            checkpoint.history.decisions
+            for name, checkpoint in pairs
+            if name == "checkpoint_epoch"
+        ]
 
     def named(self, name: str) -> list[Move]:
         return [move for move in self.moves if move.name == name]
@@ -129,44 +137,47 @@ class PretendedRun:
 def trained(
     accuracy: Accuracy = BEST_NEAR_A_TENTH,
     epochs: int = 1,
-    resumes_at: Commit = START,
+    checkpoint: Checkpoint = START,
     **learning_rate: Any,
-) -> PretendedRun:
-    """A finished run of the driver's algorithm."""
-    run = prepared(accuracy, epochs, **learning_rate)
-    run.resumes_at = resumes_at
-    train(run.job, run)  # type: ignore[arg-type]
+) -> ScriptedRun:
+    """Return a finished run, started from the checkpoint."""
+    run = prepared(accuracy, epochs, checkpoint, **learning_rate)
+    train(run)
     return run
 
 
-def prepared(accuracy: Accuracy, epochs: int, **learning_rate: Any) -> PretendedRun:
+def prepared(
+    accuracy: Accuracy, epochs: int, checkpoint: Checkpoint = START, **learning_rate: Any
+) -> ScriptedRun:
     section = {"policy": "stpt", "candidates": [2.0, 1.0, 0.5], "alpha": 3, **learning_rate}
     if section["policy"] != "stpt":
         section = learning_rate
     values = {"model": "small_cnn", "data": "digits", "epochs": epochs, "global_batch_size": 8}
-    return PretendedRun(Job.model_validate({**values, "learning_rate": section}), accuracy)
+    return ScriptedRun(
+        Job.model_validate({**values, "learning_rate": section}), accuracy, checkpoint
+    )
 
 
 def test_an_epoch_is_the_published_sequence_of_moves() -> None:
     run = trained(best_near(0.2), initial=0.1)
-    after_round, after_main = "s 1:pre@0.2x3", "s 1:pre@0.2x3 1:main@0.2x7"
+    after_pretraining, after_training = "s 1:pre@0.2x3", "s 1:pre@0.2x3 1:main@0.2x7"
     assert run.moves == [
         Move("initial_state"),
         Move("pretrain", 1, "s", (0.2, 0.1, 0.05)),
-        Move("take_state", 1, "s", (0.2,)),
-        Move("commit_round", 1, after_round),
-        Move("main_train", 1, after_round, (0.2,) * 7),
-        Move("evaluate", 1, after_main),
-        Move("commit", 1, after_main),
+        Move("state_after", 1, "s", (0.2,)),
+        Move("checkpoint_round", 1, after_pretraining),
+        Move("train_epoch", 1, after_pretraining, (0.2,) * 7),
+        Move("evaluate", 1, after_training),
+        Move("checkpoint_epoch", 1, after_training),
     ]
 
 
-def test_the_next_epoch_starts_from_the_main_trainings_weights_at_the_winners_rate() -> None:
+def test_the_next_epoch_starts_from_the_main_trainings_state_at_the_winners_rate() -> None:
     run = trained(best_near(0.8), epochs=3, initial=0.1)
     assert run.named("pretrain") == [
         Move("pretrain", 1, "s", (0.2, 0.1, 0.05)),
         Move("pretrain", 2, "s 1:pre@0.2x3 1:main@0.2x7", (0.4, 0.2, 0.1)),
-        Move("pretrain", 3, run.named("commit")[1].state, (0.8, 0.4, 0.2)),
+        Move("pretrain", 3, run.named("checkpoint_epoch")[1].state, (0.8, 0.4, 0.2)),
     ]
     assert [len(history) for history in run.histories] == [1, 2, 3]
 
@@ -176,90 +187,90 @@ def test_warm_up_epochs_have_no_round() -> None:
     run = trained(epochs=3, initial=0.1, warmup=warmup)
     names = [(move.name, move.epoch) for move in run.moves[1:]]
     assert names == [
-        ("main_train", 1),
+        ("train_epoch", 1),
         ("evaluate", 1),
-        ("commit", 1),
-        ("main_train", 2),
+        ("checkpoint_epoch", 1),
+        ("train_epoch", 2),
         ("evaluate", 2),
-        ("commit", 2),
+        ("checkpoint_epoch", 2),
         ("pretrain", 3),
-        ("take_state", 3),
-        ("commit_round", 3),
-        ("main_train", 3),
+        ("state_after", 3),
+        ("checkpoint_round", 3),
+        ("train_epoch", 3),
         ("evaluate", 3),
-        ("commit", 3),
+        ("checkpoint_epoch", 3),
     ]
-    assert [move.lrs for move in run.named("main_train")[:2]] == [(0.01,) * STEPS] * 2
+    assert [move.lrs for move in run.named("train_epoch")[:2]] == [(0.01,) * STEPS] * 2
     assert [len(history) for history in run.histories] == [0, 0, 1]
 
 
-def test_a_schedule_trains_whole_epochs_at_its_rates() -> None:
+def test_a_schedule_trains_all_steps_at_its_rates() -> None:
     run = trained(epochs=2, policy="schedule", shape="linear", initial=0.2)
     assert not run.named("pretrain")
-    first, second = (move.lrs for move in run.named("main_train"))
+    first, second = (move.lrs for move in run.named("train_epoch"))
     assert (*first, *second) == pytest.approx([0.2 * (1 - step / 20) for step in range(20)])
 
 
-def test_a_lost_round_is_repeated_at_half_the_rate_from_the_same_state() -> None:
+def test_a_diverged_round_is_repeated_at_half_the_rate_from_the_same_state() -> None:
     def accuracy(lr: float) -> float | None:
         return None if lr > 0.15 else best_near(0.1)(lr)
 
     run = trained(accuracy, initial=0.8)
     assert [(m.name, m.state, m.lrs) for m in run.moves[1:9]] == [
         ("pretrain", "s", (1.6, 0.8, 0.4)),
-        ("lost", "", (0.8,)),
-        ("commit_round", "s", ()),
+        ("no winner", "", (0.8,)),
+        ("checkpoint_round", "s", ()),
         ("pretrain", "s", (0.8, 0.4, 0.2)),
-        ("lost", "", (0.4,)),
-        ("commit_round", "s", ()),
+        ("no winner", "", (0.4,)),
+        ("checkpoint_round", "s", ()),
         ("pretrain", "s", (0.4, 0.2, 0.1)),
-        ("take_state", "s", (0.1,)),
+        ("state_after", "s", (0.1,)),
     ]
     [history] = run.histories
-    assert [choice.winner is None for choice in history] == [True, True, False]
+    assert [decision.winner is None for decision in history] == [True, True, False]
     assert history[-1].next_base_lr == 0.1
 
 
 @pytest.mark.parametrize("halvings", [0, 2, 5])
-def test_when_all_is_lost_the_error_lists_what_was_tried(halvings: int) -> None:
+def test_when_every_round_diverges_the_error_lists_the_rates(halvings: int) -> None:
     run = prepared(lambda _: None, epochs=2, initial=0.8, max_halvings=halvings)
     rates = ", ".join(f"{0.8 / 2**i:.4g}" for i in range(halvings + 1))
     with pytest.raises(DivergedError, match=rf"epoch 1: .*: {rates} \("):
-        train(run.job, run)  # type: ignore[arg-type]
-    assert len(run.named("pretrain")) == len(run.named("lost")) == halvings + 1
-    assert not run.named("main_train")
-    assert not run.named("commit")
+        train(run)
+    assert len(run.named("pretrain")) == len(run.named("no winner")) == halvings + 1
+    assert not run.named("train_epoch")
+    assert not run.named("checkpoint_epoch")
 
 
-def test_one_candidate_is_no_search_but_the_same_steps() -> None:
+def test_a_single_candidate_trains_all_steps_without_a_round() -> None:
     run = trained(epochs=2, initial=0.3, candidates=[1.0])
     assert run.named("pretrain") == []
-    assert {move.lrs for move in run.named("main_train")} == {(0.3,) * STEPS}
+    assert {move.lrs for move in run.named("train_epoch")} == {(0.3,) * STEPS}
 
 
 @pytest.mark.parametrize("alpha", [1.0, STEPS])
-def test_pre_training_may_take_the_whole_epoch(alpha: float) -> None:
+def test_pre_training_may_be_as_long_as_the_epoch(alpha: float) -> None:
     run = trained(best_near(0.2), epochs=2, initial=0.1, alpha=alpha)
-    assert [move.lrs for move in run.named("main_train")] == [(), ()]
-    assert run.named("commit")[0].state == "s 1:pre@0.2x10 1:mainx0"
+    assert [move.lrs for move in run.named("train_epoch")] == [(), ()]
+    assert run.named("checkpoint_epoch")[0].state == "s 1:pre@0.2x10 1:mainx0"
 
 
-def test_a_horizon_aware_search_leaves_the_state_and_its_later_rounds_do_not() -> None:
+def test_a_peak_search_keeps_no_state_and_a_later_round_does() -> None:
     run = trained(best_near(0.3), epochs=64, policy="stpt_horizon", horizon=1.0)
-    made = [move for move in run.moves[1:] if move.name != "commit_round"]
-    first = [move for move in made if move.epoch == 1]
-    *rounds, decided, trains, _, _ = first
+    moves = [move for move in run.moves[1:] if move.name != "checkpoint_round"]
+    first = [move for move in moves if move.epoch == 1]
+    *rounds, decided, training, _, _ = first
     assert {(move.name, move.state) for move in rounds[::2]} == {("pretrain", "s")}
-    assert {move.name for move in rounds[1::2]} == {"lost"}
+    assert {move.name for move in rounds[1::2]} == {"no winner"}
     assert decided == Move("decided", 1, "s", decided.lrs)
     assert decided.lrs[0] == pytest.approx(0.316, rel=0.05)
-    assert (trains.state, len(trains.lrs)) == ("s", STEPS)
-    [tries] = [move for move in run.named("pretrain") if move.epoch > 1]
-    assert (tries.epoch, len(tries.lrs)) == (9, 3)
-    [taken] = run.named("take_state")
-    assert taken.lrs == decided.lrs
-    main = next(move for move in run.named("main_train") if move.epoch == 9)
-    assert main.state == f"{tries.state} 9:pre@{taken.lrs[0]:g}x5"
+    assert (training.state, len(training.lrs)) == ("s", STEPS)
+    [later] = [move for move in run.named("pretrain") if move.epoch > 1]
+    assert (later.epoch, len(later.lrs)) == (9, 3)
+    [kept] = run.named("state_after")
+    assert kept.lrs == decided.lrs
+    main = next(move for move in run.named("train_epoch") if move.epoch == 9)
+    assert main.state == f"{later.state} 9:pre@{kept.lrs[0]:g}x5"
     assert len(main.lrs) == STEPS - 5
 
 
@@ -270,24 +281,24 @@ def diverges_above(limit: float) -> Accuracy:
 @pytest.mark.parametrize(
     ("accuracy", "epochs", "learning_rate", "rounds"),
     [
-        # Rounds are lost in epoch 1; the halved rate stays in force.
+        # Rounds diverge in epoch 1; the halved rate stays in force.
         (diverges_above(0.5), 5, {"initial": 4.0}, 7),
         (best_near(0.3), 64, {"policy": "stpt_horizon", "horizon": 1.0}, 3),
         (BEST_NEAR_A_TENTH, 3, {"policy": "schedule", "shape": "linear"}, 0),
     ],
     ids=["stpt", "stpt_horizon", "schedule"],
 )
-def test_a_run_resumed_after_any_round_or_epoch_goes_on_as_if_it_had_not_stopped(
+def test_a_run_resumed_from_any_checkpoint_makes_the_same_moves(
     accuracy: Accuracy, epochs: int, learning_rate: dict[str, Any], rounds: int
 ) -> None:
-    whole = trained(accuracy, epochs, **learning_rate)
-    assert len(whole.named("commit")) == epochs
-    assert len(whole.named("commit_round")) >= rounds
-    for commit in whole.commits:
-        rest = trained(accuracy, epochs, commit, **learning_rate)
-        assert rest.moves[1:] == whole.moves[commit.moves :]
+    uninterrupted = trained(accuracy, epochs, **learning_rate)
+    assert len(uninterrupted.named("checkpoint_epoch")) == epochs
+    assert len(uninterrupted.named("checkpoint_round")) >= rounds
+    for checkpoint in uninterrupted.checkpoints:
+        resumed = trained(accuracy, epochs, checkpoint, **learning_rate)
+        assert resumed.moves[1:] == uninterrupted.moves[checkpoint.moves :]
 
 
 def test_a_finished_run_that_is_resumed_trains_no_more() -> None:
-    run = trained(epochs=2, resumes_at=Commit(Position(next_epoch=3)))
+    run = trained(epochs=2, checkpoint=Checkpoint(next_epoch=3))
     assert run.moves == [Move("initial_state")]

@@ -1,9 +1,9 @@
-// A click on a column's name sorts its table by it; a second one turns the order around.
+// A click on the name of a column sorts its table; a second click reverses the order.
 (() => {
   const key = (cell) => {
-    const given = cell.dataset.v ?? cell.textContent.replace(/,/g, "");
-    const number = parseFloat(given);
-    return Number.isNaN(number) ? given : number;
+    const value = cell.dataset.v ?? cell.textContent.replace(/,/g, "");
+    const number = parseFloat(value);
+    return Number.isNaN(number) ? value : number;
   };
   const order = (a, b) => {
     const [left, right] = [typeof a === "number", typeof b === "number"];

@@ -1,4 +1,4 @@
-"""What a job with parallel.mode: async can ask for, and what it cannot."""
+"""The rules for jobs with parallel.mode: async."""
 
 from __future__ import annotations
 
@@ -20,21 +20,33 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "are pooled after every epoch",
     ),
     ({"precision": "fp16"}, "precision", "use bf16"),
-    ({"workers": {"count": 2, "min_count": 1}}, "workers.min_count", "go on by themselves"),
-    ({"parallel": {**ASYNC, "buckets": "auto"}}, "parallel.buckets", "belongs to parallel.mode"),
+    (
+        {"workers": {"count": 2, "min_count": 1}},
+        "workers.min_count",
+        "continue without a worker that died",
+    ),
+    (
+        {"parallel": {**ASYNC, "gradient_buckets": "auto"}},
+        "parallel.gradient_buckets",
+        "belongs to parallel.mode",
+    ),
     ({"parallel": {**ASYNC, "staleness_bound": -1}}, "parallel.staleness_bound", "at least 0"),
     ({"parallel": {**ASYNC, "shards": 0}}, "parallel.shards", "more than 0"),
     ({"parallel": {"mode": "asynchronous"}}, "parallel.mode", "one of sync, async"),
     ({"parallel": {"staleness_bound": 2}}, "parallel.staleness_bound", "parallel.mode: async"),
     ({"parallel": {"staleness_bound": None}}, "parallel.staleness_bound", "mode: async"),
-    ({"parallel": {"staleness_lr": True}}, "parallel.staleness_lr", "parallel.mode: async"),
+    (
+        {"parallel": {"damp_stale_gradients": True}},
+        "parallel.damp_stale_gradients",
+        "parallel.mode: async",
+    ),
     ({"parallel": {"shards": 2}}, "parallel.shards", "parallel.mode: async"),
     ({"parallel": {"snapshot_every": 2}}, "parallel.snapshot_every", "parallel.mode: async"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "path", "words"), REFUSED)
-def test_what_cannot_be_is_refused_where_it_stands(
+def test_settings_that_need_synchronous_workers_are_refused(
     changes: dict[str, Any], path: str, words: str
 ) -> None:
     with pytest.raises(JobError) as caught:
@@ -46,7 +58,12 @@ def test_what_cannot_be_is_refused_where_it_stands(
 
 @pytest.mark.parametrize("bound", [0, 16, None])
 def test_a_job_comes_back_as_it_was_written(bound: int | None) -> None:
-    parallel = {**ASYNC, "staleness_bound": bound, "staleness_lr": True, "compression": "bf16"}
+    parallel = {
+        **ASYNC,
+        "staleness_bound": bound,
+        "damp_stale_gradients": True,
+        "compression": "bf16",
+    }
     job = parse_job({**GOOD, "parallel": parallel})
     assert job.parallel.staleness_bound == bound
     assert parse_job(dump_job(job)) == job

@@ -1,5 +1,6 @@
-"""How all that is wrong with a job file is told at once; the mistakes themselves, one by one,
-are in tests/unit/test_bad_input.py.
+"""All errors of a job file are reported at once.
+
+The errors themselves are in tests/unit/behavior/test_bad_input.py, one by one.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import pytest
 
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.execution.preflight import check_sections
 
 GOOD = {
     "model": "model: resnet8",
@@ -19,10 +21,10 @@ STPT = "learning_rate: {policy: stpt, "
 
 
 def problems(*lines: str) -> list[Problem]:
-    """What is wrong with the good job after these lines replaced or joined its own."""
-    written = {line.partition(":")[0]: line for line in lines}
+    """Return the problems of a good job after these lines replaced or joined its own."""
+    changes = {line.partition(":")[0]: line for line in lines}
     with pytest.raises(JobError) as caught:
-        parse_job("\n".join({**GOOD, **written}.values()))
+        parse_job("\n".join({**GOOD, **changes}.values()))
     return caught.value.problems
 
 
@@ -34,15 +36,15 @@ def test_a_missing_key_is_named(key: str) -> None:
     assert [str(problem) for problem in caught.value.problems] == [f"{key}: is required"]
 
 
-def test_all_mistakes_are_reported_at_once() -> None:
-    found = problems(
+def test_all_errors_are_reported_at_once() -> None:
+    reported = problems(
         "epochs: 0",
         "data: {name: cifar10, rot: x, normalize: atuo}",
         STPT + "alpha: 2.5, candidates: narow}",
         "workers: {count: none, use_gpu: maybe}",
         "sead: 1",
     )
-    assert {problem.path for problem in found} == {
+    assert {problem.path for problem in reported} == {
         "epochs",
         "data.rot",
         "data.normalize",
@@ -52,49 +54,49 @@ def test_all_mistakes_are_reported_at_once() -> None:
         "workers.use_gpu",
         "sead",
     }
-    assert len(found) == 8
+    assert len(reported) == 8
 
 
 def test_all_broken_rules_between_sections_are_reported_at_once() -> None:
-    found = problems(
+    reported = problems(
         "workers: {count: 3, use_gpu: false, resources: {GPU: 1.5}}",
         STPT + "warmup: {epochs: 3}}",
-        "data: {name: digits, selection_fraction: 0}",
-        "batch_ramp: [{epoch: 3, factor: 2}, {epoch: 2, factor: 4}]",
+        "data: {name: digits, validation_fraction: 0}",
+        "batch_ramp: {steps: [{epoch: 3, factor: 2}, {epoch: 2, factor: 4}]}",
         "batch_norm: {sync: true}",
     )
-    assert [problem.path for problem in found] == [
+    assert [problem.path for problem in reported] == [
         "global_batch_size",
         "learning_rate.warmup.epochs",
-        "data.selection_fraction",
-        "batch_ramp",
-        "batch_ramp",
-        "batch_ramp",
+        "data.validation_fraction",
+        "batch_ramp.steps",
+        "batch_ramp.steps",
+        "batch_ramp.steps",
         "workers.resources.GPU",
         "batch_norm.sync",
     ]
 
 
 def test_all_broken_rules_of_a_section_are_reported_at_once() -> None:
-    found = problems(
+    reported = problems(
         "learning_rate: {policy: schedule, milestones: [2, 1], half_epoch: 1, warmup: {epochs: 1}}"
     )
-    assert [str(problem) for problem in found] == [
-        "learning_rate.milestones: go with shape multistep, and it needs at least one "
+    assert [str(problem) for problem in reported] == [
+        "learning_rate.milestones: are for shape multistep only, which needs at least one "
         "(given: [2, 1])",
         "learning_rate.milestones: must increase (given: [2, 1])",
-        "learning_rate.half_epoch: lies within the warm-up of 1 epochs (given: 1)",
+        "learning_rate.half_epoch: is within the warm-up of 1 epochs (given: 1)",
     ]
 
 
 def test_an_unknown_data_set_hides_no_problem_elsewhere() -> None:
-    found = problems("data: {name: cifra10, root: x}", "epochs: 0")
-    assert [problem.path for problem in found] == ["epochs", "data.name"]
+    reported = problems("data: {name: cifra10, root: x}", "epochs: 0")
+    assert [problem.path for problem in reported] == ["epochs", "data.name"]
 
 
 def test_every_entry_of_a_list_is_judged() -> None:
-    found = problems(STPT + "candidates: [1, -2, x, 0]}")
-    assert [problem.path.rsplit(".", 1)[1] for problem in found] == ["1", "2", "3"]
+    reported = problems(STPT + "candidates: [1, -2, x, 0]}")
+    assert [problem.path.rsplit(".", 1)[1] for problem in reported] == ["1", "2", "3"]
 
 
 def test_long_values_are_cut() -> None:
@@ -108,3 +110,36 @@ def test_the_message_counts_and_names_the_source() -> None:
         parse_job({"model": "resnet8"}, source="my.yaml")
     assert str(caught.value).startswith("my.yaml: 3 problems\n  data: is required\n")
     assert caught.value.exit_code == 2
+
+
+def test_other_sections_are_checked_beyond_the_schema_too() -> None:
+    lines = {
+        **GOOD,
+        "model": "model: resnet9",
+        "data": "data: 'no_such_module:data'",
+        "epochs": "epochs: 0",
+        "optimizer": "optimizer: SDG",
+        "loss": "loss: cros_entropy",
+        "learning_rate": "learning_rate: {policy: stp}",
+    }
+    with pytest.raises(JobError) as caught:
+        parse_job("\n".join(lines.values()), check_sections=check_sections)
+    assert [problem.path for problem in caught.value.problems] == [
+        "model.name",
+        "data.name",
+        "epochs",
+        "learning_rate.policy",
+        "optimizer.name",
+        "loss.name",
+    ]
+
+
+def test_a_section_that_breaks_the_schema_is_reported_once() -> None:
+    text = "\n".join({**GOOD, "model": "model: {nam: resnet9}", "data": "data: cifra10"}.values())
+    with pytest.raises(JobError) as caught:
+        parse_job(text, check_sections=check_sections)
+    assert [problem.path for problem in caught.value.problems] == [
+        "model.name",
+        "model.nam",
+        "data.name",
+    ]

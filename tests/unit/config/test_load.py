@@ -1,4 +1,4 @@
-"""Job files from disk, text and mappings; dumping them; overrides; the schema."""
+"""Job files from disk, text and mappings; dumped jobs; overrides; the schema."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from raytrain_opt.config.data import ArraySetData
 from raytrain_opt.config.learning_rate import HorizonPolicy, SchedulePolicy, Warmup
 from raytrain_opt.config.load import dump_job, job_schema, load_job, parse_job
-from raytrain_opt.config.schema import ArraySetData, Job
+from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError
 
 BASE: dict[str, Any] = {
@@ -48,7 +49,7 @@ def test_a_short_file_becomes_a_job_with_defaults(tmp_path: Path) -> None:
         {"learning_rate": {"policy": "replay", "schedule": "schedule.json"}},
         {"data": {"name": "cifar10", "normalize": [[0.5], [0.25]], "augment": {"flip": True}}},
         {"data": {"name": "arrays", "train": ["a", "b"], "test": ["c", "d"]}},
-        {"data": {"name": "image_folder", "root": "~/images", "corrupt": "skip"}},
+        {"data": {"name": "image_folder", "root": "~/images", "on_unreadable": "skip"}},
         {"data": {"name": "my.data:sets", "args": {"size": 3, "split": [1e-3, "1e-3"]}}},
         {"optimizer": {"name": "AdamW", "args": {"betas": [0.9, 0.95], "eps": 1e-8}}},
         {"optimizer": "Adam", "loss": "my.losses:focal", "checkpoint": {"keep": "all"}},
@@ -127,7 +128,7 @@ def test_a_folder_is_no_job_file(tmp_path: Path) -> None:
         ("model.name=vgg16_bn", lambda job: job.model.name == "vgg16_bn"),
         ("model.args.width=8", lambda job: job.model.args == {"width": 8}),
         ("model.args={width: 8}", lambda job: job.model.args == {"width": 8}),
-        ("data.selection_max_samples=9", lambda job: job.data.selection_max_samples == 9),
+        ("data.validation_max_samples=9", lambda job: job.data.validation_max_samples == 9),
         ("optimizer.args.lr_decay=1e-3", lambda job: job.optimizer.args == {"lr_decay": 1e-3}),
         ("learning_rate.candidates.1=3", lambda job: job.learning_rate.candidates == [2, 3]),
         ("learning_rate.candidates=wide", lambda job: job.learning_rate.candidates == "wide"),
@@ -144,19 +145,19 @@ def test_a_folder_is_no_job_file(tmp_path: Path) -> None:
     ],
 )
 def test_overrides(override: str, read: Any) -> None:
-    given = {**BASE, "learning_rate": {"policy": "stpt", "candidates": [2, 1]}}
+    raw = {**BASE, "learning_rate": {"policy": "stpt", "candidates": [2, 1]}}
     if read is None:
         with pytest.raises(JobError, match=r"name: must be text of the form .* \(given: 'x=y'\)"):
-            parse_job(given, overrides=[override])
+            parse_job(raw, overrides=[override])
     else:
-        assert read(parse_job(given, overrides=[override]))
+        assert read(parse_job(raw, overrides=[override]))
 
 
-def test_later_overrides_win_and_the_given_mapping_stays() -> None:
-    given = {**BASE, "workers": {"count": 1}}
-    job = parse_job(given, overrides=["workers.count=2", "workers.count=4"])
+def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
+    raw = {**BASE, "workers": {"count": 1}}
+    job = parse_job(raw, overrides=["workers.count=2", "workers.count=4"])
     assert job.workers.count == 4
-    assert given == {**BASE, "workers": {"count": 1}}
+    assert raw == {**BASE, "workers": {"count": 1}}
 
 
 @pytest.mark.parametrize(
@@ -177,9 +178,9 @@ def test_later_overrides_win_and_the_given_mapping_stays() -> None:
     ],
 )
 def test_wrong_overrides(override: str, path: str, words: str) -> None:
-    given = {**BASE, "learning_rate": {"policy": "stpt", "candidates": [2, 1]}}
+    raw = {**BASE, "learning_rate": {"policy": "stpt", "candidates": [2, 1]}}
     with pytest.raises(JobError) as caught:
-        parse_job(given, overrides=[override])
+        parse_job(raw, overrides=[override])
     assert paths_of(caught.value) == [path]
     assert words in str(caught.value)
 

@@ -13,7 +13,7 @@ from PIL import Image
 def image_tree(tmp_path: Path) -> Path:
     """root/train/{cat,dog}/0..9.png, root/val/{cat,dog}/0..2.png: noise of several sizes.
 
-    dog/0.png is greyscale.
+    dog/0.png is grayscale.
     """
     random = np.random.default_rng(0)
     for split, count in (("train", 10), ("val", 3)):

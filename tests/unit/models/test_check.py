@@ -1,4 +1,4 @@
-"""check_model: every problem of the section, by path, before anything is built."""
+"""check_model returns every problem of the section with its path, without building anything."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from raytrain_opt.models import check_model, model_names, torchvision_names
 
 
 def check(name: Any, **args: Any) -> dict[str, str]:
-    """Path to the rest of the message."""
+    """Return path -> message without the path."""
     problems = check_model(ModelSection(name=name, args=args))
     return {problem.path: str(problem).partition(": ")[2] for problem in problems}
 
 
-def users(num_classes: int, depth: int, width: int = 8) -> nn.Module:
-    raise AssertionError("checking must not build")
+def user_model(num_classes: int, depth: int, width: int = 8) -> nn.Module:
+    raise AssertionError("check_model must not call the function")
 
 
 @pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", *model_names()])
@@ -28,7 +28,7 @@ def test_valid_names_have_no_problem(name: str) -> None:
     assert check(name) == {}
 
 
-def test_names_are_sorted_and_ours_hide_torchvisions() -> None:
+def test_names_are_sorted_and_built_in_models_hide_torchvisions() -> None:
     assert model_names() == sorted(model_names())
     assert "vgg16_bn" in model_names()
     assert "vgg16" in torchvision_names()
@@ -37,56 +37,62 @@ def test_names_are_sorted_and_ours_hide_torchvisions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("resnet9", "resnet8"), ("resnet19", "resnet18"), ("smallcnn", "small_cnn")]
+    ("name", "nearest"),
+    [("resnet9", "resnet8"), ("resnet19", "resnet18"), ("smallcnn", "small_cnn")],
 )
-def test_unknown_name_suggests_the_nearest(name: str, near: str) -> None:
-    assert near in check(name)["model.name"]
+def test_an_unknown_name_suggests_the_nearest(name: str, nearest: str) -> None:
+    assert nearest in check(name)["model.name"]
 
 
-def test_name_far_from_all_lists_ours() -> None:
-    assert "ours are cifar_resnet18" in check("xyzzy")["model.name"]
+def test_a_name_unlike_any_other_lists_the_built_in_models() -> None:
+    assert "built in: cifar_resnet18" in check("xyzzy")["model.name"]
 
 
 @pytest.mark.parametrize(
     ("name", "args", "path", "message"),
     [
-        ("resnet8", {"widht": 8}, "model.args.widht", "did you mean width"),
-        ("resnet8", {"xyzzy": 8}, "model.args.xyzzy", "it takes width"),
+        ("resnet8", {"widht": 8}, "model.args.widht", "did you mean 'width'"),
+        ("resnet8", {"xyzzy": 8}, "model.args.xyzzy", "valid arguments: width"),
         ("resnet8", {"width": -1}, "model.args.width", "above 0"),
         ("resnet8", {"num_classes": 7}, "model.args.num_classes", "comes from the data"),
         ("vgg16_bn", {"dropout": 2.0}, "model.args.dropout", "dropout"),
         ("squeezenet1_1", {"dropuot": 0.1}, "model.args.dropuot", "dropuot"),
-        ("squeezenet1_1", {"pretrained": True}, "model.args.pretrained", "weights start fresh"),
-        ("resnet18", {"weights": "DEFAULT"}, "model.args.weights", "weights start fresh"),
+        (
+            "squeezenet1_1",
+            {"pretrained": True},
+            "model.args.pretrained",
+            "initialized from the seed",
+        ),
+        ("resnet18", {"weights": "DEFAULT"}, "model.args.weights", "initialized from the seed"),
         ("googlenet", {"aux_logits": True}, "model.args.aux_logits", "must be false"),
-        (users, {"depth": 2, "widht": 8}, "model.args.widht", "did you mean width"),
-        (users, {}, "model.args.depth", "required"),
+        (user_model, {"depth": 2, "widht": 8}, "model.args.widht", "did you mean 'width'"),
+        (user_model, {}, "model.args.depth", "required"),
         ("no_such_module_of_mine:net", {}, "model.name", "cannot be imported"),
     ],
 )
-def test_wrong_argument_names_its_path(name: Any, args: Any, path: str, message: str) -> None:
+def test_a_wrong_argument_names_its_path(name: Any, args: Any, path: str, message: str) -> None:
     problems = check(name, **args)
     assert list(problems) == [path]
     assert message in problems[path]
 
 
-def test_all_problems_come_at_once() -> None:
-    assert set(check(users, widht=1, heigth=2)) == {
+def test_all_problems_are_returned_at_once() -> None:
+    assert set(check(user_model, widht=1, heigth=2)) == {
         "model.args.widht",
         "model.args.heigth",
         "model.args.depth",
     }
 
 
-def test_users_function_is_not_called() -> None:
-    assert check(users, depth=2) == {}
+def test_a_users_function_is_not_called() -> None:
+    assert check(user_model, depth=2) == {}
 
 
 def test_a_model_that_meta_tensors_cannot_build_is_left_to_build_model() -> None:
     assert check("regnet_x_400mf", norm_layer=None) == {}
 
 
-def test_our_names_are_checked_without_importing_torch() -> None:
+def test_built_in_names_are_checked_without_importing_torch() -> None:
     code = (
         "import sys; from raytrain_opt.models import check_model, model_names\n"
         "from raytrain_opt.config.schema import ModelSection\n"

@@ -1,4 +1,4 @@
-"""LARS step by step against the literal formula and timm, by its laws, and inside torch."""
+"""LARS compared step by step with the reference and timm; its laws; checkpoints and compile."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from literal_lars import LiteralLARS
 from torch import Tensor, nn
 
 from raytrain_opt.optim import LARS, lars
 from raytrain_opt.optim.parameter_groups import parameter_groups
 from raytrain_opt.train.state import capture, restore
+from tests.support.reference_lars import ReferenceLARS
 
 SHAPES = [(8, 3, 3, 3), (40, 40), (5, 7), (1, 1), (6,), (1,)]
 LRS = [0.5, 2.0, 2.0, 0.1, 8.0]
@@ -33,14 +33,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["numbers", "layer by layer", "scratch", "lists"])
+@pytest.fixture(params=["blocks", "layer by layer", "scratch", "lists"])
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How an update is computed: on CPU (by blocks or layers), on CUDA, on other devices."""
+    """Choose the code path: CPU (blocks or single layers), CUDA, other devices."""
     if request.param == "layer by layer":
         monkeypatch.setattr(lars, "_BLOCK", 1)
     if request.param in ("scratch", "lists"):
-        monkeypatch.setattr(lars, "_keeps_scratch", lambda _: request.param == "scratch")
-        monkeypatch.setattr(lars, "_takes_numbers", lambda _: False)
+        monkeypatch.setattr(lars, "_uses_scratch", lambda _: request.param == "scratch")
+        monkeypatch.setattr(lars, "_reads_ratios", lambda _: False)
     return str(request.param)
 
 
@@ -63,7 +63,7 @@ def random_grads(step: int, dtype: torch.dtype = torch.float64) -> list[Tensor |
 
 
 def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """The last two are biases."""
+    """Return two groups; the last two parameters are biases."""
     return [{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.0, "adapt": False}]
 
 
@@ -92,19 +92,21 @@ def step(
 def both(
     dtype: torch.dtype, grads: Sequence[Grads], **settings: Any
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The weights after our steps, and after the literal formula's."""
-    ours, literal = weights(dtype), weights(dtype)
-    train(LARS, ours, grads, **settings)
-    train(LiteralLARS, literal, grads, **settings)
-    return ours, literal
+    """Return the weights after training with LARS, and with the reference."""
+    lars_params, reference = weights(dtype), weights(dtype)
+    train(LARS, lars_params, grads, **settings)
+    train(ReferenceLARS, reference, grads, **settings)
+    return lars_params, reference
 
 
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS)
-def test_every_step_is_the_literal_formula(settings: dict[str, Any]) -> None:
+def test_every_step_equals_the_reference(settings: dict[str, Any]) -> None:
     for steps in range(1, len(LRS) + 1):
-        ours, literal = both(torch.float64, [random_grads(s) for s in range(steps)], **settings)
-        torch.testing.assert_close(ours, literal, rtol=1e-12, atol=1e-14)
+        lars_params, reference = both(
+            torch.float64, [random_grads(s) for s in range(steps)], **settings
+        )
+        torch.testing.assert_close(lars_params, reference, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.usefixtures("route")
@@ -114,21 +116,29 @@ def test_lower_precision_differs_by_rounding_only(
     dtype: torch.dtype, settings: dict[str, Any]
 ) -> None:
     grads = [random_grads(s, dtype) for s in range(len(LRS))]
-    ours, literal = both(dtype, grads, **settings)
+    lars_params, reference = both(dtype, grads, **settings)
     exact = [nn.Parameter(param.double()) for param in weights(dtype)]
-    train(LiteralLARS, exact, [[g.double() for g in some] for some in grads], **settings)  # type: ignore[union-attr]
-    for mine, theirs, true in zip(ours, literal, exact, strict=True):
-        assert mine.dtype == dtype
-        largest = true.abs().max().item()
-        allowed = 1.5 * (theirs.double() - true).abs().max() + torch.finfo(dtype).eps * largest
-        assert (mine.double() - true).abs().max() <= allowed
+    train(
+        ReferenceLARS,
+        exact,
+        [[g.double() for g in step_grads] for step_grads in grads],
+        **settings,
+    )  # type: ignore[union-attr]
+    for lars_param, reference_param, exact_param in zip(
+        lars_params, reference, exact, strict=True
+    ):
+        assert lars_param.dtype == dtype
+        largest = exact_param.abs().max().item()
+        reference_error = (reference_param.double() - exact_param).abs().max()
+        tolerance = 1.5 * reference_error + torch.finfo(dtype).eps * largest
+        assert (lars_param.double() - exact_param).abs().max() <= tolerance
 
 
 @pytest.mark.usefixtures("route")
 def test_the_norms_of_low_precision_are_float32() -> None:
     """In float16 they would overflow: 300^2 is more than 65504."""
     param, copied = (nn.Parameter(torch.full((4, 4), 300.0, dtype=torch.float16)) for _ in "12")
-    for p, make in ((param, LARS), (copied, LiteralLARS)):
+    for p, make in ((param, LARS), (copied, ReferenceLARS)):
         p.grad = torch.full((4, 4), 300.0, dtype=torch.float16)
         make([p], lr=100.0, momentum=0.0).step()
     assert param[0, 0].item() == copied[0, 0].item() == 270.0
@@ -137,23 +147,23 @@ def test_the_norms_of_low_precision_are_float32() -> None:
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("settings", [OPTIONS["decay"], OPTIONS["clip"]], ids=["decay", "clip"])
 @pytest.mark.parametrize("value", [0.0, 1e30, -1e30, 1e-42, math.inf, math.nan])
-def test_extreme_gradients_are_the_literal_formula(value: float, settings: dict[str, Any]) -> None:
-    """In one layer, all elements or one; the other layers are as if it were not there."""
+def test_extreme_gradients_equal_the_reference(value: float, settings: dict[str, Any]) -> None:
+    """All elements of one layer, or one of them; the other layers are not affected."""
     for element in (slice(None), (0, 0)):
         grads = [random_grads(s, torch.float32) for s in range(3)]
         special: Any = grads[1][1]
         special[element] = value
-        ours, literal = both(torch.float32, grads, **settings)
-        torch.testing.assert_close(ours, literal, equal_nan=True)
+        lars_params, reference = both(torch.float32, grads, **settings)
+        torch.testing.assert_close(lars_params, reference, equal_nan=True)
         ordinary, _ = both(
             torch.float32, [random_grads(s, torch.float32) for s in range(3)], **settings
         )
         for layer in {*range(len(SHAPES))} - {1}:
-            assert torch.equal(ours[layer], ordinary[layer])
+            assert torch.equal(lars_params[layer], ordinary[layer])
 
 
 def one_step(param: nn.Parameter, grad: Tensor, **settings: Any) -> Tensor:
-    """The change of a layer."""
+    """Return the change of a layer in one step."""
     before = param.detach().clone()
     param.grad = grad
     LARS([param], **settings).step()
@@ -161,7 +171,7 @@ def one_step(param: nn.Parameter, grad: Tensor, **settings: Any) -> Tensor:
 
 
 @pytest.mark.usefixtures("route")
-def test_what_is_not_finite_is_not_hidden() -> None:
+def test_numbers_that_are_not_finite_are_not_hidden() -> None:
     grad = torch.ones(3, 2)
     grad[0, 0] = math.nan
     assert one_step(nn.Parameter(torch.ones(3, 2)), grad, lr=1.0).isnan().all()
@@ -175,7 +185,7 @@ def test_what_is_not_finite_is_not_hidden() -> None:
 
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("clip", [False, True])
-def test_without_weights_or_gradient_the_ratio_is_1(clip: bool) -> None:
+def test_the_ratio_is_1_for_zero_weights_or_gradients(clip: bool) -> None:
     settings = {"lr": 4.0, "clip": clip, "momentum": 0.0}
     ones = torch.ones(3, 2)
     change = one_step(nn.Parameter(0 * ones), ones, **settings)
@@ -187,18 +197,18 @@ def test_without_weights_or_gradient_the_ratio_is_1(clip: bool) -> None:
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e12])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_the_scale_of_a_layers_gradient_does_not_count_without_decay(
+def test_the_scale_of_a_gradient_has_no_effect_without_weight_decay(
     scale: float, nesterov: bool
 ) -> None:
-    found = []
+    trained = []
     for factor in (1.0, scale):
         grads = [random_grads(s, torch.float32) for s in range(len(LRS))]
-        for some in grads:
-            some[1] = some[1] * factor  # type: ignore[operator]
+        for step_grads in grads:
+            step_grads[1] = step_grads[1] * factor  # type: ignore[operator]
         params = weights(torch.float32)
         train(LARS, params, grads, eps=0.0, nesterov=nesterov)
-        found.append(params)
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
+        trained.append(params)
+    torch.testing.assert_close(trained[0], trained[1], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.usefixtures("route")
@@ -223,49 +233,51 @@ def test_clipping_bounds_a_layers_rate() -> None:
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
-def test_it_agrees_with_timm(weight_decay: float, clip: bool, nesterov: bool) -> None:
-    """Rates up to 1: above, timm clips the ratio 1 of a layer without gradient too."""
+def test_steps_equal_timms(weight_decay: float, clip: bool, nesterov: bool) -> None:
+    """For rates up to 1: above, timm also clips the ratio 1 of a layer without gradient."""
     from timm.optim.lars import Lars
 
-    ours, theirs = weights(), weights()
+    lars_params, timm_params = weights(), weights()
     shared = {"weight_decay": weight_decay, "momentum": 0.9, "nesterov": nesterov, "lr": 0.3}
-    mine = LARS(ours, **shared, trust_coefficient=0.02, clip=clip)
-    timms = Lars(theirs, **shared, trust_coeff=0.02, trust_clip=clip, always_adapt=True)
+    lars_optimizer = LARS(lars_params, **shared, trust_coefficient=0.02, clip=clip)
+    timm_optimizer = Lars(
+        timm_params, **shared, trust_coeff=0.02, trust_clip=clip, always_adapt=True
+    )
     for seed in range(5):
-        for params, optimizer in ((ours, mine), (theirs, timms)):
+        for params, optimizer in ((lars_params, lars_optimizer), (timm_params, timm_optimizer)):
             step(optimizer, params, random_grads(seed), 0.3)
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(lars_params, timm_params, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS)
-def test_a_group_that_does_not_adapt_is_torchs_sgd(settings: dict[str, Any]) -> None:
-    ours, theirs = weights(torch.float32), weights(torch.float32)
+def test_a_group_that_does_not_adapt_equals_torchs_sgd(settings: dict[str, Any]) -> None:
+    lars_params, sgd_params = weights(torch.float32), weights(torch.float32)
     sgd = {k: v for k, v in settings.items() if k not in ("trust_coefficient", "eps", "clip")}
-    mine = LARS([{"params": ours, "adapt": False}], lr=0.1, **settings)
-    torchs = torch.optim.SGD(theirs, lr=0.1, fused=True, **{"momentum": 0.9, **sgd})
+    lars_optimizer = LARS([{"params": lars_params, "adapt": False}], lr=0.1, **settings)
+    sgd_optimizer = torch.optim.SGD(sgd_params, lr=0.1, fused=True, **{"momentum": 0.9, **sgd})
     for seed in range(4):
-        for params, optimizer in ((ours, mine), (theirs, torchs)):
+        for params, optimizer in ((lars_params, lars_optimizer), (sgd_params, sgd_optimizer)):
             step(optimizer, params, random_grads(seed, torch.float32), 0.1)
-    assert all(map(torch.equal, ours, theirs))
+    assert all(map(torch.equal, lars_params, sgd_params))
 
 
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS)
-def test_parameters_without_gradient_wait(settings: dict[str, Any]) -> None:
-    """Some get their first gradient, and so their buffer, later; others lose theirs again."""
+def test_parameters_without_gradient_do_not_change(settings: dict[str, Any]) -> None:
+    """Some get their first gradient, and so their buffer, later; others have none later on."""
     grads = [random_grads(s) for s in range(len(LRS))]
     grads[0][1] = grads[0][5] = grads[2][0] = grads[3][0] = None
-    ours, literal = both(torch.float64, grads, **settings)
-    torch.testing.assert_close(ours, literal, rtol=1e-12, atol=1e-14)
-    nothing: list[Tensor | None] = [None] * len(SHAPES)
-    untouched = weights()
-    assert not train(LARS, untouched, [nothing]).state_dict()["state"]
-    assert all(map(torch.equal, untouched, weights()))
+    lars_params, reference = both(torch.float64, grads, **settings)
+    torch.testing.assert_close(lars_params, reference, rtol=1e-12, atol=1e-14)
+    no_grads: list[Tensor | None] = [None] * len(SHAPES)
+    unchanged = weights()
+    assert not train(LARS, unchanged, [no_grads]).state_dict()["state"]
+    assert all(map(torch.equal, unchanged, weights()))
 
 
 @pytest.mark.usefixtures("route")
-def test_gradients_are_left_as_they_are() -> None:
+def test_gradients_are_not_changed() -> None:
     params = weights()
     train(LARS, params, [random_grads(0)], weight_decay=0.1)
     for param, grad in zip(params, random_grads(0), strict=True):
@@ -273,22 +285,22 @@ def test_gradients_are_left_as_they_are() -> None:
 
 
 @pytest.mark.usefixtures("route")
-def test_two_types_in_one_group() -> None:
-    found = []
-    for make in (LARS, LiteralLARS):
+def test_one_group_may_hold_two_types() -> None:
+    trained = []
+    for make in (LARS, ReferenceLARS):
         params = [*weights(torch.float64), *weights(torch.float32)]
         optimizer = make(params, lr=0.5, weight_decay=0.1)
         for seed in range(3):
             step(optimizer, params, [*random_grads(seed), *random_grads(seed, torch.float32)], 0.5)
-        found.append(params)
-    torch.testing.assert_close(found[0], found[1])
+        trained.append(params)
+    torch.testing.assert_close(trained[0], trained[1])
 
 
 @pytest.mark.usefixtures("route")
 def test_memory_layouts_may_differ() -> None:
-    """channels_last weights, gradients and a loaded buffer that are not."""
-    shape, found = (4, 6, 3, 3), []
-    for make in (LARS, LiteralLARS):
+    """Weights are channels_last; gradients and a loaded buffer are contiguous."""
+    shape, trained = (4, 6, 3, 3), []
+    for make in (LARS, ReferenceLARS):
         torch.manual_seed(0)
         param = nn.Parameter(torch.randn(shape).to(memory_format=torch.channels_last))
         optimizer = make([param], lr=0.5, weight_decay=0.1)
@@ -297,15 +309,15 @@ def test_memory_layouts_may_differ() -> None:
         for _ in range(3):
             param.grad = torch.randn(shape)
             optimizer.step()
-        found.append(param)
+        trained.append(param)
     assert optimizer.state[param]["momentum_buffer"].is_contiguous()
-    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(trained[0], trained[1])
 
 
 @pytest.mark.usefixtures("route")
 def test_the_layout_may_change_during_training() -> None:
-    found = []
-    for make in (LARS, LiteralLARS):
+    trained = []
+    for make in (LARS, ReferenceLARS):
         torch.manual_seed(0)
         param = nn.Parameter(torch.randn(4, 6, 3, 3))
         optimizer = make([param], lr=0.5, weight_decay=0.1)
@@ -314,12 +326,12 @@ def test_the_layout_may_change_during_training() -> None:
             optimizer.step()
             param.data = param.data.to(memory_format=torch.channels_last)
             param.grad = None
-        found.append(param)
-    torch.testing.assert_close(found[0], found[1])
+        trained.append(param)
+    torch.testing.assert_close(trained[0], trained[1])
 
 
 @pytest.mark.usefixtures("route")
-def test_a_loaded_buffer_lies_as_its_parameter() -> None:
+def test_a_loaded_buffer_gets_the_layout_of_its_parameter() -> None:
     param = nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last))
     optimizer = LARS([param], lr=0.5)
     buffer = torch.randn(param.shape)
@@ -333,19 +345,19 @@ def test_a_loaded_buffer_lies_as_its_parameter() -> None:
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("lr", [torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)])
 @pytest.mark.parametrize("clip", [False, True])
-def test_the_rate_may_be_a_tensor_that_is_filled(lr: Tensor, clip: bool) -> None:
-    ours, numbers = weights(), weights()
+def test_the_rate_may_be_a_tensor(lr: Tensor, clip: bool) -> None:
+    lars_params, numbers = weights(), weights()
     settings = {"trust_coefficient": 0.5, "clip": clip, "nesterov": True}
-    mine = LARS(groups(ours), lr=lr.clone(), **settings)
+    lars_optimizer = LARS(groups(lars_params), lr=lr.clone(), **settings)
     other = LARS(groups(numbers), lr=0.5, **settings)
     for seed, rate in enumerate(LRS):
-        for group in mine.param_groups:
+        for group in lars_optimizer.param_groups:
             group["lr"].fill_(rate)
-        for param, grad in zip(ours, random_grads(seed), strict=True):
+        for param, grad in zip(lars_params, random_grads(seed), strict=True):
             param.grad = grad
-        mine.step()
+        lars_optimizer.step()
         step(other, numbers, random_grads(seed), rate)
-    torch.testing.assert_close(ours, numbers, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(lars_params, numbers, rtol=1e-6, atol=1e-8)
 
 
 def saved_and_loaded(state: dict[str, Any]) -> Any:
@@ -357,7 +369,7 @@ def saved_and_loaded(state: dict[str, Any]) -> Any:
 
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS)
-def test_a_saved_state_goes_on_bit_by_bit_the_same(settings: dict[str, Any]) -> None:
+def test_a_saved_state_resumes_bit_identically(settings: dict[str, Any]) -> None:
     first = weights(torch.float32)
     optimizer = train(LARS, first, [random_grads(s, torch.float32) for s in range(2)], **settings)
     second = [nn.Parameter(param.detach().clone()) for param in first]
@@ -367,15 +379,15 @@ def test_a_saved_state_goes_on_bit_by_bit_the_same(settings: dict[str, Any]) -> 
     copied = copy.deepcopy(optimizer)
     third = [param for group in copied.param_groups for param in group["params"]]
     for seed, lr in enumerate(LRS):
-        for params, its in ((first, optimizer), (second, other), (third, copied)):
-            step(its, params, random_grads(seed, torch.float32), lr)
+        for params, its_optimizer in ((first, optimizer), (second, other), (third, copied)):
+            step(its_optimizer, params, random_grads(seed, torch.float32), lr)
     assert all(map(torch.equal, first, second))
     assert all(map(torch.equal, first, third))
 
 
 @pytest.mark.usefixtures("route")
-def test_a_training_state_moves_to_another_process() -> None:
-    """Two groups and channels_last, through what workers and candidates exchange."""
+def test_a_training_state_can_be_restored_elsewhere() -> None:
+    """Two groups and channels_last, by the functions that workers and slots use."""
     trainings = [small_training(seed) for seed in (0, 1)]
     scalers = [torch.amp.GradScaler("cpu", enabled=False) for _ in trainings]
     for seed, (model, optimizer) in enumerate(trainings):
@@ -451,17 +463,17 @@ def test_a_compiled_step_is_the_same_without_a_break(nesterov: bool, as_tensor: 
 
 
 @pytest.mark.usefixtures("route")
-def test_a_group_that_comes_later_trains_too() -> None:
-    ours, literal = weights(), weights()
-    optimizers = [LARS(ours[:1], lr=0.5), LiteralLARS(literal[:1], lr=0.5)]
-    for params, optimizer in zip((ours, literal), optimizers, strict=True):
+def test_a_group_added_later_is_trained() -> None:
+    lars_params, reference = weights(), weights()
+    optimizers = [LARS(lars_params[:1], lr=0.5), ReferenceLARS(reference[:1], lr=0.5)]
+    for params, optimizer in zip((lars_params, reference), optimizers, strict=True):
         step(optimizer, params, random_grads(0), 0.5)
         optimizer.add_param_group({"params": params[1:], "weight_decay": 0.2})
         step(optimizer, params, random_grads(1), 0.5)
-    torch.testing.assert_close(ours, literal, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(lars_params, reference, rtol=1e-12, atol=1e-14)
 
 
-def test_a_closure_is_called_with_gradients_on() -> None:
+def test_a_closure_is_called_with_gradients_enabled() -> None:
     param = nn.Parameter(torch.ones(2, 2))
     optimizer = LARS([param], lr=1.0)
 
@@ -490,7 +502,7 @@ def test_a_closure_is_called_with_gradients_on() -> None:
         ({"nesterov": True, "dampening": 0.1}, "nesterov"),
     ],
 )
-def test_values_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_values_out_of_range_are_errors(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LARS(weights(), **{"lr": 0.1, **settings})
 
@@ -502,7 +514,7 @@ def test_values_out_of_range_are_refused(settings: dict[str, Any], message: str)
         (torch.complex64, torch.zeros(2, 2, dtype=torch.complex64)),
     ],
 )
-def test_sparse_and_complex_gradients_are_refused(dtype: torch.dtype, grad: Tensor) -> None:
+def test_sparse_and_complex_gradients_are_errors(dtype: torch.dtype, grad: Tensor) -> None:
     param = nn.Parameter(torch.ones(2, 2, dtype=dtype))
     param.grad = grad
     with pytest.raises(RuntimeError, match="dense real"):

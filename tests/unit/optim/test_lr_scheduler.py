@@ -1,4 +1,4 @@
-"""Our schedules as torch's schedulers: the table in a loop, a resume, tensors, no warnings."""
+"""Schedules as torch's schedulers: rates in a loop, resume, rates that are tensors."""
 
 from __future__ import annotations
 
@@ -51,26 +51,26 @@ def sgd(lr: Any = 0.7, groups: int = 1) -> torch.optim.Optimizer:
 def rates_of_loop(
     optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler, steps: int
 ) -> list[list[float]]:
-    """The rate of every group, at each update of a loop as anyone writes it."""
-    found = []
+    """Return the rates of all groups at each update of an ordinary training loop."""
+    rates = []
     for _ in range(steps):
-        found.append([float(group["lr"]) for group in optimizer.param_groups])
-        assert [float(lr) for lr in scheduler.get_last_lr()] == found[-1]
+        rates.append([float(group["lr"]) for group in optimizer.param_groups])
+        assert [float(lr) for lr in scheduler.get_last_lr()] == rates[-1]
         optimizer.step()
         scheduler.step()
-    return found
+    return rates
 
 
-# The pytest settings turn any warning into an error.
+# pytest turns every warning into an error, also torch's about the order of the calls.
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: type(s).__name__)
-def test_updates_have_the_schedules_rates(schedule: Schedule) -> None:
+def test_updates_use_the_schedules_rates(schedule: Schedule) -> None:
     optimizer = sgd(groups=2)
-    found = rates_of_loop(optimizer, ScheduledLR(optimizer, schedule), 8)
-    assert found == [[schedule.lr(step)] * 2 for step in range(8)]
+    rates = rates_of_loop(optimizer, ScheduledLR(optimizer, schedule), 8)
+    assert rates == [[schedule.lr(step)] * 2 for step in range(8)]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3, 6])
-def test_state_dict_goes_on_at_the_same_step(stop: int) -> None:
+def test_state_dict_resumes_at_the_same_step(stop: int) -> None:
     schedule = Warmup(0.1, 0.5, 4, "linear", ArcCotangent(0.5, 5, 1.0, lambda x: x**3), origin=0)
     first = sgd()
     scheduler = ScheduledLR(first, schedule)
@@ -83,35 +83,35 @@ def test_state_dict_goes_on_at_the_same_step(stop: int) -> None:
     resumed = ScheduledLR(second, schedule)
     resumed.load_state_dict(saved["scheduler"])
     second.load_state_dict(saved["optimizer"])
-    found = rates_of_loop(second, resumed, 5)
-    assert found == [[schedule.lr(step)] for step in range(stop, stop + 5)]
+    rates = rates_of_loop(second, resumed, 5)
+    assert rates == [[schedule.lr(step)] for step in range(stop, stop + 5)]
 
 
 def test_a_rate_that_is_a_tensor_is_filled_in_place() -> None:
     schedule = Linear(0.5, 0.0, steps=4)
     lr = torch.tensor(9.0)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=lr)
-    found = rates_of_loop(optimizer, ScheduledLR(optimizer, schedule), 3)
-    assert found == [[0.5], [0.375], [0.25]]
+    rates = rates_of_loop(optimizer, ScheduledLR(optimizer, schedule), 3)
+    assert rates == [[0.5], [0.375], [0.25]]
     assert optimizer.param_groups[0]["lr"] is lr
     assert lr.item() == 0.125
 
 
-def test_it_steps_along_with_others_and_may_be_one_of_a_sequence() -> None:
+def test_it_can_be_chained_and_sequenced_with_torchs_schedulers() -> None:
     optimizer = sgd()
-    ours = ScheduledLR(optimizer, Linear(0.4, 0.0, steps=4))
-    theirs = lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    both = lr_scheduler.ChainedScheduler([theirs, ours], optimizer)
+    scheduled = ScheduledLR(optimizer, Linear(0.4, 0.0, steps=4))
+    constant = lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    both = lr_scheduler.ChainedScheduler([constant, scheduled], optimizer)
     assert rates_of_loop(optimizer, both, 3) == [[0.4], [pytest.approx(0.3)], [0.2]]
 
     optimizer = sgd()
     parts = [ScheduledLR(optimizer, Constant(0.1)), ScheduledLR(optimizer, Linear(0.4, 0.0, 4))]
     sequence = lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
-    found = [rate for (rate,) in rates_of_loop(optimizer, sequence, 4)]
-    assert found == pytest.approx([0.1, 0.1, 0.4, 0.3])
+    rates = [rate for (rate,) in rates_of_loop(optimizer, sequence, 4)]
+    assert rates == pytest.approx([0.1, 0.1, 0.4, 0.3])
 
 
-def test_what_it_saves_is_not_the_schedule() -> None:
+def test_the_saved_state_does_not_hold_the_schedule() -> None:
     optimizer = sgd()
     scheduler = ScheduledLR(optimizer, Cosine(0.4, 0.0, steps=8))
     rates_of_loop(optimizer, scheduler, 2)

@@ -1,4 +1,4 @@
-"""What is left out of decay and trust ratio, and that nothing is lost or doubled."""
+"""Parameters excluded from weight decay and trust ratio; none is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from raytrain_opt.optim.parameter_groups import parameter_groups
 
 
 def names(model: nn.Module, exclude: bool = True) -> list[list[str]]:
-    known = {id(param): name for name, param in model.named_parameters()}
+    name_by_id = {id(param): name for name, param in model.named_parameters()}
     groups = parameter_groups(model, exclude_bias_and_norm=exclude)
-    return [[known[id(param)] for param in group["params"]] for group in groups]
+    return [[name_by_id[id(param)] for param in group["params"]] for group in groups]
 
 
 def settings(model: nn.Module) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ def convolutional() -> nn.Sequential:
     )
 
 
-def test_biases_and_normalisation_are_apart() -> None:
+def test_biases_and_normalization_form_the_second_group() -> None:
     assert names(convolutional()) == [["0.weight", "3.weight"], ["0.bias", "1.weight", "1.bias"]]
     assert settings(convolutional()) == [{}, {"weight_decay": 0.0, "adapt": False}]
 
@@ -51,7 +51,7 @@ def test_without_exclusion_all_are_in_one_group_in_order() -> None:
     ],
     ids=lambda norm: type(norm).__name__,
 )
-def test_every_normalisation_is_left_out_whatever_its_shape(norm: nn.Module) -> None:
+def test_every_normalization_layer_is_excluded(norm: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(3, 4, bias=False), norm)
     expected = [f"1.{name}" for name, _ in norm.named_parameters()]
     assert names(model) == [["0.weight"], expected]
@@ -64,20 +64,20 @@ def test_no_group_is_empty() -> None:
     assert names(nn.ReLU()) == names(nn.ReLU(), exclude=False) == []
 
 
-def test_a_shared_parameter_comes_once() -> None:
+def test_a_shared_parameter_is_listed_once() -> None:
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     model[1].weight = model[0].weight
     assert names(model) == [["0.weight"], ["0.bias", "1.bias"]]
 
 
-def test_frozen_parameters_are_handed_over_too() -> None:
+def test_frozen_parameters_are_included() -> None:
     model = convolutional()
     model.requires_grad_(False)
     assert sum(map(len, names(model))) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
-def test_the_excluded_do_not_decay_in_torchs_optimisers(optimizer_class: Any) -> None:
+def test_torchs_optimizers_do_not_decay_excluded_parameters(optimizer_class: Any) -> None:
     model = convolutional()
     before = {name: param.clone() for name, param in model.named_parameters()}
     groups = parameter_groups(model, exclude_bias_and_norm=True)

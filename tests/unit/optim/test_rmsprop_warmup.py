@@ -1,4 +1,4 @@
-"""RMSprop warm-up: against its literal formula, torch's SGD afterwards, and through a resume."""
+"""RMSprop warm-up: compared with its formula and with torch's SGD, and resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raytrain_opt.optim.rmsprop_warmup import PAPER_SCALE, RMSpropWarmup, sgd_share
+from raytrain_opt.optim.rmsprop_warmup import PAPER_SCALE, RMSpropWarmup, sgd_fraction
 from raytrain_opt.train.state import capture, restore
 
 SHAPES = [(3, 4), (5,), (2, 3, 2, 2), ()]
@@ -18,7 +18,7 @@ SOON: dict[str, Any] = {"center_steps": 4, "period_steps": 4, "rmsprop_scale": 0
 
 
 @pytest.mark.parametrize(
-    ("epoch", "share"),
+    ("epoch", "fraction"),
     [
         (0.0, 0.009157819444),
         (5.0, 0.067667641618),
@@ -32,18 +32,18 @@ SOON: dict[str, Any] = {"center_steps": 4, "period_steps": 4, "rmsprop_scale": 0
         (90.0, 1.0),
     ],
 )
-def test_share_of_sgd_with_the_papers_centre_and_period(epoch: float, share: float) -> None:
-    assert sgd_share(epoch, 10, 5) == pytest.approx(share, abs=1e-10)
-    assert sgd_share(epoch * 16, 160, 80) == pytest.approx(share, abs=1e-10)
+def test_sgd_fraction_with_the_papers_center_and_period(epoch: float, fraction: float) -> None:
+    assert sgd_fraction(epoch, 10, 5) == pytest.approx(fraction, abs=1e-10)
+    assert sgd_fraction(epoch * 16, 160, 80) == pytest.approx(fraction, abs=1e-10)
 
 
-def test_share_has_no_kink_at_the_centre() -> None:
-    before = (sgd_share(10, 10, 5) - sgd_share(10 - 1e-6, 10, 5)) / 1e-6
-    after = (sgd_share(10 + 1e-6, 10, 5) - sgd_share(10, 10, 5)) / 1e-6
+def test_sgd_fraction_is_smooth_at_the_center() -> None:
+    before = (sgd_fraction(10, 10, 5) - sgd_fraction(10 - 1e-6, 10, 5)) / 1e-6
+    after = (sgd_fraction(10 + 1e-6, 10, 5) - sgd_fraction(10, 10, 5)) / 1e-6
     assert before == pytest.approx(after, rel=1e-5)
 
 
-def test_the_paper_s_rate_comes_out_at_its_batch() -> None:
+def test_the_default_scale_gives_the_papers_rate_at_its_batch_size() -> None:
     peak = 0.5 * 0.1 * 32768 / 256
     assert peak * PAPER_SCALE == pytest.approx(3e-4)
 
@@ -61,10 +61,10 @@ def give_gradients(params: list[Tensor], step: int) -> None:
         param.grad = drawn.to(param.dtype)
 
 
-def literal_step(
+def reference_step(
     w: list[Tensor], m: list[Tensor], d: list[Tensor], t: int, lr: float, decay: float
 ) -> None:
-    """The paper's formulas as they stand (its delta points downhill), one layer at a time."""
+    """Apply the paper's formulas literally, one layer at a time; its delta points downhill."""
     x = 2 * (t - 4) / 4
     a_sgd = math.exp(x) / 2 if t < 4 else 0.5 + (t - 4) / 4 if t < 6 else 1.0
     a_rmsprop = (1 - a_sgd) * 0.02
@@ -79,18 +79,18 @@ def literal_step(
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 1e-2])
 def test_every_step_is_the_papers(decay: float, capturable: bool) -> None:
-    ours, literal = weights(), weights()
-    optimizer = RMSpropWarmup(ours, 0.1, weight_decay=decay, capturable=capturable, **SOON)
-    m, d = ([torch.zeros_like(w.data) for w in literal] for _ in range(2))
+    params, reference = weights(), weights()
+    optimizer = RMSpropWarmup(params, 0.1, weight_decay=decay, capturable=capturable, **SOON)
+    m, d = ([torch.zeros_like(w.data) for w in reference] for _ in range(2))
     for t in range(10):
-        give_gradients(ours, t)
-        give_gradients(literal, t)
+        give_gradients(params, t)
+        give_gradients(reference, t)
         optimizer.param_groups[0]["lr"] = lr = 0.1 / (1 + t)
         optimizer.step()
-        literal_step(literal, m, d, t, lr, decay)
-        # On the device the share is a float32.
-        close = {"rtol": 1e-6, "atol": 1e-7} if capturable else {"rtol": 1e-12, "atol": 1e-12}
-        torch.testing.assert_close(ours, literal, **close)
+        reference_step(reference, m, d, t, lr, decay)
+        # With capturable the fraction is a float32 tensor.
+        tolerance = {"rtol": 1e-6, "atol": 1e-7} if capturable else {"rtol": 1e-12, "atol": 1e-12}
+        torch.testing.assert_close(params, reference, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -98,25 +98,25 @@ def test_every_step_is_the_papers(decay: float, capturable: bool) -> None:
 def test_afterwards_it_is_torchs_momentum_sgd_bit_for_bit(
     dtype: torch.dtype, capturable: bool
 ) -> None:
-    ours = weights(dtype)
-    optimizer = RMSpropWarmup(ours, 0.1, weight_decay=1e-2, capturable=capturable, **SOON)
+    params = weights(dtype)
+    optimizer = RMSpropWarmup(params, 0.1, weight_decay=1e-2, capturable=capturable, **SOON)
     for t in range(6):
-        give_gradients(ours, t)
+        give_gradients(params, t)
         optimizer.step()
-    theirs = [nn.Parameter(w.detach().clone()) for w in ours]
-    sgd = torch.optim.SGD(theirs, lr=0.1, momentum=0.9, weight_decay=1e-2, foreach=True)
-    for mine, other in zip(ours, theirs, strict=True):
-        sgd.state[other]["momentum_buffer"] = optimizer.state[mine]["momentum_buffer"].clone()
+    sgd_params = [nn.Parameter(w.detach().clone()) for w in params]
+    sgd = torch.optim.SGD(sgd_params, lr=0.1, momentum=0.9, weight_decay=1e-2, foreach=True)
+    for param, sgd_param in zip(params, sgd_params, strict=True):
+        sgd.state[sgd_param]["momentum_buffer"] = optimizer.state[param]["momentum_buffer"].clone()
     for t in range(6, 12):
-        give_gradients(ours, t)
-        give_gradients(theirs, t)
+        give_gradients(params, t)
+        give_gradients(sgd_params, t)
         optimizer.step()
         sgd.step()
-        for mine, other in zip(ours, theirs, strict=True):
-            assert torch.equal(mine, other)
+        for param, sgd_param in zip(params, sgd_params, strict=True):
+            assert torch.equal(param, sgd_param)
 
 
-def test_at_first_a_gradient_s_size_hardly_matters() -> None:
+def test_at_first_the_size_of_a_gradient_hardly_matters() -> None:
     moves = []
     for size in (1.0, 1000.0):
         weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -130,7 +130,7 @@ def test_at_first_a_gradient_s_size_hardly_matters() -> None:
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_a_rate_that_is_a_tensor_does_as_a_number(capturable: bool) -> None:
+def test_a_rate_may_be_a_tensor(capturable: bool) -> None:
     if not capturable:
         with pytest.raises(ValueError, match="capturable=True"):
             RMSpropWarmup(weights(), torch.tensor(0.1), **SOON)
@@ -151,26 +151,26 @@ def test_a_rate_that_is_a_tensor_does_as_a_number(capturable: bool) -> None:
 
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("stop", [0, 3, 5, 8])
-def test_state_dict_carries_the_place_in_the_transition(stop: int, capturable: bool) -> None:
-    whole = weights()
-    first = RMSpropWarmup(whole, 0.1, capturable=capturable, **SOON)
+def test_state_dict_resumes_the_transition(stop: int, capturable: bool) -> None:
+    uninterrupted = weights()
+    first = RMSpropWarmup(uninterrupted, 0.1, capturable=capturable, **SOON)
     for t in range(stop):
-        give_gradients(whole, t)
+        give_gradients(uninterrupted, t)
         first.step()
-    resumed = [nn.Parameter(w.detach().clone()) for w in whole]
+    resumed = [nn.Parameter(w.detach().clone()) for w in uninterrupted]
     second = RMSpropWarmup(
         resumed, 0.7, capturable=capturable, center_steps=50, period_steps=9, rmsprop_scale=3.0
     )
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for t in range(stop, stop + 5):
-        for params, optimizer in ((whole, first), (resumed, second)):
+        for params, optimizer in ((uninterrupted, first), (resumed, second)):
             give_gradients(params, t)
             optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(uninterrupted, resumed, strict=True))
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_a_candidate_goes_on_from_the_captured_state_to_the_bit(capturable: bool) -> None:
+def test_a_candidate_continues_bit_identically_from_the_captured_state(capturable: bool) -> None:
     def training() -> tuple[nn.Module, RMSpropWarmup]:
         torch.manual_seed(3)
         model = nn.Sequential(
@@ -194,13 +194,13 @@ def test_a_candidate_goes_on_from_the_captured_state_to_the_bit(capturable: bool
     state = capture(main, main_optimizer, scaler, copy=True)
     expected = train(main, main_optimizer, range(3, 7))
     candidate, candidate_optimizer = training()
-    for _ in range(2):  # Into an optimiser without state, and over its own at another step.
+    for _ in range(2):  # into an optimizer without state, then into one with other state
         restore(state, candidate, candidate_optimizer, scaler)
-        found = train(candidate, candidate_optimizer, range(3, 7))
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        states = train(candidate, candidate_optimizer, range(3, 7))
+        assert all(torch.equal(a, b) for a, b in zip(expected, states, strict=True))
 
 
-def test_a_graph_is_not_captured_around_a_count_on_the_host(
+def test_a_graph_cannot_capture_a_count_in_cpu_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -219,11 +219,11 @@ def test_groups_keep_their_settings_and_may_lack_gradients() -> None:
     for param in params[1:]:
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    moved = [not torch.equal(a, b) for a, b in zip(before, params, strict=True)]
-    assert moved == [False, True, False, False]
+    changed = [not torch.equal(a, b) for a, b in zip(before, params, strict=True)]
+    assert changed == [False, True, False, False]
 
 
-def test_time_passes_for_a_parameter_without_gradients() -> None:
+def test_updates_are_counted_also_without_gradients() -> None:
     late, other = weights()[:2]
     optimizer = RMSpropWarmup([late, other], 0.1, **SOON)
     for step in range(6):
@@ -235,7 +235,7 @@ def test_time_passes_for_a_parameter_without_gradients() -> None:
     torch.testing.assert_close(late.detach(), before - 0.1, rtol=0, atol=1e-12)
 
 
-def test_closure_is_asked_with_gradients_on() -> None:
+def test_closure_is_called_with_gradients_enabled() -> None:
     (weight, *_) = weights()
     optimizer = RMSpropWarmup([weight], 0.1, **SOON)
 
@@ -265,13 +265,13 @@ def test_closure_is_asked_with_gradients_on() -> None:
         ("center_steps", math.inf),
     ],
 )
-def test_values_out_of_range_are_refused_by_name(setting: str, value: float) -> None:
+def test_values_out_of_range_are_errors_that_name_the_setting(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{setting} must be .*{value!r}"):
         RMSpropWarmup(weights(), **{"lr": 0.1, **SOON, setting: value})
 
 
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
-def test_gradients_it_cannot_use_are_refused(kind: str) -> None:
+def test_sparse_and_complex_gradients_are_errors(kind: str) -> None:
     dtype = torch.complex64 if kind == "complex" else torch.float32
     weight = nn.Parameter(torch.ones(3, 2, dtype=dtype))
     grad = torch.ones_like(weight)

@@ -1,4 +1,4 @@
-"""The scaling rules: published pairs, laws, refusals, and no torch."""
+"""Scaling rules: published pairs, laws, errors, and no import of torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RULES = ["linear", "sqrt", "none"]
     ("rule", "lr", "from_size", "to_size", "expected"),
     [
         ("linear", 0.1, 256, 8192, 3.2),  # Goyal et al.
-        ("linear", 0.1, 256, 32768, 12.8),  # Akiba et al., who then train at half of it.
+        ("linear", 0.1, 256, 32768, 12.8),  # Akiba et al., who then train with half of it
         ("linear", 0.1, 256, 64, 0.025),
         ("sqrt", 0.01, 128, 512, 0.02),
         ("sqrt", 0.4, 1024, 64, 0.1),
@@ -30,7 +30,7 @@ def test_rate_for_another_batch(
     assert scale_lr(rule, lr, from_size, to_size) == pytest.approx(expected, rel=1e-12)
 
 
-def test_each_rule_by_its_own_name() -> None:
+def test_each_rule_has_a_function() -> None:
     assert linear_scaling(0.1, batch_size=1024, reference_batch_size=256) == pytest.approx(0.4)
     assert sqrt_scaling(0.1, batch_size=1024, reference_batch_size=256) == pytest.approx(0.2)
 
@@ -41,21 +41,22 @@ def test_the_same_batch_changes_no_bit(rule: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_two_steps_are_as_one_and_the_way_back_undoes_it(rule: Any) -> None:
-    there = scale_lr(rule, 0.1, 256, 6144)
-    by_way_of = scale_lr(rule, scale_lr(rule, 0.1, 256, 1000), 1000, 6144)
-    assert by_way_of == pytest.approx(there, rel=1e-12)
-    assert scale_lr(rule, there, 6144, 256) == pytest.approx(0.1, rel=1e-12)
+def test_scaling_composes_and_can_be_reversed(rule: Any) -> None:
+    direct = scale_lr(rule, 0.1, 256, 6144)
+    in_two_steps = scale_lr(rule, scale_lr(rule, 0.1, 256, 1000), 1000, 6144)
+    assert in_two_steps == pytest.approx(direct, rel=1e-12)
+    assert scale_lr(rule, direct, 6144, 256) == pytest.approx(0.1, rel=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
 @pytest.mark.parametrize(("from_size", "to_size"), [(0, 256), (256, 0), (-256, -512)])
-def test_a_batch_without_samples_is_refused(rule: Any, from_size: int, to_size: int) -> None:
+def test_a_batch_size_below_one_is_an_error(rule: Any, from_size: int, to_size: int) -> None:
     with pytest.raises(ValueError, match=f"at least 1.*{to_size} and {from_size}"):
         scale_lr(rule, 0.1, from_size, to_size)
 
 
-def test_schedules_and_scaling_do_without_torch() -> None:
-    code = "import raytrain_opt.optim.scaling, raytrain_opt.optim.schedules, sys; "
+def test_schedules_steps_and_scaling_do_not_import_torch() -> None:
+    code = "import sys, raytrain_opt.optim.epoch_steps, raytrain_opt.optim.schedules; "
+    code += "from raytrain_opt.optim import Warmup, linear_scaling; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Schedules against written-out tables, against torch's, and by their laws."""
+"""Schedules compared with written-out tables and with torch's, and their laws."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_schedule_follows_its_table(schedule: Schedule, table: list[float]) -> N
         (Warmup(0.1, 0.5, 2, "constant", Constant(0.5), origin=2), {1.99: 0.1, 2.01: 0.5}),
     ],
 )
-def test_schedule_goes_on_between_two_steps(schedule: Schedule, table: dict[float, float]) -> None:
+def test_schedule_is_defined_between_two_steps(
+    schedule: Schedule, table: dict[float, float]
+) -> None:
     assert {step: schedule.lr(step) for step in table} == pytest.approx(table)
 
 
@@ -99,40 +101,39 @@ def _cube(x: float) -> float:
 
 @pytest.mark.parametrize("f", [None, _cube, math.sinh, math.expm1])
 @pytest.mark.parametrize(("half", "steepness"), [(40, 0.2), (25.5, 0.05), (0, 0.1)])
-def test_arc_cotangent_is_half_at_e_and_falls_all_the_way(
+def test_arc_cotangent_is_half_at_e_and_always_falls(
     f: Any, half: float, steepness: float
 ) -> None:
-    given = {} if f is None else {"f": f}
-    schedule = ArcCotangent(0.8, half, steepness, **given)
+    schedule = ArcCotangent(0.8, half, steepness, **({} if f is None else {"f": f}))
     assert schedule.lr(half) == pytest.approx(0.4)
-    if f is not math.expm1:  # The others are odd.
+    if f is not math.expm1:  # the others are odd functions
         for x in (0.25, 1, 7, 30):
             assert schedule.lr(half - x) + schedule.lr(half + x) == pytest.approx(0.8)
-    found = rates(schedule, 81)
-    assert all(before > after for before, after in pairwise(found))
-    assert max(found) < 0.8
-    assert min(found) > 0
+    lrs = rates(schedule, 81)
+    assert all(before > after for before, after in pairwise(lrs))
+    assert max(lrs) < 0.8
+    assert min(lrs) > 0
 
 
-def test_arc_cotangent_keeps_its_digits_far_out() -> None:
+def test_arc_cotangent_keeps_its_precision_far_from_e() -> None:
     schedule = ArcCotangent(math.pi, half=0, steepness=1.0)
     assert schedule.lr(1e12) == pytest.approx(1e-12, rel=1e-12)
     assert schedule.lr(-1e12) == pytest.approx(math.pi)
 
 
-def torchs(make: Any, steps: int, lr: float = 0.4) -> list[float]:
+def torch_rates(make_scheduler: Any, steps: int, lr: float = 0.4) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler = make(optimizer)
-    found = []
+    scheduler = make_scheduler(optimizer)
+    lrs = []
     for _ in range(steps):
-        found.append(scheduler.get_last_lr()[0])
+        lrs.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    return found
+    return lrs
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("schedule", "make_scheduler"),
     [
         (Constant(0.4), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
         (Step(0.4, 0.3, every=5), lambda o: lr_scheduler.StepLR(o, 5, gamma=0.3)),
@@ -150,8 +151,8 @@ def torchs(make: Any, steps: int, lr: float = 0.4) -> list[float]:
         ),
     ],
 )
-def test_schedule_equals_torchs(ours: Schedule, theirs: Any) -> None:
-    assert rates(ours, 13) == pytest.approx(torchs(theirs, 13), abs=1e-12)
+def test_schedule_equals_torchs(schedule: Schedule, make_scheduler: Any) -> None:
+    assert rates(schedule, 13) == pytest.approx(torch_rates(make_scheduler, 13), abs=1e-12)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -168,10 +169,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 def policy(shape: str, warmup_epochs: int = 0, kind: str = "linear") -> SchedulePolicy:
     warmup = {"epochs": warmup_epochs, "lr": 0.02, "shape": kind}
     values = {"policy": "schedule", "initial": 0.2, "shape": shape, "warmup": warmup}
-    given = dict(SHAPES[shape])
-    if warmup_epochs >= given.get("half_epoch", math.inf):
-        del given["half_epoch"]
-    return SchedulePolicy.model_validate({**values, **given})
+    settings = dict(SHAPES[shape])
+    if warmup_epochs >= settings.get("half_epoch", math.inf):
+        del settings["half_epoch"]
+    return SchedulePolicy.model_validate({**values, **settings})
 
 
 @pytest.mark.parametrize("warmup_epochs", [0, 1, 6])
@@ -183,14 +184,14 @@ def test_built_schedule_survives_pickling(shape: str, warmup_epochs: int) -> Non
 
 @pytest.mark.parametrize("warmup_epochs", [0, 2])
 @pytest.mark.parametrize("shape", ["linear", "polynomial", "cosine"])
-def test_decay_runs_over_what_the_warmup_leaves(shape: str, warmup_epochs: int) -> None:
+def test_decay_covers_the_steps_after_the_warmup(shape: str, warmup_epochs: int) -> None:
     schedule = build_schedule(policy(shape, warmup_epochs), epochs=6, steps_per_epoch=5)
     start, end = warmup_epochs * 5, 6 * 5
-    found = rates(schedule, end + 2)
-    assert found[start] == pytest.approx(0.2)
-    assert found[end - 1] > 0.01
-    assert found[end:] == pytest.approx([0.01, 0.01])
-    falls = [before - after for before, after in pairwise(found[start : end + 1])]
+    lrs = rates(schedule, end + 2)
+    assert lrs[start] == pytest.approx(0.2)
+    assert lrs[end - 1] > 0.01
+    assert lrs[end:] == pytest.approx([0.01, 0.01])
+    falls = [before - after for before, after in pairwise(lrs[start : end + 1])]
     assert min(falls) > 0
 
 
@@ -214,20 +215,20 @@ def test_arc_cotangent_is_half_at_its_epoch_from_the_start_of_training(
     schedule = build_schedule(section, epochs=6, steps_per_epoch=5)
     assert schedule.lr(half) == pytest.approx(0.1)
     # k = 1.5 an epoch: two thirds of an epoch away f is 1, and arccot 1 is pi / 4.
-    away = 5 / 1.5
-    assert schedule.lr(half - away) == pytest.approx(0.15)
-    assert schedule.lr(half + away) == pytest.approx(0.05)
+    distance = 5 / 1.5
+    assert schedule.lr(half - distance) == pytest.approx(0.15)
+    assert schedule.lr(half + distance) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_comes_after_either_warm_up(shape: str) -> None:
-    bare = build_schedule(policy(shape), epochs=6, steps_per_epoch=5)
-    for kind, climb in (("linear", [0.02, 0.038, 0.056]), ("constant", [0.02] * 3)):
-        found = rates(build_schedule(policy(shape, 2, kind), epochs=6, steps_per_epoch=5), 30)
-        assert found[:3] == pytest.approx(climb)
-        assert found[9] == pytest.approx(0.182 if kind == "linear" else 0.02)
+def test_every_shape_follows_either_warmup(shape: str) -> None:
+    without_warmup = build_schedule(policy(shape), epochs=6, steps_per_epoch=5)
+    for kind, start in (("linear", [0.02, 0.038, 0.056]), ("constant", [0.02] * 3)):
+        lrs = rates(build_schedule(policy(shape, 2, kind), epochs=6, steps_per_epoch=5), 30)
+        assert lrs[:3] == pytest.approx(start)
+        assert lrs[9] == pytest.approx(0.182 if kind == "linear" else 0.02)
         if shape in ("step", "multistep", "arc_cotangent"):
-            assert found[10:] == rates(bare, 30)[10:]
+            assert lrs[10:] == rates(without_warmup, 30)[10:]
 
 
 @pytest.mark.parametrize(
@@ -245,19 +246,19 @@ def test_no_warmup_has_no_steps() -> None:
     assert warmup_lrs(WarmupSection(epochs=0), 0.2, steps_per_epoch=9) == ()
 
 
-def test_training_that_is_all_warmup_ends_at_final() -> None:
+def test_a_training_that_is_only_warmup_ends_at_final() -> None:
     schedule = build_schedule(policy("cosine", 6), epochs=6, steps_per_epoch=2)
     assert schedule.lr(11) == pytest.approx(0.185)
     assert schedule.lr(12) == 0.01
 
 
-def test_a_warm_up_starts_at_a_twentieth_of_the_rate_unless_given() -> None:
+def test_a_warmup_starts_at_a_twentieth_of_the_rate_by_default() -> None:
     assert warmup_lrs(WarmupSection(epochs=1), 0.1, 2) == pytest.approx((0.005, 0.0525))
     assert warmup_lrs(WarmupSection(epochs=1), 0.001, 1) == pytest.approx((0.00005,))
     assert warmup_lrs(WarmupSection(epochs=1, lr=0.02), 0.1, 1) == pytest.approx((0.02,))
 
 
-def test_an_arc_cotangent_falls_after_its_warm_up() -> None:
-    given = {"policy": "schedule", "shape": "arc_cotangent", "half_epoch": 4.0}
-    with pytest.raises(ValidationError, match="half_epoch: lies within the warm-up of 6"):
-        SchedulePolicy.model_validate({**given, "warmup": {"epochs": 6}})
+def test_half_of_an_arc_cotangent_must_come_after_its_warmup() -> None:
+    values = {"policy": "schedule", "shape": "arc_cotangent", "half_epoch": 4.0}
+    with pytest.raises(ValidationError, match="half_epoch: is within the warm-up of 6"):
+        SchedulePolicy.model_validate({**values, "warmup": {"epochs": 6}})

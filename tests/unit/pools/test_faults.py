@@ -1,4 +1,4 @@
-"""Failures on purpose: when they happen, and to whom."""
+"""Injected failures: when they happen, and in which process."""
 
 from __future__ import annotations
 
@@ -9,23 +9,30 @@ from typing import Any
 import pytest
 
 from raytrain_opt.errors import JobError
-from raytrain_opt.pools.commands import Command, Evaluate, MainTrain, Pretrain, StateRef, TakeState
-from raytrain_opt.pools.faults import VARIABLE, Fault, Injection, planned_faults
-from raytrain_opt.search.policy import Candidate, Plan
+from raytrain_opt.pools.commands import (
+    Command,
+    Evaluate,
+    MainTrain,
+    Pretrain,
+    SendCandidateState,
+    StateRef,
+)
+from raytrain_opt.pools.faults import VARIABLE, Fault, FaultInjector, planned_faults
+from raytrain_opt.search.policy import Candidate, TryCandidates
 
 STATE = StateRef("s", None)  # type: ignore[arg-type]
 CANDIDATE = Candidate(0, 1.0, 0.1)
-PRETRAIN = Pretrain(STATE, Plan(2, 0.1, "", (CANDIDATE,), (1.0,)), (0, 1))
+PRETRAIN = Pretrain(STATE, TryCandidates(2, 0.1, "", (CANDIDATE,), (1.0,)), (0, 1))
 COMMANDS: dict[str, Command] = {
     "pretrain": PRETRAIN,
-    "take_state": TakeState(PRETRAIN, CANDIDATE, 0),
+    "send_candidate_state": SendCandidateState(PRETRAIN, CANDIDATE, 0),
     "main_train": MainTrain(STATE, 2, 0, (0.1,) * 3),
     "evaluate": Evaluate(STATE),
 }
 
 
-def injection(fault: dict[str, Any], role: str = "worker", index: int = 1) -> Injection:
-    """Of one fault that raises; each happens once."""
+def injector(fault: dict[str, Any], role: str = "worker", index: int = 1) -> FaultInjector:
+    """Return an injector of one fault that raises; it happens once."""
     seen: set[int] = set()
 
     def is_first(number: int) -> bool:
@@ -34,11 +41,11 @@ def injection(fault: dict[str, Any], role: str = "worker", index: int = 1) -> In
         return first
 
     faults = (Fault.model_validate({"action": "raise", "role": "worker", **fault}),)
-    return Injection.of(faults, role, index, is_first)
+    return FaultInjector.for_resident(faults, role, index, is_first)
 
 
-def steps_until_it_fails(made: Injection, command: Command, steps: int = 3) -> int | None:
-    """-1: at once; None: never."""
+def steps_until_it_fails(made: FaultInjector, command: Command, steps: int = 3) -> int | None:
+    """Return the step of the failure; -1: when the command arrives, None: never."""
     done = -1
     try:
         on_step = made.watch(command, lambda _done, _total: None)
@@ -64,42 +71,44 @@ def steps_until_it_fails(made: Injection, command: Command, steps: int = 3) -> i
         ({"phase": "main_train", "role": "slot"}, None),
     ],
 )
-def test_it_fails_where_it_is_told_to(fault: dict[str, Any], at: int | None) -> None:
-    assert steps_until_it_fails(injection(fault), COMMANDS["main_train"]) == at
+def test_a_fault_happens_at_its_place(fault: dict[str, Any], at: int | None) -> None:
+    assert steps_until_it_fails(injector(fault), COMMANDS["main_train"]) == at
 
 
 @pytest.mark.parametrize("phase", list(COMMANDS))
-def test_each_phase_is_its_own(phase: str) -> None:
+def test_a_fault_happens_in_its_phase_only(phase: str) -> None:
     met = [
         name
         for name, command in COMMANDS.items()
-        if steps_until_it_fails(injection({"phase": phase}), command) is not None
+        if steps_until_it_fails(injector({"phase": phase}), command) is not None
     ]
     assert met == [phase]
 
 
-def test_it_fails_once_unless_told_otherwise() -> None:
+def test_a_fault_happens_once_unless_it_is_always() -> None:
     once, always = (
-        injection({"phase": "evaluate"}),
-        injection({"phase": "evaluate", "always": True}),
+        injector({"phase": "evaluate"}),
+        injector({"phase": "evaluate", "always": True}),
     )
     command = COMMANDS["evaluate"]
     assert [steps_until_it_fails(once, command) for _ in range(3)] == [-1, None, None]
     assert [steps_until_it_fails(always, command) for _ in range(3)] == [-1, -1, -1]
 
 
-def test_without_a_fault_the_hook_is_the_one_that_was_given() -> None:
+def test_without_a_fault_the_hook_is_returned_unchanged() -> None:
     def on_step(done: int, total: int) -> None: ...
 
-    for made in (Injection({}, lambda _: True), injection({"phase": "evaluate"})):
+    for made in (FaultInjector({}, lambda _: True), injector({"phase": "evaluate"})):
         assert made.watch(COMMANDS["main_train"], on_step) is on_step
 
 
-def test_a_killed_process_gets_no_chance() -> None:
+def test_a_kill_is_a_sigkill() -> None:
     child = os.fork()
     if child == 0:
         fault = Fault(role="slot", phase="pretrain")
-        Injection.of((fault,), "slot", 0, lambda _: True).watch(PRETRAIN, lambda _d, _t: None)
+        FaultInjector.for_resident((fault,), "slot", 0, lambda _: True).watch(
+            PRETRAIN, lambda _d, _t: None
+        )
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -112,6 +121,6 @@ def test_faults_are_read_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '[{"role": "driver", "phase": "evaluate"}]'])
-def test_faults_that_make_no_sense_are_refused(text: str) -> None:
+def test_invalid_faults_are_refused(text: str) -> None:
     with pytest.raises(JobError, match=VARIABLE):
         planned_faults({VARIABLE: text})

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from raytrain_opt.config.load import parse_job
-from raytrain_opt.errors import MemberError, PoolError, ResourcesError
+from raytrain_opt.errors import PoolError, ResidentError, ResourcesError
 from raytrain_opt.pools import probes
 from raytrain_opt.pools.commands import Failure
-from raytrain_opt.pools.probes import ProbeRecord, ProbeReply, ProbeSetup, run_probes
-from raytrain_opt.search.batch_size import Limits
-from raytrain_opt.train.probe_result import Probe
+from raytrain_opt.pools.probes import ProbeConfig, ProbeRecord, ProbeReply, run_probes
+from raytrain_opt.results import Probe
+from raytrain_opt.search.batch_size.strategy import SizeBounds
+from raytrain_opt.train.learner_config import LearnerConfig
 
 # Answers of a trial by its size; an exception stands for the death of its process.
 Answer = Callable[[int], ProbeReply | Exception]
@@ -29,7 +30,7 @@ def fits(largest: int) -> Answer:
     return lambda size: speed(size, "ok" if size <= largest else "out_of_memory")
 
 
-def setup(**search: Any) -> ProbeSetup:
+def setup(**search: Any) -> ProbeConfig:
     job = parse_job(
         {
             "model": "small_cnn",
@@ -37,13 +38,24 @@ def setup(**search: Any) -> ProbeSetup:
             "epochs": 1,
             "global_batch_size": 8,
             "batch_size_search": {"strategy": "throughput_knee", **search},
-            "limits": {"max_restarts": 2},
+            "max_restarts": 2,
         }
     )
     section = job.batch_size_search
     assert section is not None
-    limits = Limits(512, 512)
-    return ProbeSetup(job, section, limits, False, 1, {"CPU": 1}, [None], "it", "", False)
+    return ProbeConfig(
+        learner=LearnerConfig.from_job(job),
+        max_restarts=job.max_restarts,
+        section=section,
+        limits=SizeBounds(512, 512),
+        use_gpu=False,
+        threads=1,
+        resources={"CPU": 1},
+        shared=[None],
+        run_id="it",
+        ray_storage_path="",
+        trace=False,
+    )
 
 
 @pytest.fixture
@@ -67,10 +79,10 @@ def tune(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer, Answer], None]:
 
 def _drive(searcher: Any, trial: Answer) -> None:
     for number in range(200):
-        asked = searcher.suggest(f"trial {number}")
-        if not isinstance(asked, dict):
+        suggestion = searcher.suggest(f"trial {number}")
+        if not isinstance(suggestion, dict):
             return
-        answer = trial(asked["batch_size"])
+        answer = trial(suggestion["batch_size"])
         if isinstance(answer, Exception):
             searcher.on_trial_complete(f"trial {number}", None, error=True)
             continue
@@ -83,33 +95,33 @@ def _drive(searcher: Any, trial: Answer) -> None:
     raise AssertionError("the search does not end")
 
 
-def run(**search: Any) -> tuple[probes.Found, list[ProbeRecord]]:
-    told: list[ProbeRecord] = []
-    return run_probes(setup(**search), told.append), told
+def run(**search: Any) -> tuple[probes.ProbeSearchResult, list[ProbeRecord]]:
+    records: list[ProbeRecord] = []
+    return run_probes(setup(**search), records.append), records
 
 
-def test_every_probe_is_told_once_and_the_check_comes_last(tune: Any) -> None:
+def test_every_probe_is_reported_once_and_the_check_comes_last(tune: Any) -> None:
     tune(fits(100), fits(100))
-    found, told = run()
-    assert told == list(found.records)
-    assert [record.check for record in told] == [False] * (len(told) - 1) + [True]
-    assert told[-1].probe.batch_size == found.choice.batch_size <= 100
+    result, records = run()
+    assert records == list(result.records)
+    assert [record.check for record in records] == [False] * (len(records) - 1) + [True]
+    assert records[-1].probe.batch_size == result.choice.batch_size <= 100
 
 
-def test_a_choice_that_does_not_pass_its_check_is_taken_back(tune: Any) -> None:
+def test_a_choice_that_does_not_pass_its_check_is_replaced(tune: Any) -> None:
     tune(fits(500), fits(40))
-    found, told = run()
-    assert found.choice.batch_size <= 40
-    checks = [record.probe.batch_size for record in told if record.check]
+    result, records = run()
+    assert result.choice.batch_size <= 40
+    checks = [record.probe.batch_size for record in records if record.check]
     assert len(checks) > 1
-    assert checks[-1] == found.choice.batch_size
+    assert checks[-1] == result.choice.batch_size
 
 
 def test_a_check_whose_process_dies_counts_as_out_of_memory(tune: Any) -> None:
     tune(fits(500), lambda size: speed(size) if size <= 40 else OSError("killed"))
-    found, told = run()
-    assert found.choice.batch_size <= 40
-    dead = next(record for record in told if record.check)
+    result, records = run()
+    assert result.choice.batch_size <= 40
+    dead = next(record for record in records if record.check)
     assert (dead.probe.status, dead.pid) == ("out_of_memory", None)
     assert "killed" in dead.probe.why
 
@@ -119,17 +131,17 @@ def test_a_process_that_dies_is_tried_again_within_limits(tune: Any) -> None:
     tune(lambda size: left.pop() if left else speed(size), fits(500))
     assert run()[0].choice.batch_size > 0
     tune(lambda _: OSError("killed"), fits(500))
-    with pytest.raises(PoolError, match=r"died 3 times .*limits\.max_restarts"):
+    with pytest.raises(PoolError, match=r"died 3 times .*max_restarts"):
         run()
 
 
 def test_an_error_of_the_training_ends_the_search(tune: Any) -> None:
     broken = ProbeReply(None, 1, failure=Failure(RuntimeError("ValueError: planted"), "trace"))
     tune(lambda _: broken, fits(500))
-    with pytest.raises(MemberError, match="planted"):
+    with pytest.raises(ResidentError, match="planted"):
         run()
     tune(fits(500), lambda _: broken)
-    with pytest.raises(MemberError, match="planted"):
+    with pytest.raises(ResidentError, match="planted"):
         run()
 
 

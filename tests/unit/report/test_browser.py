@@ -1,4 +1,4 @@
-"""The page as a person meets it: in a real browser, from disk."""
+"""The page in a real browser, opened from disk."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from browser import Seen, View, find_browser, look
-from made_runs import event_line, made_run, with_batch_size_search, write_lines
 
 from raytrain_opt.report import write_report
+from tests.support.browser import PageView, View, find_browser, open_page
+from tests.support.synthetic_runs import event_line, with_batch_size_search, write_lines, write_run
 
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(
@@ -21,17 +21,17 @@ PLOTS = 10
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = with_batch_size_search(made_run(tmp_path_factory.mktemp("page") / "a run, größer", 12))
-    write_lines(run / "events.jsonl", [event_line("restarted", "slot 1", who="slot 1")])
+    run = with_batch_size_search(write_run(tmp_path_factory.mktemp("page") / "a run, größer", 12))
+    write_lines(run / "events.jsonl", [event_line("restarted", "slot 1", process="slot 1")])
     return Path(write_report([str(run)]))
 
 
-def shown(page: Path, view: View, profile: Path) -> Seen:
+def opened(page: Path, view: View, profile: Path) -> PageView:
     assert BROWSER is not None
-    seen = look(BROWSER, page, view, profile)
-    assert seen.requests == []
-    assert seen.complaints == []
-    return seen
+    result = open_page(BROWSER, page, view, profile)
+    assert result.requests == []
+    assert result.errors == []
+    return result
 
 
 VISIBLE = """[...document.querySelectorAll('figure svg')].filter(svg => {
@@ -43,7 +43,7 @@ CLICK = "document.querySelectorAll('#table-epochs th button')[{}].click()"
 SORT = "document.querySelectorAll('#table-epochs th')[{}].getAttribute('aria-sort')"
 
 
-def test_it_opens_from_disk_and_its_tables_sort(page: Path, tmp_path: Path) -> None:
+def test_the_page_opens_from_disk_and_its_tables_sort(page: Path, tmp_path: Path) -> None:
     """By test accuracy, which grows with the epoch, both ways; and by the epoch as a number."""
     scripts = (
         VISIBLE,
@@ -51,8 +51,8 @@ def test_it_opens_from_disk_and_its_tables_sort(page: Path, tmp_path: Path) -> N
         CLICK.format(3), COLUMN.format(0), SORT.format(3),
         CLICK.format(0), COLUMN.format(0), SORT.format(3),
     )  # fmt: skip
-    seen = shown(page, View(scripts=scripts), tmp_path / "profile")
-    plots, _, up, rising, _, down, falling, _, again, unsorted = seen.answers
+    result = opened(page, View(scripts=scripts), tmp_path / "profile")
+    plots, _, up, rising, _, down, falling, _, again, unsorted = result.answers
     assert plots == PLOTS
     ascending = [str(epoch) for epoch in range(1, 13)]
     assert (up, rising) == (ascending, "ascending")
@@ -76,13 +76,15 @@ CONTRAST = """(() => {
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_can_be_read_in_light_and_dark(page: Path, tmp_path: Path, dark: bool) -> None:
-    """Contrast of all text with the page is at least 4.5, as WCAG asks (level AA)."""
-    seen = shown(page, View(dark=dark, scripts=(CONTRAST,)), tmp_path / "profile")
-    [found] = seen.answers
-    assert (found["paper"] < 0.05) == dark
-    assert found["prose"] >= 4.5
-    assert found["plots"] >= 4.5
+def test_text_has_enough_contrast_in_light_and_dark(
+    page: Path, tmp_path: Path, dark: bool
+) -> None:
+    """The contrast of text is at least 4.5, as WCAG level AA requires."""
+    result = opened(page, View(dark=dark, scripts=(CONTRAST,)), tmp_path / "profile")
+    [contrast] = result.answers
+    assert (contrast["paper"] < 0.05) == dark
+    assert contrast["prose"] >= 4.5
+    assert contrast["plots"] >= 4.5
 
 
 SMALLEST = """Math.min(...[...document.querySelectorAll('svg text')].map(text =>
@@ -91,27 +93,25 @@ SMALLEST = """Math.min(...[...document.querySelectorAll('svg text')].map(text =>
 OVER = "document.documentElement.scrollWidth"
 
 
-def test_it_fits_a_phone(page: Path, tmp_path: Path) -> None:
-    """Nothing is wider than the screen but tables, which scroll; letters in plots are no smaller
-    than 7 pixels.
-    """
+def test_the_page_fits_a_phone(page: Path, tmp_path: Path) -> None:
+    """Only tables, which scroll, are wider than the screen; text has at least 7 pixels."""
     view = View(width=390, height=844, scripts=(OVER, VISIBLE, SMALLEST))
-    seen = shown(page, view, tmp_path / "profile")
-    assert seen.answers[:2] == [390, PLOTS]
-    assert seen.answers[2] >= 7
+    result = opened(page, view, tmp_path / "profile")
+    assert result.answers[:2] == [390, PLOTS]
+    assert result.answers[2] >= 7
 
 
-def test_the_picture_has_colours(page: Path, tmp_path: Path) -> None:
-    """Plots are painted, not only there: the page's picture has much of the first series."""
+def test_plots_are_painted_in_their_colors(page: Path, tmp_path: Path) -> None:
+    """The screenshot has many pixels in the colors of the first two series."""
     import io
 
     from matplotlib.image import imread
 
     script = "document.getElementById('batch-size').scrollIntoView({behavior: 'instant'})"
-    seen = shown(page, View(height=2400, scripts=(script,)), tmp_path / "profile")
-    width, height = struct.unpack(">II", seen.picture[16:24])
+    result = opened(page, View(height=2400, scripts=(script,)), tmp_path / "profile")
+    width, height = struct.unpack(">II", result.screenshot[16:24])
     assert (width, height) == (1280, 2400)
-    pixels = (255 * imread(io.BytesIO(seen.picture))[..., :3]).round().astype(int)
+    pixels = (255 * imread(io.BytesIO(result.screenshot))[..., :3]).round().astype(int)
     counts = Counter(map(tuple, pixels.reshape(-1, 3).tolist()))
     assert counts[0x00, 0x72, 0xB2] > 500
     assert counts[0xD5, 0x5E, 0x00] > 500

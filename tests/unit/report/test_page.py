@@ -1,6 +1,4 @@
-"""The page without a browser: what is in it, that nothing outside is needed, and that texts of
-users stay texts.
-"""
+"""The page without a browser: its content; it is self-contained and escapes texts."""
 
 from __future__ import annotations
 
@@ -10,24 +8,24 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_runs import (
-    epoch_line,
-    event_line,
-    made_run,
-    round_line,
-    with_batch_size_search,
-    write_lines,
-)
 
 from raytrain_opt.errors import RecordError
 from raytrain_opt.report import write_report
+from tests.support.synthetic_runs import (
+    epoch_line,
+    event_line,
+    round_line,
+    with_batch_size_search,
+    write_lines,
+    write_run,
+)
 
 PLANTED = '<script>alert("planted")</script>&$x$'
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """What a parser finds in a page."""
+    """The tags and texts of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -60,23 +58,23 @@ class Page(HTMLParser):
         return " ".join(self.texts)
 
 
-def read(place: str) -> Page:
-    return Page(Path(place).read_text(encoding="utf-8"))
+def read(location: str) -> Page:
+    return Page(Path(location).read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with everything that a report can show."""
-    run = with_batch_size_search(made_run(tmp_path_factory.mktemp("whole") / "run"))
+    run = with_batch_size_search(write_run(tmp_path_factory.mktemp("complete") / "run"))
     staleness = {"counts": [5, 3, 2], "mean": 0.7, "max": 2}
     write_lines(run / "epochs.jsonl", [epoch_line(n, staleness=staleness) for n in range(1, 7)])
-    write_lines(run / "events.jsonl", [event_line("restarted", "slot 1 again", who="slot 1")])
+    write_lines(run / "events.jsonl", [event_line("restarted", "slot 1 again", process="slot 1")])
     write_report([str(run)])
     return run
 
 
-def test_every_plot_is_in_the_page_and_beside_it(whole: Path) -> None:
-    page = read(f"{whole}/report.html")
+def test_every_plot_is_in_the_page_and_beside_it(complete_run: Path) -> None:
+    page = read(f"{complete_run}/report.html")
     plots = {
         "accuracy", "learning_rate", "batch_size_speed", "batch_size_time_parts",
         "batch_size_utilization", "batch_size_order", "timeline", "time_parts", "utilization",
@@ -85,33 +83,33 @@ def test_every_plot_is_in_the_page_and_beside_it(whole: Path) -> None:
     assert {f"plot-{name}" for name in plots} == {f["id"] for f in page.all("figure")}
     assert len(page.all("svg")) == len(plots)
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in page.all("svg"))
-    files = {path.name for path in (whole / "plots").iterdir()}
+    files = {path.name for path in (complete_run / "plots").iterdir()}
     assert files == {f"{name}.{kind}" for name in plots for kind in ("svg", "png")}
-    assert (whole / "plots" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert (complete_run / "plots" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tables_hold_the_data(whole: Path) -> None:
-    page = read(f"{whole}/report.html")
+def test_tables_hold_the_data(complete_run: Path) -> None:
+    page = read(f"{complete_run}/report.html")
     names = {"rounds", "probes", "processes", "utilization", "epochs", "staleness", "events"}
     assert {table["id"] for table in page.all("table")} == {f"table-{name}" for name in names}
     assert len(page.all("caption")) == len(names)
     assert all(head["scope"] == "col" for head in page.all("th"))
-    losers = [text for text in page.texts if "★" in text]
-    assert len(losers) == 6
-    assert all(rate in losers[0] for rate in ("0.2", "0.1", "0.05"))
+    candidates = [text for text in page.texts if "★\N{NO-BREAK SPACE}" in text]
+    assert len(candidates) == 6
+    assert all(rate in candidates[0] for rate in ("0.2", "0.1", "0.05"))
 
 
-def test_processes_idle_times_add_up(whole: Path) -> None:
-    """A worker is at work for 1.3 of 2 s in each of 6 epochs; the timeline ends 0.1 s early."""
-    page = read(f"{whole}/report.html")
+def test_the_idle_time_of_a_process_is_the_rest(complete_run: Path) -> None:
+    """A worker is busy for 1.3 of 2 s in each of 6 epochs; the timeline ends 0.1 s early."""
+    page = read(f"{complete_run}/report.html")
     table = next(i for i, text in enumerate(page.texts) if text.startswith("Time of each process"))
     cells = page.texts[page.texts.index("worker 0", table) :]
     idle = float(next(text for text in cells if text.endswith(" %")).removesuffix(" %"))
     assert idle == pytest.approx(100 * (1 - 6 * 1.3 / 11.9), abs=0.2)
 
 
-def test_nothing_outside_is_needed(whole: Path) -> None:
-    html = (whole / "report.html").read_text()
+def test_the_page_is_self_contained(complete_run: Path) -> None:
+    html = (complete_run / "report.html").read_text()
     assert "http:" not in html
     assert "https:" not in html
     page = Page(html)
@@ -123,8 +121,8 @@ def test_nothing_outside_is_needed(whole: Path) -> None:
     assert "@import" not in html
 
 
-def test_identifiers_are_unique_and_known(whole: Path) -> None:
-    page = read(f"{whole}/report.html")
+def test_identifiers_are_unique_and_known(complete_run: Path) -> None:
+    page = read(f"{complete_run}/report.html")
     known = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(known) == len(set(known))
     used = {link for link in links(page) if link.startswith("#")}
@@ -138,26 +136,26 @@ def links(page: Page) -> Iterator[str]:
         yield from re.findall(r"url\((#[^)]+)\)", " ".join(v or "" for v in attributes.values()))
 
 
-def test_plots_take_the_colours_of_the_page(whole: Path) -> None:
-    html = (whole / "report.html").read_text()
+def test_plots_use_the_colors_of_the_page(complete_run: Path) -> None:
+    html = (complete_run / "report.html").read_text()
     body = html[html.index("<body>") :]
     assert "var(--blue)" in body
     assert not re.search(r"#0072b2|#1f2329|#d9dde3", body)
-    assert "#0072b2" in (whole / "plots" / "accuracy.svg").read_text()
+    assert "#0072b2" in (complete_run / "plots" / "accuracy.svg").read_text()
 
 
-def test_texts_of_users_stay_texts(tmp_path: Path) -> None:
+def test_texts_of_users_are_escaped(tmp_path: Path) -> None:
     changes = {
         "model": {"name": PLANTED},
         "data": {"name": PLANTED},
         "name": PLANTED,
         "learning_rate": {"policy": PLANTED, "initial": 0.1},
     }
-    run = made_run(tmp_path / "run<b>&$y$" / "_x", job_changes=changes)
+    run = write_run(tmp_path / "run<b>&$y$" / "_x", job_changes=changes)
     write_lines(run / "rounds.jsonl", [round_line(1, reason=PLANTED, stage=PLANTED)])
-    write_lines(run / "events.jsonl", [event_line("failed", PLANTED, who=PLANTED)])
+    write_lines(run / "events.jsonl", [event_line("failed", PLANTED, process=PLANTED)])
     page = read(write_report([str(run)]))
-    other = made_run(tmp_path / "other", job_changes={"seed": PLANTED})
+    other = write_run(tmp_path / "other", job_changes={"seed": PLANTED})
     compared = read(write_report([str(run), str(other)]))
     for found in (page, compared):
         assert len(found.all("script")) == 1
@@ -165,21 +163,21 @@ def test_texts_of_users_stay_texts(tmp_path: Path) -> None:
         assert PLANTED in found.text
 
 
-def test_a_run_that_was_cut_has_a_report(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", epochs=1, finished=False)
+def test_an_interrupted_run_has_a_report(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=1, finished=False)
     write_lines(run / "events.jsonl", [event_line("interrupted", "Terminated")])
     page = read(write_report([str(run)]))
     assert "1 of 3 epochs" in page.text
     assert "interrupted: Terminated" in page.text
 
 
-def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", epochs=0, finished=False)
+def test_a_run_that_has_just_started_has_a_report(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=0, finished=False)
     assert "0 of 2 epochs" in read(write_report([str(run)])).text
 
 
 def test_a_batch_size_search_alone_has_a_report(tmp_path: Path) -> None:
-    run = with_batch_size_search(made_run(tmp_path / "run", epochs=0, finished=False))
+    run = with_batch_size_search(write_run(tmp_path / "run", epochs=0, finished=False))
     page = read(write_report([str(run)]))
     assert {f["id"] for f in page.all("figure")} >= {"plot-batch_size_speed"}
     assert "not finished" not in page.text
@@ -187,20 +185,20 @@ def test_a_batch_size_search_alone_has_a_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("measured", [[None], [1.0], [None, 0.5, None]])
 def test_few_measurements_are_enough(tmp_path: Path, measured: list[float | None]) -> None:
-    run = made_run(tmp_path / "run", epochs=len(measured))
+    run = write_run(tmp_path / "run", epochs=len(measured))
     lines = [epoch_line(n, test_accuracy=a, train_loss=None) for n, a in enumerate(measured, 1)]
     write_lines(run / "epochs.jsonl", lines)
     read(write_report([str(run)]))
 
 
-def test_several_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
+def test_a_comparison_shows_the_fields_that_differ(tmp_path: Path) -> None:
     runs = [
-        made_run(tmp_path / "a", job_changes={"seed": 1}),
-        made_run(tmp_path / "b", epochs=3, rounds=False, job_changes={"seed": 2}),
+        write_run(tmp_path / "a", job_changes={"seed": 1}),
+        write_run(tmp_path / "b", epochs=3, rounds=False, job_changes={"seed": 2}),
     ]
-    place = write_report([str(run) for run in runs])
-    assert place == f"{runs[0]}/comparison.html"
-    page = read(place)
+    location = write_report([str(run) for run in runs])
+    assert location == f"{runs[0]}/comparison.html"
+    page = read(location)
     assert [f["id"] for f in page.all("figure")] == [
         "plot-accuracy_over_time",
         "plot-accuracy_over_samples",
@@ -212,25 +210,23 @@ def test_several_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
 
 
 def test_search_samples_count_in_the_comparison(tmp_path: Path) -> None:
-    """An epoch has 20 steps of 64 samples, of which 15 in the main training, and its round takes
-    3 x 5 more.
-    """
+    """An epoch has 20 steps of 64 samples, 15 in the main training; its round has 3 x 5."""
     from raytrain_opt.report.compare import samples_at_ends
-    from raytrain_opt.report.records import read_run
+    from raytrain_opt.report.run_reader import read_run
 
-    run = read_run(str(made_run(tmp_path / "a", epochs=2)))
+    run = read_run(str(write_run(tmp_path / "a", epochs=2)))
     assert samples_at_ends(run) == [35 * 64, 70 * 64]
 
 
 def test_a_report_under_a_uri_is_written_there(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run")
+    run = write_run(tmp_path / "run")
     assert write_report([f"file://{run}"]) == f"file://{run}/report.html"
     assert read(f"{run}/report.html").all("svg")
     assert (run / "plots" / "timeline.svg").is_file()
 
 
-def test_a_damaged_record_leaves_no_page(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run")
+def test_a_damaged_record_gives_no_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
     (run / "rounds.jsonl").write_text("no JSON\n")
     with pytest.raises(RecordError, match=r"rounds\.jsonl, line 1"):
         write_report([str(run)])
@@ -238,8 +234,8 @@ def test_a_damaged_record_leaves_no_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_ten_thousand_rounds_are_a_page_that_a_browser_can_take(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", epochs=10_000)
+def test_the_page_of_ten_thousand_rounds_is_below_15_mb(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=10_000)
     page = Path(write_report([str(run)]))
     assert page.stat().st_size < 15e6
     assert page.read_text().count("<tr>") > 20_000

@@ -1,4 +1,4 @@
-"""What the losses of the epochs so far tell."""
+"""The trend in the losses of the epochs so far."""
 
 from __future__ import annotations
 

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
+from raytrain_opt.results import GradientNorms
 from raytrain_opt.search.noise_scale import (
     NoiseScale,
     log_efficiency,
-    pooled,
+    pool_noise_scales,
     sentence,
-    summary,
+    summarize,
 )
-from raytrain_opt.telemetry.records import finite
-from raytrain_opt.train.totals import GradientNorms
+
+RECORD = TypeAdapter(NoiseScale)
 
 WORKERS, BATCH = 4, 16
 # |G|^2 = 2 in 40 dimensions, and deviations of one sample's gradient: tr S = 1600, N = 800.
@@ -30,24 +32,24 @@ def sampled(updates: int, seed: int = 0, gradient: Any = GRADIENT) -> GradientNo
     """Norms as workers measure them: the mean over `BATCH` samples is a normal number."""
     random = np.random.default_rng(seed)
     noise = random.standard_normal((updates, WORKERS, len(GRADIENT))) * DEVIATIONS
-    own = gradient + noise / math.sqrt(BATCH)
-    small = np.square(own).sum(axis=2).mean(axis=1)
-    whole = np.square(own.mean(axis=1)).sum(axis=1)
-    pairs = tuple(zip(small.tolist(), whole.tolist(), strict=True))
+    gradients = gradient + noise / math.sqrt(BATCH)
+    small = np.square(gradients).sum(axis=2).mean(axis=1)
+    complete = np.square(gradients.mean(axis=1)).sum(axis=1)
+    pairs = tuple(zip(small.tolist(), complete.tolist(), strict=True))
     return GradientNorms(BATCH, WORKERS * BATCH, pairs)
 
 
 def exact(
     value: float, gradient_sq: float = 1.0, batch: int = 256, updates: int = 10
 ) -> NoiseScale:
-    """Without any spread."""
+    """Return an estimate whose measurements do not vary."""
     trace = value * gradient_sq
     pair = (gradient_sq + trace / (batch / 4), gradient_sq + trace / batch)
     return estimated(GradientNorms(batch // 4, batch, (pair,) * updates))
 
 
 def estimated(norms: GradientNorms) -> NoiseScale:
-    noise = NoiseScale.of(norms)
+    noise = NoiseScale.from_norms(norms)
     assert noise is not None
     return noise
 
@@ -62,10 +64,10 @@ class TestEstimate:
 
     def test_both_parts_are_unbiased(self) -> None:
         """However few updates: the mean of many short measurements is the truth."""
-        found = [estimated(sampled(3, seed)) for seed in range(4000)]
+        estimates = [estimated(sampled(3, seed)) for seed in range(4000)]
         for values, truth in (
-            ([noise.gradient_sq for noise in found], 2.0),
-            ([noise.trace for noise in found], 1600.0),
+            ([noise.gradient_sq for noise in estimates], 2.0),
+            ([noise.trace for noise in estimates], 1600.0),
         ):
             error = np.std(values) / math.sqrt(len(values))
             assert abs(np.mean(values) - truth) < 4 * error
@@ -95,111 +97,112 @@ class TestEstimate:
         assert noise.bounds[1] == math.inf
 
     def test_an_estimate_below_zero_is_infinite(self) -> None:
-        hidden = NoiseScale.of(GradientNorms(8, 16, ((3.0, 1.0),) * 10))
+        hidden = NoiseScale.from_norms(GradientNorms(8, 16, ((3.0, 1.0),) * 10))
         assert hidden is not None
         assert hidden.gradient_sq < 0
-        assert (hidden.value, hidden.doubling) == (math.inf, 0.0)
+        assert (hidden.value, hidden.doubling_cost) == (math.inf, 0.0)
         assert hidden.bounds == (0.0, math.inf)
 
     def test_without_noise_it_is_zero(self) -> None:
         quiet = estimated(GradientNorms(8, 16, ((1.0, 1.0 + 1e-9),) * 10))
         assert quiet.value == 0.0
         assert quiet.bounds == pytest.approx((0.0, 0.0), abs=1e-6)
-        assert quiet.doubling == 1.0
+        assert quiet.doubling_cost == 1.0
 
     def test_updates_that_are_not_finite_do_not_count(self) -> None:
         """An overflow of scaled losses, whose update was left out as well."""
         norms = sampled(50)
         broken = replace(norms, pairs=((math.inf, math.inf), *norms.pairs, (1.0, math.nan)))
-        assert NoiseScale.of(broken) == NoiseScale.of(norms)
-        assert NoiseScale.of(replace(norms, pairs=((math.inf, 1.0),))) is None
+        assert NoiseScale.from_norms(broken) == NoiseScale.from_norms(norms)
+        assert NoiseScale.from_norms(replace(norms, pairs=((math.inf, 1.0),))) is None
 
     def test_few_updates_say_nothing_of_their_spread(self) -> None:
         assert estimated(sampled(3)).bounds == (0.0, math.inf)
 
 
 class TestPooled:
-    def test_parts_are_as_good_as_the_whole(self) -> None:
+    def test_pooled_parts_give_the_estimate_of_all_updates(self) -> None:
         norms = sampled(1000)
         cuts = [norms.pairs[:7], norms.pairs[7:500], norms.pairs[500:]]
-        together = pooled([estimated(replace(norms, pairs=cut)) for cut in cuts])
-        whole = estimated(norms)
+        together = pool_noise_scales([estimated(replace(norms, pairs=cut)) for cut in cuts])
+        complete = estimated(norms)
         assert together.updates == 1000
-        assert together.value == pytest.approx(whole.value)
-        assert together.bounds == pytest.approx(whole.bounds)
+        assert together.value == pytest.approx(complete.value)
+        assert together.bounds == pytest.approx(complete.bounds)
 
     def test_means_are_taken_before_the_ratio(self) -> None:
         steep, flat = exact(10, gradient_sq=9.0), exact(110, gradient_sq=1.0)
-        assert pooled([steep, flat]).value == pytest.approx((90 + 110) / (9 + 1))
+        assert pool_noise_scales([steep, flat]).value == pytest.approx((90 + 110) / (9 + 1))
 
-    def test_a_record_comes_back(self) -> None:
+    def test_a_record_is_read_back(self) -> None:
         for noise in (estimated(sampled(100)), estimated(sampled(2)), exact(5)):
-            line = json.loads(json.dumps(finite(noise.to_record()), allow_nan=False))
-            assert NoiseScale.from_record(line) == noise
-            assert line["value"] == (noise.value if math.isfinite(noise.value) else None)
+            text = RECORD.dump_json(noise)
+            assert RECORD.validate_json(text) == noise
+            value = json.loads(text)["value"]
+            assert value == (noise.value if math.isfinite(noise.value) else None)
 
 
 class TestSentence:
     def test_doubling_costs_what_the_formula_says(self) -> None:
         noise = exact(812)
         samples = [1 + batch / 812 for batch in (256, 512)]
-        assert noise.doubling == pytest.approx(samples[1] / samples[0] - 1)
+        assert noise.doubling_cost == pytest.approx(samples[1] / samples[0] - 1)
         text = sentence([noise])
         assert text == (
             "812 (812 to 812) in the training: doubling the global batch of 256 costs 24% more "
-            "samples for the same progress; it pays where samples/s grow by more"
+            "samples for the same progress; it pays when samples/s grow by more"
         )
 
-    def test_halves_are_told_apart_and_their_costs_averaged(self) -> None:
+    def test_each_half_is_named_and_the_costs_are_averaged(self) -> None:
         text = sentence([exact(256), exact(768)])
         assert text.startswith("256 (256 to 256) in the first half; 768 (768 to 768) in the sec")
         assert "of 256 costs 38% more" in text
 
-    def test_a_ramp_has_no_one_batch(self) -> None:
+    def test_a_ramp_has_no_single_batch_size(self) -> None:
         text = sentence([exact(256), exact(512, batch=512)])
         assert "doubling the global batch costs 50% more" in text
 
-    def test_what_cannot_be_measured_is_said(self) -> None:
+    def test_a_noise_scale_that_cannot_be_measured_is_stated(self) -> None:
         noise = estimated(sampled(2000, gradient=0 * GRADIENT))
         assert math.isinf(noise.value) or noise.bounds[1] == math.inf
         hidden = replace(noise, gradient_sq=-abs(noise.gradient_sq))
         low = hidden.bounds[0]
         text = sentence([hidden])
-        assert f"more than can be measured, at least {low:.3g}: noise dominates" in text
+        assert f"more than can be measured (at least {low:.3g}; noise dominates)" in text
         assert f"costs at most {64 / (64 + low):.0%} more" in text
 
-    def test_few_updates_are_a_hint(self) -> None:
-        assert "(from 2 updates, a hint only)" in sentence([exact(100, updates=2)])
+    def test_few_updates_give_a_rough_estimate(self) -> None:
+        assert "(from only 2 updates, a rough estimate)" in sentence([exact(100, updates=2)])
 
 
 class TestSummary:
-    def test_it_is_of_both_halves_of_the_epochs(self) -> None:
-        epochs = [exact(value).to_record() for value in (100, 300, 400, 600, 1000)]
-        found = summary(epochs)
-        assert found is not None
-        assert [stage["value"] for stage in found["stages"]] == pytest.approx([200, 2000 / 3])
+    def test_both_halves_of_the_epochs_are_summarized(self) -> None:
+        epochs = [exact(value) for value in (100, 300, 400, 600, 1000)]
+        summary = summarize(epochs)
+        assert summary is not None
+        assert [stage.value for stage in summary.stages] == pytest.approx([200, 2000 / 3])
         expected = (256 / 456 + 256 / (256 + 2000 / 3)) / 2
-        assert found["doubling_costs"] == pytest.approx(expected)
-        assert f"{expected:.0%}" in found["sentence"]
+        assert summary.doubling_cost == pytest.approx(expected)
+        assert f"{expected:.0%}" in summary.sentence
 
     def test_one_epoch_has_no_halves(self) -> None:
-        found = summary([exact(100).to_record()])
-        assert found is not None
-        assert len(found["stages"]) == 1
-        assert "in the training" in found["sentence"]
+        summary = summarize([exact(100)])
+        assert summary is not None
+        assert len(summary.stages) == 1
+        assert "in the training" in summary.sentence
 
-    def test_nothing_measured_is_nothing_said(self) -> None:
-        assert summary([]) is None
+    def test_without_measurements_there_is_no_summary(self) -> None:
+        assert summarize([]) is None
 
 
 @pytest.mark.parametrize(
-    ("noise_scale", "batch", "share"),
+    ("noise_scale", "batch", "efficiency"),
     [(100, 100, 0.5), (100, 300, 0.25), (math.inf, 1e9, 1.0), (1e9, 1, 1.0)],
 )
 def test_efficiency_is_the_progress_of_a_sample(
-    noise_scale: float, batch: float, share: float
+    noise_scale: float, batch: float, efficiency: float
 ) -> None:
-    assert math.exp(log_efficiency(noise_scale, batch)) == pytest.approx(share)
+    assert math.exp(log_efficiency(noise_scale, batch)) == pytest.approx(efficiency)
 
 
 def test_without_noise_all_batches_make_the_same_progress_a_step() -> None:

@@ -1,4 +1,4 @@
-"""STPT line by line against the published rule and what our page adds where it is silent."""
+"""STPT line by line against the published rule, and what we add where the paper is silent."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import pytest
 
 from raytrain_opt.config.learning_rate import StptPolicy, Warmup
 from raytrain_opt.errors import DivergedError, JobError
-from raytrain_opt.optim.batch_ramp import EpochSteps
-from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round
+from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.search.policy import (
+    Candidate,
+    CandidateResult,
+    Decision,
+    History,
+    TrainEpoch,
+    TryCandidates,
+)
 from raytrain_opt.search.stpt import Stpt
 
 ALPHA_STUDY = (10.0, 5.0, 3.0, 1.5, 1.0, 0.9, 0.5, 0.4)
@@ -21,12 +28,23 @@ WIDE = (5.00, 3.67, 2.33, 1.00, 0.80, 0.60, 0.40, 0.20)
 
 
 def stpt(epochs: int = 40, steps_per_epoch: int = 10, **section: Any) -> Stpt:
-    given = StptPolicy.model_validate({"policy": "stpt", **section})
-    return Stpt(given, epochs, EpochSteps(steps_per_epoch))
+    validated = StptPolicy.model_validate({"policy": "stpt", **section})
+    return Stpt(validated, epochs, EpochSteps(steps_per_epoch))
 
 
-def plan(policy: Stpt, epoch: int = 40, *history: Round) -> Plan:
-    return policy.plan(epoch, history)
+EMPTY = History()
+
+
+def next_round(policy: Stpt, epoch: int = 40, history: History = EMPTY) -> TryCandidates:
+    action = policy.next(epoch, history)
+    assert isinstance(action, TryCandidates)
+    return action
+
+
+def epoch_without_round(policy: Stpt, epoch: int) -> TrainEpoch:
+    action = policy.next(epoch, EMPTY)
+    assert isinstance(action, TrainEpoch)
+    return action
 
 
 def result(candidate: Candidate, **outcome: Any) -> CandidateResult:
@@ -34,18 +52,18 @@ def result(candidate: Candidate, **outcome: Any) -> CandidateResult:
     return CandidateResult(candidate, samples=8, train_s=1.0, score_s=0.5, slot=0, **values)
 
 
-def choose(policy: Stpt, accuracies: list[float], given: Plan | None = None) -> Round:
-    """The decision when the candidates reach these accuracies; NaN: it diverged."""
-    given = given or plan(policy)
+def decide(policy: Stpt, accuracies: list[float], action: TryCandidates | None = None) -> Decision:
+    """Return the decision when the candidates reach these accuracies; NaN: diverged."""
+    action = action or next_round(policy)
     results = [
         result(
             candidate,
             val_accuracy=accuracy,
             status="diverged" if math.isnan(accuracy) else "ok",
         )
-        for candidate, accuracy in zip(given.candidates, accuracies, strict=True)
+        for candidate, accuracy in zip(action.candidates, accuracies, strict=True)
     ]
-    return policy.choose(given, results)
+    return policy.decide(action, results, EMPTY)
 
 
 # The sets and the Mix schedule.
@@ -61,21 +79,23 @@ def choose(policy: Stpt, accuracies: list[float], given: Plan | None = None) -> 
         ([2.0, 0.5], (2.0, 0.5)),
     ],
 )
-def test_a_set_is_in_force_from_the_first_epoch_to_the_last(
+def test_a_named_set_is_used_in_every_epoch(
     candidates: Any, multipliers: tuple[float, ...]
 ) -> None:
     policy = stpt(candidates=candidates, initial=0.2)
     for epoch in (1, 20, 40):
-        made = plan(policy, epoch)
-        assert tuple(c.multiplier for c in made.candidates) == multipliers
-        assert [c.lr for c in made.candidates] == pytest.approx([0.2 * m for m in multipliers])
-        assert [c.index for c in made.candidates] == list(range(len(multipliers)))
+        action = next_round(policy, epoch)
+        assert tuple(c.multiplier for c in action.candidates) == multipliers
+        assert [c.lr for c in action.candidates] == pytest.approx([0.2 * m for m in multipliers])
+        assert [c.index for c in action.candidates] == list(range(len(multipliers)))
 
 
-def set_in_force(policy: Stpt, epoch: int) -> str:
-    made = plan(policy, epoch)
-    names = {(): "warm-up", NARROW: "narrow", MIDDLE: "middle", WIDE: "wide"}
-    return names[tuple(c.multiplier for c in made.candidates)]
+def set_name(policy: Stpt, epoch: int) -> str:
+    action = policy.next(epoch, EMPTY)
+    if isinstance(action, TrainEpoch):
+        return "warm-up"
+    names = {NARROW: "narrow", MIDDLE: "middle", WIDE: "wide"}
+    return names[tuple(c.multiplier for c in action.candidates)]
 
 
 @pytest.mark.parametrize(
@@ -92,25 +112,25 @@ def test_mix_changes_sets_at_the_papers_epochs_scaled(
         + ["middle"] * (last_middle - last_narrow)
         + ["wide"] * (epochs - last_middle)
     )
-    assert [set_in_force(policy, epoch) for epoch in range(1, epochs + 1)] == expected
+    assert [set_name(policy, epoch) for epoch in range(1, epochs + 1)] == expected
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3, 4, 5])
-def test_mix_plans_every_epoch_of_a_short_training(epochs: int) -> None:
+def test_mix_has_rates_for_every_epoch_of_a_short_training(epochs: int) -> None:
     policy = stpt(epochs, candidates="mix")
     for epoch in range(1, epochs + 1):
-        made = plan(policy, epoch)
-        assert bool(made.candidates) != bool(made.lrs)
+        action = policy.next(epoch, EMPTY)
+        assert action.lrs if isinstance(action, TrainEpoch) else action.candidates
 
 
-def test_include_adds_what_the_set_lacks_and_nothing_twice() -> None:
+def test_always_include_adds_missing_multipliers_once() -> None:
     def multipliers(**section: Any) -> tuple[float, ...]:
         return stpt(**section).multipliers(40)
 
-    assert multipliers(candidates=[2.0, 0.5], include=[1.0]) == (2.0, 0.5, 1.0)
-    assert multipliers(candidates=[2.0, 0.5], include=[3.0, 3.0]) == (2.0, 0.5, 3.0)
-    assert multipliers(candidates="wide", include=[1.0]) == WIDE
-    assert multipliers(candidates="mix", include=[1.3]) == (*WIDE, 1.3)
+    assert multipliers(candidates=[2.0, 0.5], always_include=[1.0]) == (2.0, 0.5, 1.0)
+    assert multipliers(candidates=[2.0, 0.5], always_include=[3.0, 3.0]) == (2.0, 0.5, 3.0)
+    assert multipliers(candidates="wide", always_include=[1.0]) == WIDE
+    assert multipliers(candidates="mix", always_include=[1.3]) == (*WIDE, 1.3)
 
 
 # Alpha.
@@ -128,12 +148,12 @@ def test_include_adds_what_the_set_lacks_and_nothing_twice() -> None:
         (10, 10, 10),
     ],
 )
-def test_alpha_is_iterations_or_a_share_of_the_epoch(
+def test_alpha_is_iterations_or_a_fraction_of_the_epoch(
     alpha: float, steps_per_epoch: int, expected: int
 ) -> None:
     policy = stpt(steps_per_epoch=steps_per_epoch, alpha=alpha)
     assert policy.alpha_steps(1) == expected
-    assert plan(policy).pretrain_steps == expected
+    assert next_round(policy).pretrain_steps == expected
 
 
 def test_alpha_longer_than_an_epoch_is_refused() -> None:
@@ -147,17 +167,19 @@ def test_alpha_longer_than_an_epoch_is_refused() -> None:
 def test_warm_up_epochs_have_no_candidates_and_climb_to_the_initial_rate() -> None:
     warmup = {"epochs": 2, "lr": 0.1, "shape": "linear"}
     policy = stpt(steps_per_epoch=2, candidates="narrow", initial=0.5, warmup=warmup)
-    first, second, third = (plan(policy, epoch) for epoch in (1, 2, 3))
-    assert (first.candidates, second.candidates) == ((), ())
+    first, second = (epoch_without_round(policy, epoch) for epoch in (1, 2))
     assert first.lrs == pytest.approx((0.1, 0.2))
     assert second.lrs == pytest.approx((0.3, 0.4))
-    assert (third.lrs, third.base_lr, len(third.candidates)) == ((), 0.5, 8)
+    third = next_round(policy, 3)
+    assert (third.base_lr, len(third.candidates)) == (0.5, 8)
 
 
 def test_constant_warm_up_is_the_papers() -> None:
     policy = stpt(candidates="mix", warmup={"epochs": 4, "lr": 0.005, "shape": "constant"})
-    assert {lr for epoch in range(1, 5) for lr in plan(policy, epoch).lrs} == {0.005}
-    assert plan(policy, 5).base_lr == 0.1
+    assert {lr for epoch in range(1, 5) for lr in epoch_without_round(policy, epoch).lrs} == {
+        0.005
+    }
+    assert next_round(policy, 5).base_lr == 0.1
 
 
 @pytest.mark.parametrize(
@@ -174,40 +196,40 @@ def test_only_mix_has_a_warm_up_of_its_own(section: dict[str, Any], epochs: int)
     assert stpt(40, **section).warmup.epochs == epochs
 
 
-# Selection.
+# The winner.
 
 
 def test_the_highest_score_wins_and_its_rate_is_the_next_base_rate() -> None:
     policy = stpt(candidates=[2.0, 1.0, 0.5], initial=0.4)
-    choice = choose(policy, [0.6, 0.7, 0.8])
-    assert choice.winner is not None
-    assert choice.winner.candidate == Candidate(2, 0.5, 0.2)
-    assert choice.scores == (0.6, 0.7, 0.8)
-    assert (choice.base_lr, choice.next_base_lr) == (0.4, 0.2)
-    assert "val_accuracy" in choice.reason
+    decision = decide(policy, [0.6, 0.7, 0.8])
+    assert decision.winner is not None
+    assert decision.winner.candidate == Candidate(2, 0.5, 0.2)
+    assert decision.scores == (0.6, 0.7, 0.8)
+    assert (decision.base_lr, decision.next_base_lr) == (0.4, 0.2)
+    assert "val_accuracy" in decision.reason
 
 
 def test_multipliers_accumulate_over_the_epochs() -> None:
     policy = stpt(candidates=[2.0, 0.5], initial=0.1)
-    history: tuple[Round, ...] = ()
+    history = EMPTY
     for epoch, accuracies in enumerate(([0.9, 0.1], [0.9, 0.1], [0.1, 0.9]), start=1):
-        made = policy.plan(epoch, history)
-        history = (*history, choose(policy, accuracies, made))
-    assert [r.base_lr for r in history] == pytest.approx([0.1, 0.2, 0.4])
-    assert policy.plan(4, history).base_lr == pytest.approx(0.2)
+        action = next_round(policy, epoch, history)
+        history = history.after_round(decide(policy, accuracies, action))
+    assert [decision.base_lr for decision in history.decisions] == pytest.approx([0.1, 0.2, 0.4])
+    assert next_round(policy, 4, history).base_lr == pytest.approx(0.2)
 
 
 def test_scored_by_loss_the_lowest_wins() -> None:
     policy = stpt(candidates=[2.0, 1.0], score="val_loss")
-    made = plan(policy)
-    better_loss, better_accuracy = made.candidates
+    action = next_round(policy)
+    better_loss, better_accuracy = action.candidates
     results = [
         result(better_loss, val_loss=0.5, val_accuracy=0.1),
         result(better_accuracy, val_loss=0.6, val_accuracy=0.9),
     ]
-    choice = policy.choose(made, results)
-    assert choice.winner == results[0]
-    assert choice.scores == (-0.5, -0.6)
+    decision = policy.decide(action, results, EMPTY)
+    assert decision.winner == results[0]
+    assert decision.scores == (-0.5, -0.6)
 
 
 @pytest.mark.parametrize(
@@ -223,22 +245,21 @@ def test_scored_by_loss_the_lowest_wins() -> None:
 def test_a_tie_goes_to_the_multiplier_closest_to_one(
     candidates: list[float], accuracies: list[float], winner: float
 ) -> None:
-    choice = choose(stpt(candidates=candidates), accuracies)
-    assert choice.winner is not None
-    assert choice.winner.candidate.multiplier == winner
-    assert "tied, multiplier closest to 1.0" in choice.reason
+    decision = decide(stpt(candidates=candidates), accuracies)
+    assert decision.winner is not None
+    assert decision.winner.candidate.multiplier == winner
+    assert "tied, multiplier closest to 1.0" in decision.reason
 
 
-def test_without_a_tie_the_reason_speaks_of_none() -> None:
-    assert "tied" not in choose(stpt(candidates=[2.0, 1.0]), [0.5, 0.6]).reason
+def test_without_a_tie_the_reason_mentions_none() -> None:
+    assert "tied" not in decide(stpt(candidates=[2.0, 1.0]), [0.5, 0.6]).reason
 
 
 def test_one_candidate_is_no_search_and_its_multiplier_accumulates() -> None:
     policy = stpt(candidates=[0.5], initial=0.8, warmup={"epochs": 1})
-    plans = [plan(policy, epoch) for epoch in (2, 3)]
-    assert [made.candidates for made in plans] == [(), ()]
-    assert [set(made.lrs) for made in plans] == [{0.4}, {0.2}]
-    assert {len(made.lrs) for made in plans} == {policy.steps.first}
+    epochs = [epoch_without_round(policy, epoch) for epoch in (2, 3)]
+    assert [set(action.lrs) for action in epochs] == [{0.4}, {0.2}]
+    assert {len(action.lrs) for action in epochs} == {policy.steps.first}
 
 
 # Divergence.
@@ -247,12 +268,14 @@ def test_one_candidate_is_no_search_and_its_multiplier_accumulates() -> None:
 @pytest.mark.parametrize("score", ["val_accuracy", "val_loss"])
 def test_a_diverged_candidate_never_wins(score: str) -> None:
     policy = stpt(candidates=[2.0, 1.0], score=score)
-    made = plan(policy)
-    gone = result(made.candidates[0], status="diverged", val_accuracy=0.99, val_loss=0.0)
-    choice = policy.choose(made, [gone, result(made.candidates[1], val_accuracy=0.0)])
-    assert choice.scores[0] == float("-inf")
-    assert choice.winner is not None
-    assert choice.winner.candidate.index == 1
+    action = next_round(policy)
+    diverged = result(action.candidates[0], status="diverged", val_accuracy=0.99, val_loss=0.0)
+    decision = policy.decide(
+        action, [diverged, result(action.candidates[1], val_accuracy=0.0)], EMPTY
+    )
+    assert decision.scores[0] == float("-inf")
+    assert decision.winner is not None
+    assert decision.winner.candidate.index == 1
 
 
 NAN = float("nan")
@@ -260,47 +283,46 @@ NAN = float("nan")
 
 def test_when_all_diverge_the_round_is_repeated_at_half_the_base_rate() -> None:
     policy = stpt(candidates=[2.0, 1.0], initial=0.8)
-    lost = choose(policy, [NAN, NAN])
-    assert lost.winner is None
-    assert (lost.base_lr, lost.next_base_lr) == (0.8, 0.4)
-    again = policy.plan(40, [lost])
+    diverged = decide(policy, [NAN, NAN])
+    assert diverged.winner is None
+    assert (diverged.base_lr, diverged.next_base_lr) == (0.8, 0.4)
+    again = next_round(policy, 40, History((diverged,)))
     assert (again.epoch, [c.lr for c in again.candidates]) == (40, [0.8, 0.4])
 
 
-def lost_rounds(
-    policy: Stpt, epoch: int, count: int, history: tuple[Round, ...] = ()
-) -> tuple[Round, ...]:
-    """The history and as many rounds more that nobody won."""
+def add_diverged_rounds(policy: Stpt, epoch: int, count: int, history: History = EMPTY) -> History:
+    """Return the history with `count` more rounds without a winner."""
     for _ in range(count):
-        history = (*history, choose(policy, [NAN, NAN], policy.plan(epoch, history)))
+        decision = decide(policy, [NAN, NAN], next_round(policy, epoch, history))
+        history = history.after_round(decision)
     return history
 
 
-@pytest.mark.parametrize(("given", "halvings"), [({}, 5), ({"max_halvings": 2}, 2)])
-def test_the_round_is_repeated_max_halvings_times_then_refused(
-    given: dict[str, int], halvings: int
+@pytest.mark.parametrize(("section", "halvings"), [({}, 5), ({"max_halvings": 2}, 2)])
+def test_a_round_is_repeated_max_halvings_times_then_the_run_fails(
+    section: dict[str, int], halvings: int
 ) -> None:
-    policy = stpt(candidates=[2.0, 1.0], initial=0.8, **given)
-    history = lost_rounds(policy, 3, halvings + 1)
+    policy = stpt(candidates=[2.0, 1.0], initial=0.8, **section)
+    history = add_diverged_rounds(policy, 3, halvings + 1)
     rates = [f"{0.8 / 2**i:.4g}" for i in range(halvings + 1)]
     with pytest.raises(DivergedError, match="epoch 3.*" + ", ".join(rates)) as error:
-        policy.plan(3, history)
+        policy.next(3, history)
     assert "2.0, 1.0" in str(error.value)
 
 
-def test_lost_rounds_of_earlier_epochs_do_not_count() -> None:
+def test_diverged_rounds_of_earlier_epochs_do_not_count() -> None:
     policy = stpt(candidates=[2.0, 1.0], initial=0.8, max_halvings=2)
-    history = lost_rounds(policy, 3, 2)
-    history = (*history, choose(policy, [0.1, 0.2], policy.plan(3, history)))
-    assert policy.plan(4, history).base_lr == pytest.approx(0.2)
-    history = lost_rounds(policy, 4, 2, history)
-    assert policy.plan(4, history).base_lr == pytest.approx(0.05)
+    history = add_diverged_rounds(policy, 3, 2)
+    history = history.after_round(decide(policy, [0.1, 0.2], next_round(policy, 3, history)))
+    assert next_round(policy, 4, history).base_lr == pytest.approx(0.2)
+    history = add_diverged_rounds(policy, 4, 2, history)
+    assert next_round(policy, 4, history).base_lr == pytest.approx(0.05)
     with pytest.raises(DivergedError, match="learning rates: 0.2, 0.1, 0.05 "):
-        policy.plan(4, lost_rounds(policy, 4, 1, history))
+        policy.next(4, add_diverged_rounds(policy, 4, 1, history))
 
 
 def test_policy_and_history_survive_a_pickle() -> None:
     policy = stpt(candidates=[2.0, 1.0])
-    history = (choose(policy, [0.1, 0.2]),)
+    history = History((decide(policy, [0.1, 0.2]),))
     again: Stpt = pickle.loads(pickle.dumps(policy))
-    assert again.plan(5, pickle.loads(pickle.dumps(history))) == policy.plan(5, history)
+    assert again.next(5, pickle.loads(pickle.dumps(history))) == policy.next(5, history)

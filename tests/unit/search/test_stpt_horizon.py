@@ -1,4 +1,4 @@
-"""stpt_horizon on made-up trainings: a loss surface of rate and steps, with noise."""
+"""stpt_horizon on simulated trainings: a loss surface of rate and steps, with noise."""
 
 from __future__ import annotations
 
@@ -14,26 +14,34 @@ import pytest
 
 from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.optim.batch_ramp import EpochSteps
-from raytrain_opt.search.policy import Candidate, CandidateResult, Plan, Round
-from raytrain_opt.search.squeezed import WholeSchedule
+from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.optim.relative_schedule import RelativeSchedule
+from raytrain_opt.search.policy import (
+    Candidate,
+    CandidateResult,
+    Decision,
+    History,
+    TrainEpoch,
+    TryCandidates,
+)
 from raytrain_opt.search.stpt_horizon import HorizonStpt
 
 BLOCKS = 100
+EMPTY = History()
 
 
 def horizon(epochs: int = 16, steps: int = 125, ramp: Any = (), **section: Any) -> HorizonStpt:
-    given = HorizonPolicy.model_validate({"policy": "stpt_horizon", **section})
-    return HorizonStpt(given, epochs, EpochSteps(steps, ramp))
+    validated = HorizonPolicy.model_validate({"policy": "stpt_horizon", **section})
+    return HorizonStpt(validated, epochs, EpochSteps(steps, ramp))
 
 
 @dataclass
 class Surface:
-    """Training that is best at rate `best`, and with fewer than `unbiased_steps` at lower ones.
+    """A training whose best rate is `best`, or lower with fewer than `unbiased_steps` steps.
 
-    The loss grows with the square of the decades between. Each block of samples has a difficulty
-    that all candidates meet, and `noise` of its own for each rate.
-    `factor`: the one that later rounds of an epoch find best.
+    The loss grows with the square of the distance in decades. Each block of samples has a
+    difficulty that is the same for all candidates, and `noise` that differs between rates.
+    `factor`: the best factor in a later round of an epoch.
     """
 
     best: float = 0.1
@@ -43,21 +51,19 @@ class Surface:
     seed: int = 0
     factor: Callable[[int], float] = lambda epoch: 1.0
 
-    def result(self, plan: Plan, candidate: Candidate) -> CandidateResult:
-        noise = self._draw(f"{candidate.lr:.6g} {plan.pretrain_steps}")
-        blocks = self.loss(plan, candidate) + self._draw("all") + self.noise * noise
-        lost = candidate.lr >= self.diverges_from
-        return result(candidate, [math.nan] * BLOCKS if lost else blocks.tolist())
+    def result(self, action: TryCandidates, candidate: Candidate) -> CandidateResult:
+        noise = self._draw(f"{candidate.lr:.6g} {action.pretrain_steps}")
+        blocks = self.loss(action, candidate) + self._draw("all") + self.noise * noise
+        diverges = candidate.lr >= self.diverges_from
+        return result(candidate, [math.nan] * BLOCKS if diverges else blocks.tolist())
 
-    def _draw(self, which: str) -> Any:
-        return np.random.default_rng(zlib.crc32(f"{self.seed} {which}".encode())).normal(
-            size=BLOCKS
-        )
+    def _draw(self, key: str) -> Any:
+        return np.random.default_rng(zlib.crc32(f"{self.seed} {key}".encode())).normal(size=BLOCKS)
 
-    def loss(self, plan: Plan, candidate: Candidate) -> float:
-        if plan.stage == "later":
-            return 1 + math.log10(candidate.multiplier / self.factor(plan.epoch)) ** 2
-        best = self.best * min(1.0, plan.pretrain_steps / self.unbiased_steps)
+    def loss(self, action: TryCandidates, candidate: Candidate) -> float:
+        if action.stage == "later":
+            return 1 + math.log10(candidate.multiplier / self.factor(action.epoch)) ** 2
+        best = self.best * min(1.0, action.pretrain_steps / self.unbiased_steps)
         return 1 + math.log10(candidate.lr / best) ** 2
 
 
@@ -83,83 +89,91 @@ def always(factor: float) -> Surface:
 
 @dataclass
 class Training:
-    """What the driver would have seen. `commits`: the history after each epoch."""
+    """The driver's view of a training. `histories`: after each epoch."""
 
-    plans: list[Plan]
-    commits: list[tuple[Round, ...]]
-
-    @property
-    def asked(self) -> list[Plan]:
-        return [plan for plan in self.plans if plan.candidates]
+    actions: list[TryCandidates | TrainEpoch]
+    histories: list[History]
 
     @property
-    def opening(self) -> list[Plan]:
-        return [plan for plan in self.asked if plan.epoch == 1]
+    def rounds(self) -> list[TryCandidates]:
+        return [action for action in self.actions if isinstance(action, TryCandidates)]
 
     @property
-    def later(self) -> list[Plan]:
-        return [plan for plan in self.asked if plan.epoch > 1]
+    def epochs(self) -> list[TrainEpoch]:
+        return [action for action in self.actions if isinstance(action, TrainEpoch)]
+
+    @property
+    def opening(self) -> list[TryCandidates]:
+        return [action for action in self.rounds if action.epoch == 1]
+
+    @property
+    def later(self) -> list[TryCandidates]:
+        return [action for action in self.rounds if action.epoch > 1]
 
     @property
     def peak(self) -> float:
-        """That epoch 1 trains with."""
-        return self.commits[0][-1].next_base_lr
+        """The peak rate of epoch 1."""
+        return self.histories[0].decisions[-1].next_base_lr
 
     def lrs(self, policy: HorizonStpt) -> list[float]:
-        """Of every step of the training."""
+        """The rate of every step of the training."""
         lrs: list[float] = []
-        for plan, history in zip(self.mains, self.commits, strict=True):
-            last = history[-1] if history else None
-            asked = [p for p in self.asked if p.epoch == plan.epoch and p.kept_steps]
-            if asked and last is not None and last.winner is not None:
-                lrs.extend(last.winner.candidate.lrs(asked[-1])[: asked[-1].kept_steps])
-            lrs.extend(plan.lrs)
+        for action, history in zip(self.epochs, self.histories, strict=True):
+            rounds = [r for r in self.rounds if r.epoch == action.epoch and r.kept_steps]
+            winner = history.latest.winner if history.latest else None
+            if rounds and winner is not None:
+                lrs.extend(winner.candidate.lrs(rounds[-1])[: rounds[-1].kept_steps])
+            lrs.extend(action.lrs)
         return lrs
 
-    @property
-    def mains(self) -> list[Plan]:
-        return [plan for plan in self.plans if plan.lrs]
+
+def next_round(policy: HorizonStpt, epoch: int, history: History = EMPTY) -> TryCandidates:
+    action = policy.next(epoch, history)
+    assert isinstance(action, TryCandidates)
+    return action
 
 
-def trained(
-    policy: HorizonStpt, surface: Surface | None = None, history: tuple[Round, ...] = ()
-) -> Training:
-    """As the driver does it, on the epochs that the history leaves."""
-    surface = surface or Surface()
-    first = history[-1].epoch + 1 if history else 1
-    plans, commits = [], []
-    for epoch in range(first, policy.epochs + 1):
-        plan = policy.plan(epoch, history)
-        plans.append(plan)
-        while plan.candidates:
-            results = [surface.result(plan, candidate) for candidate in plan.candidates]
-            history = (*history, policy.choose(plan, results))
-            plan = policy.plan(epoch, history)
-            plans.append(plan)
-        commits.append(history)
-    return Training(plans, commits)
+def rest_of_epoch(policy: HorizonStpt, epoch: int, history: History) -> TrainEpoch:
+    action = policy.next(epoch, history)
+    assert isinstance(action, TrainEpoch)
+    return action
+
+
+def trained(policy: HorizonStpt, surface: Surface | None = None) -> Training:
+    """Train all epochs as the driver does, without losses of epochs."""
+    surface, history = surface or Surface(), EMPTY
+    actions: list[TryCandidates | TrainEpoch] = []
+    histories = []
+    for epoch in range(1, policy.epochs + 1):
+        while isinstance(action := policy.next(epoch, history), TryCandidates):
+            actions.append(action)
+            results = [surface.result(action, candidate) for candidate in action.candidates]
+            history = history.after_round(policy.decide(action, results, history))
+        actions.append(action)
+        histories.append(history)
+    return Training(actions, histories)
 
 
 def cost(training: Training, policy: HorizonStpt) -> float:
-    """Of the search: share of the training's samples."""
-    asked = sum(
-        len(p.candidates) * p.pretrain_steps / policy.steps(p.epoch) for p in training.asked
+    """Return the search cost as a fraction of the training's samples."""
+    epochs = sum(
+        len(r.candidates) * r.pretrain_steps / policy.steps(r.epoch) for r in training.rounds
     )
-    return asked / policy.epochs
+    return epochs / policy.epochs
 
 
-def rates(plan: Plan) -> list[float]:
-    return [candidate.lr for candidate in plan.candidates]
+def rates(action: TryCandidates) -> list[float]:
+    return [candidate.lr for candidate in action.candidates]
 
 
 # The schedule.
 
 
-def test_the_shares_of_a_small_schedule_written_out() -> None:
+def test_the_values_of_a_small_schedule() -> None:
     """Linear: 2 of 10 steps warm up, the middle of each step counts."""
-    schedule = WholeSchedule("linear", 0.2)
-    assert schedule.squeezed(10) == pytest.approx(
-        [0.25, 0.75, *(share / 16 for share in (15, 13, 11, 9, 7, 5, 3, 1))]
+    schedule = RelativeSchedule("linear", 0.2)
+    assert schedule.compressed(10) == pytest.approx(
+        [0.25, 0.75, *(part / 16 for part in (15, 13, 11, 9, 7, 5, 3, 1))]
     )
     assert [schedule.at(done) for done in (0.0, 0.1, 0.2, 0.6, 1.0)] == pytest.approx(
         [0, 0.5, 1, 0.5, 0]
@@ -167,45 +181,45 @@ def test_the_shares_of_a_small_schedule_written_out() -> None:
 
 
 def test_cosine_has_the_same_ends_and_middle() -> None:
-    schedule = WholeSchedule("cosine", 0.2)
-    shares = [schedule.at(done) for done in (0.1, 0.2, 0.4, 0.6, 1.0)]
-    assert shares == pytest.approx([0.5, 1, (1 + math.sqrt(0.5)) / 2, 0.5, 0])
+    schedule = RelativeSchedule("cosine", 0.2)
+    values = [schedule.at(done) for done in (0.1, 0.2, 0.4, 0.6, 1.0)]
+    assert values == pytest.approx([0.5, 1, (1 + math.sqrt(0.5)) / 2, 0.5, 0])
 
 
 def test_without_warm_up_it_begins_at_the_peak() -> None:
-    assert WholeSchedule("linear", 0.0).at(0) == 1
+    assert RelativeSchedule("linear", 0.0).at(0) == 1
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_squeezed_it_has_the_same_mean_and_the_same_values(shape: Any) -> None:
-    schedule = WholeSchedule(shape, 0.1)
-    short, long = schedule.squeezed(20), schedule.squeezed(2000)
+def test_compressed_it_has_the_same_mean_and_the_same_values(shape: Any) -> None:
+    schedule = RelativeSchedule(shape, 0.1)
+    short, long = schedule.compressed(20), schedule.compressed(2000)
     assert sum(short) / 20 == pytest.approx(sum(long) / 2000, abs=1e-3)
     assert long[50::100] == pytest.approx(short, abs=0.01)
     assert max(long) == pytest.approx(1, abs=0.01)
     assert 0 < long[-1] < 1e-3
 
 
-def test_what_is_left_of_it_is_squeezed_from_there_on() -> None:
-    left = WholeSchedule("linear", 0.2).squeezed(2, done=0.6)
+def test_the_rest_of_a_schedule_is_compressed() -> None:
+    left = RelativeSchedule("linear", 0.2).compressed(2, done=0.6)
     assert left == pytest.approx([0.375, 0.125])
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_training_runs_through_the_whole_schedule_at_the_peak_that_was_found(shape: Any) -> None:
-    policy = horizon(epochs=5, steps=80, shape=shape, warmup_share=0.2, rounds_at=[])
+def test_a_training_covers_the_full_schedule_at_the_chosen_peak(shape: Any) -> None:
+    policy = horizon(epochs=5, steps=80, shape=shape, warmup_fraction=0.2, recheck_at=[])
     training = trained(policy)
-    whole = [training.peak * share for share in WholeSchedule(shape, 0.2).squeezed(400)]
-    assert training.lrs(policy) == pytest.approx(whole)
+    expected = [training.peak * part for part in RelativeSchedule(shape, 0.2).compressed(400)]
+    assert training.lrs(policy) == pytest.approx(expected)
     assert training.lrs(policy)[-1] < 0.01 * training.peak
 
 
-def test_epochs_with_fewer_and_larger_batches_go_through_as_much_of_it() -> None:
-    policy = horizon(epochs=4, steps=100, ramp=((3, 50),), rounds_at=[])
+def test_epochs_with_fewer_and_larger_batches_cover_the_same_part_of_it() -> None:
+    policy = horizon(epochs=4, steps=100, ramp=((3, 50),), recheck_at=[])
     training = trained(policy)
-    assert [len(plan.lrs) for plan in training.mains] == [100, 100, 50, 50]
+    assert [len(action.lrs) for action in training.epochs] == [100, 100, 50, 50]
     peak, schedule = training.peak, policy.schedule
-    third, fourth = training.mains[2].lrs, training.mains[3].lrs
+    third, fourth = training.epochs[2].lrs, training.epochs[3].lrs
     assert third[0] == pytest.approx(peak * schedule.at(0.5 + 0.25 / 100))
     assert fourth[-1] == pytest.approx(peak * schedule.at(1 - 0.25 / 100))
 
@@ -213,12 +227,12 @@ def test_epochs_with_fewer_and_larger_batches_go_through_as_much_of_it() -> None
 # The first grid.
 
 
-def test_the_first_round_tries_whole_schedules_a_decade_apart() -> None:
-    plan = horizon(initial=0.1).plan(1, ())
-    assert rates(plan) == pytest.approx([0.01, 0.1, 1.0])
-    assert [c.multiplier for c in plan.candidates] == pytest.approx([0.1, 1, 10])
-    assert plan.shape == horizon().schedule.squeezed(15)
-    assert (plan.kept_steps, plan.paired) == (0, True)
+def test_the_first_round_tries_full_schedules_a_decade_apart() -> None:
+    action = next_round(horizon(initial=0.1), 1)
+    assert rates(action) == pytest.approx([0.01, 0.1, 1.0])
+    assert [c.multiplier for c in action.candidates] == pytest.approx([0.1, 1, 10])
+    assert action.lr_shape == horizon().schedule.compressed(15)
+    assert (action.kept_steps, action.paired) == (0, True)
 
 
 def test_the_second_round_tries_longer_schedules_to_both_sides_of_the_best() -> None:
@@ -227,15 +241,15 @@ def test_the_second_round_tries_longer_schedules_to_both_sides_of_the_best() -> 
     assert (coarse.stage, fine.stage) == ("coarse", "fine")
     assert rates(fine) == pytest.approx([0.0316, 0.1, 0.316], rel=0.01)
     assert (coarse.pretrain_steps, fine.pretrain_steps) == (15, 62)
-    assert fine.shape == horizon().schedule.squeezed(62)
+    assert fine.lr_shape == horizon().schedule.compressed(62)
 
 
 def test_horizon_sets_how_long_the_candidates_train() -> None:
     training = trained(horizon(steps=1000, horizon=0.25))
-    assert [plan.pretrain_steps for plan in training.opening] == [62, 250]
+    assert [action.pretrain_steps for action in training.opening] == [62, 250]
 
 
-# What is chosen.
+# The peak.
 
 
 @pytest.mark.parametrize("best", [0.003, 0.02, 0.06, 0.1, 0.3, 2.0])
@@ -246,55 +260,59 @@ def test_the_peak_is_near_the_best(best: float, seed: int) -> None:
 
 
 @dataclass
-class Given(Surface):
-    """The coarse candidates have losses of 4, 3.5 and 9, the fine ones the given."""
+class ScriptedLosses(Surface):
+    """Coarse candidates have the losses 4, 3.5 and 9; those of the fine ones are arguments."""
 
     noise: float = 0.0
     fine: tuple[float, ...] = ()
 
-    def loss(self, plan: Plan, candidate: Candidate) -> float:
-        of_stage = {"coarse": (4.0, 3.5, 9.0), "fine": self.fine}
-        lowest = -1.0 if plan.stage == "coarse" else -0.5
-        place = (math.log10(candidate.lr / 0.1) - lowest) / -lowest
-        return of_stage[plan.stage][round(place)] if place > -0.5 else 4.0
+    def loss(self, action: TryCandidates, candidate: Candidate) -> float:
+        losses = {"coarse": (4.0, 3.5, 9.0), "fine": self.fine}
+        lowest = -1.0 if action.stage == "coarse" else -0.5
+        position = (math.log10(candidate.lr / 0.1) - lowest) / -lowest
+        return losses[action.stage][round(position)] if position > -0.5 else 4.0
 
 
 def test_the_peak_is_the_mean_log_rate_weighted_by_the_fourth_power_of_gains() -> None:
     """By hand: gains over 4 are 1, 2, 1 at -1.5, -1, -0.5: weighted 1, 16, 1 that is -1. With 2
     at -0.5 too, weighted 1, 16, 16: -25.5 / 33.
     """
-    assert trained(horizon(rounds_at=[]), Given(fine=(3, 2, 3))).peak == pytest.approx(0.1)
-    training = trained(horizon(rounds_at=[]), Given(fine=(3, 2, 2)))
+    assert trained(horizon(recheck_at=[]), ScriptedLosses(fine=(3, 2, 3))).peak == pytest.approx(
+        0.1
+    )
+    training = trained(horizon(recheck_at=[]), ScriptedLosses(fine=(3, 2, 2)))
     assert training.peak == pytest.approx(10 ** (-25.5 / 33))
-    decided = training.commits[0][-1]
-    assert "the centre of what gains" in decided.reason
+    decided = training.histories[0].decisions[-1]
+    assert "weighted mean of the rates that reduce the loss" in decided.reason
     assert decided.winner is not None
     assert decided.winner.candidate.lr == pytest.approx(0.1)
 
 
 def test_one_lucky_candidate_does_not_decide_alone() -> None:
-    """Its neighbours above gain nearly as much."""
-    assert 0.06 < trained(horizon(rounds_at=[]), Given(fine=(2.0, 2.1, 2.2))).peak < 0.11
+    """Its neighbors above gain nearly as much."""
+    assert 0.06 < trained(horizon(recheck_at=[]), ScriptedLosses(fine=(2.0, 2.1, 2.2))).peak < 0.11
 
 
-def test_where_nothing_gains_the_best_is_taken() -> None:
-    assert trained(horizon(rounds_at=[]), Given(fine=(4.3, 4.2, 4.5))).peak == pytest.approx(0.1)
+def test_without_any_gain_the_best_rate_is_the_peak() -> None:
+    assert trained(
+        horizon(recheck_at=[]), ScriptedLosses(fine=(4.3, 4.2, 4.5))
+    ).peak == pytest.approx(0.1)
 
 
-def test_of_coarse_rates_that_are_hardly_worse_the_largest_is_gone_on_from() -> None:
+def test_the_fine_stage_is_around_the_largest_coarse_rate_that_is_hardly_worse() -> None:
     """1 % worse at 1; it diverges at 10."""
     training = trained(horizon(), AboutAsGood(diverges_from=9))
-    fine = next(plan for plan in training.opening if plan.stage == "fine")
+    fine = next(action for action in training.opening if action.stage == "fine")
     assert rates(fine) == pytest.approx([0.316, 1.0, 3.16], rel=0.01)
 
 
 class AboutAsGood(Surface):
-    """Few steps tell hardly anything."""
+    """Coarse candidates hardly differ."""
 
-    def loss(self, plan: Plan, candidate: Candidate) -> float:
-        if plan.stage == "coarse":
+    def loss(self, action: TryCandidates, candidate: Candidate) -> float:
+        if action.stage == "coarse":
             return 4.0 + 0.02 * math.log10(candidate.lr)
-        return super().loss(plan, candidate)
+        return super().loss(action, candidate)
 
 
 @pytest.mark.parametrize("wrong_by", [0.01, 1.0, 100.0])
@@ -304,11 +322,11 @@ class AboutAsGood(Surface):
 def test_a_start_that_is_wrong_by_100_ends_at_the_same_peak(
     wrong_by: float, epochs: int, steps: int
 ) -> None:
-    def found(initial: float) -> float:
-        policy = horizon(epochs, steps, initial=initial, rounds_at=[])
+    def peak(initial: float) -> float:
+        policy = horizon(epochs, steps, initial=initial, recheck_at=[])
         return trained(policy, Surface(0.15, diverges_from=30)).peak
 
-    assert found(0.1 * wrong_by) == pytest.approx(found(0.1))
+    assert peak(0.1 * wrong_by) == pytest.approx(peak(0.1))
 
 
 def test_a_start_between_the_points_of_the_lattice_ends_at_the_same_peak() -> None:
@@ -320,15 +338,15 @@ def test_a_start_between_the_points_of_the_lattice_ends_at_the_same_peak() -> No
 def test_the_grid_is_extended_past_the_edge_where_the_best_is(best: float) -> None:
     training = trained(horizon(), Surface(best))
     first, *more = training.opening
-    assert all(len(plan.candidates) == 1 for plan in more if plan.stage == "coarse")
+    assert all(len(action.candidates) == 1 for action in more if action.stage == "coarse")
     assert len(first.candidates) == 3
-    assert "edge" in training.commits[0][0].reason
+    assert "edge" in training.histories[0].decisions[0].reason
     assert 0.5 < training.peak / best < 2
 
 
 def test_candidates_are_numbered_through_the_epoch() -> None:
     training = trained(horizon(), Surface(50.0))
-    numbers = [c.index for plan in training.opening for c in plan.candidates]
+    numbers = [c.index for action in training.opening for c in action.candidates]
     assert numbers == list(range(len(numbers)))
 
 
@@ -338,23 +356,23 @@ def test_the_fine_grid_is_extended_too() -> None:
         horizon(epochs=90),
         Surface(0.04, noise=0.01),
     )
-    fine = [plan for plan in training.opening if plan.stage == "fine"]
+    fine = [action for action in training.opening if action.stage == "fine"]
     assert len(fine) >= 2
     assert max(rates(fine[-1])) < min(rates(fine[0]))
-    assert {plan.pretrain_steps for plan in fine} == {62}
+    assert {action.pretrain_steps for action in fine} == {62}
 
 
 # Divergence.
 
 
-def test_diverging_rates_are_neither_chosen_nor_tried_longer() -> None:
+def test_diverging_rates_are_neither_chosen_nor_tried_in_the_fine_stage() -> None:
     training = trained(horizon(), Surface(0.2, diverges_from=0.6))
     assert training.peak < 0.6
-    # 0.562 is not known to: 1 is.
-    assert all(max(rates(plan)) < 0.9 for plan in training.opening if plan.stage == "fine")
+    # The coarse stage did not try 0.562; 1 diverged in it.
+    assert all(max(rates(action)) < 0.9 for action in training.opening if action.stage == "fine")
 
 
-def test_rates_that_did_worse_than_hardly_training_get_no_longer_schedule() -> None:
+def test_coarse_rates_with_a_large_finite_loss_are_not_chosen() -> None:
     training = trained(horizon(), FiniteCliff(0.08))
     fine = training.opening[-1]
     assert rates(fine) == pytest.approx([0.0316, 0.1, 0.316], rel=0.01)
@@ -364,18 +382,18 @@ def test_rates_that_did_worse_than_hardly_training_get_no_longer_schedule() -> N
 class FiniteCliff(Surface):
     """The loss of large rates is large, but a number."""
 
-    def loss(self, plan: Plan, candidate: Candidate) -> float:
-        return 1e6 if candidate.lr > 0.3 else super().loss(plan, candidate)
+    def loss(self, action: TryCandidates, candidate: Candidate) -> float:
+        return 1e6 if candidate.lr > 0.3 else super().loss(action, candidate)
 
 
-def test_when_all_diverge_the_grid_goes_down() -> None:
+def test_when_all_diverge_lower_rates_are_tried() -> None:
     training = trained(horizon(initial=1e4), Surface(0.1, diverges_from=0.5))
-    lost = training.commits[0][0]
-    assert (lost.winner, set(lost.scores)) == (None, {-math.inf})
+    diverged = training.histories[0].decisions[0]
+    assert (diverged.winner, set(diverged.scores)) == (None, {-math.inf})
     assert 0.05 < training.peak < 0.5
 
 
-def test_when_all_diverge_again_and_again_the_error_lists_what_was_tried() -> None:
+def test_when_all_diverge_again_and_again_the_error_lists_the_rates() -> None:
     policy, surface = horizon(), Surface(diverges_from=0.0)
     with pytest.raises(
         DivergedError, match=r"epoch 1.*: 1e-10, 1e-09, .*, 0\.1, .*learning_rate\.initial"
@@ -383,24 +401,24 @@ def test_when_all_diverge_again_and_again_the_error_lists_what_was_tried() -> No
         trained(policy, surface)
 
 
-def lost_rounds(
-    policy: HorizonStpt, epoch: int, count: int, history: tuple[Round, ...] = ()
-) -> tuple[Round, ...]:
-    """The history and as many rounds more in which all diverged."""
+def add_diverged_rounds(
+    policy: HorizonStpt, epoch: int, count: int, history: History = EMPTY
+) -> History:
+    """Return the history with `count` more rounds in which all diverged."""
     for _ in range(count):
-        plan = policy.plan(epoch, history)
-        gone = [result(candidate, [math.nan]) for candidate in plan.candidates]
-        history = (*history, policy.choose(plan, gone))
+        action = next_round(policy, epoch, history)
+        diverged = [result(candidate, [math.nan]) for candidate in action.candidates]
+        history = history.after_round(policy.decide(action, diverged, history))
     return history
 
 
-def test_the_last_lost_round_is_decided_before_plan_raises() -> None:
-    """So the driver has written it down when the run ends."""
+def test_the_last_diverged_round_is_decided_before_next_raises() -> None:
+    """So the driver has recorded it when the run ends."""
     policy = horizon()
-    history = lost_rounds(policy, 1, 9)
-    assert all(choice.winner is None and "all" in choice.reason for choice in history)
+    history = add_diverged_rounds(policy, 1, 9)
+    assert all(d.winner is None and "all" in d.reason for d in history.decisions)
     with pytest.raises(DivergedError):
-        policy.plan(1, history)
+        policy.next(1, history)
 
 
 # The budget.
@@ -413,59 +431,64 @@ def test_the_last_lost_round_is_decided_before_plan_raises() -> None:
 )
 @pytest.mark.parametrize(
     ("section", "noise"),
-    [({}, 0.01), ({}, 1.0), ({"horizon": 1.0}, 1.0), ({"budget": 0.05, "initial": 1e-3}, 0.01)],
+    [
+        ({}, 0.01),
+        ({}, 1.0),
+        ({"horizon": 1.0}, 1.0),
+        ({"max_search_cost": 0.05, "initial": 1e-3}, 0.01),
+    ],
 )
 def test_the_budget_is_kept(
     epochs: int, steps: int, section: dict[str, Any], noise: float
 ) -> None:
     policy = horizon(epochs, steps, **section)
     training = trained(policy, Surface(noise=noise, factor=lambda epoch: 2.0))
-    assert cost(training, policy) <= policy.section.budget
-    for plan in training.asked:
-        assert plan.pretrain_steps <= policy.steps(plan.epoch)
+    assert cost(training, policy) <= policy.section.max_search_cost
+    for action in training.rounds:
+        assert action.pretrain_steps <= policy.steps(action.epoch)
 
 
-@pytest.mark.parametrize(("epochs", "steps", "most"), [(16, 96, 0.12), (90, 125, 0.04)])
-def test_what_a_search_costs_as_a_rule(epochs: int, steps: int, most: float) -> None:
+@pytest.mark.parametrize(("epochs", "steps", "max_cost"), [(16, 96, 0.12), (90, 125, 0.04)])
+def test_the_cost_of_a_typical_search(epochs: int, steps: int, max_cost: float) -> None:
     policy = horizon(epochs, steps)
-    assert 0.02 < cost(trained(policy, Surface(noise=0.0)), policy) <= most
+    assert 0.02 < cost(trained(policy, Surface(noise=0.0)), policy) <= max_cost
 
 
-def test_a_training_of_four_epochs_has_a_search_too() -> None:
+def test_a_training_of_four_epochs_has_a_search() -> None:
     training = trained(horizon(4, 125, initial=0.01), Surface(0.1))
-    assert {plan.stage for plan in training.opening} == {"coarse", "fine"}
+    assert {action.stage for action in training.opening} == {"coarse", "fine"}
     assert 0.3 < training.peak / 0.1 < 3.2
 
 
 def test_a_training_that_is_too_short_for_any_search_uses_the_initial_rate() -> None:
     policy = horizon(2, 20, initial=0.07)
     training = trained(policy)
-    assert not training.asked
+    assert not training.rounds
     assert max(training.lrs(policy)) == pytest.approx(0.07, rel=0.2)
-    assert "learning_rate.budget" in training.plans[0].reason
+    assert "learning_rate.max_search_cost" in training.actions[0].reason
 
 
 # Later rounds.
 
 
 def later_epochs(training: Training) -> list[int]:
-    return [plan.epoch for plan in training.later]
+    return [action.epoch for action in training.later]
 
 
 def test_later_rounds_end_when_one_changed_nothing() -> None:
     assert later_epochs(trained(horizon(96), always(1.0))) == [13]
     assert later_epochs(trained(horizon(96), always(2.0))) == [13, 25, 49]
-    half_way = Surface(factor=lambda epoch: 2.0 if epoch == 13 else 1.0)
-    assert later_epochs(trained(horizon(96), half_way)) == [13, 25]
+    first_only = Surface(factor=lambda epoch: 2.0 if epoch == 13 else 1.0)
+    assert later_epochs(trained(horizon(96), first_only)) == [13, 25]
 
 
-def test_later_rounds_are_where_they_are_asked_for() -> None:
-    assert later_epochs(trained(horizon(96, rounds_at=[]), always(2.0))) == []
-    policy = horizon(96, rounds_at=[0.0, 0.3, 0.6])
+def test_later_rounds_are_in_the_requested_epochs() -> None:
+    assert later_epochs(trained(horizon(96, recheck_at=[]), always(2.0))) == []
+    policy = horizon(96, recheck_at=[0.0, 0.3, 0.6])
     assert later_epochs(trained(policy, always(2.0))) == [30, 59]
 
 
-def test_a_training_with_little_budget_left_has_none() -> None:
+def test_without_enough_budget_there_is_no_later_round() -> None:
     assert later_epochs(trained(horizon(16, 96), always(2.0))) == []
 
 
@@ -473,44 +496,44 @@ def test_the_factors_accumulate_and_the_rest_of_the_training_follows() -> None:
     policy = horizon(96)
     factors = {13: 0.5, 25: 0.5, 49: 2.0}
     training = trained(policy, Surface(factor=factors.__getitem__))
-    peaks = [history[-1].next_base_lr / training.peak for history in training.commits]
+    peaks = [history.decisions[-1].next_base_lr / training.peak for history in training.histories]
     assert [peaks[epoch - 1] for epoch in (12, 13, 25, 48, 49, 96)] == pytest.approx(
         [1, 0.5, 0.25, 0.25, 0.5, 0.5]
     )
-    whole = policy.schedule.squeezed(96 * 125)
-    in_force = [training.peak * peaks[step // 125] for step in range(96 * 125)]
+    schedule = policy.schedule.compressed(96 * 125)
+    peak_of_step = [training.peak * peaks[step // 125] for step in range(96 * 125)]
     assert training.lrs(policy) == pytest.approx(
-        [peak * share for peak, share in zip(in_force, whole, strict=True)]
+        [peak * part for peak, part in zip(peak_of_step, schedule, strict=True)]
     )
 
 
-def test_a_candidate_trains_real_steps_and_then_the_rest_of_the_decay_squeezed() -> None:
+def test_a_candidate_trains_real_steps_and_then_the_rest_of_the_decay_compressed() -> None:
     policy = horizon(96)
-    (plan,) = trained(policy).later
-    assert [c.multiplier for c in plan.candidates] == [0.5, 1.0, 2.0]
-    assert rates(plan) == pytest.approx([plan.base_lr * f for f in (0.5, 1, 2)])
-    kept, whole = plan.kept_steps, policy.schedule.squeezed(96 * 125)
+    (action,) = trained(policy).later
+    assert [c.multiplier for c in action.candidates] == [0.5, 1.0, 2.0]
+    assert rates(action) == pytest.approx([action.base_lr * f for f in (0.5, 1, 2)])
+    kept, schedule = action.kept_steps, policy.schedule.compressed(96 * 125)
     first = 12 * 125
-    assert plan.shape[:kept] == pytest.approx(whole[first : first + kept])
-    squeezed = plan.shape[kept:]
-    assert squeezed[0] == pytest.approx(plan.shape[kept - 1], rel=0.05)
-    assert squeezed[-1] < 0.05
-    assert list(squeezed) == sorted(squeezed, reverse=True)
-    # 0.5 epochs for a whole schedule: 7/8 of that for what is left of this one.
-    assert (kept, plan.pretrain_steps) == (27, 55)
+    assert action.lr_shape[:kept] == pytest.approx(schedule[first : first + kept])
+    compressed = action.lr_shape[kept:]
+    assert compressed[0] == pytest.approx(action.lr_shape[kept - 1], rel=0.05)
+    assert compressed[-1] < 0.05
+    assert list(compressed) == sorted(compressed, reverse=True)
+    # 0.5 epochs for a full schedule: 7/8 of that for the rest of this one.
+    assert (kept, action.pretrain_steps) == (27, 55)
 
 
-def choose_later(losses: dict[float, float]) -> Round:
-    """The decision over factors with these mean losses; NaN: diverged."""
+def decide_later(losses: dict[float, float]) -> Decision:
+    """Return the decision over factors with these mean losses; NaN: diverged."""
     policy = horizon(96)
-    history = trained(policy).commits[11]
-    plan = policy.plan(13, history)
+    history = trained(policy).histories[11]
+    action = next_round(policy, 13, history)
     draw = np.random.default_rng(0)
     results = [
         result(c, (losses[c.multiplier] + draw.normal(0, 0.1, BLOCKS)).tolist())
-        for c in plan.candidates
+        for c in action.candidates
     ]
-    return policy.choose(plan, results)
+    return policy.decide(action, results, history)
 
 
 @pytest.mark.parametrize(
@@ -527,49 +550,50 @@ def choose_later(losses: dict[float, float]) -> Round:
 def test_one_stays_unless_another_is_clearly_better(
     losses: dict[float, float], factor: float
 ) -> None:
-    choice = choose_later(losses)
-    assert choice.winner is not None
-    assert choice.winner.candidate.multiplier == factor
-    assert choice.next_base_lr == pytest.approx(choice.base_lr * factor)
+    decision = decide_later(losses)
+    assert decision.winner is not None
+    assert decision.winner.candidate.multiplier == factor
+    assert decision.next_base_lr == pytest.approx(decision.base_lr * factor)
 
 
-def test_lost_later_rounds_are_repeated_lower_and_then_refused() -> None:
+def test_diverged_later_rounds_are_repeated_lower_and_then_the_run_fails() -> None:
     policy = horizon(96)
-    before = trained(policy).commits[11]
-    history, peak = lost_rounds(policy, 13, 4, before), before[-1].next_base_lr
-    tried = [choice.base_lr for choice in history[len(before) :]]
-    assert tried == pytest.approx([peak, peak / 4, peak / 16, peak / 64])
+    before = trained(policy).histories[11]
+    history, peak = add_diverged_rounds(policy, 13, 4, before), before.decisions[-1].next_base_lr
+    assert [decision.base_lr for decision in history.rounds_of(13)] == pytest.approx(
+        [peak, peak / 4, peak / 16, peak / 64]
+    )
     with pytest.raises(DivergedError, match="epoch 13.*: 0.101, 0.0252, "):
-        policy.plan(13, history)
+        policy.next(13, history)
 
 
-def test_a_later_round_after_a_lost_one_goes_on_from_its_rate() -> None:
+def test_a_later_round_after_a_diverged_one_starts_from_its_rate() -> None:
     policy = horizon(96)
-    history = lost_rounds(policy, 13, 1, trained(policy).commits[11])
-    plan = policy.plan(13, history)
-    choice = policy.choose(plan, [Surface().result(plan, c) for c in plan.candidates])
-    assert choice.next_base_lr == pytest.approx(history[-2].next_base_lr / 4)
-    assert len(policy.plan(13, (*history, choice)).lrs) == 125 - plan.kept_steps
+    history = add_diverged_rounds(policy, 13, 1, trained(policy).histories[11])
+    action = next_round(policy, 13, history)
+    results = [Surface().result(action, c) for c in action.candidates]
+    decision = policy.decide(action, results, history)
+    assert decision.next_base_lr == pytest.approx(history.decisions[-2].next_base_lr / 4)
+    rest = rest_of_epoch(policy, 13, history.after_round(decision))
+    assert len(rest.lrs) == 125 - action.kept_steps
 
 
-# What the loss tells.
+# Rises and plateaus of the loss.
 
 
 def rounds_with_losses(
     policy: HorizonStpt, surface: Surface, losses: Callable[[int], float]
 ) -> dict[int, str]:
-    """Epochs with a later round, and why; `losses`: by epoch."""
-    history, seen, why = (), (), {}
+    """Return the reason of each epoch that has a later round; `losses`: by epoch."""
+    history, reasons = EMPTY, {}
     for epoch in range(1, policy.epochs + 1):
-        plan = policy.plan(epoch, history, seen)
-        while plan.candidates:
+        while isinstance(action := policy.next(epoch, history), TryCandidates):
             if epoch > 1:
-                why[epoch] = plan.reason
-            results = [surface.result(plan, candidate) for candidate in plan.candidates]
-            history = (*history, policy.choose(plan, results))
-            plan = policy.plan(epoch, history, seen)
-        seen = (*seen, losses(epoch))
-    return why
+                reasons[epoch] = action.reason
+            results = [surface.result(action, candidate) for candidate in action.candidates]
+            history = history.after_round(policy.decide(action, results, history))
+        history = history.after_epoch(losses(epoch))
+    return reasons
 
 
 def falling(epoch: int) -> float:
@@ -577,24 +601,24 @@ def falling(epoch: int) -> float:
 
 
 def test_steady_progress_is_no_reason_for_a_round() -> None:
-    assert rounds_with_losses(horizon(96, rounds_at=[]), always(2.0), falling) == {}
+    assert rounds_with_losses(horizon(96, recheck_at=[]), always(2.0), falling) == {}
 
 
 def test_a_plateau_is_a_reason_for_a_round() -> None:
-    policy = horizon(96, rounds_at=[])
+    policy = horizon(96, recheck_at=[])
     why = rounds_with_losses(policy, always(1.0), lambda epoch: falling(min(epoch, 20)))
     # Epochs 21 to 23 gained nothing; the round changed nothing, so there is no other.
     assert list(why) == [24]
     assert "stalled" in why[24]
 
 
-def test_rounds_on_a_plateau_leave_each_other_time() -> None:
-    policy = horizon(96, rounds_at=[])
+def test_rounds_on_a_plateau_are_some_epochs_apart() -> None:
+    policy = horizon(96, recheck_at=[])
     why = rounds_with_losses(policy, always(0.5), lambda epoch: falling(min(epoch, 20)))
     assert list(why)[:3] == [24, 28, 32]
 
 
-def test_a_spike_is_a_reason_even_where_rounds_have_not_paid() -> None:
+def test_a_spike_is_a_reason_even_if_rounds_have_not_paid_off() -> None:
     policy = horizon(96)
     why = rounds_with_losses(
         policy, always(1.0), lambda epoch: falling(epoch) * (1.5 if epoch == 40 else 1)
@@ -604,13 +628,14 @@ def test_a_spike_is_a_reason_even_where_rounds_have_not_paid() -> None:
 
 
 @pytest.mark.parametrize("budget", [0.15, 0.3])
-def test_no_reason_is_worth_more_than_the_budget(budget: float) -> None:
+def test_no_reason_exceeds_the_budget(budget: float) -> None:
     """A loss that rises every second epoch."""
-    policy = horizon(32, budget=budget, rounds_at=[])
-    opening = trained(policy).asked
+    policy = horizon(32, max_search_cost=budget, recheck_at=[])
+    opening = trained(policy).rounds
     why = rounds_with_losses(policy, always(2.0), lambda epoch: 1.0 + (epoch % 2))
-    later = [policy.plan(epoch, (Round(1, 0.1, (), None, 0.1, ""),), (1.0, 2.0)) for epoch in why]
-    spent = sum(len(plan.candidates) * plan.pretrain_steps for plan in (*opening, *later))
+    risen = History((Decision(1, 0.1, (), None, 0.1, ""),), (1.0, 2.0))
+    later = [next_round(policy, epoch, risen) for epoch in why]
+    spent = sum(len(action.candidates) * action.pretrain_steps for action in (*opening, *later))
     assert spent <= budget * 32 * 125
     assert why
 
@@ -618,36 +643,35 @@ def test_no_reason_is_worth_more_than_the_budget(budget: float) -> None:
 # Weight decay.
 
 
-def decays(plan: Plan) -> list[float]:
-    return [candidate.decay for candidate in plan.candidates]
+def weight_decay_factors(action: TryCandidates) -> list[float]:
+    return [candidate.weight_decay_factor for candidate in action.candidates]
 
 
-def decided_decay(losses: dict[float, float]) -> tuple[HorizonStpt, Plan, Round]:
-    """The decision over factors of the weight decay with these mean losses; NaN: diverged."""
-    policy = horizon(96, search_weight_decay=True)
-    history: tuple[Round, ...] = ()
-    plan = policy.plan(1, history)
-    while plan.stage != "decay":
-        history = (
-            *history,
-            policy.choose(plan, [Surface().result(plan, c) for c in plan.candidates]),
-        )
-        plan = policy.plan(1, history)
+def decide_weight_decay(
+    losses: dict[float, float],
+) -> tuple[HorizonStpt, TryCandidates, History]:
+    """Return the last round and the history when its factors have these losses; NaN: diverged."""
+    policy, history = horizon(96, search_weight_decay=True), EMPTY
+    action = next_round(policy, 1, history)
+    while action.stage != "weight_decay":
+        results = [Surface().result(action, c) for c in action.candidates]
+        history = history.after_round(policy.decide(action, results, history))
+        action = next_round(policy, 1, history)
     draw = np.random.default_rng(0)
     results = [
-        result(c, (losses[c.decay] + draw.normal(0, 0.1, BLOCKS)).tolist())
-        for c in plan.candidates
+        result(c, (losses[c.weight_decay_factor] + draw.normal(0, 0.1, BLOCKS)).tolist())
+        for c in action.candidates
     ]
-    return policy, plan, policy.choose(plan, results)
+    return policy, action, history.after_round(policy.decide(action, results, history))
 
 
-def test_weight_decays_are_tried_with_the_peak_as_much_as_they_would_do_in_the_training() -> None:
-    policy, plan, choice = decided_decay({0.1: 1.0, 1.0: 1.0, 10.0: 1.0})
-    assert decays(plan) == [0.1, 1.0, 10.0]
-    assert len(set(rates(plan))) == 1
-    assert plan.decay_scale * plan.pretrain_steps == pytest.approx(96 * 125)
-    assert choice.next_base_lr == rates(plan)[0]
-    assert policy.plan(1, (*plan.earlier, choice)).lrs
+def test_weight_decays_are_tried_at_the_peak_with_their_effect_on_a_full_training() -> None:
+    policy, action, history = decide_weight_decay({0.1: 1.0, 1.0: 1.0, 10.0: 1.0})
+    assert weight_decay_factors(action) == [0.1, 1.0, 10.0]
+    assert len(set(rates(action))) == 1
+    assert action.weight_decay_scale * action.pretrain_steps == pytest.approx(96 * 125)
+    assert history.decisions[-1].next_base_lr == rates(action)[0]
+    assert rest_of_epoch(policy, 1, history).lrs
 
 
 @pytest.mark.parametrize(
@@ -663,53 +687,53 @@ def test_weight_decays_are_tried_with_the_peak_as_much_as_they_would_do_in_the_t
 def test_the_weight_decay_stays_unless_another_is_clearly_better(
     losses: dict[float, float], factor: float
 ) -> None:
-    policy, plan, choice = decided_decay(losses)
-    assert choice.next_decay == factor
-    history = (*plan.earlier, choice)
-    assert {policy.plan(epoch, history).decay for epoch in (1, 2, 96)} == {factor}
-    later = policy.plan(13, history)
+    policy, _, history = decide_weight_decay(losses)
+    assert history.decisions[-1].next_weight_decay_factor == factor
+    epochs = [rest_of_epoch(policy, epoch, history) for epoch in (1, 2, 96)]
+    assert {action.weight_decay_factor for action in epochs} == {factor}
+    later = next_round(policy, 13, history)
     assert later.stage == "later"
-    assert set(decays(later)) == {factor}
-    kept = policy.choose(later, [Surface().result(later, c) for c in later.candidates])
-    assert kept.next_decay == factor
+    assert set(weight_decay_factors(later)) == {factor}
+    results = [Surface().result(later, c) for c in later.candidates]
+    assert policy.decide(later, results, history).next_weight_decay_factor == factor
 
 
-def test_no_weight_decay_is_tried_unless_asked_for_or_when_the_budget_is_spent() -> None:
-    assert "decay" not in {plan.stage for plan in trained(horizon(96)).asked}
-    policy = horizon(16, budget=0.14, search_weight_decay=True, rounds_at=[])
+def test_no_weight_decay_is_tried_without_a_request_or_a_budget() -> None:
+    assert "weight_decay" not in {action.stage for action in trained(horizon(96)).rounds}
+    policy = horizon(16, max_search_cost=0.14, search_weight_decay=True, recheck_at=[])
     training = trained(policy)
-    assert "decay" not in {plan.stage for plan in training.asked}
-    assert training.asked
-    assert {plan.decay for plan in training.mains} == {1.0}
+    assert "weight_decay" not in {action.stage for action in training.rounds}
+    assert training.rounds
+    assert {action.weight_decay_factor for action in training.epochs} == {1.0}
 
 
 # Resuming.
 
 
-def test_a_resumed_run_plans_what_the_whole_one_did() -> None:
-    policy = horizon(32, budget=0.4)
+def test_a_resumed_run_takes_the_actions_of_an_uninterrupted_one() -> None:
+    policy = horizon(32, max_search_cost=0.4)
     surface = Surface(noise=0.2, factor=lambda epoch: 2.0)
-    whole = trained(policy, surface)
-    assert whole.later
+    training = trained(policy, surface)
+    assert training.later
     for done in range(1, 32):
-        history = pickle.loads(pickle.dumps(whole.commits[done - 1]))
+        history = pickle.loads(pickle.dumps(training.histories[done - 1]))
         for epoch in range(done + 1, 33):
-            before = [plan for plan in whole.plans if plan.epoch == epoch]
-            assert policy.plan(epoch, history) == before[0]
+            before = [action for action in training.actions if action.epoch == epoch]
+            assert policy.next(epoch, history) == before[0]
             if len(before) > 1:
                 break
 
 
 def test_a_history_stays_small() -> None:
-    """What only this epoch compares with is dropped with its decision, or summarised."""
-    history = trained(horizon(), Surface()).commits[-1]
-    assert history[-1].tried == ()
-    assert history[-1].winner is not None
-    assert history[-1].winner.val_losses == ()
-    assert all(len(result.val_losses) <= 64 for choice in history for result in choice.tried)
+    """Results that only one epoch compares with are dropped with its decision, or summarized."""
+    decisions = trained(horizon(), Surface()).histories[-1].decisions
+    assert decisions[-1].tried == ()
+    assert decisions[-1].winner is not None
+    assert decisions[-1].winner.val_losses == ()
+    assert all(len(r.val_losses) <= 64 for decision in decisions for r in decision.tried)
 
 
-def test_policy_and_plan_survive_a_pickle() -> None:
+def test_policy_and_action_survive_a_pickle() -> None:
     policy = horizon()
     again: HorizonStpt = pickle.loads(pickle.dumps(policy))
-    assert again.plan(1, ()) == pickle.loads(pickle.dumps(policy.plan(1, ())))
+    assert again.next(1, EMPTY) == pickle.loads(pickle.dumps(policy.next(1, EMPTY)))

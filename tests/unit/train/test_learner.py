@@ -1,4 +1,4 @@
-"""Training and evaluation of one process, against what the same steps give by hand."""
+"""Training and evaluation of one process, against the same steps written out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data.array_sets import Arrays
-from raytrain_opt.train.learner import Learner, Shares, reduce_sums
+from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.train.learner import Learner, MicroBatches, reduce_sums
+from raytrain_opt.train.learner_config import LearnerConfig
 
 CPU = torch.device("cpu")
 LRS = (0.1, 0.05, 0.02)
@@ -24,7 +25,7 @@ SIZE, TEST_SIZE, CLASSES = 80, 37, 7
 
 
 def plain_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
-    """Without batch normalisation, so that the mean over shares is the mean over the batch."""
+    """Build a model without batch norm: micro-batches have the mean gradient of the batch."""
     features = 4 * sample_shape[1] * sample_shape[2]
     return nn.Sequential(
         nn.Conv2d(sample_shape[0], 4, 3, padding=1),
@@ -45,18 +46,18 @@ def two_classes(num_classes: int) -> nn.Module:
 
 
 @cache
-def arrays(classes: int = CLASSES) -> Arrays:
+def arrays(classes: int = CLASSES) -> DatasetArrays:
     """Random greyscale images of 4 x 4."""
     random = np.random.default_rng(0)
     x = random.integers(0, 256, (SIZE + TEST_SIZE, 4, 4, 1), dtype=np.uint8)
     y = random.integers(0, classes, SIZE + TEST_SIZE)
-    return Arrays(x[:SIZE], y[:SIZE], x[SIZE:], y[SIZE:], classes)
+    return DatasetArrays(x[:SIZE], y[:SIZE], x[SIZE:], y[SIZE:], classes)
 
 
 def learner(
-    model: Any = plain_net, data: Arrays | None = None, workers: int = 1, **job: Any
+    model: Any = plain_net, data: DatasetArrays | None = None, workers: int = 1, **job: Any
 ) -> Learner:
-    made = Job.model_validate(
+    validated = Job.model_validate(
         {
             "model": model,
             "data": {"name": "digits", "augment": {"crop_padding": 1, "flip": True}},
@@ -66,11 +67,11 @@ def learner(
             **job,
         }
     )
-    return Learner(made, data or arrays(), CPU)
+    return Learner(LearnerConfig.from_job(validated), data or arrays(), CPU)
 
 
-def shares(count: int) -> Shares:
-    return Shares(range(count), count)
+def all_of(count: int) -> MicroBatches:
+    return MicroBatches(range(count), count)
 
 
 def weights(trained: Learner) -> list[Tensor]:
@@ -86,27 +87,29 @@ def assert_close(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_several_shares_are_one_update_of_the_whole_batch(count: int) -> None:
-    whole, shared = learner(), learner()
-    start = weights(whole)
-    a = whole.train(1, 0, LRS, shares(1))
-    b = shared.train(1, 0, LRS, shares(count))
-    assert_close(weights(whole), weights(shared))
-    assert (start[0] - weights(whole)[0]).abs().max() > 1e-3
+def test_several_micro_batches_are_one_update_of_the_batch(count: int) -> None:
+    one, several = learner(), learner()
+    start = weights(one)
+    a = one.train(1, 0, LRS, all_of(1))
+    b = several.train(1, 0, LRS, all_of(count))
+    assert_close(weights(one), weights(several))
+    assert (start[0] - weights(one)[0]).abs().max() > 1e-3
     assert a.samples == b.samples == 3 * 16
     assert a.loss == pytest.approx(b.loss)
     assert a.correct == b.correct
 
 
-def by_hand(count: int, lrs: Sequence[float]) -> list[Tensor]:
-    """SGD with momentum and weight decay, written out; the mean of the shares' gradients."""
-    held = learner()
-    parameters = list(held.model.parameters())
+def reference_sgd(count: int, lrs: Sequence[float]) -> list[Tensor]:
+    """Train with SGD, momentum and weight decay written out, on the mean of the gradients."""
+    reference = learner()
+    parameters = list(reference.model.parameters())
     velocity = [torch.zeros_like(p) for p in parameters]
     for step, lr in enumerate(lrs):
         gradients = [torch.zeros_like(p) for p in parameters]
-        for batch in held.data.train(1, range(step, step + 1), range(count), count, 16):
-            loss = nn.functional.cross_entropy(held.model(batch.x), batch.y)
+        for batch in reference.data.train_batches(
+            1, range(step, step + 1), range(count), count, 16
+        ):
+            loss = nn.functional.cross_entropy(reference.model(batch.x), batch.y)
             for total, gradient in zip(
                 gradients, torch.autograd.grad(loss, parameters), strict=True
             ):
@@ -115,60 +118,66 @@ def by_hand(count: int, lrs: Sequence[float]) -> list[Tensor]:
             for p, v, g in zip(parameters, velocity, gradients, strict=True):
                 v.mul_(0.9).add_(g + 1e-4 * p)
                 p.sub_(lr * v)
-    return weights(held)
+    return weights(reference)
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_training_is_what_the_definition_gives(count: int) -> None:
+def test_training_follows_the_definition_of_sgd(count: int) -> None:
     trained = learner()
-    trained.train(1, 0, LRS, shares(count))
-    assert_close(weights(trained), by_hand(count, LRS))
+    trained.train(1, 0, LRS, all_of(count))
+    assert_close(weights(trained), reference_sgd(count, LRS))
 
 
 @pytest.mark.parametrize(("count", "world_size"), [(4, 4), (4, 3), (4, 1), (7, 3), (8, 5)])
-def test_the_shares_of_all_workers_are_all_shares_and_weigh_the_same(
+def test_the_workers_compute_all_micro_batches_with_equal_weights(
     count: int, world_size: int
 ) -> None:
-    of_all = [Shares.of_rank(rank, world_size, count) for rank in range(world_size)]
-    assert [share for each in of_all for share in each.mine] == list(range(count))
-    assert max(len(each.mine) for each in of_all) - min(len(each.mine) for each in of_all) <= 1
-    # The mean over the workers of each one's sum, divided: 1 / count for every share.
-    assert [each.divided_by * world_size for each in of_all] == [pytest.approx(count)] * world_size
-    cut = of_all[0].cut(2)
-    assert (len(cut.mine), cut.count) == (2 * len(of_all[0].mine), 2 * count)
-    assert cut.divided_by == 2 * of_all[0].divided_by
+    workers = [MicroBatches.for_rank(rank, world_size, count) for rank in range(world_size)]
+    assert [index for worker in workers for index in worker.indices] == list(range(count))
+    assert (
+        max(len(worker.indices) for worker in workers)
+        - min(len(worker.indices) for worker in workers)
+        <= 1
+    )
+    # The mean over the workers of each one's sum, divided: 1 / count for every micro-batch.
+    assert [worker.divisor * world_size for worker in workers] == [
+        pytest.approx(count)
+    ] * world_size
+    halves = workers[0].split(2)
+    assert (len(halves.indices), halves.count) == (2 * len(workers[0].indices), 2 * count)
+    assert halves.divisor == 2 * workers[0].divisor
 
 
-def test_shares_of_several_processes_see_the_whole_batch_together() -> None:
-    """What a worker is given is its part of what a candidate is given."""
-    parts = [learner().train(1, 0, (0.0,), Shares(range(i, i + 1), 2)) for i in range(2)]
-    whole = learner().train(1, 0, (0.0,), shares(2))
-    assert sum(part.samples for part in parts) == whole.samples == 16
-    assert sum(part.loss_sum for part in parts) == pytest.approx(whole.loss_sum)
-    assert sum(part.correct for part in parts) == whole.correct
+def test_the_micro_batches_of_several_processes_are_one_batch() -> None:
+    """The workers divide the micro-batches that one candidate computes alone."""
+    parts = [learner().train(1, 0, (0.0,), MicroBatches(range(i, i + 1), 2)) for i in range(2)]
+    complete = learner().train(1, 0, (0.0,), all_of(2))
+    assert sum(part.samples for part in parts) == complete.samples == 16
+    assert sum(part.loss_sum for part in parts) == pytest.approx(complete.loss_sum)
+    assert sum(part.correct for part in parts) == complete.correct
 
 
-@pytest.mark.parametrize("ramp_by", ["accumulation", "worker"])
+@pytest.mark.parametrize("grow", ["accumulation", "worker_batch"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_ramp_trains_at_the_larger_batch_from_its_epoch_on(ramp_by: str, workers: int) -> None:
-    ramped = learner(workers=workers, batch_ramp=RAMP, ramp_by=ramp_by)
+def test_a_ramp_trains_at_the_larger_batch_from_its_epoch_on(grow: str, workers: int) -> None:
+    ramped = learner(workers=workers, batch_ramp={"steps": RAMP, "grow": grow})
     before, after = learner(workers=workers), learner(workers=workers, global_batch_size=32)
-    ramped.train(1, 0, LRS, shares(workers))
-    before.train(1, 0, LRS, shares(workers))
+    ramped.train(1, 0, LRS, all_of(workers))
+    before.train(1, 0, LRS, all_of(workers))
     assert_close(weights(ramped), weights(before))
     after.load(before.state(copy=True))
-    totals = ramped.train(2, 0, LRS[:2], shares(workers))
-    after.train(2, 0, LRS[:2], shares(workers))
+    totals = ramped.train(2, 0, LRS[:2], all_of(workers))
+    after.train(2, 0, LRS[:2], all_of(workers))
     assert_close(weights(ramped), weights(after))
     assert (totals.steps, totals.samples) == (2, 64)
 
 
-def test_a_phase_can_be_cut_anywhere() -> None:
-    whole, cut = learner(), learner()
-    whole.train(1, 0, LRS, shares(2))
-    cut.train(1, 0, LRS[:1], shares(2))
-    cut.train(1, 1, LRS[1:], shares(2))
-    assert whole.state(copy=True).digest() == cut.state(copy=True).digest()
+def test_a_phase_can_be_split_anywhere() -> None:
+    uncut, cut = learner(), learner()
+    uncut.train(1, 0, LRS, all_of(2))
+    cut.train(1, 0, LRS[:1], all_of(2))
+    cut.train(1, 1, LRS[1:], all_of(2))
+    assert uncut.state(copy=True).digest() == cut.state(copy=True).digest()
 
 
 @pytest.mark.parametrize(
@@ -185,28 +194,28 @@ def test_a_phase_can_be_cut_anywhere() -> None:
 def test_a_phase_from_the_same_state_repeats_bit_by_bit(job: dict[str, Any]) -> None:
     """Whatever ran before, dropout included; also in another process's learner."""
     first, second = learner(net_with_norm, **job), learner(net_with_norm, **job)
-    first.train(1, 0, LRS, shares(2))
+    first.train(1, 0, LRS, all_of(2))
     start = first.state(copy=True)
-    totals = first.train(1, 2, LRS[:2], shares(2))
-    reached = first.state(copy=True).digest()
-    first.train(2, 0, LRS, shares(1))
+    totals = first.train(1, 2, LRS[:2], all_of(2))
+    end_digest = first.state(copy=True).digest()
+    first.train(2, 0, LRS, all_of(1))
     torch.manual_seed(99)
     for other in (first, second):
         other.load(start)
-        again = other.train(1, 2, LRS[:2], shares(2))
-        assert other.state(copy=True).digest() == reached != start.digest()
+        again = other.train(1, 2, LRS[:2], all_of(2))
+        assert other.state(copy=True).digest() == end_digest != start.digest()
         assert (again.loss_sum, again.correct) == (totals.loss_sum, totals.correct)
 
 
 @pytest.mark.parametrize("change", [{"epoch": 2}, {"first_step": 1}, {"lr": 0.2}])
 def test_other_steps_give_another_result(change: dict[str, Any]) -> None:
-    at = {"epoch": 1, "first_step": 0, "lr": 0.1}
-    reached = set()
-    for given in (at, {**at, **change}):
+    phase = {"epoch": 1, "first_step": 0, "lr": 0.1}
+    digests = set()
+    for arguments in (phase, {**phase, **change}):
         trained = learner()
-        trained.train(given["epoch"], given["first_step"], (given["lr"],), shares(1))
-        reached.add(trained.state(copy=True).digest())
-    assert len(reached) == 2
+        trained.train(arguments["epoch"], arguments["first_step"], (arguments["lr"],), all_of(1))
+        digests.add(trained.state(copy=True).digest())
+    assert len(digests) == 2
 
 
 def test_seeds_make_different_weights_and_equal_seeds_equal_ones() -> None:
@@ -218,106 +227,106 @@ def test_each_step_has_its_rate() -> None:
     """Without momentum, a step at rate 0 changes nothing."""
     job = {"optimizer": {"name": "SGD", "args": {"momentum": 0.0}}}
     one, three = learner(**job), learner(**job)
-    one.train(1, 1, (0.1,), shares(1))
-    three.train(1, 0, (0.0, 0.1, 0.0), shares(1))
+    one.train(1, 1, (0.1,), all_of(1))
+    three.train(1, 0, (0.0, 0.1, 0.0), all_of(1))
     assert_close(weights(one), weights(three))
 
 
-def test_a_factor_of_the_weight_decay_is_that_weight_decay() -> None:
-    def trained(weight_decay: float, decay: float) -> list[Tensor]:
+def test_the_factor_multiplies_the_weight_decay() -> None:
+    def trained_weights(weight_decay: float, decay: float) -> list[Tensor]:
         args = {"momentum": 0.9, "weight_decay": weight_decay}
-        made = learner(optimizer={"name": "SGD", "args": args})
-        made.train(1, 0, LRS, shares(1), decay=decay)
-        return weights(made)
+        trained = learner(optimizer={"name": "SGD", "args": args})
+        trained.train(1, 0, LRS, all_of(1), weight_decay_factor=decay)
+        return weights(trained)
 
-    assert_close(trained(0.01, 10.0), trained(0.1, 1.0))
-    assert not torch.equal(trained(0.01, 10.0)[0], trained(0.01, 1.0)[0])
+    assert_close(trained_weights(0.01, 10.0), trained_weights(0.1, 1.0))
+    assert not torch.equal(trained_weights(0.01, 10.0)[0], trained_weights(0.01, 1.0)[0])
 
 
-def test_a_factor_of_the_weight_decay_lasts_for_its_phase_and_spares_what_is_excluded() -> None:
-    made = learner(net_with_norm, optimizer={"name": "LARS", "args": {"weight_decay": 0.01}})
-    start = made.state(copy=True)
+def test_the_weight_decay_factor_lasts_one_phase_and_keeps_zeros() -> None:
+    trained = learner(net_with_norm, optimizer={"name": "LARS", "args": {"weight_decay": 0.01}})
+    start = trained.state(copy=True)
 
     def decays() -> list[float]:
-        return [group["weight_decay"] for group in made.optimizer.param_groups]
+        return [group["weight_decay"] for group in trained.optimizer.param_groups]
 
-    own = decays()
-    assert 0.0 in own
-    made.train(1, 0, LRS, shares(1), decay=10.0)
-    high = made.state(copy=True)
-    assert decays() == pytest.approx([10 * each for each in own])
-    made.load(start)
-    made.train(1, 0, LRS, shares(1))
-    assert decays() == own
-    made.load(high)
-    made.train(1, 0, LRS, shares(1))
-    assert decays() == own
+    initial_decays = decays()
+    assert 0.0 in initial_decays
+    trained.train(1, 0, LRS, all_of(1), weight_decay_factor=10.0)
+    high = trained.state(copy=True)
+    assert decays() == pytest.approx([10 * decay for decay in initial_decays])
+    trained.load(start)
+    trained.train(1, 0, LRS, all_of(1))
+    assert decays() == initial_decays
+    trained.load(high)
+    trained.train(1, 0, LRS, all_of(1))
+    assert decays() == initial_decays
 
 
 def test_no_steps_change_nothing() -> None:
     trained = learner()
     before = trained.state(copy=True).digest()
-    totals = trained.train(1, 3, (), shares(2))
+    totals = trained.train(1, 3, (), all_of(2))
     assert trained.state(copy=True).digest() == before
     assert (totals.steps, totals.samples, totals.loss) == (0, 0, 0.0)
 
 
-def test_on_step_hears_of_every_step_before_it_and_may_stop() -> None:
-    heard: list[int] = []
+def test_on_step_is_called_before_every_step_and_may_stop() -> None:
+    calls: list[int] = []
 
     def on_step(done: int) -> None:
-        heard.append(done)
+        calls.append(done)
         if done == 2:
             raise InterruptedError
 
     trained, two_steps = learner(), learner()
     with pytest.raises(InterruptedError):
-        trained.train(1, 0, LRS, shares(1), on_step)
-    assert heard == [0, 1, 2]
-    two_steps.train(1, 0, LRS[:2], shares(1))
+        trained.train(1, 0, LRS, all_of(1), on_step)
+    assert calls == [0, 1, 2]
+    two_steps.train(1, 0, LRS[:2], all_of(1))
     assert_close(weights(trained), weights(two_steps))
 
 
 def test_totals_are_sums_over_the_samples() -> None:
     trained = learner()
-    totals = trained.train(1, 0, (0.0, 0.0), shares(2))
-    held = learner()
-    held.model.train()
+    totals = trained.train(1, 0, (0.0, 0.0), all_of(2))
+    reference = learner()
+    reference.model.train()
     loss_sum, correct = 0.0, 0
-    for batch in held.data.train(1, range(2), range(1), 1, 16):
-        output = held.model(batch.x)
+    for batch in reference.data.train_batches(1, range(2), range(1), 1, 16):
+        output = reference.model(batch.x)
         loss_sum += nn.functional.cross_entropy(output, batch.y, reduction="sum").item()
         correct += int((output.argmax(1) == batch.y).sum())
     assert totals.loss == pytest.approx(loss_sum / 32)
     assert (totals.steps, totals.samples, totals.correct) == (2, 32, correct)
     assert totals.accuracy == correct / 32
-    assert totals.seconds >= totals.data_wait_s >= 0
+    assert totals.duration_s >= totals.data_wait_s >= 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_shows(bad: float) -> None:
+def test_a_loss_that_is_not_finite_is_reported(bad: float) -> None:
     trained = learner()
     with torch.no_grad():
         trained.model[3].bias[0] = bad  # type: ignore[index]
-    assert not math.isfinite(trained.train(1, 0, (0.1,), shares(2)).loss)
-    assert not math.isfinite(trained.evaluate("selection").loss)
+    assert not math.isfinite(trained.train(1, 0, (0.1,), all_of(2)).loss)
+    assert not math.isfinite(trained.evaluate("validation").loss)
 
 
 def test_a_rate_far_too_large_diverges() -> None:
     trained = learner()
-    totals = trained.train(1, 0, (1e30,) * 4, shares(1))
+    totals = trained.train(1, 0, (1e30,) * 4, all_of(1))
     assert not math.isfinite(totals.loss)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_trains_close_to_full(precision: str) -> None:
     full, mixed = learner(), learner(precision=precision)
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     mixed.model[0].register_forward_hook(  # type: ignore[index]
-        lambda _module, _inputs, output: seen.append(output.dtype)
+        lambda _module, _inputs, output: dtypes.append(output.dtype)
     )
-    a, b = (t.train(1, 0, LRS, shares(2)) for t in (full, mixed))
-    assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    a, b = (t.train(1, 0, LRS, all_of(2)) for t in (full, mixed))
+    assert set(dtypes) == {torch.bfloat16 if precision == "bf16" else torch.float16}
     assert b.loss == pytest.approx(a.loss, rel=0.02)
     assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
     for left, right in zip(weights(full), weights(mixed), strict=True):
@@ -325,9 +334,9 @@ def test_mixed_precision_trains_close_to_full(precision: str) -> None:
     assert mixed.scaler.is_enabled() == (precision == "fp16")
 
 
-def test_channels_last_changes_the_order_in_memory_only() -> None:
+def test_channels_last_changes_only_the_memory_order() -> None:
     last, first = learner(channels_last=True), learner(channels_last=False)
-    a, b = (t.train(1, 0, LRS, shares(2)) for t in (last, first))
+    a, b = (t.train(1, 0, LRS, all_of(2)) for t in (last, first))
     assert a.loss == pytest.approx(b.loss)
     assert_close(weights(last), weights(first))
 
@@ -335,7 +344,7 @@ def test_channels_last_changes_the_order_in_memory_only() -> None:
 # Evaluation.
 
 
-def counted_by_hand(trained: Learner, x: Tensor, y: Tensor) -> tuple[float, int, int]:
+def count_one_by_one(trained: Learner, x: Tensor, y: Tensor) -> tuple[float, int, int]:
     """Sum of losses, hits of the first guess, hits among the best five; sample by sample."""
     trained.model.eval()
     losses, top1, top5 = 0.0, 0, 0
@@ -352,11 +361,11 @@ def counted_by_hand(trained: Learner, x: Tensor, y: Tensor) -> tuple[float, int,
 @pytest.mark.parametrize("batch_size", [1, 8, 37, None])
 def test_evaluation_counts_every_test_sample_once(batch_size: int | None) -> None:
     trained = learner(net_with_norm, evaluate={"batch_size_per_worker": batch_size})
-    trained.train(1, 0, LRS, shares(1))
+    trained.train(1, 0, LRS, all_of(1))
     totals = trained.evaluate("test")
-    [batch] = trained.data.evaluate("test", 0, 1, 100)
+    [batch] = trained.data.eval_batches("test", 0, 1, 100)
     assert np.array_equal(batch.y.numpy(), arrays().test_y)
-    losses, top1, top5 = counted_by_hand(trained, batch.x, batch.y)
+    losses, top1, top5 = count_one_by_one(trained, batch.x, batch.y)
     assert (totals.samples, totals.correct, totals.correct_top5) == (TEST_SIZE, top1, top5)
     assert totals.loss == pytest.approx(losses / TEST_SIZE, rel=1e-5)
     assert 0 < top1 < top5 < TEST_SIZE
@@ -364,43 +373,45 @@ def test_evaluation_counts_every_test_sample_once(batch_size: int | None) -> Non
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 37, 40])
-@pytest.mark.parametrize("split", ["test", "selection"])
-def test_the_parts_of_all_ranks_are_the_whole(world_size: int, split: Any) -> None:
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_the_ranks_evaluate_each_sample_once(world_size: int, split: Any) -> None:
     trained = learner()
-    whole = trained.evaluate(split)
+    complete = trained.evaluate(split)
     parts = [trained.evaluate(split, rank, world_size) for rank in range(world_size)]
-    assert sum(part.samples for part in parts) == whole.samples
-    assert sum(part.correct for part in parts) == whole.correct
-    assert sum(part.correct_top5 for part in parts) == whole.correct_top5
-    assert sum(part.loss_sum for part in parts) == pytest.approx(whole.loss_sum)
+    assert sum(part.samples for part in parts) == complete.samples
+    assert sum(part.correct for part in parts) == complete.correct
+    assert sum(part.correct_top5 for part in parts) == complete.correct_top5
+    assert sum(part.loss_sum for part in parts) == pytest.approx(complete.loss_sum)
 
 
-def test_statistics_are_taken_anew_from_training_batches() -> None:
-    made = learner(net_with_norm, batch_norm={"recalibrate_batches": 2}, batch_ramp=RAMP)
-    made.train(2, 0, LRS[:1], shares(1))
-    made.settle_statistics()
-    convolution, norm = made.model[0], made.model[1]  # type: ignore[index]
-    batches = made.data.train(2, range(2), range(2), 2, 32)
+def test_statistics_are_recomputed_from_training_batches() -> None:
+    trained = learner(
+        net_with_norm, batch_norm={"recalibrate_batches": 2}, batch_ramp={"steps": RAMP}
+    )
+    trained.train(2, 0, LRS[:1], all_of(1))
+    trained.sync_batch_norm_stats()
+    convolution, norm = trained.model[0], trained.model[1]  # type: ignore[index]
+    batches = trained.data.train_batches(2, range(2), range(2), 2, 32)
     means = [convolution(next(batches).x).mean((0, 2, 3)) for _ in range(2)]
     assert_close([norm.running_mean], [torch.stack(means).mean(0)])
     assert norm.momentum == 0.1
 
 
-def test_blocks_tell_the_loss_of_the_same_samples_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain_opt.train.learner.BLOCK", 3)
-    made = learner()
-    whole = made.evaluate("selection", blocks=True)
-    sizes = [3, 3, 2]
-    assert whole.samples == sum(sizes)
-    assert len(whole.block_losses) == len(sizes)
-    weighted = sum(n * loss for n, loss in zip(sizes, whole.block_losses, strict=True))
-    assert weighted == pytest.approx(whole.loss_sum)
-    assert made.evaluate("selection").block_losses == ()
-
-
-def test_the_selection_split_is_not_the_test_set() -> None:
+def test_block_losses_add_up_to_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_opt.train.learner.LOSS_BLOCK_SIZE", 3)
     trained = learner()
-    assert trained.evaluate("selection").samples == trained.info.selection_size == 8
+    complete = trained.evaluate("validation", blocks=True)
+    sizes = [3, 3, 2]
+    assert complete.samples == sum(sizes)
+    assert len(complete.block_losses) == len(sizes)
+    weighted = sum(n * loss for n, loss in zip(sizes, complete.block_losses, strict=True))
+    assert weighted == pytest.approx(complete.loss_sum)
+    assert trained.evaluate("validation").block_losses == ()
+
+
+def test_the_validation_split_is_not_the_test_set() -> None:
+    trained = learner()
+    assert trained.evaluate("validation").samples == trained.info.validation_size == 8
     assert trained.info.train_size == SIZE - 8
 
 
@@ -414,30 +425,30 @@ def test_evaluation_changes_nothing() -> None:
     before = trained.state(copy=True).digest()
     trained.evaluate("test")
     assert trained.state(copy=True).digest() == before
-    trained.train(1, 0, LRS, shares(1))
-    other.train(1, 0, LRS, shares(1))
+    trained.train(1, 0, LRS, all_of(1))
+    other.train(1, 0, LRS, all_of(1))
     assert trained.state(copy=True).digest() == other.state(copy=True).digest()
 
 
-def test_evaluation_tells_how_far_it_is() -> None:
-    heard: list[tuple[int, int]] = []
+def test_evaluation_reports_its_progress() -> None:
+    calls: list[tuple[int, int]] = []
     trained = learner(evaluate={"batch_size_per_worker": 10})
-    trained.evaluate("test", on_step=lambda done, total: heard.append((done, total)))
-    assert heard == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    trained.evaluate("test", on_step=lambda done, total: calls.append((done, total)))
+    assert calls == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
 def test_sums_of_one_process_are_its_own() -> None:
     assert reduce_sums([1.5, 2.0], CPU) == [1.5, 2.0]
 
 
-def test_arrays_that_cannot_be_written_to_will_do() -> None:
-    """As Ray's object store gives them."""
+def test_read_only_arrays_are_accepted() -> None:
+    """Ray's object store returns such arrays."""
     shared = arrays()
     frozen = {}
     for name in ("train_x", "train_y", "test_x", "test_y"):
         frozen[name] = getattr(shared, name).copy()
         frozen[name].flags.writeable = False
     totals = [
-        learner(data=d).train(1, 0, LRS, shares(2)) for d in (replace(shared, **frozen), shared)
+        learner(data=d).train(1, 0, LRS, all_of(2)) for d in (replace(shared, **frozen), shared)
     ]
     assert totals[0].loss_sum == totals[1].loss_sum

@@ -48,7 +48,7 @@ def test_users_function_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("crossentropy", "did you mean cross_entropy"),
+        ("crossentropy", "did you mean 'cross_entropy'"),
         ("mse", r"must be cross_entropy or package\.module:function"),
         ("no_such_module_of_mine:loss", "cannot be imported"),
         (lambda output: output, r"callable as \(output, labels\)"),
@@ -63,16 +63,16 @@ def test_wrong_names_and_signatures_are_refused(name: Any, message: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("function", "found"),
+    ("function", "message"),
     [
         (lambda output, labels: nn.functional.cross_entropy(output, labels, reduction="none"),
          r"returned shape \[2\]"),
         (lambda output, labels: 0.5, "returned float"),
     ],
 )  # fmt: skip
-def test_users_function_must_return_the_mean(function: Any, found: str) -> None:
+def test_users_function_must_return_the_mean(function: Any, message: str) -> None:
     loss = build_loss(LossSection(name=function))
-    with pytest.raises(JobError, match=found):
+    with pytest.raises(JobError, match=message):
         loss(OUTPUT, LABELS)
 
 

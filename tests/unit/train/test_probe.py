@@ -1,4 +1,4 @@
-"""A probe: what it measures, by a clock of ours, and that it leaves everything as it was."""
+"""A probe: what it measures, with a simulated clock, and that it restores everything."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import raytrain_opt.train.probe as probe_module
 from raytrain_opt.config.batch_size import GpuUsageMaximizeSearch, ThroughputKneeSearch
 from raytrain_opt.data.base import Batch
 from raytrain_opt.search.noise_scale import NoiseScale
-from raytrain_opt.telemetry.utilization import ScriptedSampler
-from raytrain_opt.train import timing
-from raytrain_opt.train.probe import Subject, is_out_of_memory, mean_and_error, measure
+from raytrain_opt.train import step_timer
+from raytrain_opt.train.probe import ProbedTraining, is_out_of_memory, mean_and_error, measure
+from tests.support.scripted_sampler import ScriptedSampler
 
 CPU = torch.device("cpu")
-SECTION = ThroughputKneeSearch(strategy="throughput_knee", max_seconds=0.2, memory_reserve=0.0)
+SECTION = ThroughputKneeSearch(strategy="throughput_knee", max_probe_s=0.2, memory_reserve=0.0)
 
 
 class Net(nn.Module):
@@ -53,41 +53,41 @@ def batches(size: int, on_copy: Callable[[], None]) -> Iterator[Batch]:
         yield Batch(x, y)
 
 
-def subject(net: Net | None = None, **changes: Any) -> Subject:
+def probed(net: Net | None = None, **changes: Any) -> ProbedTraining:
     net = net or Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    made = Subject(net, optimizer, cross_entropy, batches, CPU, nullcontext, scaler)
+    training = ProbedTraining(net, optimizer, cross_entropy, batches, CPU, nullcontext, scaler)
     for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+        setattr(training, name, value)
+    return training
 
 
 def sampler() -> ScriptedSampler:
     return ScriptedSampler([10.0, 90.0] * 500)
 
 
-def train(of: Subject, steps: int) -> None:
+def train(training: ProbedTraining, steps: int) -> None:
     for batch, _ in zip(batches(4, lambda: None), range(steps), strict=False):
-        of.optimizer.zero_grad()
-        of.loss(of.model(batch.x), batch.y).backward()
-        of.optimizer.step()
+        training.optimizer.zero_grad()
+        training.loss(training.model(batch.x), batch.y).backward()
+        training.optimizer.step()
 
 
-def everything(of: Subject) -> list[Any]:
-    """All that a training goes on from, as plain values."""
-    optimizer = of.optimizer.state_dict()
+def everything(training: ProbedTraining) -> list[Any]:
+    """Return the complete state of a training as plain values."""
+    optimizer = training.optimizer.state_dict()
     buffers = [
         (index, key, value.tolist() if isinstance(value, Tensor) else value)
         for index, values in optimizer["state"].items()
         for key, value in values.items()
     ]
     return [
-        {name: tensor.tolist() for name, tensor in of.model.state_dict().items()},
+        {name: tensor.tolist() for name, tensor in training.model.state_dict().items()},
         buffers,
         optimizer["param_groups"],
-        [None if p.grad is None else p.grad.tolist() for p in of.model.parameters()],
-        [module.training for module in of.model.modules()],
+        [None if p.grad is None else p.grad.tolist() for p in training.model.parameters()],
+        [module.training for module in training.model.modules()],
         torch.get_rng_state().tolist(),
         np.random.get_state()[1].tolist(),  # type: ignore[union-attr, index]
         random.getstate(),
@@ -95,31 +95,31 @@ def everything(of: Subject) -> list[Any]:
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
-@pytest.mark.parametrize("training", [True, False])
-def test_everything_is_bit_identical_afterwards(steps_before: int, training: bool) -> None:
-    it = subject()
-    train(it, steps_before)
-    it.model.train(training)
-    before = everything(it)
-    assert measure(it, 8, SECTION, sampler()).status == "ok"
-    assert everything(it) == before
+@pytest.mark.parametrize("train_mode", [True, False])
+def test_everything_is_bit_identical_afterwards(steps_before: int, train_mode: bool) -> None:
+    training = probed()
+    train(training, steps_before)
+    training.model.train(train_mode)
+    before = everything(training)
+    assert measure(training, 8, SECTION, sampler()).status == "ok"
+    assert everything(training) == before
 
 
-def test_it_trains_for_real() -> None:
+def test_a_probe_trains() -> None:
     seen: list[float] = []
-    it = subject()
+    training = probed()
 
     def loss(output: Tensor, y: Tensor) -> Tensor:
-        seen.append(float(next(it.model.parameters()).detach().sum()))
+        seen.append(float(next(training.model.parameters()).detach().sum()))
         return cross_entropy(output, y)
 
-    it.loss = loss
-    probe = measure(it, 8, SECTION, sampler())
+    training.loss = loss
+    probe = measure(training, 8, SECTION, sampler())
     assert len(seen) == probe.steps + SECTION.warmup_steps
     assert len(set(seen)) > len(seen) / 2  # the weights move (a sum may come again)
 
 
-def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_measured_with_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks at 0, 1, 3, 6, 10, 15 | 16, 18, 21, 25, 30 |: parts of 1 to 5 s, 15 s a step."""
     gaps = (part for _ in count() for part in (1.0, 2.0, 3.0, 4.0, 5.0))
     now = 0.0
@@ -129,22 +129,24 @@ def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         now += next(gaps)
         return now
 
-    section = SECTION.model_copy(update={"warmup_steps": 2, "max_seconds": 1e6})
+    section = SECTION.model_copy(update={"warmup_steps": 2, "max_probe_s": 1e6})
     with monkeypatch.context() as patch:
-        patch.setattr(timing, "monotonic_s", clock)
-        probe = measure(subject(), 30, section, sampler())
-    assert sorted(probe.parts_s.values()) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert tuple(probe.parts_s) == timing.PARTS
-    assert sum(probe.parts_s.values()) * probe.steps == probe.seconds
+        patch.setattr(step_timer, "monotonic_s", clock)
+        probe = measure(probed(), 30, section, sampler())
+    assert sorted(probe.timings_s.values()) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert tuple(probe.timings_s) == step_timer.STEP_PARTS
+    assert sum(probe.timings_s.values()) * probe.steps == probe.duration_s
     assert probe.samples_per_s == 30 / 15
 
 
-def test_slow_steps_that_agree_may_be_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_slow_steps_that_agree_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks, of_loop = count(0.0, 10.0), count(0.0, 50.0)
-    monkeypatch.setattr(timing, "monotonic_s", lambda: next(ticks))
+    monkeypatch.setattr(step_timer, "monotonic_s", lambda: next(ticks))
     monkeypatch.setattr(probe_module, "monotonic_s", lambda: next(of_loop))
-    section = SECTION.model_copy(update={"precision": 0.02, "min_steps": 5, "max_seconds": 1e6})
-    assert measure(subject(), 8, section, sampler()).steps == 2
+    section = SECTION.model_copy(
+        update={"relative_error": 0.02, "min_timed_steps": 5, "max_probe_s": 1e6}
+    )
+    assert measure(probed(), 8, section, sampler()).steps == 2
 
 
 def test_a_noisy_probe_takes_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,18 +157,20 @@ def test_a_noisy_probe_takes_more_steps(monkeypatch: pytest.MonkeyPatch) -> None
         now += float(noise.uniform(0.5, 1.5))
         return now
 
-    monkeypatch.setattr(timing, "monotonic_s", clock)
-    section = SECTION.model_copy(update={"precision": 0.01, "max_seconds": 1e6})
-    probe = measure(subject(), 8, section, sampler())
+    monkeypatch.setattr(step_timer, "monotonic_s", clock)
+    section = SECTION.model_copy(update={"relative_error": 0.01, "max_probe_s": 1e6})
+    probe = measure(probed(), 8, section, sampler())
     assert probe.steps > 20
     assert probe.samples_per_s_error <= 0.01 * probe.samples_per_s
 
 
-def test_a_slow_probe_ends_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_probe_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count(0.0, 10.0)
-    monkeypatch.setattr(timing, "monotonic_s", lambda: next(ticks))
-    section = SECTION.model_copy(update={"min_steps": 2, "precision": 1e-9, "max_seconds": 150.0})
-    assert measure(subject(), 8, section, sampler()).steps == 4
+    monkeypatch.setattr(step_timer, "monotonic_s", lambda: next(ticks))
+    section = SECTION.model_copy(
+        update={"min_timed_steps": 2, "relative_error": 1e-9, "max_probe_s": 150.0}
+    )
+    assert measure(probed(), 8, section, sampler()).steps == 4
 
 
 @pytest.mark.parametrize(
@@ -180,56 +184,59 @@ def test_a_slow_probe_ends_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_out_of_memory_is_a_result_and_leaves_no_trace(error: Exception) -> None:
-    it = subject(Net(largest=16, error=error))
-    train(it, 2)
-    before = everything(it)
-    probe = measure(it, 17, SECTION, sampler())
+    training = probed(Net(largest=16, error=error))
+    train(training, 2)
+    before = everything(training)
+    probe = measure(training, 17, SECTION, sampler())
     assert probe.status == "out_of_memory"
     assert probe.why
-    assert everything(it) == before
-    assert measure(it, 16, SECTION, sampler()).status == "ok"
+    assert everything(training) == before
+    assert measure(training, 16, SECTION, sampler()).status == "ok"
 
 
 def test_other_errors_are_raised_and_leave_no_trace() -> None:
-    it = subject(Net(largest=16, error=RuntimeError("shapes do not match")))
-    before = everything(it)
+    training = probed(Net(largest=16, error=RuntimeError("shapes do not match")))
+    before = everything(training)
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        measure(it, 17, SECTION, sampler())
-    assert everything(it) == before
+        measure(training, 17, SECTION, sampler())
+    assert everything(training) == before
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
-def test_a_size_that_uses_up_the_reserve_does_not_fit() -> None:
+def test_a_size_that_takes_the_reserve_does_not_fit() -> None:
     section = SECTION.model_copy(update={"memory_reserve": 0.999})
-    probe = measure(subject(), 8, section, sampler())
+    probe = measure(probed(), 8, section, sampler())
     assert probe.status == "out_of_memory"
     assert "memory_reserve" in probe.why
 
 
-def test_utilisation_is_sampled_as_long_as_the_strategy_needs() -> None:
+def test_utilization_is_sampled_as_long_as_the_strategy_needs() -> None:
     section = GpuUsageMaximizeSearch(
         strategy="gpu_usage_maximize",
         utilization={"sampler": "cpu", "period_s": 0.05},
-        precision=0.9,
+        relative_error=0.9,
         memory_reserve=0.0,
     )
-    probe = measure(subject(), 8, section, sampler())
-    assert probe.seconds >= 0.15
+    probe = measure(probed(), 8, section, sampler())
+    assert probe.duration_s >= 0.15
     assert probe.utilization_samples >= 2
     assert probe.utilization_pct > probe.utilization_mean_pct
 
 
 def test_the_check_takes_more_steps_and_evaluates() -> None:
     evaluated: list[int] = []
-    it = subject(evaluate=evaluated.append)
-    section = SECTION.model_copy(update={"precision": 0.99})
-    assert measure(it, 8, section, sampler(), steps_factor=3).steps >= 3 * section.min_steps
+    training = probed(evaluate=evaluated.append)
+    section = SECTION.model_copy(update={"relative_error": 0.99})
+    assert (
+        measure(training, 8, section, sampler(), steps_factor=3).steps
+        >= 3 * section.min_timed_steps
+    )
     assert evaluated == [8]
 
 
 def test_a_trace_shows_forward_and_backward(tmp_path: Any) -> None:
     path = tmp_path / "trace.json"
-    measure(subject(), 8, SECTION, sampler(), trace=str(path))
+    measure(probed(), 8, SECTION, sampler(), trace=str(path))
     text = path.read_text()
     assert "aten::linear" in text
     assert "Backward" in text
@@ -238,24 +245,24 @@ def test_a_trace_shows_forward_and_backward(tmp_path: Any) -> None:
 GOODPUT = SECTION.model_copy(update={"objective": "goodput"})
 
 
-def test_noise_is_measured_where_it_is_asked_for_and_leaves_no_trace() -> None:
-    it = subject()
-    train(it, 2)
-    before = everything(it)
-    assert measure(it, 8, SECTION, sampler()).norms is None
-    norms = measure(it, 8, GOODPUT, sampler()).norms
-    assert everything(it) == before
+def test_noise_is_measured_on_request_and_leaves_no_trace() -> None:
+    training = probed()
+    train(training, 2)
+    before = everything(training)
+    assert measure(training, 8, SECTION, sampler()).norms is None
+    norms = measure(training, 8, GOODPUT, sampler()).norms
+    assert everything(training) == before
     assert norms is not None
     assert (norms.small_batch, norms.big_batch) == (8, 256)
     assert 2 <= len(norms.pairs) <= 8
-    assert all(0 < whole < own for own, whole in norms.pairs)
+    assert all(0 < big < small for small, big in norms.pairs)
 
 
 @pytest.mark.parametrize(
     ("size", "together"), [(1000, 2000), (200, 400), (100, 300), (3, 96), (2, 64)]
 )
-def test_noise_is_that_of_several_batches(size: int, together: int) -> None:
-    norms = measure(subject(), size, GOODPUT, sampler()).norms
+def test_noise_is_measured_over_several_batches(size: int, together: int) -> None:
+    norms = measure(probed(), size, GOODPUT, sampler()).norms
     assert norms is not None
     assert (norms.small_batch, norms.big_batch) == (size, together)
 
@@ -271,7 +278,7 @@ class Offset(nn.Module):
         return self.w - x
 
 
-def test_noise_is_seen_as_it_is() -> None:
+def test_the_measured_noise_is_that_of_the_gradients() -> None:
     """tr S is 50, |G|^2 is 50 x 4."""
 
     def normal(size: int, on_copy: Callable[[], None]) -> Iterator[Batch]:
@@ -281,25 +288,25 @@ def test_noise_is_seen_as_it_is() -> None:
 
     torch.manual_seed(0)
     model = Offset(2.0)
-    it = subject(
+    training = probed(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         batches=normal,
         loss=lambda output, _: 0.5 * output.square().sum(dim=1).mean(),
     )
-    norms = measure(it, 64, GOODPUT, sampler()).norms
+    norms = measure(training, 64, GOODPUT, sampler()).norms
     assert norms is not None
-    noise = NoiseScale.of(norms)
+    noise = NoiseScale.from_norms(norms)
     assert noise is not None
     assert noise.trace == pytest.approx(50, rel=0.3)
     assert noise.gradient_sq == pytest.approx(200, rel=0.1)
 
 
-def test_one_step_tells_nothing_of_its_error() -> None:
+def test_one_step_has_an_infinite_error() -> None:
     assert mean_and_error([2.0]) == (2.0, math.inf)
 
 
-def test_the_error_of_few_steps_is_between_the_usual_and_their_own() -> None:
+def test_the_error_of_few_steps_is_between_the_prior_and_their_own() -> None:
     assert mean_and_error([2.0, 2.0])[1] == pytest.approx((3 * 0.06**2 / 4 / 2) ** 0.5)
     few = mean_and_error([2.0, 4.0, 2.0, 4.0])
     assert few == (3.0, pytest.approx(((3 * 0.09**2 + 4) / 6 / 4) ** 0.5))

@@ -1,4 +1,4 @@
-"""Capture and restore: every bit arrives, nothing is shared, and the digest tells."""
+"""Capture and restore: every bit is copied, no memory is shared, the digest covers all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raytrain_opt.train.state import HostState, HostTensor, capture, model_tensors, restore
+from raytrain_opt.train.state import PackedTensor, TrainingState, capture, model_tensors, restore
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -46,15 +46,15 @@ class Training:
             self.scaler.update()
         return self
 
-    def capture(self, *, copy: bool = True) -> HostState:
+    def capture(self, *, copy: bool = True) -> TrainingState:
         return capture(self.model, self.optimizer, self.scaler, copy=copy)
 
-    def restore(self, state: HostState) -> Training:
+    def restore(self, state: TrainingState) -> Training:
         restore(state, self.model, self.optimizer, self.scaler)
         return self
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of model and optimiser, live."""
+        """All tensors of model and optimizer, live."""
         moments = [
             value
             for values in self.optimizer.state.values()
@@ -64,14 +64,14 @@ class Training:
         return [*self.model.state_dict().values(), *moments]
 
 
-def frozen(state: HostState) -> HostState:
-    """The same in memory that nobody may write to, as Ray's object store gives it."""
+def frozen(state: TrainingState) -> TrainingState:
+    """Return the state in read-only memory, like that of Ray's object store."""
     tensors = {}
     for name, tensor in state.tensors.items():
         data = tensor.data.copy()
         data.flags.writeable = False
         tensors[name] = replace(tensor, data=data)
-    return HostState(tensors, state.plain)
+    return TrainingState(tensors, state.plain)
 
 
 def assert_same(a: Training, b: Training) -> None:
@@ -86,9 +86,7 @@ def assert_same(a: Training, b: Training) -> None:
 
 @pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_another_training_goes_on_bit_by_bit_the_same(
-    make: MakeOptimizer, channels_last: bool
-) -> None:
+def test_another_training_continues_bit_by_bit(make: MakeOptimizer, channels_last: bool) -> None:
     first = Training(make, 0, channels_last).step(1)
     second = Training(make, 7, channels_last).step(8, count=3)
     state = first.capture()
@@ -98,8 +96,8 @@ def test_another_training_goes_on_bit_by_bit_the_same(
     assert_same(first.step(2), second.step(2))
 
 
-def test_a_training_goes_back_to_where_it_was() -> None:
-    """Also to before its optimiser had any state."""
+def test_a_training_returns_to_an_earlier_state() -> None:
+    """Even to a state without optimizer tensors."""
     training = Training(OPTIMIZERS["adamw"], 0)
     start = training.capture()
     once = training.step(1).capture().digest()
@@ -107,7 +105,7 @@ def test_a_training_goes_back_to_where_it_was() -> None:
     assert training.step(1).capture().digest() == once
 
 
-def test_the_rate_and_the_scale_travel() -> None:
+def test_the_learning_rate_and_the_scale_are_restored() -> None:
     first, second = (Training(OPTIMIZERS["momentum"], seed) for seed in (0, 1))
     first.optimizer.param_groups[0]["lr"] = 0.123
     second.restore(first.capture())
@@ -125,7 +123,7 @@ def test_parameters_stay_the_same_objects_in_the_same_place() -> None:
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_what_was_restored_never_writes_to_its_source(make: MakeOptimizer) -> None:
+def test_training_never_writes_to_the_restored_state(make: MakeOptimizer) -> None:
     state = Training(make, 0).step(1).capture()
     digest = state.digest()
     other = Training(make, 1).restore(state)
@@ -135,7 +133,7 @@ def test_what_was_restored_never_writes_to_its_source(make: MakeOptimizer) -> No
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_a_copy_stays_as_it_was_while_training_goes_on(channels_last: bool) -> None:
+def test_a_copy_does_not_change_during_training(channels_last: bool) -> None:
     training = Training(OPTIMIZERS["adamw"], 0, channels_last).step(1)
     copied, live = training.capture(copy=True), training.capture(copy=False)
     assert copied.digest() == live.digest()
@@ -143,36 +141,38 @@ def test_a_copy_stays_as_it_was_while_training_goes_on(channels_last: bool) -> N
     assert copied.digest() != live.digest() == training.capture().digest()
 
 
-def test_without_a_copy_no_memory_is_taken() -> None:
+def test_without_a_copy_memory_is_shared() -> None:
     training = Training(OPTIMIZERS["adamw"], 0).step(1)
-    places = {tensor.data_ptr() for tensor in training.tensors()}
+    addresses = {tensor.data_ptr() for tensor in training.tensors()}
     state = training.capture(copy=False)
-    assert {value.data.ctypes.data for value in state.tensors.values()} == places
+    assert {value.data.ctypes.data for value in state.tensors.values()} == addresses
     assert state.nbytes == sum(t.numel() * t.element_size() for t in training.tensors())
 
 
-def test_every_single_bit_counts_in_the_digest() -> None:
+def test_every_bit_changes_the_digest() -> None:
     state = Training(OPTIMIZERS["momentum"], 0).step(1).capture()
     digests = {state.digest()}
     for name, tensor in state.tensors.items():
         data = tensor.data.copy()
         data[-1] ^= 1
-        digests.add(HostState({**state.tensors, name: replace(tensor, data=data)}, {}).digest())
+        digests.add(
+            TrainingState({**state.tensors, name: replace(tensor, data=data)}, {}).digest()
+        )
     assert len(digests) == len(state.tensors) + 1
 
 
 @pytest.mark.parametrize("other", [{"shape": (4, 3)}, {"dtype": "int32"}])
-def test_the_digest_tells_shapes_and_types_apart(other: dict[str, Any]) -> None:
-    tensor = HostTensor.of(torch.zeros(3, 4), copy=True)
-    digests = [HostState({"t": t}, {}).digest() for t in (tensor, replace(tensor, **other))]
+def test_shapes_and_dtypes_change_the_digest(other: dict[str, Any]) -> None:
+    tensor = PackedTensor.from_tensor(torch.zeros(3, 4), copy=True)
+    digests = [TrainingState({"t": t}, {}).digest() for t in (tensor, replace(tensor, **other))]
     assert digests[0] != digests[1]
 
 
-def test_names_count_in_the_digest_and_their_order_does_not() -> None:
-    a, b = (HostTensor.of(torch.full((2,), value), copy=True) for value in (1.0, 2.0))
-    digest = HostState({"a": a, "b": b}, {}).digest()
-    assert HostState({"b": b, "a": a}, {}).digest() == digest
-    assert HostState({"a": b, "b": a}, {}).digest() != digest
+def test_names_change_the_digest_but_their_order_does_not() -> None:
+    a, b = (PackedTensor.from_tensor(torch.full((2,), value), copy=True) for value in (1.0, 2.0))
+    digest = TrainingState({"a": a, "b": b}, {}).digest()
+    assert TrainingState({"b": b, "a": a}, {}).digest() == digest
+    assert TrainingState({"a": b, "b": a}, {}).digest() != digest
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ def test_names_count_in_the_digest_and_their_order_does_not() -> None:
     ],
 )
 @pytest.mark.parametrize("copy", [True, False])
-def test_any_tensor_comes_back(tensor: Tensor, order: str, copy: bool) -> None:
-    held = HostTensor.of(tensor, copy)
-    assert held.order == order
-    assert held.data.flags.c_contiguous
-    assert held.data.dtype == np.uint8
-    back = held.tensor()
+def test_any_tensor_is_unpacked_unchanged(tensor: Tensor, order: str, copy: bool) -> None:
+    packed = PackedTensor.from_tensor(tensor, copy)
+    assert packed.order == order
+    assert packed.data.flags.c_contiguous
+    assert packed.data.dtype == np.uint8
+    back = packed.tensor()
     assert (back.shape, back.dtype) == (tensor.shape, tensor.dtype)
     assert torch.equal(back.nan_to_num(99.0), tensor.nan_to_num(99.0))
 

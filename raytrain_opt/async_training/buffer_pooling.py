@@ -1,0 +1,84 @@
+"""Combine the buffers of workers that computed unequal fractions of an epoch.
+
+As `train.batch_norm` combines them for workers that take each step together, but with weights
+p_w, the worker's fraction of all micro-batches: of running means m_w and variances v_w, with s_w
+the fraction of v by which a worker's mean deviates by chance,
+
+    m = sum(p_w m_w)
+    B = sum(p_w (m_w - m)^2)
+    v = (sum(p_w (1 - s_w) v_w) + B) / (1 - sum(p_w^2 s_w))
+
+which is the formula there when all p_w = 1 / W and all s_w are equal, and unbiased for the same
+reason. Other floating-point buffers become their mean with the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raytrain_opt.results import BufferUpdates
+from raytrain_opt.train.state import PackedTensor, TrainingState
+
+_MEAN, _VAR, _COUNT = "running_mean", "running_var", "num_batches_tracked"
+
+Value = npt.NDArray[np.float64]
+Values = dict[str, Value]
+
+
+def pool_buffers(workers: Sequence[BufferUpdates]) -> Values:
+    """Return the combined floating-point buffers by name; none if nobody computed anything."""
+    active = [worker for worker in workers if worker.batches]
+    if not active:
+        return {}
+    total = sum(worker.batches for worker in active)
+    fractions = [worker.batches / total for worker in active]
+    mean = {
+        name: _weighted_sum(fractions, [w.values[name] for w in active])
+        for name in active[0].values
+    }
+    layers = {layer for worker in active for layer in worker.sampling_noise}
+    return mean | {
+        f"{layer}.{_VAR}": _variance(layer, fractions, active, mean) for layer in layers
+    }
+
+
+def _variance(
+    layer: str, fractions: Sequence[float], workers: Sequence[BufferUpdates], mean: Values
+) -> Value:
+    name = f"{layer}.{_MEAN}"
+    noise = [worker.sampling_noise.get(layer, 0.0) for worker in workers]
+    weights = [p * (1 - s) for p, s in zip(fractions, noise, strict=True)]
+    within = _weighted_sum(weights, [worker.values[f"{layer}.{_VAR}"] for worker in workers])
+    between = _weighted_sum(fractions, [(w.values[name] - mean[name]) ** 2 for w in workers])
+    bias = sum(p * p * s for p, s in zip(fractions, noise, strict=True))
+    return (within + between) / (1 - bias)
+
+
+def _weighted_sum(weights: Sequence[float], values: Sequence[Value]) -> Value:
+    terms = [weight * value for weight, value in zip(weights, values, strict=True)]
+    total: Value = np.sum(terms, axis=0, dtype=np.float64)
+    return total
+
+
+def advance_buffers(
+    start: TrainingState, workers: Sequence[BufferUpdates], updates: int
+) -> dict[str, PackedTensor]:
+    """Return the model's buffers, by name, after a phase of `updates` that began at `start`.
+
+    BatchNorm's counts of batches advance by the updates, as if all workers had taken each step.
+    """
+    values = pool_buffers(workers)
+    counts = {f"{layer}.{_COUNT}" for worker in workers for layer in worker.sampling_noise}
+    buffers = {}
+    for key, packed in start.tensors.items():
+        name, before = key.removeprefix("model."), packed.tensor()
+        if name in values:
+            after = torch.from_numpy(values[name]).to(before.dtype)
+            buffers[name] = PackedTensor.from_tensor(after.reshape(before.shape), copy=True)
+        elif name in counts:
+            buffers[name] = PackedTensor.from_tensor(before + updates, copy=True)
+    return buffers

@@ -1,0 +1,192 @@
+"""Main training and evaluation by independent workers: the driver's side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, cast
+
+import ray
+
+from raytrain_opt.async_training.actors import ServerHandles
+from raytrain_opt.async_training.buffer_pooling import advance_buffers
+from raytrain_opt.async_training.scheduler import EpochPhase, Staleness, epoch_phase
+from raytrain_opt.async_training.weight_shard import assemble_state
+from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.errors import PoolError
+from raytrain_opt.pools.commands import Evaluate, EvaluateReply, MainTrain, StateRef
+from raytrain_opt.pools.main_training import TrainingOutcome
+from raytrain_opt.pools.ray_pool import RayPool
+from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, TrainTotals
+from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.state import TrainingState
+
+# Seconds between checks for a restarted worker when none is left; a restart takes ten seconds.
+_POLL_S = 0.5
+
+
+class AsynchronousTraining:
+    """Workers against a parameter server; implements `pools.main_training.MainTraining`.
+
+    Dead workers are done without until they are back. The driver assembles the state from what the
+    shards hold.
+    """
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        timeouts: TimeoutsSection,
+        workers: RayPool,
+        states: RayStateStore,
+        server: ServerHandles,
+    ) -> None:
+        self._config, self._timeouts = config, timeouts
+        self._workers, self._states, self._server = workers, states, server
+
+    def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
+        """Train the steps of the command. `check`: compute the digest of what was loaded."""
+        stopwatch = Stopwatch()
+        phase = epoch_phase(
+            self._config,
+            command.epoch,
+            command.first_step,
+            command.lrs,
+            command.weight_decay_factor,
+        )
+        with stopwatch.measure("load_s"):
+            command = self._begin(phase, command)
+        start = self._states.get(command.state)
+        digests: list[Future[str]] = []
+        with ThreadPoolExecutor(1, "digest") as hasher:
+            if check:  # hashed while the training continues
+                loaded = assemble_state(start, self._collect(0)[0], {})
+                digests.append(hasher.submit(loaded.digest))
+            metrics, totals, staleness = self._train_until_finished(command)
+            with stopwatch.measure("average_s"):
+                parts, lost = self._collect(phase.updates)
+                buffers = advance_buffers(start, [m.buffers for m in metrics], phase.updates)
+                state = self._states.put(phase.id, assemble_state(start, parts, buffers))
+        timings_s = _slowest_timings(metrics)
+        totals = replace(
+            totals,
+            steps=phase.updates,
+            duration_s=timings_s["compute_s"],
+            data_wait_s=timings_s["data_wait_s"],
+        )
+        parallel: dict[str, object] = {
+            "mode": "async",
+            "workers": len(metrics),
+            "micro_batches": [worker.micro_batches for worker in metrics],
+            "shards": len(self._server.shards),
+            "compression": self._config.parallel.compression,
+            **lost,
+        }
+        return TrainingOutcome(
+            state,
+            totals,
+            tuple(digest.result() for digest in digests),
+            {**timings_s, **stopwatch.timings_s},
+            len(metrics),
+            parallel,
+            staleness.to_json(),
+        )
+
+    def evaluate(self, state: StateRef) -> EvalTotals:
+        """Evaluate on the test split; when a worker dies, the others start again."""
+        while True:
+            workers = self._wait_for_workers()
+            replies: dict[int, EvaluateReply] = self._workers.command(
+                Evaluate(state, workers), workers
+            )
+            if len(replies) == len(workers):
+                return _add([reply.totals for reply in replies.values()])
+
+    def _begin(self, phase: EpochPhase, command: MainTrain) -> MainTrain:
+        """Begin a phase at the coordinator, then at the shards.
+
+        In this order a shard that dies finds the phase when it is back. Returns the command, with
+        its state stored again if it was lost.
+        """
+        while True:
+            boxed_state, shards = [command.state.ref], self._server.shards
+            try:
+                self._wait([self._server.coordinator.begin.remote(phase, shards, boxed_state)])
+                self._wait([shard.load.remote(phase, boxed_state) for shard in shards])
+            except ray.exceptions.ObjectLostError:
+                command = cast(MainTrain, self._states.renew(command))
+            else:
+                return command
+
+    def _train_until_finished(
+        self, command: MainTrain
+    ) -> tuple[list[AsyncWorkerMetrics], TrainTotals, Staleness]:
+        """Repeat the command, for workers that come back, while there is work."""
+        while True:
+            workers = self._wait_for_workers()
+            replies: dict[int, AsyncWorkerMetrics] = self._workers.command(command, workers)
+            [(finished, totals, staleness)] = self._wait(
+                [self._server.coordinator.result.remote()]
+            )
+            if finished:
+                metrics = [worker_metrics for _, worker_metrics in sorted(replies.items())]
+                return metrics, totals, staleness
+
+    def _collect(self, version: int) -> tuple[list[TrainingState], dict[str, int]]:
+        """Return the shards' parts of the state, and what they lost."""
+        answers = self._wait([shard.collect.remote(version) for shard in self._server.shards])
+        lost = {
+            "lost_gradients": sum(gradients for _, gradients, _ in answers),
+            "lost_updates": sum(updates for _, _, updates in answers),
+        }
+        return [state for state, _, _ in answers], lost
+
+    def _wait_for_workers(self) -> tuple[int, ...]:
+        """Return the workers that are alive; wait for one when all have died."""
+        start_s, limit_s = monotonic_s(), self._timeouts.start_s
+        while not (workers := self._workers.alive()):
+            self._workers.raise_if_ended()
+            if monotonic_s() - start_s > limit_s:
+                raise PoolError(
+                    f"no worker came back within {limit_s:.0f} s (timeouts.start_s: {limit_s:g})"
+                )
+            time.sleep(_POLL_S)
+        return workers
+
+    def _wait(self, refs: Sequence[Any]) -> list[Any]:
+        """Return the answers. Raises PoolError when the parameter server does not answer."""
+        limit_s = self._timeouts.no_progress_s
+        try:
+            answers: list[Any] = ray.get(list(refs), timeout=limit_s)
+            return answers
+        except ray.exceptions.GetTimeoutError as error:
+            raise PoolError(
+                f"the shards of the weights did not answer within {limit_s:g} s "
+                f"(timeouts.no_progress_s: {limit_s:g})"
+            ) from error
+        except ray.exceptions.RayActorError as error:
+            raise PoolError(f"the parameter server has died: {error}") from error
+
+
+def _slowest_timings(metrics: Sequence[AsyncWorkerMetrics]) -> dict[str, float]:
+    """Return the seconds of the slowest worker, for each entry separately."""
+    timings_s = {
+        "compute_s": max((worker.duration_s for worker in metrics), default=0.0),
+        "data_wait_s": max((worker.data_wait_s for worker in metrics), default=0.0),
+    }
+    for name in sorted({name for worker in metrics for name in worker.timings_s}):
+        timings_s[name] = max(worker.timings_s.get(name, 0.0) for worker in metrics)
+    return timings_s
+
+
+def _add(parts: Sequence[EvalTotals]) -> EvalTotals:
+    return EvalTotals(
+        samples=sum(part.samples for part in parts),
+        loss_sum=sum(part.loss_sum for part in parts),
+        correct=sum(part.correct for part in parts),
+        correct_top5=sum(part.correct_top5 for part in parts),
+        duration_s=max(part.duration_s for part in parts),
+    )

@@ -1,0 +1,243 @@
+"""A shard of the weights: some tensors of the model, with the optimizer's state for them.
+
+A tensor is never cut, so that an optimizer that looks at a layer's tensor (LARS) does what it does
+elsewhere. The tensors of a shard lie one after the other in a flat buffer, in the order of
+their elements in memory: one message, or one copy, moves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from raytrain_opt.async_training.scheduler import Update
+from raytrain_opt.config.updates import OptimizerSection
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.optim.factory import (
+    build_optimizer,
+    get_weight_decays,
+    set_lr,
+    set_weight_decays,
+)
+from raytrain_opt.train.state import (
+    PackedTensor,
+    TrainingState,
+    optimizer_state_dict,
+    to_cpu_state,
+)
+
+_WIRE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# A flat tensor as bytes, in the type in which it is sent.
+WireArray = npt.NDArray[np.uint8]
+
+
+def split_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
+    """Split the parameters into `shards` parts of about equal size, the same in every process.
+
+    The largest parameter comes first, each goes to the smallest part so far. Raises JobError when
+    the parameters are not all of one type.
+    """
+    parameters = list(model.parameters())
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    if len(dtypes) > 1:
+        rule = f"async keeps weights of one type; this model has {' and '.join(dtypes)}"
+        raise JobError([Problem("parallel.mode", rule, "async")])
+    sizes = [0] * shards
+    parts: list[list[int]] = [[] for _ in range(shards)]
+    for index in sorted(range(len(parameters)), key=lambda i: -parameters[i].numel()):
+        smallest = sizes.index(min(sizes))
+        sizes[smallest] += parameters[index].numel()
+        parts[smallest].append(index)
+    return [[parameters[index] for index in sorted(part)] for part in parts]
+
+
+class FlatBuffer:
+    """One buffer with a view per tensor of `like`, laid out in memory as that tensor."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        first = like[0] if like else torch.empty(0)
+        size = sum(tensor.numel() for tensor in like)
+        self.buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
+        parts = torch.split(self.buffer, [tensor.numel() for tensor in like]) if like else ()
+        self.views = [_view_like(part, t) for part, t in zip(parts, like, strict=True)]
+
+
+def _view_like(flat: Tensor, like: Tensor) -> Tensor:
+    """Return a view of a flat tensor with the shape and the memory order of `like`."""
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    inverse = [order.index(d) for d in range(like.dim())]
+    return flat.view([like.shape[d] for d in order]).permute(inverse)
+
+
+def move_into(flat: FlatBuffer, parameters: Sequence[nn.Parameter]) -> None:
+    """Make the parameters views of the buffer, with the values they have."""
+    for parameter, view in zip(parameters, flat.views, strict=True):
+        view.copy_(parameter.detach())
+        parameter.data = view
+
+
+def wire_dtype(compression: str, weights: torch.dtype) -> torch.dtype:
+    """Return the type in which gradients are sent; weights travel in their own type."""
+    return _WIRE_DTYPE.get(compression, weights)
+
+
+def to_wire(flat: Tensor, dtype: torch.dtype) -> WireArray:
+    """Return a flat tensor as bytes, in memory of its own."""
+    converted = flat.detach().to(dtype).cpu()
+    copy = converted.clone() if converted.data_ptr() == flat.data_ptr() else converted
+    return copy.view(torch.uint8).numpy()
+
+
+def from_wire(wire: WireArray, dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor over the same memory, which may be shared: never write to it."""
+    return PackedTensor(
+        wire, (wire.nbytes // dtype.itemsize,), _name(dtype), "contiguous"
+    ).tensor()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of all shards as flat tensors, and the smallest of the shards' versions."""
+
+    version: int
+    parts: tuple[Tensor, ...]
+
+
+class WeightShard:
+    """One part of the weights: collects gradients, applies updates, gives weights.
+
+    It is built from a complete model, whose other parameters are then emptied: without a gradient,
+    optimizers skip them.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerSection,
+        model: nn.Module,
+        index: int,
+        shards: int,
+        steps_per_epoch: int,
+    ) -> None:
+        """Take part `index` of `split_parameters`. The model belongs to the shard from now on."""
+        self.version = 0
+        self.parameters = split_parameters(model, shards)[index]
+        self.optimizer = build_optimizer(optimizer, model, steps_per_epoch=steps_per_epoch)
+        self._weight_decays = get_weight_decays(self.optimizer)
+        own = {id(p) for p in self.parameters}
+        _empty(p for p in model.parameters() if id(p) not in own)
+        named = model.state_dict(keep_vars=True)
+        # All names of a tensor that several layers share.
+        self._named = {name: p for name, p in named.items() if id(p) in own}
+        self._own_indices = {i for i, p in enumerate(_in_groups(self.optimizer)) if id(p) in own}
+        self.weights, self._gradient = FlatBuffer(self.parameters), FlatBuffer(self.parameters)
+        move_into(self.weights, self.parameters)
+        self._gradients: dict[int, Tensor] = {}
+        self.lost = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.weights.buffer.dtype
+
+    def load(
+        self, state: TrainingState, weight_decay_factor: float = 1.0, version: int = 0
+    ) -> None:
+        """Begin a phase: take this shard's tensors and optimizer state out of a state.
+
+        The state is one of the training or of this shard. `weight_decay_factor` multiplies the
+        optimizer's weight decay.
+        """
+        with torch.no_grad():
+            for name, parameter in self._named.items():
+                parameter.copy_(state.tensors[f"model.{name}"].tensor())
+        self.optimizer.load_state_dict(optimizer_state_dict(self._own(state)))
+        factors = [weight_decay_factor * decay for decay in self._weight_decays]
+        set_weight_decays(self.optimizer, factors)
+        self._gradients.clear()
+        self.version, self.lost = version, 0
+
+    def _own(self, state: TrainingState) -> TrainingState:
+        """Return the part of a state that this shard's optimizer needs."""
+        own = {
+            name: tensor
+            for name, tensor in state.tensors.items()
+            if name.startswith("optimizer.") and int(name.split(".")[1]) in self._own_indices
+        }
+        plain = {
+            index: values
+            for index, values in state.plain["optimizer_state"].items()
+            if index in self._own_indices
+        }
+        return TrainingState(own, {**state.plain, "optimizer_state": plain})
+
+    def add(self, number: int, gradient: Tensor) -> None:
+        """Collect the flat gradient of a micro-batch, for the update that names it."""
+        self._gradients[number] = gradient
+
+    def apply(self, update: Update) -> None:
+        """Take an optimizer step on the weighted sum of the update's gradients.
+
+        An update that was applied before changes nothing; gradients that died with this shard are
+        missing in the sum, and counted in `lost`.
+        """
+        if update.number < self.version:
+            return
+        self._gradient.buffer.zero_()
+        for number, weight in update.weights:
+            gradient = self._gradients.pop(number, None)
+            if gradient is None:
+                self.lost += 1
+            else:
+                self._gradient.buffer.add_(gradient, alpha=weight)
+        for parameter, view in zip(self.parameters, self._gradient.views, strict=True):
+            parameter.grad = view if parameter.requires_grad else None
+        set_lr(self.optimizer, update.lr)
+        self.optimizer.step()
+        self.version = update.number + 1
+
+    def state(self) -> TrainingState:
+        """Return this shard's tensors and optimizer state, in memory of their own."""
+        own = {name: parameter.data for name, parameter in self._named.items()}
+        return to_cpu_state(own, self.optimizer.state_dict(), {}, copy=True)
+
+
+def _empty(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data = parameter.data.new_empty(0)
+
+
+def _in_groups(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters in the order of the numbers that `state_dict` gives them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def assemble_state(
+    start: TrainingState, parts: Sequence[TrainingState], buffers: Mapping[str, PackedTensor]
+) -> TrainingState:
+    """Return the state of the training.
+
+    Tensors come from the shards; updated buffers replace the buffers of `start`, the state at the
+    beginning of the phase.
+    """
+    tensors = {n: packed for n, packed in start.tensors.items() if n.startswith("model.")}
+    tensors |= {f"model.{name}": tensor for name, tensor in buffers.items()}
+    optimizer_state: dict[int, object] = {}
+    for part in parts:
+        tensors |= part.tensors
+        optimizer_state |= part.plain["optimizer_state"]
+    plain = {
+        "optimizer_state": dict(sorted(optimizer_state.items())),
+        "param_groups": parts[0].plain["param_groups"],
+        "scaler": start.plain["scaler"],
+    }
+    return TrainingState(tensors, plain)

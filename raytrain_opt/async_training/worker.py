@@ -1,0 +1,117 @@
+"""What a resident worker does with `parallel.mode: async`, on a parameter server through Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import ray
+from torch import Tensor
+
+from raytrain_opt.async_training.actors import ServerHandles
+from raytrain_opt.async_training.scheduler import MicroBatchDone, epoch_phase
+from raytrain_opt.async_training.weight_shard import Weights, WireArray, from_wire
+from raytrain_opt.async_training.worker_loop import AsyncTrainer
+from raytrain_opt.pools.commands import Evaluate, EvaluateReply, MainTrain, StateRef
+from raytrain_opt.pools.handler import LearnerHandler, OnStep
+from raytrain_opt.pools.protocol import States
+from raytrain_opt.results import AsyncWorkerMetrics
+from raytrain_opt.train.learner import Learner
+
+# A shard's weights are lost with it only if it dies between two messages; five times in a row does
+# not happen by chance.
+_MAX_PULL_RETRIES = 5
+
+
+class AsyncWorker(LearnerHandler):
+    """One worker, which trains independently against the parameter server."""
+
+    def __init__(
+        self, learner: Learner, index: int, server: ServerHandles, states: States
+    ) -> None:
+        super().__init__(learner, index, states)
+        self._server = server
+        self._trainer = AsyncTrainer(learner, len(server.shards))
+
+    def actions(self) -> dict[type[Any], Callable[[Any, OnStep], Any]]:
+        """Return what to do with each kind of command."""
+        return super().actions() | {MainTrain: self._main_train, Evaluate: self._evaluate}
+
+    def _load_into_learner(self, ref: StateRef) -> None:
+        self._trainer.load(self.states.get(ref))
+
+    def _main_train(self, command: MainTrain, on_step: OnStep) -> AsyncWorkerMetrics:
+        phase = epoch_phase(
+            self.learner.config,
+            command.epoch,
+            command.first_step,
+            command.lrs,
+            command.weight_decay_factor,
+        )
+        # Free what this worker had claimed before it died, if it did.
+        ray.get(self._server.coordinator.leave.remote(self.index))
+        self._load(command.state)
+        self._live_id = ""
+        server = RemoteServer(self._server, phase.id, self.index, self._trainer.dtype)
+        return self._trainer.train(phase, server, lambda done: on_step(done, phase.updates))
+
+    def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvaluateReply | None:
+        if self.index not in command.workers:  # it came back after the others had begun
+            return None
+        part, parts = command.workers.index(self.index), len(command.workers)
+        return EvaluateReply(self._evaluate_part(command.state, part, parts, on_step))
+
+
+class RemoteServer:
+    """The parameter server through Ray; implements `worker_loop.ParameterServer`."""
+
+    def __init__(self, handles: ServerHandles, phase: str, worker: int, dtype: Any) -> None:
+        self._coordinator, self._shards = handles.coordinator, handles.shards
+        self._phase, self._worker, self._dtype = phase, worker, dtype
+
+    def claim(self) -> int | None:
+        ref = self._coordinator.claim.remote(self._phase, self._worker)
+        return cast("int | None", _get(ref))
+
+    def begin(self, number: int, version: int) -> int | None:
+        ref = self._coordinator.begin_micro_batch.remote(
+            self._phase, self._worker, number, version
+        )
+        return cast("int | None", _get(ref))
+
+    def pull(self, at_least: int) -> Weights:
+        for _ in range(_MAX_PULL_RETRIES):
+            try:
+                return self._pull(at_least)
+            except ray.exceptions.ObjectLostError:
+                continue  # the shard that stored them died
+        return self._pull(at_least)
+
+    def _pull(self, at_least: int) -> Weights:
+        """Fetch small weights with the answer, large ones by a reference in a list."""
+        answers = ray.get([shard.pull.remote(at_least) for shard in self._shards])
+        refs = [value[0] for _, value in answers if isinstance(value, list)]
+        fetched = iter(ray.get(refs))
+        wires = [next(fetched) if isinstance(value, list) else value for _, value in answers]
+        return Weights(min(version for version, _ in answers), self._tensors(wires))
+
+    def _tensors(self, wires: Sequence[WireArray]) -> tuple[Tensor, ...]:
+        return tuple(from_wire(wire, self._dtype) for wire in wires)
+
+    def push(self, number: int, gradients: Sequence[WireArray]) -> None:
+        pairs = zip(self._shards, gradients, strict=True)
+        ray.get([shard.add.remote(self._phase, number, gradient) for shard, gradient in pairs])
+
+    def done(self, result: MicroBatchDone) -> None:
+        ray.get(self._coordinator.done.remote(self._phase, self._worker, result))
+
+    def wait_for_work(self) -> bool:
+        return cast(bool, _get(self._coordinator.wait_for_work.remote(self._phase, self._worker)))
+
+
+def _get(ref: Any) -> Any:
+    """Wait for an answer; raise what was raised there, as itself."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error

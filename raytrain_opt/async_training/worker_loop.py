@@ -1,0 +1,225 @@
+"""What one worker does in an asynchronous phase: claim a micro-batch, read weights, compute, push.
+
+Three things overlap: the gradient of the last micro-batch is sent, this one is computed, and the
+weights of the next are fetched, as late as possible, so that they are as new as possible.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
+from raytrain_opt.async_training.weight_shard import (
+    FlatBuffer,
+    Weights,
+    WireArray,
+    move_into,
+    split_parameters,
+    to_wire,
+    wire_dtype,
+)
+from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.data.base import Batch
+from raytrain_opt.results import AsyncWorkerMetrics
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.state import TrainingState, model_tensors
+
+# Fetching begins twice the time it took last before the end of a micro-batch: late enough for new
+# weights, early enough when the network is slower this time.
+_PREFETCH_FACTOR = 2.0
+
+
+class ParameterServer(Protocol):
+    """The coordinator and the shards, as one worker sees them."""
+
+    def claim(self) -> int | None:
+        """Return the next micro-batch; None when all are claimed."""
+        ...
+
+    def begin(self, number: int, version: int) -> int | None:
+        """Wait until the micro-batch may begin.
+
+        Returns None if it may on weights of this version, else the version that it needs.
+        """
+        ...
+
+    def pull(self, at_least: int) -> Weights:
+        """Return the weights of all shards, once they have this version."""
+        ...
+
+    def push(self, number: int, gradients: Sequence[WireArray]) -> None:
+        """Send a gradient to all shards; return when they have it."""
+        ...
+
+    def done(self, result: MicroBatchDone) -> None:
+        """Report a micro-batch whose gradient was pushed."""
+        ...
+
+    def wait_for_work(self) -> bool:
+        """Wait; return True when there is something to claim again, False when all is done."""
+        ...
+
+
+class AsyncTrainer:
+    """A learner's part in asynchronous phases.
+
+    Its model's weights become views of one buffer per shard, and so do the gradients.
+    """
+
+    def __init__(self, learner: Learner, shards: int) -> None:
+        self.learner = learner
+        parts = split_parameters(learner.model, shards)
+        self._weights = [FlatBuffer(part) for part in parts]
+        self._gradients = [FlatBuffer(part) for part in parts]
+        for part, weights, gradients in zip(parts, self._weights, self._gradients, strict=True):
+            move_into(weights, part)
+            for parameter, view in zip(part, gradients.views, strict=True):
+                parameter.grad = view if parameter.requires_grad else None
+        self.dtype = self._weights[0].buffer.dtype
+        self._wire_dtype = wire_dtype(learner.config.parallel.compression, self.dtype)
+
+    def load(self, state: TrainingState) -> None:
+        """Load weights and buffers; the shards have the optimizer."""
+        with torch.no_grad():
+            self.learner.model.load_state_dict(model_tensors(state))
+
+    def train(
+        self, phase: EpochPhase, server: ParameterServer, on_micro_batch: Callable[[int], None]
+    ) -> AsyncWorkerMetrics:
+        """Compute micro-batches until the phase is over.
+
+        `on_micro_batch` is called before each one with the number of those done by this worker;
+        it may raise to stop.
+        """
+        started_s, stopwatch, count = monotonic_s(), Stopwatch(), 0
+        self.learner.begin_micro_batches(phase.epoch, phase.micro_batches)
+        with (
+            # One thread: two sends at a time would only delay each other.
+            ThreadPoolExecutor(1, "push") as pushes,
+            WeightPrefetcher(server, phase.bound) as prefetcher,
+        ):
+            pushed: Future[None] | None = None
+            while True:
+                for number, batch in self._claim_batches(phase, server, stopwatch):
+                    on_micro_batch(count)
+                    with stopwatch.measure("gate_s"):
+                        weights = _take_new_enough(number, server, prefetcher)
+                    prefetcher.begin()
+                    result, wires = self.compute(phase, number, batch, weights.parts)
+                    prefetcher.end()
+                    with stopwatch.measure("push_wait_s"):
+                        _wait_for(pushed)
+                    pushed = pushes.submit(_push, server, result, wires)
+                    count += 1
+                _wait_for(pushed)
+                with stopwatch.measure("end_wait_s"):
+                    if not server.wait_for_work():
+                        break
+        data_wait_s = stopwatch.timings_s.pop("data_wait_s", 0.0)
+        duration_s = monotonic_s() - started_s
+        return AsyncWorkerMetrics(
+            count, duration_s, data_wait_s, stopwatch.timings_s, self.learner.buffers(count)
+        )
+
+    def _claim_batches(
+        self, phase: EpochPhase, server: ParameterServer, stopwatch: Stopwatch
+    ) -> Iterator[tuple[int, Batch]]:
+        """Claim micro-batches and read their samples. Loader processes claim ahead."""
+        numbers: deque[int] = deque()
+
+        def claim_indices() -> Iterator[tuple[int, int]]:
+            while (number := server.claim()) is not None:
+                numbers.append(number)
+                yield phase.index_of(number)
+
+        batches = self.learner.micro_batches_at(claim_indices())
+        while True:
+            with stopwatch.measure("data_wait_s"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield numbers.popleft(), batch
+
+    def compute(
+        self, phase: EpochPhase, number: int, batch: Batch, weights: Sequence[Tensor]
+    ) -> tuple[MicroBatchDone, list[WireArray]]:
+        """Compute the gradient of one micro-batch on these weights, as sent to each shard."""
+        for flat, part in zip(self._weights, weights, strict=True):
+            flat.buffer.copy_(part)
+        for flat in self._gradients:
+            flat.buffer.zero_()
+        loss_sum, correct = self.learner.add_gradient(batch, phase.index_of(number))
+        result = MicroBatchDone(number, loss_sum, len(batch.y), correct, batch.skipped)
+        return result, [to_wire(flat.buffer, self._wire_dtype) for flat in self._gradients]
+
+
+def _take_new_enough(
+    number: int, server: ParameterServer, prefetcher: WeightPrefetcher
+) -> Weights:
+    """Return weights on which the micro-batch may begin, when it may begin."""
+    weights = prefetcher.take()
+    needed = server.begin(number, weights.version)
+    while needed is not None:
+        weights = server.pull(needed)
+        needed = server.begin(number, weights.version)
+    return weights
+
+
+def _push(server: ParameterServer, result: MicroBatchDone, wires: Sequence[WireArray]) -> None:
+    server.push(result.number, wires)
+    server.done(result)
+
+
+def _wait_for(pushed: Future[None] | None) -> None:
+    if pushed is not None:
+        pushed.result()
+
+
+class WeightPrefetcher:
+    """Fetches the weights of the next micro-batch while the current one is computed.
+
+    With bound 0 there are no newer weights before the current one is done; then they are fetched
+    when they are needed.
+    """
+
+    def __init__(self, server: ParameterServer, bound: int | None) -> None:
+        self._server, self._fetches_early = server, bound != 0
+        self._thread = ThreadPoolExecutor(1, "pull")
+        self._fetched: Future[Weights] | None = None
+        self._start_s = self._compute_s = self._pull_s = 0.0
+
+    def __enter__(self) -> WeightPrefetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def begin(self) -> None:
+        """Note that the computation of a micro-batch begins."""
+        self._start_s = monotonic_s()
+        if self._fetches_early:
+            delay_s = self._compute_s - _PREFETCH_FACTOR * self._pull_s
+            self._fetched = self._thread.submit(self._fetch, delay_s)
+
+    def end(self) -> None:
+        """Note that the computation is done."""
+        self._compute_s = monotonic_s() - self._start_s
+
+    def take(self) -> Weights:
+        """Return the weights that were fetched last, or fetch them."""
+        fetched, self._fetched = self._fetched, None
+        return self._fetch(0.0) if fetched is None else fetched.result()
+
+    def _fetch(self, delay_s: float) -> Weights:
+        time.sleep(max(0.0, delay_s))
+        start_s = monotonic_s()
+        weights = self._server.pull(0)
+        self._pull_s = monotonic_s() - start_s
+        return weights

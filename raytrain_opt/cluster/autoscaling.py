@@ -1,0 +1,85 @@
+"""Clusters that grow: a job that does not fit yet waits for nodes that are on their way.
+
+Ray has no call that says whether nodes can still join. `ray up` leaves its file on the head, where
+drivers run: as long as the cluster has fewer nodes than the file allows, more may join. KubeRay
+leaves an environment variable. Without either, a job that does not fit is refused at once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+import yaml
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.cluster.connection import alive_nodes, free_resources
+from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, Resources, plan_pools
+from raytrain_opt.config.processes import WorkersSection
+from raytrain_opt.errors import ResourcesError
+
+# A cloud node takes a minute or more to join: no need to look more often.
+_POLL_S = 5.0
+_CLUSTER_FILE = Path("~/ray_bootstrap_config.yaml")
+_KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
+
+
+def plan_when_there_is_room(
+    request: PoolRequest, limit_s: float, note: Callable[[str], None]
+) -> PoolPlan:
+    """Plan as `plan_pools`; if nodes may still join, wait for them up to `timeouts.start_s`.
+
+    `limit_s`: the value of that setting. `note` is called with a message when the wait begins.
+
+    Raises ResourcesError saying what is missing.
+    """
+    try:
+        return plan_pools(request, free_resources())
+    except ResourcesError as error:
+        if not may_grow(len(alive_nodes())):
+            raise
+        refused = error
+    note(f"waiting for nodes up to {limit_s:.0f} s (timeouts.start_s): {refused}")
+    deadline_s = monotonic_s() + limit_s
+    with _request_nodes(worker_requests(request.workers)):
+        while monotonic_s() < deadline_s:
+            time.sleep(_POLL_S)
+            try:
+                return plan_pools(request, free_resources())
+            except ResourcesError as error:
+                refused = error
+    raise ResourcesError(f"{refused} The cluster did not grow within {limit_s:.0f} s.")
+
+
+def may_grow(nodes: int) -> bool:
+    """Return whether more nodes may join than the cluster has, as far as the head knows."""
+    if os.environ.get(_KUBERAY) == "1":
+        return True
+    path = _CLUSTER_FILE.expanduser()
+    if not path.is_file():
+        return False
+    cluster = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return nodes < 1 + int(cluster.get("max_workers", 0))
+
+
+def worker_requests(workers: WorkersSection) -> list[Resources]:
+    """Return what the workers will ask for, as far as it is known before the nodes join."""
+    default = {"GPU": 1.0} if workers.use_gpu is True else {"CPU": 1.0}
+    return [dict(workers.resources or default)] * workers.count
+
+
+@contextmanager
+def _request_nodes(requests: list[Resources]) -> Iterator[None]:
+    """Make the autoscaler start nodes, for a placement group that waits.
+
+    The group ends with this process, however that ends, so that no node is kept in vain.
+    """
+    group = ray.util.placement_group(requests)
+    try:
+        yield
+    finally:
+        ray.util.remove_placement_group(group)

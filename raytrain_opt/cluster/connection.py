@@ -1,0 +1,113 @@
+"""Connect to a Ray cluster, or start Ray on this machine; and look at its nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray
+
+from raytrain_opt.cluster.ray_private import loopback_only
+from raytrain_opt.errors import JobError, PoolError, Problem
+
+# A head node that is up accepts a connection within milliseconds, also across continents.
+_CONNECT_LIMIT_S = 5.0
+_SYMBOLIC_ADDRESSES = ("auto", "local")  # Ray resolves them itself
+
+
+def check_address(address: str | None) -> None:
+    """Raise JobError unless something accepts connections at the address, or at RAY_ADDRESS.
+
+    Ray itself would try for a minute, and then end this process without an exception.
+    """
+    target = address or os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized() or not target or target in _SYMBOLIC_ADDRESSES:
+        return
+    url = urlsplit(target if "://" in target else f"//{target}")
+    if url.scheme not in ("", "ray"):
+        return
+    try:
+        if not url.hostname or not url.port:
+            raise ValueError("it has no HOST:PORT")
+        socket.create_connection((url.hostname, url.port), _CONNECT_LIMIT_S).close()
+    except (OSError, ValueError) as error:
+        raise JobError([_unreachable(address, error)], "arguments") from error
+
+
+def _unreachable(address: str | None, error: Exception) -> Problem:
+    field = "--address" if address else "RAY_ADDRESS"
+    target = address or os.environ["RAY_ADDRESS"]
+    rule = f"no Ray cluster can be reached there: {error}"
+    hint = (
+        "give HOST:PORT of its head, ray://HOST:PORT or auto; with token authentication it needs "
+        "RAY_AUTH_MODE=token and the token"
+    )
+    return Problem(field, rule, repr(target), hint)
+
+
+@contextmanager
+def ray_session(address: str | None, *, verbose: bool) -> Iterator[bool]:
+    """Connect to Ray for the time of the block; yield whether Ray was started here.
+
+    A Ray that was started here is shut down with the block; a connection that existed before
+    stays. Raises JobError when nothing answers at the address, PoolError when Ray does not start.
+    """
+    if ray.is_initialized():
+        yield False
+        return
+    local = not address and not os.environ.get("RAY_ADDRESS")
+    _connect(address, local, verbose)
+    try:
+        yield local
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str | None, local: bool, verbose: bool) -> None:
+    options: dict[str, Any] = {"address": address or None}
+    if local:
+        options = {"include_dashboard": False}
+    try:
+        with loopback_only() if local else nullcontext():
+            ray.init(
+                log_to_driver=verbose,
+                logging_level=logging.INFO if verbose else logging.ERROR,
+                configure_logging=True,
+                **options,
+            )
+    except Exception as error:  # Ray raises a bare Exception when its own start takes over 30 s
+        if local:
+            raise PoolError(
+                f"Ray cannot be started on this machine: {error} If the machine is busy, try "
+                "again; otherwise see Ray's logs in /tmp/ray/session_latest/logs."
+            ) from error
+        if not isinstance(error, ConnectionError | RuntimeError | ValueError):
+            raise
+        raise JobError([_unreachable(address, error)], "arguments") from error
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """Return Ray's description of each node that is alive."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in nodes if node["Alive"]]
+
+
+def gone_nodes() -> dict[str, str]:
+    """Return the address of each node that has left the cluster, by Ray's identity of the node."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if not node["Alive"]}
+
+
+def cpu_count() -> float:
+    """Return the number of cores of all nodes together."""
+    return sum(float(node["Resources"].get("CPU", 0.0)) for node in alive_nodes())
+
+
+def free_resources() -> list[dict[str, float]]:
+    """Return the resources of each node that is alive."""
+    return [dict(node["Resources"]) for node in alive_nodes()]

@@ -1,0 +1,152 @@
+"""Everything this package uses of Ray that Ray does not document, in one place.
+
+Each function names what it relies on; `tests/unit/cluster/test_ray_private.py` fails when a new
+version of Ray no longer has it. Checked with Ray 2.60.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ray._private import ray_constants
+from ray._private.client_mode_hook import client_mode_wrap
+from ray._raylet import PlacementGroupID
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
+
+# Each keeps an idle process on the head node, which wakes many times a second; where workers
+# occupy every core, that costs them throughput. No Ray Dataset is handed to the trainer, and
+# `cluster.actor_tree` removes the placement groups.
+UNUSED_TRAIN_CALLBACKS = frozenset({"DatasetsCallback", "PlacementGroupCleanerCallback"})
+
+
+@dataclass(frozen=True)
+class ActorRecord:
+    """One actor of the cluster, dead or alive.
+
+    Identities are hexadecimal. `worker_id`: of its process, "" before it has one.
+    `owner_worker_id`: of the process that created it.
+    """
+
+    id: str
+    class_name: str
+    is_dead: bool
+    worker_id: str
+    owner_worker_id: str
+    node_id: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class PlacementGroupRecord:
+    """One placement group of the cluster that holds or waits for resources.
+
+    `creator_actor_id` is "" when a driver created it.
+    """
+
+    id: str
+    creator_actor_id: str
+    job_id: str
+
+
+@contextmanager
+def loopback_only() -> Iterator[None]:
+    """Let a Ray that is started inside the block be reachable from this machine only.
+
+    Ray listens on all interfaces unless its node's address is 127.0.0.1, and accepts that address
+    only where it supports no clusters (Windows and macOS): `ENABLE_RAY_CLUSTER` is that switch.
+    """
+    enabled = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+
+
+def actor_id(actor: Any) -> str:
+    """Return the identity of the actor behind a handle."""
+    identity: str = actor._actor_id.hex()
+    return identity
+
+
+# The documented `ray.util.state.list_actors` needs the dashboard, which a local Ray here does
+# without; `ray.util.placement_group_table` leaves out who created a group.
+@client_mode_wrap  # type: ignore[untyped-decorator, unused-ignore]
+def read_actors() -> list[ActorRecord]:
+    """Return every actor that Ray's control service knows, dead ones included.
+
+    Detached actors are left out: they belong to the cluster, not to who happened to create them
+    (Ray Train's first controller creates the cluster's `_AutoscalingCoordinatorActor`).
+    """
+    from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[attr-defined]
+
+    table = map(ActorTableData.FromString, _accessor().get_actor_table(None, None))
+    return [
+        ActorRecord(
+            actor.actor_id.hex(),
+            actor.class_name,
+            actor.state == ActorTableData.DEAD,
+            _hex(actor.address.worker_id),
+            _hex(actor.owner_address.worker_id),
+            _hex(actor.address.node_id),
+            actor.pid,
+        )
+        for actor in table
+        if not actor.is_detached
+    ]
+
+
+@client_mode_wrap  # type: ignore[untyped-decorator, unused-ignore]
+def read_placement_groups() -> list[PlacementGroupRecord]:
+    """Return the placement groups of the cluster that hold or wait for resources."""
+    from ray.core.generated.gcs_pb2 import (  # type: ignore[attr-defined]
+        PlacementGroupTableData,
+    )
+
+    table = map(PlacementGroupTableData.FromString, _accessor().get_placement_group_table())
+    return [
+        PlacementGroupRecord(
+            group.placement_group_id.hex(),
+            _hex(group.creator_actor_id),
+            group.creator_job_id.hex(),
+        )
+        for group in table
+        if group.state != PlacementGroupTableData.REMOVED
+    ]
+
+
+def _hex(identity: bytes) -> str:
+    """Return an identity in hexadecimal; "" for Ray's nil, which is empty or all ones."""
+    return identity.hex() if identity.strip(b"\xff") else ""
+
+
+def _accessor() -> Any:
+    from ray._private.state import state
+
+    return state._connect_and_get_accessor()
+
+
+def remove_placement_group_by_id(group_id: str) -> None:
+    """Give back what a placement group holds; does nothing when it is gone already."""
+    remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
+
+
+def drop_unused_callbacks(trainer: TorchTrainer) -> None:
+    """Start the trainer without the helper processes named in `UNUSED_TRAIN_CALLBACKS`.
+
+    Should Ray rename `_create_default_callbacks`, training works, with the helpers.
+    """
+    create = getattr(trainer, "_create_default_callbacks", None)
+    if create is None:
+        return
+
+    def create_used_callbacks() -> list[Any]:
+        return [c for c in create() if type(c).__name__ not in UNUSED_TRAIN_CALLBACKS]
+
+    trainer._create_default_callbacks = create_used_callbacks  # type: ignore[attr-defined]

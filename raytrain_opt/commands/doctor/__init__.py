@@ -1,0 +1,8 @@
+"""`raytrain-opt doctor`: find what would go wrong on a cluster before paying for a run.
+
+Start reading at `diagnose`, which asks every node and prints a table. `facts` runs on the nodes,
+`checks` judges the facts (pure: facts in, findings out), `finding` prints the table of results,
+`exchange` times an all-reduce.
+
+May import cluster, execution.preflight, search.factory, monitoring, config and the foundations.
+"""

@@ -1,0 +1,107 @@
+"""What a node reports about itself, collected by an actor on every node."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from raytrain_opt import storage
+from raytrain_opt.config.data import DatasetData, ImageFolderData
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import StorageError
+
+_MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """One GPU as NVML sees it; `processes` are the ones that compute on it now."""
+
+    name: str
+    memory_mib: int
+    used_mib: int
+    processes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One node. `versions` are by package; `driver` is NVIDIA's, None without a GPU."""
+
+    host: str
+    versions: dict[str, str]
+    shm_mib: int
+    gpus: tuple[GpuFacts, ...] = ()
+    driver: str | None = None
+    data_problems: tuple[str, ...] = ()
+    # From Ray, or measured from the driver's node.
+    ray_gpus: float = 0.0
+    object_store_mib: int = 0
+    clock_offset_s: float = 0.0
+    clock_uncertainty_s: float = 0.0
+    ready_s: float = 0.0
+    # Whether the node sees a file that the driver wrote, and the driver one that the node wrote.
+    sees_storage: bool = True
+    storage_seen: bool = True
+    storage_error: str | None = None
+
+
+class NodeInspector:
+    """An actor on one node; imports what the processes of a run import."""
+
+    def facts(self, job: Job | None) -> NodeFacts:
+        """Return what the node itself knows."""
+        from raytrain_opt.monitoring.nvml import gpu_states
+
+        driver, gpus = gpu_states()
+        shm = os.statvfs("/dev/shm")
+        return NodeFacts(
+            host=socket.gethostname(),
+            versions=_versions(),
+            shm_mib=shm.f_frsize * shm.f_blocks // _MIB,
+            gpus=tuple(GpuFacts(*state) for state in gpus),
+            driver=driver,
+            data_problems=_data_problems(job),
+        )
+
+    def now(self) -> float:
+        """Return the seconds since 1970 by this node's clock."""
+        return time.time()
+
+    def check_storage(
+        self, storage_path: str, driver_file: str, node_file: str
+    ) -> tuple[bool, str | None]:
+        """Return whether the driver's file is visible here, and why ours cannot be written."""
+        try:
+            visible = storage.read(storage_path, driver_file) is not None
+            storage.write(storage_path, node_file, b"written by raytrain-opt doctor")
+        except StorageError as error:
+            return False, str(error)
+        return visible, None
+
+
+def _versions() -> dict[str, str]:
+    import ray
+    import torch
+
+    import raytrain_opt
+
+    return {
+        "python": platform.python_version(),
+        "ray": ray.__version__,
+        "torch": torch.__version__,
+        "torchvision": version("torchvision"),
+        "raytrain_opt": raytrain_opt.__version__,
+    }
+
+
+def _data_problems(job: Job | None) -> tuple[str, ...]:
+    """Check data that every worker and slot reads itself; the driver reads in-memory sets."""
+    from raytrain_opt.execution.preflight import check_data
+
+    if job is None or not isinstance(job.data, ImageFolderData | DatasetData):
+        return ()
+    return tuple(str(problem) for problem in check_data(job.data))

@@ -1,0 +1,180 @@
+"""Errors of finished runs on the test set, each and as an ensemble; one process, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytrain_opt.config.error_messages import shown
+from raytrain_opt.config.load import load_job, plain_job
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.execution.preflight import check_job
+from raytrain_opt.paths import RunPaths
+
+if TYPE_CHECKING:
+    from raytrain_opt.train.ensemble import ErrorRates, Predictions
+
+_ARGUMENT = "RUN_DIR"
+# Fields of `data` that change neither the test samples nor their classes.
+_MAY_DIFFER = {
+    "augment",
+    "download",
+    "loader_workers",
+    "normalize",
+    "prefetch",
+    "root",
+    "validation_fraction",
+    "validation_max_samples",
+    "train",
+}
+
+
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """The errors of one run's weights, and the checkpoint that they are from."""
+
+    run: str
+    checkpoint: str
+    errors: ErrorRates
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The errors of all runs, and of their ensemble where it was asked for."""
+
+    runs: tuple[EvaluatedRun, ...]
+    ensemble: ErrorRates | None
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the errors for scripts."""
+        return {
+            "runs": [
+                {"run": run.run, "checkpoint": run.checkpoint, **vars(run.errors)}
+                for run in self.runs
+            ],
+            "ensemble": None if self.ensemble is None else vars(self.ensemble),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield a table for the terminal."""
+        rows = [(f"{run.run} ({run.checkpoint})", run.errors) for run in self.runs]
+        if self.ensemble is not None:
+            rows.append((f"ensemble of {len(self.runs)}", self.ensemble))
+        width = max(len(name) for name, _ in rows)
+        yield f"{'':{width}}  top-1 error  top-5 error  samples"
+        for name, errors in rows:
+            yield (
+                f"{name:{width}}  {errors.top1_error:11.2%}  {errors.top5_error:11.2%}  "
+                f"{errors.samples:7}"
+            )
+
+
+@dataclass(frozen=True)
+class _SavedRun:
+    """One argument of the command, found on disk."""
+
+    argument: str
+    job: Job
+    folder: Path
+    checkpoint: str
+    notes: tuple[str, ...]
+
+
+def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool) -> Evaluation:
+    """Evaluate the latest checkpoint of each run directory, or single checkpoints in them.
+
+    With `ensemble` the mean of all probabilities is evaluated too. Raises JobError when an
+    argument is not a run or the runs have different test data, CheckpointError or DataError when
+    checkpoint or data cannot be read.
+    """
+    runs = [_find_run(run_dir) for run_dir in run_dirs]
+    _refuse_different_data(runs)
+    return _evaluate(runs, with_ensemble=ensemble)
+
+
+def _evaluate(runs: Sequence[_SavedRun], *, with_ensemble: bool) -> Evaluation:
+    from raytrain_opt.train.ensemble import average_predictions, error_rates
+
+    predictions = [_predict(run) for run in runs]
+    evaluated = tuple(
+        EvaluatedRun(run.argument, run.checkpoint, error_rates(of_run))
+        for run, of_run in zip(runs, predictions, strict=True)
+    )
+    try:
+        of_ensemble = error_rates(average_predictions(predictions)) if with_ensemble else None
+    except ValueError as error:
+        rule = "the runs have the same data section, but not the same test labels"
+        raise JobError([Problem(_ARGUMENT, rule)], "arguments") from error
+    notes = tuple(f"{run.argument}: {note}" for run in runs for note in run.notes)
+    return Evaluation(evaluated, of_ensemble, notes)
+
+
+def _find_run(run_dir: str) -> _SavedRun:
+    from raytrain_opt.train.checkpoint import Checkpoints
+
+    folder = Path(run_dir).expanduser().absolute()
+    if "://" not in run_dir and (folder / "weights.safetensors").is_file():
+        job = _load_run_job(folder.parents[1] / "job.yaml", run_dir)
+        return _SavedRun(run_dir, job, folder, folder.name, ())
+    paths = RunPaths.existing(run_dir, _ARGUMENT)
+    job = _load_run_job(paths.job, run_dir)
+    checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
+    notes = tuple(f"{damage}; the one before is used" for damage in checkpoints.drop_damaged())
+    latest = checkpoints.latest
+    if latest is None:
+        raise JobError([Problem(_ARGUMENT, "has no checkpoint yet", repr(run_dir))], "arguments")
+    return _SavedRun(run_dir, job, paths.checkpoints / latest.folder, latest.reached, notes)
+
+
+def _load_run_job(path: Path, run_dir: str) -> Job:
+    if not path.is_file():
+        rule = f"is not a run directory: {path} is missing"
+        raise JobError([Problem(_ARGUMENT, rule, repr(run_dir))], "arguments")
+    job = load_job(path)
+    problems = check_job(job)
+    if problems:
+        raise JobError(problems, str(path))
+    return job
+
+
+def _refuse_different_data(runs: Sequence[_SavedRun]) -> None:
+    first = runs[0]
+    expected = plain_job(first.job)["data"]
+    for other in runs[1:]:
+        data = plain_job(other.job)["data"]
+        problems = [
+            Problem(
+                f"data.{key}",
+                f"is {shown(expected.get(key))} in {first.argument}",
+                shown(data.get(key)),
+            )
+            for key in sorted({*expected, *data} - _MAY_DIFFER)
+            if expected.get(key) != data.get(key)
+        ]
+        if problems:
+            raise JobError(problems, f"{other.argument} has different test data")
+
+
+def _predict(run: _SavedRun) -> Predictions:
+    import torch
+
+    from raytrain_opt.data import load_shared_arrays
+    from raytrain_opt.train.checkpoint import read_weights
+    from raytrain_opt.train.ensemble import predict
+    from raytrain_opt.train.learner import Learner
+    from raytrain_opt.train.learner_config import LearnerConfig
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    learner = Learner(LearnerConfig.from_job(run.job), load_shared_arrays(run.job.data), device)
+    try:
+        learner.model.load_state_dict(read_weights(run.folder))
+        return predict(learner)
+    except RuntimeError as error:
+        rule = f"the weights do not match the job's model: {error}"
+        raise JobError([Problem(_ARGUMENT, rule, repr(run.argument))], "arguments") from error
+    finally:
+        learner.close()

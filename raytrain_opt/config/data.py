@@ -1,0 +1,149 @@
+"""Sections of the job file about data: sets that fit in memory, image folders, your own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from raytrain_opt.config.section import (
+    Fraction,
+    NamedSection,
+    NameOrFunction,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+)
+
+ARRAY_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100")
+
+
+class Augment(Section):
+    """Random changes to training images; applied to batches on the device for in-memory sets."""
+
+    crop_padding: NonNegativeInt = Field(
+        0,
+        le=64,
+        description="Pixels of padding before a random crop to the old size. 0: no crop.",
+    )
+    flip: bool = Field(False, description="Mirror left-right with probability 0.5.")
+
+
+class _DataSection(NamedSection):
+    validation_fraction: Fraction = Field(
+        0.1,
+        description=(
+            "Fraction of the training set held out of training to score candidates (the "
+            "validation split)."
+        ),
+    )
+    validation_max_samples: PositiveInt = Field(
+        5000, description="Maximum size of the validation split, in samples."
+    )
+    normalize: Literal["auto", "none"] | tuple[list[float], list[float]] = Field(
+        "auto",
+        description=(
+            "auto: use the mean and standard deviation of each channel over the training set "
+            "(for image_folder those of ImageNet; float arrays are not normalized). none: do not "
+            "normalize. [[means], [deviations]]: use these, for values scaled to 0..1."
+        ),
+    )
+
+
+class ArraySetData(_DataSection):
+    """A public image set that fits in memory."""
+
+    loader_workers: ClassVar[int] = 0  # in-memory sets need no loader processes
+
+    name: Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100"] = Field(
+        description="digits comes with scikit-learn, the others with torchvision."
+    )
+    root: str = Field("~/.cache/raytrain_opt", description="Folder of the torchvision data sets.")
+    download: bool = Field(False, description="Download the data set if it is missing.")
+    augment: Augment | None = Field(
+        None,
+        description="Default: crop_padding 4 and flip for CIFAR, no augmentation for the others.",
+    )
+
+
+class ArraysData(_DataSection):
+    """Arrays of your own as .npy files: x [samples, ...] and y [samples], the class numbers."""
+
+    download: ClassVar[bool] = False
+    loader_workers: ClassVar[int] = 0
+
+    name: Literal["arrays"]
+    train: tuple[str, str] = Field(description="Paths of x and y of the training set.")
+    test: tuple[str, str] = Field(description="Paths of x and y of the test set.")
+    num_classes: PositiveInt | None = Field(
+        None, description="Default: the largest label of the training set plus one."
+    )
+    augment: Augment = Field(
+        default_factory=lambda: Augment(crop_padding=0, flip=False),
+        description="Only for uint8 images [samples, height, width, channels].",
+    )
+
+
+class _LoaderSection(_DataSection):
+    download: ClassVar[bool] = False
+
+    loader_workers: NonNegativeInt = Field(
+        2,
+        le=256,
+        description="Loader processes per worker and slot; 0: load in the process itself.",
+    )
+    prefetch: PositiveInt = Field(
+        2, le=100, description="Batches that each loader process prepares ahead."
+    )
+    on_unreadable: Literal["error", "skip"] = Field(
+        "error",
+        description=(
+            "A sample that cannot be read. error: stop and name it; skip: skip it and count it."
+        ),
+    )
+
+
+class ImageFolderData(_LoaderSection):
+    """Folders of images in the layout of ImageNet: root/train/<class>/*, root/val/<class>/*."""
+
+    name: Literal["image_folder"]
+    root: str = Field(description="Folder with both splits, at the same path on every node.")
+    train_split: str = Field("train", description="Folder of the training set, below root.")
+    test_split: str = Field("val", description="Folder of the test set, below root.")
+    image_size: PositiveInt = Field(
+        224, le=4096, description="Height and width of the images given to the model, in pixels."
+    )
+
+
+class DatasetData(_LoaderSection):
+    """Data of your own: a function returning (train, test), torch Datasets of (x, label)."""
+
+    name: NameOrFunction = Field(description="package.module:function.")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the function."
+    )
+    num_classes: PositiveInt | None = Field(
+        None, description="Default: num_classes or len(classes) of the training Dataset."
+    )
+
+
+def _data_kind(value: Any) -> str:
+    name = value if isinstance(value, str) or callable(value) else None
+    if isinstance(value, dict):
+        name = value.get("name")
+    elif name is None:
+        name = getattr(value, "name", None)
+    if name in ARRAY_SETS:
+        return "array_set"
+    if name in ("arrays", "image_folder"):
+        return str(name)
+    return "dataset"
+
+
+DataSection = Annotated[
+    Annotated[ArraySetData, Tag("array_set")]
+    | Annotated[ArraysData, Tag("arrays")]
+    | Annotated[ImageFolderData, Tag("image_folder")]
+    | Annotated[DatasetData, Tag("dataset")],
+    Discriminator(_data_kind),
+]

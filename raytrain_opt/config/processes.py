@@ -1,0 +1,79 @@
+"""Sections of the job file about processes: their number, resources and time limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from raytrain_opt.config.section import (
+    BrokenRule,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+)
+
+
+class WorkersSection(Section):
+    """The data-parallel workers of Ray Train."""
+
+    count: PositiveInt = Field(
+        1, description="Number of workers; each computes an equal part of the global batch."
+    )
+    min_count: PositiveInt | None = Field(
+        None,
+        description=(
+            "Continue with as few workers as this when the others died and cannot be restarted "
+            "(their node is lost). The global batch size stays the same, each worker computes "
+            "more of it. Default: count."
+        ),
+    )
+    use_gpu: bool | Literal["auto"] = Field(
+        "auto", description="auto: use GPUs if the cluster has any, else the CPU."
+    )
+    resources: dict[str, PositiveFloat] | None = Field(
+        None,
+        description=(
+            "Ray resources of each worker. Default: 0.6 GPU, so that a slot fits on the same "
+            "device and a second worker does not; on CPU, 0.6 of the CPUs per worker, at most 0.6."
+        ),
+    )
+    threads: Annotated[int, Field(gt=0, le=1024)] | None = Field(
+        None, description="Compute threads on CPU. Default: the cores of the node / count."
+    )
+
+    @property
+    def min_workers(self) -> int:
+        """The smallest number of workers that the job may continue with."""
+        return self.min_count or self.count
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse a minimum above the number of workers."""
+        if self.min_workers > self.count:
+            yield "min_count", f"is more than count, {self.count}"
+
+
+class SlotsSection(Section):
+    """The resident Ray Tune trials that train candidates."""
+
+    count: PositiveInt | None = Field(
+        None, description="Number of slots. Default: one per candidate, if the cluster has room."
+    )
+    resources: dict[str, PositiveFloat] | None = Field(
+        None,
+        description="Ray resources of each slot. Default: as for workers, with 0.4 for 0.6.",
+    )
+
+
+class TimeoutsSection(Section):
+    """How long to wait for processes. Every wait has a limit."""
+
+    start_s: Seconds = Field(600.0, description="Until all workers and slots are ready.")
+    no_progress_s: Seconds = Field(
+        900.0, description="Without any progress of a worker, slot or probe that has a command."
+    )
+    stop_s: Seconds = Field(
+        20.0, description="Until the pools have ended, before they are killed."
+    )

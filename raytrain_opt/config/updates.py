@@ -1,0 +1,184 @@
+"""Sections of the job file about updates: optimizer, batch norm, batch ramp, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from raytrain_opt.config.section import (
+    BrokenRule,
+    NamedSection,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class OptimizerSection(NamedSection):
+    """An optimizer of torch.optim or of this package; the policy sets its learning rate."""
+
+    name: str = Field(
+        "SGD",
+        description=(
+            "A class of torch.optim, LARS (You et al.), or RMSpropWarmup (Akiba et al.: RMSprop "
+            "at first, then momentum SGD; its times are in epochs)."
+        ),
+    )
+    args: dict[str, Any] = Field(
+        default_factory=lambda: {"momentum": 0.9, "weight_decay": 1e-4},
+        description="Keyword arguments of the optimizer, without lr.",
+    )
+    no_weight_decay: Literal["auto", "bias_and_norm", "none"] = Field(
+        "auto",
+        description=(
+            "Parameters without weight decay and, with LARS, without trust ratio. bias_and_norm: "
+            "biases and normalization layers; auto: bias_and_norm with LARS, else none."
+        ),
+    )
+
+    @property
+    def excludes_bias_and_norm(self) -> bool:
+        """Whether biases and normalization layers get no weight decay."""
+        return self.no_weight_decay == "bias_and_norm" or (
+            self.no_weight_decay == "auto" and self.name == "LARS"
+        )
+
+    @field_validator("args")
+    @classmethod
+    def _refuse_lr(cls, args: dict[str, Any]) -> dict[str, Any]:
+        if "lr" in args:
+            raise ValueError("lr is set by the learning-rate policy: use learning_rate.initial")
+        return args
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_args_for_sgd_only(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "args" not in value and value.get("name", "SGD") != "SGD":
+            return {**value, "args": {}}
+        return value
+
+
+class BatchNormSection(Section):
+    """Batch normalization with several workers."""
+
+    momentum: PositiveFloat | None = Field(
+        None,
+        le=1,
+        description="Weight of a new batch in the running statistics. Default: that of the model.",
+    )
+    sync: bool = Field(
+        False, description="Normalize with the statistics of all workers (SyncBatchNorm)."
+    )
+    recalibrate_batches: NonNegativeInt = Field(
+        0,
+        description=(
+            "Recompute the running statistics before every evaluation from this many training "
+            "batches of each worker; 0: use those of the training, pooled over the workers."
+        ),
+    )
+
+
+class RampStep(Section):
+    """Use `factor` times global_batch_size from `epoch` on."""
+
+    epoch: PositiveInt = Field(
+        ge=2, description="First epoch with the larger batch, counted from 1."
+    )
+    factor: PositiveInt = Field(
+        ge=2, description="Factor of global_batch_size; must increase from step to step."
+    )
+
+
+class BatchRampSection(Section):
+    """Increase of the global batch during the training."""
+
+    steps: list[RampStep] = Field(
+        default_factory=list, description="Epochs at which the global batch grows, and factors."
+    )
+    grow: Literal["accumulation", "worker_batch"] = Field(
+        "accumulation",
+        description=(
+            "accumulation: each worker keeps its batch size and accumulates gradients over "
+            "several batches per update; worker_batch: each worker's batch grows, which needs "
+            "more memory."
+        ),
+    )
+
+
+class ParallelSection(Section):
+    """How workers exchange gradients."""
+
+    mode: Literal["sync", "async"] = Field(
+        "sync",
+        description=(
+            "sync: all workers take each step together (DDP). async: each worker pulls weights "
+            "and pushes gradients on its own and never waits for a slow one (parameter server)."
+        ),
+    )
+    staleness_bound: NonNegativeInt | None = Field(
+        4,
+        description=(
+            "async only: maximum number of updates between reading weights and applying the "
+            "gradient, and maximum lead over the slowest worker. 0: the same result as sync; "
+            "null: no bound."
+        ),
+    )
+    damp_stale_gradients: bool = Field(
+        False,
+        description="async only: divide each gradient by 1 + its staleness.",
+    )
+    shards: PositiveInt | None = Field(
+        None,
+        description=(
+            "async only: number of processes over which weights and optimizer state are "
+            "distributed. Default: one per node."
+        ),
+    )
+    snapshot_every: PositiveInt = Field(
+        100,
+        description=(
+            "async only: updates between copies of a shard to another process, which is the "
+            "maximum number of updates lost when a shard's process dies."
+        ),
+    )
+    gradient_buckets: Literal["default", "growing", "auto"] = Field(
+        "default",
+        description=(
+            "How gradients are grouped into messages. default: as in torch, 1 MiB and then 25 "
+            "MiB; growing: split at layers in the order of the backward pass, 1 MiB at first and "
+            "larger later; auto: try several during the first steps and keep the fastest."
+        ),
+    )
+    compression: Literal["none", "bf16", "fp16"] = Field(
+        "none", description="Data type in which gradients are sent; none: unchanged."
+    )
+    warm_up_communicators: bool = Field(
+        True,
+        description=(
+            "Open the connections between workers while model and data are built, instead of in "
+            "the first step."
+        ),
+    )
+    noise_scale: bool = Field(
+        True,
+        description=(
+            "Measure the gradient noise scale (McCandlish et al.) in one of 10 updates, from "
+            "gradients that the workers compute anyway; the result says how many more samples a "
+            "larger batch would need. Needs two workers."
+        ),
+    )
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse settings of the other mode, which would have no effect."""
+        other = _ONLY_SYNC if self.mode == "async" else _ONLY_ASYNC
+        for name in other:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                mode = "sync" if self.mode == "async" else "async"
+                yield name, f"belongs to parallel.mode: {mode}"
+
+
+_ONLY_SYNC = ("gradient_buckets",)
+_ONLY_ASYNC = ("staleness_bound", "damp_stale_gradients", "shards", "snapshot_every")

@@ -1,0 +1,140 @@
+"""Read one batch of samples, in a loader process or in the training process itself.
+
+An error is returned as a value (`LoadedBatch.error`): an exception that leaves a loader process
+arrives as a wrapped traceback instead of one sentence.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from raytrain_opt.data.sampling import Purpose, sample_seed
+from raytrain_opt.errors import DataError
+from raytrain_opt.random_state import preserve_random_state
+
+# The sets a source has: the validation split of `base.Split` is cut from "train".
+SourceSplit = Literal["train", "test"]
+Sample = tuple[torch.Tensor, int]
+
+
+class SampleSource(Protocol):
+    """A data set from which samples are read one at a time."""
+
+    num_classes: int
+    field: str  # of the job: errors of a sample name it
+
+    def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
+        """Return x, in the type and layout of the batch, and its class.
+
+        Raises DataError for a sample that breaks the contract; any other exception means that
+        this sample is unreadable.
+        """
+        ...
+
+    def describe(self, split: SourceSplit, index: int) -> str:
+        """Return the file of the sample, or its index, for an error message."""
+        ...
+
+
+class BatchRequest(NamedTuple):
+    """The samples of a batch to load, and the keys of their random numbers."""
+
+    name: str
+    split: SourceSplit
+    purpose: Purpose
+    epoch: int
+    indices: tuple[int, ...]
+
+
+class LoadedBatch(NamedTuple):
+    """A batch as it comes from a loader process; x and y are empty when there is an error."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    skipped: int
+    error: DataError | None
+
+
+class BatchReader(Dataset[Sample]):
+    """The Dataset given to torch's DataLoader; its "indices" are one `BatchRequest`."""
+
+    def __init__(self, source: SampleSource, seed: int, skip: bool) -> None:
+        self._source = source
+        self._seed = seed
+        self._skip = skip
+
+    def __getitems__(self, requests: list[BatchRequest]) -> LoadedBatch:
+        """Load the batch of the only request in the list."""
+        try:
+            with isolated_random_state():
+                return self._load(requests[0])
+        except DataError as error:
+            return LoadedBatch(torch.empty(0), torch.empty(0), 0, error)
+
+    def _load(self, request: BatchRequest) -> LoadedBatch:
+        samples: list[Sample] = []
+        reason = ""
+        for index in request.indices:
+            seed_all(sample_seed(self._seed, request.purpose, request.epoch, index))
+            try:
+                samples.append(self._read(request, index))
+            except _UnreadableError as error:
+                reason = str(error)
+        if not samples:
+            rule = f"no sample of {request.name} can be read; the last: {reason}"
+            raise DataError(self._source.field, rule)
+        x = torch.stack([x for x, _ in samples])
+        y = torch.tensor([label for _, label in samples], dtype=torch.int64)
+        return LoadedBatch(x, y, len(request.indices) - len(samples), None)
+
+    def _read(self, request: BatchRequest, index: int) -> Sample:
+        augment = request.purpose is Purpose.TRAIN_SAMPLE
+        try:
+            return self._source.read(request.split, index, augment)
+        except DataError:
+            raise
+        except Exception as error:
+            # Whatever the decoder or the user's code raised: this one sample is unreadable.
+            message = f"{self._source.describe(request.split, index)}: {cause(error)}"
+            if self._skip:
+                raise _UnreadableError(message) from error
+            raise DataError(
+                self._source.field,
+                f"{message}; repair or remove it, or skip such samples with "
+                "data.on_unreadable: skip",
+            ) from error
+
+
+class _UnreadableError(Exception):
+    """A sample to leave out."""
+
+
+def cause(error: BaseException) -> str:
+    """Return the error in one line, with the file and line that raised it."""
+    text = traceback.format_exception_only(error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else text
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators that a user's code may draw from: torch's on CPU, numpy's, Python's."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def isolated_random_state() -> AbstractContextManager[None]:
+    """Restore the caller's random state on exit; a loader process has none to preserve."""
+    return preserve_random_state() if get_worker_info() is None else nullcontext()
+
+
+def keep_batch(batch: Any) -> Any:
+    """Return the batch unchanged: the DataLoader's `collate_fn`, as `BatchReader` collates."""
+    return batch

@@ -1,0 +1,96 @@
+"""Folders of image files: root/<split>/<class>/<file>, the layout of ImageNet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from raytrain_opt.config.data import ImageFolderData
+from raytrain_opt.data.batch_reader import Sample, SourceSplit
+from raytrain_opt.errors import DataError
+
+if TYPE_CHECKING:
+    from torchvision.datasets import ImageFolder
+
+# The usual evaluation crop: 224 pixels out of a shorter side of 256.
+_RESIZE_RATIO = 256 / 224
+
+
+class ImageFolderSource:
+    """Images of two folders as uint8 [image_size, image_size, 3]; grayscale becomes RGB.
+
+    Raises DataError: a folder, or a class in one of them, is missing or empty.
+    """
+
+    field = "data.root"
+
+    def __init__(self, section: ImageFolderData) -> None:
+        self._folders: dict[SourceSplit, ImageFolder] = {
+            "train": _open(section, section.train_split, "data.train_split"),
+            "test": _open(section, section.test_split, "data.test_split"),
+        }
+        _check_classes(self._folders["train"], self._folders["test"])
+        self._augmented, self._plain = _make_transforms(section.image_size)
+        self.num_classes = len(self._folders["train"].classes)
+
+    def size(self, split: SourceSplit) -> int:
+        """Return the number of files."""
+        return len(self._folders[split].samples)
+
+    def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
+        """Return a random crop, perhaps mirrored, when `augment`; else the center crop.
+
+        Decoding errors pass through.
+        """
+        folder = self._folders[split]
+        path, label = folder.samples[index]
+        image = (self._augmented if augment else self._plain)(folder.loader(path))
+        return torch.from_numpy(np.array(image)), label
+
+    def describe(self, split: SourceSplit, index: int) -> str:
+        """Return the file and its class, for an error message."""
+        folder = self._folders[split]
+        path, label = folder.samples[index]
+        return f"{path} (class {folder.classes[label]}) cannot be read"
+
+
+def _open(section: ImageFolderData, split: str, field: str) -> ImageFolder:
+    from torchvision.datasets import ImageFolder
+
+    folder = Path(section.root).expanduser() / split
+    if not folder.is_dir():
+        raise DataError(
+            field,
+            f"there is no folder {folder.absolute()}; image_folder needs "
+            "data.root/<split>/<class>/<image files>, on every node",
+        )
+    try:
+        return ImageFolder(folder)
+    except OSError as error:
+        raise DataError(field, f"{folder} has no usable images: {error}") from error
+
+
+def _check_classes(train: ImageFolder, test: ImageFolder) -> None:
+    if train.classes != test.classes:
+        different = sorted(set(train.classes) ^ set(test.classes))
+        names = ", ".join(different[:5]) + (", …" if len(different) > 5 else "")
+        raise DataError(
+            "data.root",
+            f"{train.root} and {test.root} must have the same class folders; "
+            f"only one of them has: {names}",
+        )
+
+
+def _make_transforms(size: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Return the transforms (training, evaluation) of a PIL image to size x size pixels."""
+    from torchvision.transforms import v2
+
+    augmented = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
+    plain = v2.Compose(
+        [v2.Resize(round(size * _RESIZE_RATIO), antialias=True), v2.CenterCrop(size)]
+    )
+    return augmented, plain

@@ -1,0 +1,196 @@
+"""Training data in memory: each batch is gathered, cropped and normalized as one tensor.
+
+There are no loader processes: for small images, starting and feeding them costs more than the
+work itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from raytrain_opt.config.data import ArraysData, ArraySetData, Augment
+from raytrain_opt.data import sampling, transforms
+from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, no_op
+from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
+from raytrain_opt.data.sampling import Indices
+from raytrain_opt.errors import DataError
+
+# Larger data sets stay in CPU memory, so that a device has room for model and activations.
+_MAX_BYTES_ON_DEVICE = 2 * 1024**3
+# Samples copied to the device at a time: bounds the temporary copy in CPU memory.
+_UPLOAD_CHUNK_SAMPLES = 4096
+
+
+class InMemoryData(TrainingData):
+    """`TrainingData` over arrays in memory, which it never writes to.
+
+    A data set below 2 GiB is copied to a CUDA device once and batches are gathered there;
+    otherwise they are gathered in CPU memory. Raises DataError for settings that do not match
+    the arrays.
+    """
+
+    def __init__(
+        self,
+        arrays: DatasetArrays,
+        section: ArraySetData | ArraysData,
+        *,
+        seed: int,
+        device: torch.device,
+        channels_last: bool,
+    ) -> None:
+        x = arrays.train_x
+        is_image = x.dtype == np.uint8
+        shape = (x.shape[3], *x.shape[1:3]) if is_image else x.shape[1:]
+        train, self._validation = sampling.split_validation(
+            len(x), section.validation_fraction, section.validation_max_samples, seed
+        )
+        self.info = DataInfo(
+            arrays.num_classes, shape, len(train), len(self._validation), len(arrays.test_x)
+        )
+        self.on_copy: Callable[[], None] = no_op
+        self._seed = seed
+        self._augment = _resolve_augment(section, is_image)
+        self._orders = sampling.EpochOrders(train, seed)
+        self._transform = _make_transform(x, train, section.normalize, device, channels_last)
+        total_bytes = x.nbytes + arrays.test_x.nbytes
+        on_device = device.type == "cuda" and total_bytes < _MAX_BYTES_ON_DEVICE
+        store = DeviceSampleStore if on_device else CpuSampleStore
+        self._train_store = store(x, arrays.train_y, device)
+        self._test_store = store(arrays.test_x, arrays.test_y, device)
+
+    def train_batches_at(
+        self,
+        epoch: int,
+        indices: Iterable[tuple[int, int]],
+        num_micro_batches: int,
+        global_batch_size: int,
+    ) -> Iterator[Batch]:
+        """See `TrainingData.train_batches_at`."""
+        order = self._orders.order(epoch)
+        drawn_step: int | None = None
+        draws: sampling.CropFlip | None = None
+        for step, micro_batch in indices:
+            if step != drawn_step:
+                drawn_step, draws = step, self._draw(epoch, step, global_batch_size)
+            rows = sampling.micro_batch_slice(micro_batch, num_micro_batches, global_batch_size)
+            samples = sampling.step_indices(order, step, global_batch_size)[rows]
+            x, y = self._train_store.take(samples, self.on_copy)
+            if draws is not None:
+                x = transforms.crop_and_flip(x, draws.take(rows), self._augment.crop_padding)
+            yield Batch(self._transform(x), y)
+
+    def eval_batches(
+        self, split: Split, rank: int, world_size: int, batch_size: int
+    ) -> Iterator[Batch]:
+        """See `TrainingData.eval_batches`."""
+        store = self._train_store if split == "validation" else self._test_store
+        indices = self._validation if split == "validation" else np.arange(self.info.test_size)
+        samples = sampling.rank_indices(indices, rank, world_size)
+        for start in range(0, len(samples), batch_size):
+            x, y = store.take(samples[start : start + batch_size], self.on_copy)
+            yield Batch(self._transform(x), y)
+
+    def check_samples(self) -> None:
+        """Do nothing: `in_memory_sets` checked every sample."""
+
+    def close(self) -> None:
+        """Do nothing: there are no processes and no open files."""
+
+    def _draw(self, epoch: int, step: int, samples: int) -> sampling.CropFlip | None:
+        augment = self._augment
+        if not (augment.crop_padding or augment.flip):
+            return None
+        return sampling.draw_crop_flip(
+            self._seed, epoch, step, samples, augment.crop_padding, augment.flip
+        )
+
+
+class SampleStore(Protocol):
+    """Samples in some memory, from which batches are gathered."""
+
+    def __init__(self, x: Array, y: Array, device: torch.device) -> None: ...
+
+    def take(
+        self, indices: Indices, on_copy: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x and y of the samples as new tensors on the device."""
+        ...
+
+
+class CpuSampleStore:
+    """Samples in CPU memory, which other processes on the node may share."""
+
+    def __init__(self, x: Array, y: Array, device: torch.device) -> None:
+        self._x, self._y, self._device = x, y, device
+
+    def take(
+        self, indices: Indices, on_copy: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SampleStore.take`: gather in CPU memory, then copy."""
+        x, y = torch.from_numpy(self._x[indices]), torch.from_numpy(self._y[indices])
+        if self._device.type == "cuda":
+            x, y = x.pin_memory(), y.pin_memory()
+        on_copy()
+        return x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+
+
+class DeviceSampleStore:
+    """All samples in the device's memory; only their indices are copied for a batch."""
+
+    def __init__(self, x: Array, y: Array, device: torch.device) -> None:
+        self._x, self._y, self._device = _upload(x, device), _upload(y, device), device
+
+    def take(
+        self, indices: Indices, on_copy: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SampleStore.take`: gather on the device."""
+        on_copy()
+        on_device = torch.from_numpy(indices).to(self._device, non_blocking=True)
+        return self._x.index_select(0, on_device), self._y.index_select(0, on_device)
+
+
+def _upload(array: Array, device: torch.device) -> torch.Tensor:
+    """Copy an array to the device in writable chunks: torch warns about read-only memory."""
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    tensor = torch.empty(array.shape, dtype=dtype, device=device)
+    for start in range(0, len(array), _UPLOAD_CHUNK_SAMPLES):
+        chunk = array[start : start + _UPLOAD_CHUNK_SAMPLES].copy()
+        tensor[start : start + _UPLOAD_CHUNK_SAMPLES].copy_(torch.from_numpy(chunk))
+    return tensor
+
+
+def _resolve_augment(section: ArraySetData | ArraysData, is_image: bool) -> Augment:
+    if section.augment is None:
+        cifar = section.name in ("cifar10", "cifar100")
+        return Augment(crop_padding=4 if cifar else 0, flip=cifar)
+    if not is_image and (section.augment.crop_padding or section.augment.flip):
+        raise DataError(
+            "data.augment",
+            "crop and flip need uint8 images [samples, height, width, channels], which these "
+            "arrays are not; remove data.augment",
+        )
+    return section.augment
+
+
+def _make_transform(
+    x: Array,
+    train: Indices,
+    normalize: transforms.NormalizeSetting,
+    device: torch.device,
+    channels_last: bool,
+) -> transforms.Transform:
+    if x.dtype != np.uint8:
+        shape = x.shape[1:]
+        mean_std = transforms.explicit_mean_std(normalize, shape[0])
+        return transforms.NormalizeValues(mean_std, shape, device, channels_last)
+    height, width, channels = x.shape[1:]
+    mean_std = transforms.explicit_mean_std(normalize, channels)
+    if mean_std is None and normalize == "auto":
+        mean_std = transforms.channel_mean_std(x, train)
+    return transforms.NormalizeImages(
+        mean_std or transforms.IDENTITY_MEAN_STD, (height, width, channels), device, channels_last
+    )

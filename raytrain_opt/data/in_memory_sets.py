@@ -1,0 +1,235 @@
+"""Data sets that fit in memory: read as numpy arrays once, in the driver, and checked there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain_opt.config.data import ArraysData, ArraySetData
+from raytrain_opt.data.sampling import Purpose, generator
+from raytrain_opt.errors import DataError
+
+Array = npt.NDArray[Any]
+
+# name -> (class in torchvision.datasets, folder of its files below the root)
+_TORCHVISION_SETS = {
+    "mnist": ("MNIST", "MNIST/raw"),
+    "fashion_mnist": ("FashionMNIST", "FashionMNIST/raw"),
+    "cifar10": ("CIFAR10", "cifar-10-batches-py"),
+    "cifar100": ("CIFAR100", "cifar-100-python"),
+}
+# Samples whose values are checked at a time: bounds the memory of the temporary mask.
+_CHUNK_SAMPLES = 1024
+_DIGITS_TEST_FRACTION = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetArrays:
+    """A data set as arrays, which may be read-only and shared with other processes.
+
+    Images: uint8 [N, H, W, C]; anything else: float32 [N, ...]. Labels: int64 [N],
+    0 .. num_classes - 1.
+    """
+
+    train_x: Array
+    train_y: npt.NDArray[np.int64]
+    test_x: Array
+    test_y: npt.NDArray[np.int64]
+    num_classes: int
+
+
+def load_arrays(section: ArraySetData | ArraysData) -> DatasetArrays:
+    """Read and check the data set of a job. Raises DataError that names the file or field."""
+    if isinstance(section, ArraysData):
+        return _load_files(section)
+    if section.name == "digits":
+        return _load_digits()
+    return _load_torchvision(section)
+
+
+def _load_digits() -> DatasetArrays:
+    """Read scikit-learn's 1,797 digits, 8x8, as 0..255; a fifth of each class is the test set."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    x = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+    y = digits.target.astype(np.int64)
+    is_test = np.zeros(len(y), dtype=bool)
+    order = generator(0, Purpose.DIGITS_SPLIT).permutation(len(y))
+    for label in range(10):
+        of_class = order[y[order] == label]
+        is_test[of_class[: round(_DIGITS_TEST_FRACTION * len(of_class))]] = True
+    return validate_arrays((x[~is_test], y[~is_test]), (x[is_test], y[is_test]), 10)
+
+
+def _load_torchvision(section: ArraySetData) -> DatasetArrays:
+    """Read CIFAR or MNIST through torchvision.
+
+    torchvision compares the MD5 sum of each file that it downloads, and that of CIFAR's files,
+    which are pickles, every time before it reads them.
+    """
+    import torchvision.datasets
+
+    class_name, folder = _TORCHVISION_SETS[section.name]
+    root = Path(section.root).expanduser()
+    try:
+        splits = [
+            getattr(torchvision.datasets, class_name)(root, train=train, download=section.download)
+            for train in (True, False)
+        ]
+    except Exception as error:  # torchvision raises errors of every kind for damaged files
+        cause = (
+            "could not be downloaded"
+            if section.download
+            else "is missing or damaged; put the files there, or download them with "
+            "data.download: true"
+        )
+        raise DataError(
+            "data.name",
+            f"{section.name} in {root / folder} {cause}: {error or type(error).__name__}",
+        ) from error
+    train, test = ((np.asarray(s.data), np.asarray(s.targets, dtype=np.int64)) for s in splits)
+    return validate_arrays(train, test, len(splits[0].classes))
+
+
+def _load_files(section: ArraysData) -> DatasetArrays:
+    train, test = (
+        tuple(_read_npy(path, f"data.{field}.{i}") for i, path in enumerate(paths))
+        for field, paths in (("train", section.train), ("test", section.test))
+    )
+    return validate_arrays(
+        (train[0], train[1]),
+        (test[0], test[1]),
+        section.num_classes,
+        names=(_array_names("data.train", section.train), _array_names("data.test", section.test)),
+    )
+
+
+def _array_names(field: str, paths: tuple[str, str]) -> tuple[ArrayName, ArrayName]:
+    return ArrayName(f"{field}.0", paths[0]), ArrayName(f"{field}.1", paths[1])
+
+
+def _read_npy(path: str, field: str) -> Array:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(field, f"there is no file {file.absolute()}; write it with numpy.save")
+    try:
+        with file.open("rb") as stream:
+            array = np.load(stream, allow_pickle=False)
+    except Exception as error:  # a damaged header can make numpy raise anything
+        raise DataError(
+            field,
+            f"{file} is not a .npy file of plain numbers (arrays of Python objects "
+            f"are refused, they can run code): {error}",
+        ) from error
+    if not isinstance(array, np.ndarray):
+        raise DataError(field, f"{file} is an .npz archive; write each array to its own .npy file")
+    return array
+
+
+class ArrayName(NamedTuple):
+    """Name of an array in errors: the field of the job that names it, and its file or part."""
+
+    field: str
+    text: str
+
+
+Pair = tuple[Array, Array]
+Names = tuple[tuple[ArrayName, ArrayName], tuple[ArrayName, ArrayName]]
+_DEFAULT_NAMES: Names = (
+    (ArrayName("data.name", "train_x"), ArrayName("data.name", "train_y")),
+    (ArrayName("data.name", "test_x"), ArrayName("data.name", "test_y")),
+)
+
+
+def validate_arrays(
+    train: Pair, test: Pair, num_classes: int | None, names: Names = _DEFAULT_NAMES
+) -> DatasetArrays:
+    """Return the pairs (x, y) in the types of `DatasetArrays`; errors use `names`.
+
+    Raises DataError: an array is empty, x and y differ in length, labels are not class indices,
+    values are not finite numbers, samples of train and test differ in shape or type.
+    """
+    if num_classes is None:
+        _check_labels(train[1], names[0][1])
+        num_classes = int(train[1].max()) + 1
+    for (x, y), (name_x, name_y) in zip((train, test), names, strict=True):
+        _check_labels(y, name_y, num_classes)
+        if len(x.shape) == 0 or len(x) != len(y):
+            raise DataError(
+                name_x.field,
+                f"{name_x.text} has shape {x.shape}, its labels have shape {y.shape} "
+                f"({name_y.text}); both need the same number of samples (first axis)",
+            )
+    train_x = _convert_values(train[0], names[0][0])
+    test_x = _convert_values(test[0], names[1][0])
+    if train_x.shape[1:] != test_x.shape[1:] or train_x.dtype != test_x.dtype:
+        raise DataError(
+            names[1][0].field,
+            f"its samples are {test[0].dtype} {test_x.shape[1:]}, but "
+            f"{names[0][0].text} has {train[0].dtype} {train_x.shape[1:]}; both must be the same",
+        )
+    labels = [np.ascontiguousarray(y, dtype=np.int64) for y in (train[1], test[1])]
+    return DatasetArrays(train_x, labels[0], test_x, labels[1], num_classes)
+
+
+def _check_labels(y: Array, name: ArrayName, num_classes: int | None = None) -> None:
+    if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1:
+        raise DataError(
+            name.field,
+            f"{name.text} has type {y.dtype} and shape {y.shape}; labels must be integer class "
+            "indices of shape [samples]",
+        )
+    if len(y) == 0:
+        raise DataError(name.field, f"{name.text} has no samples")
+    is_wrong = (y < 0) if num_classes is None else (y < 0) | (y >= num_classes)
+    if is_wrong.any():
+        first = int(is_wrong.argmax())
+        valid = "0 and up"
+        if num_classes is not None:
+            valid = f"0 to {num_classes - 1} (data.num_classes)"
+        raise DataError(
+            name.field,
+            f"{name.text} has {int(is_wrong.sum())} labels outside {valid}; the first is "
+            f"{y[first]}, of sample {first}",
+        )
+
+
+def _convert_values(x: Array, name: ArrayName) -> Array:
+    """Return images as uint8 [N, H, W, C], other values as float32 [N, ...]; checks both."""
+    if not (np.issubdtype(x.dtype, np.number) or x.dtype == bool) or np.iscomplexobj(x):
+        raise DataError(name.field, f"{name.text} has type {x.dtype}; it must hold real numbers")
+    if x.ndim < 2 or x[0].size == 0:
+        raise DataError(
+            name.field, f"{name.text} has shape {x.shape}; it must be [samples, ...], not empty"
+        )
+    if x.dtype == np.uint8 and x.ndim in (3, 4):
+        return _as_images(x, name)
+    values = np.ascontiguousarray(x, dtype=np.float32)
+    not_finite = sum(
+        int(np.count_nonzero(~np.isfinite(values[start : start + _CHUNK_SAMPLES])))
+        for start in range(0, len(values), _CHUNK_SAMPLES)
+    )
+    if not_finite:
+        raise DataError(
+            name.field,
+            f"{name.text} has {not_finite} values that are not finite (NaN or infinite)",
+        )
+    return values
+
+
+def _as_images(x: Array, name: ArrayName) -> Array:
+    """Return uint8 [N, H, W] or [N, H, W, C] as [N, H, W, C]."""
+    if x.ndim == 3:
+        x = x[..., np.newaxis]
+    if x.shape[1] in (1, 3) and x.shape[3] > 4:
+        raise DataError(
+            name.field,
+            f"{name.text} has shape {x.shape}, which looks like channels first; uint8 images "
+            "must be [samples, height, width, channels]: x.transpose(0, 2, 3, 1)",
+        )
+    return np.ascontiguousarray(x)

@@ -1,0 +1,254 @@
+"""Training data read sample by sample, by loader processes that live as long as the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from raytrain_opt.config.data import DatasetData, ImageFolderData
+from raytrain_opt.data import sampling, transforms
+from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, no_op
+from raytrain_opt.data.batch_reader import (
+    BatchReader,
+    BatchRequest,
+    LoadedBatch,
+    SourceSplit,
+    keep_batch,
+)
+from raytrain_opt.data.image_folder import ImageFolderSource
+from raytrain_opt.data.sampling import Indices, Purpose
+from raytrain_opt.data.user_datasets import UserDatasetSource
+
+# Samples of each set that are read before a run; more would cost seconds with large images.
+_CHECKED_SAMPLES = 16
+
+
+class DataLoaderData(TrainingData):
+    """`TrainingData` over samples that are read one at a time: image files, a user's Datasets.
+
+    Raises DataError for wrong folders, Datasets or settings.
+    """
+
+    def __init__(
+        self,
+        section: ImageFolderData | DatasetData,
+        *,
+        seed: int,
+        device: torch.device,
+        channels_last: bool,
+    ) -> None:
+        source, self._transform, shape = _open(section, seed, device, channels_last)
+        train, self._validation = sampling.split_validation(
+            source.size("train"), section.validation_fraction, section.validation_max_samples, seed
+        )
+        self._test = np.arange(source.size("test"))
+        self.info = DataInfo(
+            source.num_classes, shape, len(train), len(self._validation), len(self._test)
+        )
+        self._orders = sampling.EpochOrders(train, seed)
+        self.on_copy: Callable[[], None] = no_op
+        self._device = device
+        self._reader = BatchReader(source, seed, section.on_unreadable == "skip")
+        self._loader = _ReusedLoader(section, self._reader, device)
+
+    def train_batches_at(
+        self,
+        epoch: int,
+        indices: Iterable[tuple[int, int]],
+        num_micro_batches: int,
+        global_batch_size: int,
+    ) -> Iterator[Batch]:
+        """See `TrainingData.train_batches_at`."""
+        order = self._orders.order(epoch)
+
+        def requests() -> Iterator[BatchRequest]:
+            for step, number in indices:
+                samples = sampling.step_indices(order, step, global_batch_size)
+                rows = sampling.micro_batch_slice(number, num_micro_batches, global_batch_size)
+                name = f"micro-batch {number} of {num_micro_batches}, step {step}, epoch {epoch}"
+                yield _request(name, "train", Purpose.TRAIN_SAMPLE, epoch, samples[rows])
+
+        return self._batches(requests())
+
+    def eval_batches(
+        self, split: Split, rank: int, world_size: int, batch_size: int
+    ) -> Iterator[Batch]:
+        """See `TrainingData.eval_batches`.
+
+        A user's Dataset applies its transforms to the validation split too, with the same
+        random numbers each time.
+        """
+        source_split: SourceSplit = "test"
+        purpose, indices = Purpose.TEST_SAMPLE, self._test
+        if split == "validation":
+            source_split = "train"
+            purpose, indices = Purpose.VALIDATION_SAMPLE, self._validation
+        samples = sampling.rank_indices(indices, rank, world_size)
+
+        def requests() -> Iterator[BatchRequest]:
+            for start in range(0, len(samples), batch_size):
+                name = f"batch {start // batch_size} of rank {rank} of the {split} split"
+                batch = samples[start : start + batch_size]
+                yield _request(name, source_split, purpose, 0, batch)
+
+        return self._batches(requests())
+
+    def check_samples(self) -> None:
+        """Read a few samples, spread over each set, in this process. Raises DataError."""
+        sets: tuple[tuple[SourceSplit, Purpose, Indices], ...] = (
+            ("train", Purpose.VALIDATION_SAMPLE, self._orders.train),
+            ("test", Purpose.TEST_SAMPLE, self._test),
+        )
+        for split, purpose, indices in sets:
+            spread = np.linspace(0, len(indices) - 1, _CHECKED_SAMPLES).astype(np.int64)
+            samples = indices[np.unique(spread)]
+            request = _request(f"the {split} set", split, purpose, 0, samples)
+            loaded = self._reader.__getitems__([request])
+            if loaded.error is not None:
+                raise loaded.error
+
+    def close(self) -> None:
+        """End the loader processes; a later phase would start new ones."""
+        self._loader.close()
+
+    def _batches(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
+        for loaded in self._loader.load(requests):
+            if loaded.error is not None:
+                raise loaded.error
+            self.on_copy()
+            x = loaded.x.to(self._device, non_blocking=True)
+            y = loaded.y.to(self._device, non_blocking=True)
+            yield Batch(self._transform(x), y, loaded.skipped)
+
+
+class _ReusedLoader:
+    """One DataLoader for all phases; each phase (training or evaluation) has its own requests.
+
+    The loader processes, and what the Datasets cache in them, live from phase to phase.
+    """
+
+    def __init__(
+        self, section: ImageFolderData | DatasetData, reader: BatchReader, device: torch.device
+    ) -> None:
+        self._section = section
+        self._reader = reader
+        self._device = device
+        self._sampler = _RequestSampler()
+        self._loader: DataLoader[Any] | None = None
+        self._batches: Iterator[Any] | None = None
+        self._phase = 0
+
+    def load(self, requests: Iterator[BatchRequest]) -> Iterator[LoadedBatch]:
+        """Yield the batches of one phase, which the loader processes read ahead.
+
+        Raises RuntimeError: a loader process died, or another phase began in the meantime.
+        """
+        self._phase += 1
+        phase = self._phase
+        self._sampler.requests = requests
+        if self._loader is None:
+            self._loader = self._start()
+        with self._explain_dead_process():
+            self._batches = iter(self._loader)
+        while True:
+            if self._batches is None or self._phase != phase:
+                raise RuntimeError(
+                    "batches of an earlier phase were read after the next one began"
+                )
+            with self._explain_dead_process():
+                # No variable here may hold the iterator: close() ends it by dropping it.
+                batch = next(self._batches, None)
+            if batch is None:
+                return
+            yield cast(LoadedBatch, batch)
+
+    @contextmanager
+    def _explain_dead_process(self) -> Iterator[None]:
+        """Explain an exception of the DataLoader: a process died, as data errors are values."""
+        try:
+            yield
+        except (RuntimeError, OSError, EOFError) as error:
+            self.close()
+            if not self._section.loader_workers:
+                raise
+            raise RuntimeError(
+                "a loader process ended unexpectedly: it was killed, or ran out of memory or of "
+                f"shared memory; try fewer data.loader_workers (now "
+                f"{self._section.loader_workers}): {error}"
+            ) from error
+
+    def close(self) -> None:
+        """End the loader processes, which exit when nothing refers to their iterator."""
+        self._phase += 1
+        self._batches = None
+        self._loader = None
+
+    def _start(self) -> DataLoader[Any]:
+        workers = self._section.loader_workers
+        return DataLoader(
+            self._reader,
+            batch_sampler=self._sampler,
+            collate_fn=keep_batch,
+            num_workers=workers,
+            prefetch_factor=self._section.prefetch if workers else None,
+            persistent_workers=workers > 0,
+            pin_memory=self._device.type == "cuda",
+            # Its own generator: without one the DataLoader draws from the caller's.
+            generator=torch.Generator(),
+        )
+
+
+@dataclass
+class _RequestSampler:
+    """The DataLoader's batch sampler: each "batch of indices" is one request."""
+
+    requests: Iterable[BatchRequest] = ()
+
+    def __iter__(self) -> Iterator[list[BatchRequest]]:
+        return ([request] for request in self.requests)
+
+
+def _request(
+    name: str, split: SourceSplit, purpose: Purpose, epoch: int, indices: Indices
+) -> BatchRequest:
+    return BatchRequest(name, split, purpose, epoch, tuple(indices.tolist()))
+
+
+def _open(
+    section: ImageFolderData | DatasetData, seed: int, device: torch.device, channels_last: bool
+) -> tuple[ImageFolderSource | UserDatasetSource, transforms.Transform, tuple[int, ...]]:
+    """Return the source, the transform of its batches, and the shape that the model sees."""
+    source: ImageFolderSource | UserDatasetSource
+    if isinstance(section, ImageFolderData):
+        source = ImageFolderSource(section)
+        shape: tuple[int, ...] = (3, section.image_size, section.image_size)
+        auto = transforms.IMAGENET_MEAN_STD
+        return source, _normalize_images(section, shape, auto, device, channels_last), shape
+    source = UserDatasetSource(section, seed)
+    shape = source.sample_shape
+    if source.is_image:
+        # Its statistics are unknown without reading all of it: auto only scales to 0..1.
+        auto = transforms.IDENTITY_MEAN_STD
+        return source, _normalize_images(section, shape, auto, device, channels_last), shape
+    mean_std = transforms.explicit_mean_std(section.normalize, shape[0]) if shape else None
+    return source, transforms.NormalizeValues(mean_std, shape, device, channels_last), shape
+
+
+def _normalize_images(
+    section: ImageFolderData | DatasetData,
+    shape: tuple[int, ...],
+    auto: transforms.MeanStd,
+    device: torch.device,
+    channels_last: bool,
+) -> transforms.Transform:
+    channels, height, width = shape
+    mean_std = transforms.explicit_mean_std(section.normalize, channels)
+    if mean_std is None:
+        mean_std = auto if section.normalize == "auto" else transforms.IDENTITY_MEAN_STD
+    return transforms.NormalizeImages(mean_std, (height, width, channels), device, channels_last)

@@ -1,0 +1,170 @@
+"""Which samples form which batch, and with which random numbers: pure functions of the seed.
+
+    s, p     seed of the job, purpose of the draw (`Purpose`)
+    e, t     epoch, and step of the epoch or index of a sample
+    G(s, p, e, t)   Philox generator with key (s mod 2^64, p), counter starting at (0, 0, t, e)
+
+    validation split   first n samples of a permutation by G(s, VALIDATION_SPLIT, 0, 0)
+    order of an epoch  permutation of the training samples by G(s, ORDER, e, 0)
+    crop, flip         row i of the draws of G(s, CROP, e, t), G(s, FLIP, e, t) belongs to the
+                       i-th sample of the global batch of step t
+    one sample         reads with a seed from G(s, TRAIN_SAMPLE, e, index of the sample)
+
+Philox is counter-based: its state is the key and the counter, so any block of random numbers
+can be computed without those before it. So nothing here depends on what was drawn before, on
+the number of processes, or on which of them computes a micro-batch, and any part of an epoch
+can be repeated bit for bit.
+Source: Salmon, Moraes, Dror and Shaw, Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain_opt.errors import DataError
+
+Indices = npt.NDArray[np.int64]
+
+_MAX_UINT64 = 2**64 - 1
+
+
+class Purpose(IntEnum):
+    """The use of random numbers: each has a stream of its own.
+
+    A changed value changes the results of every seed.
+    """
+
+    VALIDATION_SPLIT = 1
+    ORDER = 2
+    CROP = 3
+    FLIP = 4
+    TRAIN_SAMPLE = 5
+    VALIDATION_SAMPLE = 6
+    TEST_SAMPLE = 7
+    DIGITS_SPLIT = 8
+    USER_FUNCTION = 9
+
+
+def _philox(seed: int, purpose: Purpose, epoch: int, step: int) -> np.random.Philox:
+    # Drawing counts up from the low words, so step and epoch, in the high words, never change.
+    key = np.array([seed & _MAX_UINT64, purpose], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=np.array([0, 0, step, epoch], dtype=np.uint64))
+
+
+def generator(seed: int, purpose: Purpose, epoch: int = 0, step: int = 0) -> np.random.Generator:
+    """Return the generator G(seed, purpose, epoch, step)."""
+    return np.random.Generator(_philox(seed, purpose, epoch, step))
+
+
+def sample_seed(seed: int, purpose: Purpose, epoch: int, index: int) -> int:
+    """Return a seed for reading one sample: 32 bits, all that torch's CPU generator uses."""
+    return int(_philox(seed, purpose, epoch, index).random_raw()) >> 32
+
+
+def split_validation(
+    size: int, fraction: float, max_samples: int, seed: int
+) -> tuple[Indices, Indices]:
+    """Split `size` samples into sorted indices (to train on, to validate on).
+
+    The validation split has fraction x size samples, rounded down, at most `max_samples` and at
+    least 1; none when the fraction is 0. Raises DataError when no training sample is left.
+    """
+    count = 0 if fraction == 0 else max(1, min(int(fraction * size), max_samples))
+    if count >= size:
+        raise DataError(
+            "data",
+            f"the training set has {size} samples and the validation split takes {count}, "
+            "so no sample is left to train on; use more samples, or data.validation_fraction: 0 "
+            f"(now {fraction})",
+        )
+    shuffled = generator(seed, Purpose.VALIDATION_SPLIT).permutation(size)
+    return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+
+
+def epoch_order(train: Indices, seed: int, epoch: int) -> Indices:
+    """Return the training indices in the order of this epoch."""
+    return generator(seed, Purpose.ORDER, epoch).permutation(train)
+
+
+class EpochOrders:
+    """The orders of the epochs of one training set; the last one is cached."""
+
+    def __init__(self, train: Indices, seed: int) -> None:
+        self.train = train
+        self._seed = seed
+        self._last: tuple[int, Indices] | None = None
+
+    def order(self, epoch: int) -> Indices:
+        """Return the order of an epoch; callers must not write to it."""
+        if self._last is None or self._last[0] != epoch:
+            self._last = epoch, epoch_order(self.train, self._seed, epoch)
+        return self._last[1]
+
+
+def micro_batch_slice(micro_batch: int, num_micro_batches: int, global_batch_size: int) -> slice:
+    """Return the positions in the global batch that belong to a micro-batch.
+
+    Raises ValueError: no such micro-batch, or micro-batches of different sizes.
+    """
+    if not 0 <= micro_batch < num_micro_batches or global_batch_size % num_micro_batches:
+        raise ValueError(
+            f"micro-batch {micro_batch} of {num_micro_batches} of {global_batch_size} samples"
+        )
+    size = global_batch_size // num_micro_batches
+    return slice(micro_batch * size, (micro_batch + 1) * size)
+
+
+def step_indices(order: Indices, step: int, global_batch_size: int) -> Indices:
+    """Return the samples of one step's global batch.
+
+    Raises ValueError for a step past the end of the epoch.
+    """
+    steps = len(order) // global_batch_size
+    if not 0 <= step < steps:
+        raise ValueError(f"step {step} of an epoch of {steps} steps")
+    return order[step * global_batch_size : (step + 1) * global_batch_size]
+
+
+def rank_indices(split: Indices, rank: int, world_size: int) -> Indices:
+    """Return every world_size-th sample from `rank` on: over all ranks, each sample once.
+
+    Raises DataError for an empty split, ValueError for a rank that does not exist.
+    """
+    if len(split) == 0:
+        raise DataError(
+            "data.validation_fraction", "it is 0, so there is no validation split to score on"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size}")
+    return split[rank::world_size]
+
+
+@dataclass(frozen=True, eq=False)
+class CropFlip:
+    """Corner at which each image [samples] is cropped after padding, and whether it is mirrored.
+
+    top, left: int64, 0 .. 2 x padding. flip: bool.
+    """
+
+    top: Indices
+    left: Indices
+    flip: npt.NDArray[np.bool_]
+
+    def take(self, rows: slice) -> CropFlip:
+        """Return the draws of a micro-batch."""
+        return CropFlip(self.top[rows], self.left[rows], self.flip[rows])
+
+
+def draw_crop_flip(
+    seed: int, epoch: int, step: int, samples: int, crop_padding: int, flip: bool
+) -> CropFlip:
+    """Draw for all `samples` of a global batch; the i-th draw does not depend on `samples`."""
+    corners = generator(seed, Purpose.CROP, epoch, step).integers(
+        0, 2 * crop_padding + 1, size=(samples, 2)
+    )
+    mirrored = generator(seed, Purpose.FLIP, epoch, step).random(samples) < 0.5
+    return CropFlip(corners[:, 0], corners[:, 1], mirrored & flip)

@@ -1,0 +1,166 @@
+"""Crop, mirror and normalize batches.
+
+    u    uint8 value of a pixel, 0..255         m, s    mean and standard deviation of its channel,
+    v    value that the model sees                      of values scaled to 0..1
+
+    crop and mirror   out[i, j] = padded[top + i, left + j],  j counted from the right if mirrored
+    images            v = (u / 255 - m) / s, computed as u a + b with a = 1 / (255 s), b = -m / s
+    other values      v = x / s - m / s along the first axis, or x itself
+
+Cropping pads with black before normalizing, as torchvision's RandomCrop does. Images are uint8
+[samples, height, width, channels] until the last operation: a quarter of the memory traffic of
+float32, and already the memory layout of channels_last. Every operation is elementwise or a
+gather, and a product and a sum are never fused into one rounding: so the values of a sample do
+not depend on how the global batch is cut into micro-batches, bit for bit.
+ImageNet's means and standard deviations are those of torchvision's pretrained models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import pad
+
+from raytrain_opt.data.sampling import CropFlip, Indices
+from raytrain_opt.errors import DataError
+
+NormalizeSetting = Literal["auto", "none"] | tuple[list[float], list[float]]
+MeanStd = tuple[Sequence[float], Sequence[float]]
+Transform = Callable[[torch.Tensor], torch.Tensor]
+
+IDENTITY_MEAN_STD: MeanStd = ([0.0], [1.0])
+IMAGENET_MEAN_STD: MeanStd = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+
+# The squares of 256 values of 255 still add up exactly in float32 (256 x 255^2 < 2^24).
+_CHUNK_IMAGES = 256
+# Of a constant channel, which would otherwise be divided by 0.
+_MIN_STD = 1e-6
+
+
+def crop_and_flip(images: torch.Tensor, draws: CropFlip, padding: int) -> torch.Tensor:
+    """Pad images [N, H, W, C] with zeros on all sides, crop to H x W at `draws`, mirror.
+
+    Equals torchvision's RandomCrop(size, padding) and RandomHorizontalFlip with these draws,
+    but gathers the pixels of all images at once.
+    """
+    samples, height, width, channels = images.shape
+    device = images.device
+    padded = pad(images, (0, 0, padding, padding, padding, padding))
+    dtype = torch.int32 if padded.numel() < 2**31 else torch.int64
+    top, left, flip = (
+        torch.from_numpy(draw)[:, None].to(device, dtype, non_blocking=True)
+        for draw in (draws.top, draws.left, draws.flip)
+    )
+    across = torch.arange(width, dtype=dtype, device=device)
+    columns = left + torch.where(flip > 0, width - 1 - across, across)
+    rows = top + torch.arange(height, dtype=dtype, device=device)
+    rows += torch.arange(samples, dtype=dtype, device=device)[:, None] * padded.shape[1]
+    pixels = rows[:, :, None] * padded.shape[2] + columns[:, None, :]
+    gathered = padded.view(-1, channels).index_select(0, pixels.view(-1))
+    return gathered.view(samples, height, width, channels)
+
+
+class NormalizeImages:
+    """uint8 [N, H, W, C] to normalized float32 [N, C, H, W] in the requested memory format."""
+
+    def __init__(
+        self,
+        mean_std: MeanStd,
+        shape: tuple[int, int, int],
+        device: torch.device,
+        channels_last: bool,
+    ) -> None:
+        height, width, channels = shape
+        mean, std = (np.broadcast_to(np.asarray(v, np.float64), channels) for v in mean_std)
+        # One factor per value of an image, not per channel: an inner loop over 3 channels
+        # would be several times as slow.
+        self._scale = _per_value(1 / (255 * std), height * width).to(device)
+        self._shift = _per_value(-mean / std, height * width).to(device)
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Normalize a batch."""
+        values = images.reshape(len(images), -1).to(torch.float32)
+        values.mul_(self._scale).add_(self._shift)
+        return values.view(images.shape).permute(0, 3, 1, 2).contiguous(memory_format=self._format)
+
+
+def _per_value(per_channel: npt.NDArray[np.float64], pixels: int) -> torch.Tensor:
+    return torch.from_numpy(np.tile(per_channel.astype(np.float32), pixels))
+
+
+class NormalizeValues:
+    """Values that are not uint8 images: unchanged, or normalized along their first axis."""
+
+    def __init__(
+        self,
+        mean_std: MeanStd | None,
+        sample_shape: tuple[int, ...],
+        device: torch.device,
+        channels_last: bool,
+    ) -> None:
+        self._scale_shift: tuple[torch.Tensor, torch.Tensor] | None = None
+        if mean_std is not None:
+            mean, std = (np.asarray(v, np.float32) for v in mean_std)
+            shape = (-1, *[1] * (len(sample_shape) - 1))
+            self._scale_shift = (
+                torch.from_numpy(1 / std).view(shape).to(device),
+                torch.from_numpy(-mean / std).view(shape).to(device),
+            )
+        is_image = len(sample_shape) == 3
+        self._format = torch.channels_last if channels_last and is_image else None
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """Normalize a batch."""
+        if self._scale_shift is not None:
+            scale, shift = self._scale_shift
+            values = values * scale + shift
+        if self._format is not None:
+            return values.contiguous(memory_format=self._format)
+        return values
+
+
+def explicit_mean_std(normalize: NormalizeSetting, channels: int) -> MeanStd | None:
+    """Return the means and standard deviations written in the job; None for auto and none.
+
+    Raises DataError: not one value (or one for all) per channel, or a standard deviation that
+    is not positive.
+    """
+    if isinstance(normalize, str):
+        return None
+    means, stds = normalize
+    for values in (means, stds):
+        if len(values) not in (1, channels):
+            raise DataError(
+                "data.normalize",
+                f"{len(values)} values for {channels} channels; write one for each channel, or "
+                "one for all: [[means], [standard deviations]]",
+            )
+    if not (np.isfinite(means).all() and np.isfinite(stds).all() and min(stds) > 0):
+        raise DataError(
+            "data.normalize",
+            f"means must be finite and standard deviations above 0 (given: {normalize})",
+        )
+    return means, stds
+
+
+def channel_mean_std(images: npt.NDArray[np.uint8], indices: Indices) -> MeanStd:
+    """Compute mean and standard deviation of each channel, in 0..1, over images[indices].
+
+    images [N, H, W, C]. Sums are exact sums of integers, chunk by chunk; a standard deviation
+    is at least 1e-6.
+    """
+    channels = images.shape[-1]
+    total = np.zeros((2, channels))
+    for start in range(0, len(indices), _CHUNK_IMAGES):
+        chunk = images[indices[start : start + _CHUNK_IMAGES]]
+        values = torch.from_numpy(chunk.reshape(len(chunk), -1)).to(torch.float32)
+        for row, sums in enumerate((values.sum(0), values.square_().sum(0))):
+            total[row] += sums.double().numpy().reshape(-1, channels).sum(0)
+    mean, square = total / (len(indices) * images[0, ..., 0].size)
+    std = np.sqrt(np.maximum(square - mean**2, 0))
+    return (mean / 255).tolist(), np.maximum(std / 255, _MIN_STD).tolist()

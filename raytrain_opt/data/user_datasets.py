@@ -1,0 +1,187 @@
+"""The user's own torch Datasets, with every part of their contract checked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sized
+from typing import Any
+
+import numpy as np
+import torch
+
+from raytrain_opt.config.data import DatasetData
+from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.section import function_name
+from raytrain_opt.data.batch_reader import (
+    Sample,
+    SourceSplit,
+    cause,
+    isolated_random_state,
+    seed_all,
+)
+from raytrain_opt.data.sampling import Purpose, sample_seed
+from raytrain_opt.errors import DataError
+
+# Samples tried until one is readable and shows shape and type; with more unreadable ones in a
+# row, the data set is more likely wrong than damaged.
+_MAX_TRIES = 100
+
+_ShapeType = tuple[tuple[int, ...], torch.dtype]
+
+
+class UserDatasetSource:
+    """Samples (x, label) of the Datasets (train, test) that the user's function returns.
+
+    uint8 [C, H, W] is an image and is returned as [H, W, C]; integers stay integers; every
+    other x becomes float32. Raises DataError: the function, a Dataset or a sample breaks the
+    contract.
+    """
+
+    field = "data.name"
+
+    def __init__(self, section: DatasetData, seed: int) -> None:
+        name = section.name
+        self._name = name if isinstance(name, str) else function_name(name)
+        self._datasets = self._call(section, seed)
+        for split in self._datasets:
+            self._check_dataset(split)
+        self.num_classes = self._resolve_num_classes(section.num_classes)
+        self._expected = self._probe(section.on_unreadable == "skip")
+        self.sample_shape = self._expected[0]
+        self.is_image = self._expected[1] == torch.uint8
+
+    def size(self, split: SourceSplit) -> int:
+        """Return the number of samples."""
+        return len(self._datasets[split])
+
+    def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
+        """Return one checked sample; `augment` is unused, as the Dataset itself augments."""
+        x, label = self._sample(split, index)
+        shape_type = tuple(x.shape), x.dtype
+        if shape_type != self._expected:
+            raise self._error(
+                split,
+                index,
+                f"x is {_describe(shape_type)} but the first training sample's is "
+                f"{_describe(self._expected)}; all must be the same, e.g. by a resize in the "
+                "Dataset",
+            )
+        if not 0 <= label < self.num_classes:
+            raise self._error(
+                split,
+                index,
+                f"its label is {label}, outside 0 to {self.num_classes - 1}; "
+                "correct the label or data.num_classes",
+            )
+        return (x.permute(1, 2, 0).contiguous() if self.is_image else x), label
+
+    def describe(self, split: SourceSplit, index: int) -> str:
+        """Return the data set and the index, for an error message."""
+        return f"sample {index} of the {split} set of {self._name} cannot be read"
+
+    def _call(self, section: DatasetData, seed: int) -> dict[SourceSplit, Any]:
+        function = resolve_function(section.name, "data.name")
+        try:
+            with isolated_random_state():
+                # A function that generates its data must generate the same in every process.
+                seed_all(sample_seed(seed, Purpose.USER_FUNCTION, 0, 0))
+                pair = function(**section.args)
+        except Exception as error:
+            raise DataError(
+                "data.name",
+                f"{self._name}, called with data.args {section.args}, raised {cause(error)}",
+            ) from error
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise DataError(
+                "data.name",
+                f"{self._name} must return (train, test), two torch Datasets; it "
+                f"returned {type(pair).__name__}",
+            )
+        return {"train": pair[0], "test": pair[1]}
+
+    def _check_dataset(self, split: SourceSplit) -> None:
+        dataset = self._datasets[split]
+        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+            raise DataError(
+                "data.name",
+                f"the {split} set of {self._name} is {type(dataset).__name__}; it must "
+                "be a map-style Dataset with __len__ and __getitem__",
+            )
+        if len(dataset) == 0:
+            raise DataError("data.name", f"the {split} set of {self._name} is empty")
+
+    def _resolve_num_classes(self, num_classes: int | None) -> int:
+        train = self._datasets["train"]
+        if num_classes is not None:
+            return num_classes
+        if getattr(train, "num_classes", None) is not None:
+            return int(train.num_classes)
+        if getattr(train, "classes", None) is not None:
+            return len(train.classes)
+        raise DataError(
+            "data.num_classes",
+            f"the train set of {self._name} has neither num_classes nor "
+            "classes, so write the number in the job",
+        )
+
+    def _probe(self, skip: bool) -> _ShapeType:
+        """Return shape and type of the first training sample; with `skip`, of a readable one."""
+        index = 0
+        while True:
+            try:
+                with isolated_random_state():
+                    x, _ = self._sample("train", index)
+            except DataError:
+                raise
+            except Exception as error:
+                if not skip or index + 1 == min(_MAX_TRIES, self.size("train")):
+                    rule = f"{self.describe('train', index)}: {cause(error)}"
+                    raise DataError(self.field, rule) from error
+                index += 1
+            else:
+                return tuple(x.shape), x.dtype
+
+    def _sample(self, split: SourceSplit, index: int) -> Sample:
+        sample = self._datasets[split][index]
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise self._error(
+                split, index, f"it must be a pair (x, label), not {type(sample).__name__}"
+            )
+        x, label = sample
+        if isinstance(x, np.ndarray):
+            x = torch.from_numpy(np.array(x))
+        if not isinstance(x, torch.Tensor):
+            raise self._error(
+                split,
+                index,
+                f"x is {type(x).__module__}.{type(x).__name__}; it must be a tensor "
+                "or numpy array (for PIL images, add a transform such as "
+                "torchvision.transforms.v2.PILToTensor())",
+            )
+        return _convert(x.detach()), self._class_index(split, index, label)
+
+    def _class_index(self, split: SourceSplit, index: int, label: Any) -> int:
+        try:
+            return operator.index(label)
+        except TypeError:
+            raise self._error(
+                split,
+                index,
+                f"its label is {label!r} ({type(label).__name__}); it must be an integer "
+                "class index",
+            ) from None
+
+    def _error(self, split: SourceSplit, index: int, rule: str) -> DataError:
+        return DataError("data.name", f"sample {index} of the {split} set of {self._name}: {rule}")
+
+
+def _convert(x: torch.Tensor) -> torch.Tensor:
+    """Return uint8 images and other integers unchanged, everything else as float32."""
+    is_image = x.dtype == torch.uint8 and x.ndim == 3
+    if is_image or x.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        return x
+    return x.to(torch.float32)
+
+
+def _describe(shape_type: _ShapeType) -> str:
+    return f"{shape_type[1]} {list(shape_type[0])}"

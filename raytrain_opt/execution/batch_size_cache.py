@@ -1,0 +1,99 @@
+"""Results of earlier batch-size searches, kept under the storage path."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import PositiveInt, TypeAdapter, ValidationError
+from pydantic import dataclasses as pydantic_dataclasses
+
+from raytrain_opt import storage
+from raytrain_opt.cluster.connection import alive_nodes
+from raytrain_opt.config.load import plain_job
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.recording.reader import first_error
+from raytrain_opt.recording.recorder import versions
+from raytrain_opt.recording.records import BatchSizeProbeRecord
+from raytrain_opt.search.batch_size.strategy import SizeBounds
+
+_FOLDER = "batch_sizes"
+
+
+@pydantic_dataclasses.dataclass(frozen=True)
+class CachedSearch:
+    """The chosen size per worker, its speed in the final check, the reason, and all probes."""
+
+    batch_size: PositiveInt
+    samples_per_s: float
+    reason: str
+    probes: list[BatchSizeProbeRecord]
+
+
+_CACHED_SEARCH = TypeAdapter(CachedSearch)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The place of one result: of the same search on the same kind of machine."""
+
+    storage_path: str
+    key: str
+
+    @classmethod
+    def for_job(cls, job: Job, bounds: SizeBounds, *, use_gpu: bool) -> Cache:
+        """Return the place for everything in the job that affects the speed at a batch size.
+
+        A user's function counts by its name: a change of its code is not noticed.
+        """
+        sections = ("model", "data", "optimizer", "loss", "precision", "channels_last", "compile")
+        values = plain_job(job)
+        key = {
+            **{name: values[name] for name in (*sections, "workers", "batch_size_search")},
+            "largest": bounds.largest,
+            "device": device_names(use_gpu),
+            "versions": versions(),
+        }
+        text = json.dumps(key, sort_keys=True)
+        return cls(job.storage_path, hashlib.sha256(text.encode()).hexdigest()[:20])
+
+    @property
+    def shown(self) -> str:
+        """The path or URI as a user finds it."""
+        return f"{self.storage_path.rstrip('/')}/{self._name}"
+
+    @property
+    def _name(self) -> str:
+        return f"{_FOLDER}/{self.key}.json"
+
+    def read(self) -> CachedSearch | None:
+        """Return the result, if there is one.
+
+        Raises StorageError when it cannot be read, JobError when it is damaged.
+        """
+        content = storage.read(self.storage_path, self._name)
+        if content is None:
+            return None
+        try:
+            return _CACHED_SEARCH.validate_json(content)
+        except ValidationError as error:
+            rule = f"the cached result {self.shown} is damaged: {first_error(error)}"
+            hint = "remove the file, or search again with --fresh"
+            raise JobError([Problem("batch_size_search", rule, None, hint)]) from error
+
+    def write(self, answer: CachedSearch) -> None:
+        """Keep the result for later searches. Raises StorageError."""
+        storage.write(self.storage_path, self._name, _CACHED_SEARCH.dump_json(answer, indent=1))
+
+
+def device_names(use_gpu: bool) -> list[str]:
+    """Return the kinds of GPU in the cluster as Ray names them, or this machine's kind of CPU."""
+    if use_gpu:
+        names = {name for node in alive_nodes() for name in node["Resources"]}
+        return sorted(name for name in names if name.startswith("accelerator_type:"))
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return sorted({line.split(":", 1)[1].strip() for line in lines if line[:10] == "model name"})

@@ -1,0 +1,75 @@
+"""A run in this process, without Ray: `raytrain-opt run --in-process`, for a debugger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.execution.preflight import check_job, resolve, run_preflight
+from raytrain_opt.execution.progress import Startup
+from raytrain_opt.execution.rescale import resolve_lr_scaling
+from raytrain_opt.execution.session import how_to_resume, open_run_directory
+from raytrain_opt.execution.signals import Terminated, stop_on_sigterm
+from raytrain_opt.execution.training_run import TrainingRun, open_training_run
+from raytrain_opt.pools.in_process import in_process_backend, open_learner
+from raytrain_opt.search.factory import max_candidates
+from raytrain_opt.terminal.progress import open_terminal
+
+
+@contextmanager
+def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterator[TrainingRun]:
+    """Check the job, make its run directory, and build both pools in this process.
+
+    Records, checkpoints and the report are the same as on Ray. Raises JobError for a job that
+    needs several processes, and whatever is wrong with the job or its data.
+    """
+    problems = check_job(job)
+    if problems:
+        raise JobError(problems)
+    _check_in_process(job)
+    job = resolve_lr_scaling(job)
+    startup = Startup(began_s)
+    with open_terminal(job.epochs) as terminal, open_run_directory(job, resume) as directory:
+        paths, checkpoints, notes = directory
+        preflight = run_preflight(job)
+        startup.mark("data_read_s")
+        for note in notes:
+            terminal.note(note)
+        terminal.note("training in one process, without Ray: for debugging, not for speed")
+        resolved = resolve(job, preflight.info)
+        try:
+            with (
+                stop_on_sigterm(),
+                open_learner(resolved.learner, job.workers, preflight.shared) as learner,
+            ):
+                backend = in_process_backend(
+                    learner,
+                    with_slots=max_candidates(job) > 0,
+                    candidate_batch=job.learning_rate.candidate_batch,
+                )
+                with open_training_run(
+                    resolved, backend, paths, checkpoints, terminal, startup
+                ) as run:
+                    yield run
+        except KeyboardInterrupt as stop:
+            cause = "terminated" if isinstance(stop, Terminated) else "interrupted"
+            terminal.note(f"{cause}; {how_to_resume(paths)}")
+            raise
+
+
+def _check_in_process(job: Job) -> None:
+    """Raise JobError for what needs several processes."""
+    problems = []
+    if job.parallel.mode == "async":
+        rule = "asynchronous training needs several processes, and --in-process has one"
+        problems.append(
+            Problem("parallel.mode", rule, "async", "use sync, or leave --in-process out")
+        )
+    if job.batch_size_search is not None:
+        rule = "probes of a batch-size search run in processes of their own"
+        hint = "remove the section and set global_batch_size, or leave --in-process out"
+        problems.append(Problem("batch_size_search", rule, hint=hint))
+    if problems:
+        raise JobError(problems)

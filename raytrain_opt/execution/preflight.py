@@ -1,0 +1,283 @@
+"""Preflight: every check of a job that needs no Ray, and what a valid job resolves to.
+
+`check_job` looks at names, arguments and files. `run_preflight` reads the data and tries model and
+loss on them: a label that does not exist then costs seconds, not a start of the pools. `resolve`
+turns a valid job into the one value that the rest of the run works from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import TYPE_CHECKING, Any
+
+from raytrain_opt.cluster.resources import PoolRequest
+from raytrain_opt.config.data import (
+    ArraysData,
+    ArraySetData,
+    DataSection,
+    DatasetData,
+    ImageFolderData,
+)
+from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.learning_rate import ReplayPolicy
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import DataError, JobError, Problem
+from raytrain_opt.storage import find_credentials
+from raytrain_opt.train.learner_config import LearnerConfig
+
+if TYPE_CHECKING:
+    from raytrain_opt.data.base import DataInfo
+    from raytrain_opt.data.in_memory_sets import DatasetArrays
+    from raytrain_opt.optim.epoch_steps import EpochSteps
+    from raytrain_opt.search.policy import Policy
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    """A valid job and what follows from it and its data.
+
+    `job` is trained and written to job.yaml: with its final batch size and the learning rate that
+    belongs to it. `policy` chooses the rates of the `steps`.
+    """
+
+    job: Job
+    steps: EpochSteps
+    policy: Policy
+
+    @property
+    def learner(self) -> LearnerConfig:
+        """Settings of the learners that train the job."""
+        return LearnerConfig.from_job(self.job)
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """The data as the driver read them, and the resolved job.
+
+    `shared` are arrays for all processes (in-memory sets only), `info` the sizes. `resolved` is
+    None while the batch size is still to be searched.
+    """
+
+    shared: DatasetArrays | None
+    info: DataInfo
+    resolved: ResolvedJob | None
+
+
+def pool_request(job: Job, *, candidates: int) -> PoolRequest:
+    """Return what the job needs of a cluster, with this many candidates in a round."""
+    return PoolRequest(job.workers, job.slots, candidates, job.batch_norm.sync)
+
+
+def check_job(job: Job) -> list[Problem]:
+    """Return every problem of names, arguments, functions and files; no data are read."""
+    return check_sections({name: getattr(job, name) for name in Job.model_fields})
+
+
+def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
+    """Check the given sections of a job as `check_job` does.
+
+    A job file with an error in one section still gets its other sections checked.
+    """
+    from raytrain_opt.models import check_model
+    from raytrain_opt.optim.factory import check_optimizer
+    from raytrain_opt.train.loss import check_loss
+
+    checks: dict[str, Callable[[Any], list[Problem]]] = {
+        "model": check_model,
+        "data": check_data,
+        "learning_rate": _check_schedule,
+        "optimizer": check_optimizer,
+        "loss": check_loss,
+        "storage_path": find_credentials,
+    }
+    problems = [
+        problem
+        for name, check in checks.items()
+        if name in sections
+        for problem in check(sections[name])
+    ]
+    return problems + _check_sampler(sections)
+
+
+def check_data(data: DataSection) -> list[Problem]:
+    """Return every problem of the files, folders or function that the data are read from."""
+    if isinstance(data, ArraysData):
+        pairs = {"train": data.train, "test": data.test}
+        return [
+            problem
+            for split, pair in pairs.items()
+            for i, path in enumerate(pair)
+            for problem in _check_path(f"data.{split}.{i}", path, folder=False)
+        ]
+    if isinstance(data, ImageFolderData):
+        return _check_image_folder(data)
+    if isinstance(data, ArraySetData):
+        return _check_array_set(data)
+    return _check_function(data)
+
+
+def run_preflight(job: Job, source: str = "job") -> Preflight:
+    """Read the data of a job that passed `check_job`; try model and loss on them.
+
+    Raises DataError when the data cannot be used, JobError with all fields that do not match the
+    data.
+    """
+    shared, info = _read_data(job)
+    problems = _check_worker_count(job, info)
+    resolved = None
+    if not problems and job.batch_size_search is None:
+        try:
+            resolved = resolve(job, info)
+        except JobError as error:
+            problems += error.problems
+    problems += [*_check_model(job, info), *_check_loss(job, info)]
+    if problems:
+        raise JobError(problems, source)
+    return Preflight(shared, info, resolved)
+
+
+def run_local_preflight(job: Job, source: str) -> Preflight | None:
+    """Run the preflight without a download; return None if the data must be downloaded first."""
+    if not job.data.download:
+        return run_preflight(job, source)
+    section = job.data.model_copy(update={"download": False})
+    try:
+        return run_preflight(job.model_copy(update={"data": section}), source)
+    except DataError:
+        return None
+
+
+def resolve(job: Job, info: DataInfo) -> ResolvedJob:
+    """Build the policy of a job whose batch size and learning rate are final.
+
+    Raises JobError when batch, policy or replayed schedule do not match the length of an epoch.
+    """
+    from raytrain_opt.optim.epoch_steps import epoch_steps
+    from raytrain_opt.search.factory import build_policy
+
+    steps = epoch_steps(info.train_size, job.global_batch_size, job.batch_ramp.steps)
+    return ResolvedJob(job, steps, build_policy(job, steps))
+
+
+def _read_data(job: Job) -> tuple[DatasetArrays | None, DataInfo]:
+    import torch
+
+    from raytrain_opt.data import load_shared_arrays, open_data
+
+    shared = load_shared_arrays(job.data)
+    data = open_data(
+        job.data,
+        shared,
+        seed=job.seed,
+        device=torch.device("cpu"),
+        channels_last=job.channels_last,
+    )
+    try:
+        data.check_samples()
+    finally:
+        data.close()
+    return shared, data.info
+
+
+def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
+    if job.workers.count <= info.train_size:
+        return []
+    rule = f"more than the training set has samples ({info.train_size})"
+    return [Problem("workers.count", rule, str(job.workers.count))]
+
+
+def _check_model(job: Job, info: DataInfo) -> list[Problem]:
+    """Build the model on the CPU, as every worker does, and call it once."""
+    from raytrain_opt.models import build_model, check_output
+
+    shape, classes = info.sample_shape, info.num_classes
+    try:
+        model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
+        check_output(model, shape, classes, "cpu")
+        if job.parallel.mode == "async":
+            from raytrain_opt.async_training.weight_shard import split_parameters
+
+            split_parameters(model, 1)
+    except JobError as error:
+        return error.problems
+    except DataError as error:
+        return [error.problem]
+    return []
+
+
+def _check_loss(job: Job, info: DataInfo) -> list[Problem]:
+    from raytrain_opt.train.loss import check_loss_value
+
+    return check_loss_value(job.loss, info.num_classes)
+
+
+def _check_schedule(section: Any) -> list[Problem]:
+    if not isinstance(section, ReplayPolicy):
+        return []
+    from raytrain_opt.search.factory import read_schedule
+
+    try:
+        read_schedule(section.schedule)
+    except JobError as error:
+        return error.problems
+    return []
+
+
+def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
+    """Check the sampler where the job itself excludes GPUs; otherwise the cluster decides."""
+    search, workers = sections.get("batch_size_search"), sections.get("workers")
+    if search is None or workers is None or workers.use_gpu is not False:
+        return []
+    from raytrain_opt.search.batch_size.factory import check_sampler
+
+    try:
+        check_sampler(search, use_gpu=False)
+    except JobError as error:
+        return error.problems
+    return []
+
+
+def _check_array_set(data: ArraySetData) -> list[Problem]:
+    if data.name == "digits" or data.download:
+        return []
+    hint = "data.download: true downloads the set"
+    return _check_path("data.root", data.root, folder=True, hint=hint)
+
+
+def _check_image_folder(data: ImageFolderData) -> list[Problem]:
+    problems = _check_path("data.root", data.root, folder=True)
+    splits = {"data.train_split": data.train_split, "data.test_split": data.test_split}
+    return problems or [
+        problem
+        for field, split in splits.items()
+        for problem in _check_path(field, f"{data.root}/{split}", folder=True)
+    ]
+
+
+def _check_function(data: DatasetData) -> list[Problem]:
+    try:
+        resolve_function(data.name, "data.name")
+    except JobError as error:
+        return error.problems
+    return []
+
+
+def _check_path(field: str, path: str, *, folder: bool, hint: str | None = None) -> list[Problem]:
+    """Return a problem unless `path` is an existing folder or file, as the field needs."""
+    kind = "folder" if folder else "file"
+    if "://" in path:
+        rule = f"must be a {kind} in the file system of every node, not a URI"
+        return [Problem(field, rule, repr(path))]
+    try:
+        mode = Path(path).expanduser().stat().st_mode
+    except FileNotFoundError:
+        rule = f"no such {kind} on this machine (the job is checked where it starts)"
+        return [Problem(field, rule, repr(path), hint)]
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an unknown ~user
+        reason = error.strerror if isinstance(error, OSError) else None
+        return [Problem(field, f"cannot be read: {reason or error}", repr(path), hint)]
+    is_right_kind = S_ISDIR(mode) if folder else S_ISREG(mode)
+    return [] if is_right_kind else [Problem(field, f"must be a {kind}", repr(path), hint)]

@@ -1,0 +1,166 @@
+"""Progress of a run: what a resume starts from, and the measurements of the current epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.errors import CheckpointError
+from raytrain_opt.recording.records import EpochRecord, RoundRecord, StalenessRecord
+from raytrain_opt.results import EvalTotals, TrainTotals
+from raytrain_opt.search.noise_scale import NoiseScale
+from raytrain_opt.search.policy import CandidateResult, History
+
+
+@dataclass
+class Startup:
+    """Seconds from the start of the process to each mark; monotonic."""
+
+    began_s: float
+    marks_s: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        """Record the time of a mark that is reached for the first time."""
+        self.marks_s.setdefault(name, monotonic_s() - self.began_s)
+
+
+@dataclass(frozen=True)
+class PartialEpoch:
+    """The rounds of an epoch whose main training is not done.
+
+    `lrs`: rates of the steps that were kept. `round_record`: the record of the last round, which
+    the main training completes. Seconds so far, in total and by part.
+    """
+
+    lrs: tuple[float, ...] = ()
+    round_record: RoundRecord | None = None
+    duration_s: float = 0.0
+    timings_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """What a resume starts from, besides the state.
+
+    `lrs`: the rate of each step of the finished epochs. `kept_samples`: samples trained on the
+    way to the present weights. `search_samples`: all other samples trained (the search cost);
+    the winner's kept steps are not counted.
+    """
+
+    next_epoch: int = 1
+    history: History = History()
+    lrs: tuple[float, ...] = ()
+    search_samples: int = 0
+    kept_samples: int = 0
+    partial_epoch: PartialEpoch = PartialEpoch()
+
+    @property
+    def samples(self) -> int:
+        """All samples trained so far."""
+        return self.search_samples + self.kept_samples
+
+    def add_samples(self, *, search: int = 0, kept: int = 0) -> RunProgress:
+        """Return the progress with more (or fewer) samples."""
+        return replace(
+            self,
+            search_samples=self.search_samples + search,
+            kept_samples=self.kept_samples + kept,
+        )
+
+    @property
+    def recorded_rounds(self) -> int:
+        """Number of lines of rounds.jsonl: one per decision whose main training is done."""
+        incomplete = self.partial_epoch.round_record is not None
+        return len(self.history.decisions) - incomplete
+
+    def to_json(self) -> dict[str, Any]:
+        """Return numbers, texts, lists and dicts only."""
+        plain: dict[str, Any] = _PROGRESS.dump_python(self)
+        return plain
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> RunProgress:
+        """Parse the result of `to_json`. Raises CheckpointError if it is something else."""
+        try:
+            return _PROGRESS.validate_python(value)
+        except ValidationError as error:
+            raise CheckpointError(f"the checkpoint has no progress of a run: {error}") from error
+
+
+_PROGRESS = TypeAdapter(RunProgress)
+
+
+@dataclass
+class EpochMetrics:
+    """Measurements of the current epoch until it is recorded.
+
+    `results`: of the round in progress. `lrs`: rates of the steps on the way to the weights.
+    """
+
+    started_s: float
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    results: Sequence[CandidateResult] = ()
+    round_record: RoundRecord | None = None
+    lrs: list[float] = field(default_factory=list)
+    weight_decay_factor: float = 1.0
+    train: TrainTotals | None = None
+    test: EvalTotals | None = None
+    staleness: dict[str, object] | None = None
+
+    @property
+    def train_loss(self) -> float:
+        """Mean training loss; NaN if a pre-training as long as the epoch left no step for it."""
+        assert self.train is not None
+        return self.train.loss if self.train.samples else math.nan
+
+    @classmethod
+    def resumed(cls, partial: PartialEpoch) -> EpochMetrics:
+        """Continue the timing from the seconds spent before the interruption."""
+        metrics = cls(
+            monotonic_s() - partial.duration_s,
+            round_record=partial.round_record,
+            lrs=list(partial.lrs),
+        )
+        metrics.stopwatch.timings_s.update(partial.timings_s)
+        return metrics
+
+    def partial(self) -> PartialEpoch:
+        """Return what a run resumed now needs of this epoch."""
+        duration_s = monotonic_s() - self.started_s
+        timings_s = dict(self.stopwatch.timings_s)
+        return PartialEpoch(tuple(self.lrs), self.round_record, duration_s, timings_s)
+
+
+def epoch_record(epoch: int, metrics: EpochMetrics, workers: int) -> EpochRecord:
+    """Return a line of epochs.jsonl; `workers`: how many took part at the end of the epoch."""
+    train, test = metrics.train, metrics.test
+    assert train is not None
+    noise = None if train.norms is None else NoiseScale.from_norms(train.norms)
+    return EpochRecord(
+        epoch=epoch,
+        lr=metrics.lrs[-1],
+        lr_first=metrics.lrs[0],
+        train_loss=metrics.train_loss,
+        train_accuracy=train.accuracy if train.samples else math.nan,
+        test_loss=test.loss if test else None,
+        test_accuracy=test.accuracy if test else None,
+        test_top5=test.top5 if test else None,
+        test_samples=test.samples if test else 0,
+        workers=workers,
+        samples=train.samples,
+        samples_per_s=train.samples / train.duration_s if train.duration_s else 0.0,
+        skipped=train.skipped,
+        duration_s=monotonic_s() - metrics.started_s,
+        timings_s=dict(metrics.stopwatch.timings_s),
+        noise_scale=noise,
+        staleness=(
+            None
+            if metrics.staleness is None
+            else StalenessRecord.model_validate(metrics.staleness)
+        ),
+    )

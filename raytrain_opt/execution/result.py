@@ -1,0 +1,144 @@
+"""The end of a run: result.json, the report, the summary in the terminal, and `RunResult`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raytrain_opt.clock import monotonic_s, utc_now
+from raytrain_opt.execution.training_run import TrainingRun
+from raytrain_opt.recording.reader import read_lines
+from raytrain_opt.recording.recorder import versions
+from raytrain_opt.recording.records import (
+    EpochRecord,
+    EpochResult,
+    Hardware,
+    ResultRecord,
+    RoundRecord,
+    SearchResult,
+)
+from raytrain_opt.report import write_report
+from raytrain_opt.search.noise_scale import summarize
+from raytrain_opt.terminal.progress import print_summary
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a run, for scripts.
+
+    Accuracies are fractions, 0..1; None when no epoch was evaluated. `lrs`: the learning rate of
+    every step. `summary`: the content of result.json.
+    """
+
+    run_dir: str
+    test_accuracy: float | None
+    best_test_accuracy: float | None
+    best_epoch: int | None
+    lrs: tuple[float, ...]
+    wall_s: float
+    summary: dict[str, Any]
+
+
+def finish(run: TrainingRun) -> RunResult:
+    """Finish the last checkpoint, write result.json and the report, publish, print the summary."""
+    run.checkpoints.wait()
+    run_dir = str(run.paths.local)
+    epochs = read_lines(run_dir, run.paths.epochs.name, EpochRecord)
+    rounds = read_lines(run_dir, run.paths.rounds.name, RoundRecord)
+    record = _result(run, epochs, monotonic_s() - run.startup.began_s)
+    run.recorder.result(record)
+    run.recorder.close()
+    report = write_report([run_dir], run.paths.shown)
+    run.paths.publish()
+    run.terminal.advance(run.job.epochs)
+    print_summary(_rows(epochs, rounds), _facts(run, record, report))
+    return RunResult(
+        run_dir=run.paths.shown,
+        test_accuracy=record.final.test_accuracy,
+        best_test_accuracy=record.best.test_accuracy if record.best else None,
+        best_epoch=record.best.epoch if record.best else None,
+        lrs=run.progress.lrs,
+        wall_s=record.wall_s,
+        summary=record.model_dump(),
+    )
+
+
+def _result(run: TrainingRun, epochs: Sequence[EpochRecord], wall_s: float) -> ResultRecord:
+    evaluated = [epoch for epoch in epochs if epoch.test_accuracy is not None]
+    best = max(evaluated, key=lambda epoch: epoch.test_accuracy or 0.0, default=None)
+    progress = run.progress
+    return ResultRecord(
+        finished_utc=utc_now(),
+        job=run.job.name,
+        run_dir=run.paths.shown,
+        epochs=run.job.epochs,
+        steps_per_epoch=run.steps.first,
+        final=EpochResult.from_epoch(epochs[-1]),
+        best=None if best is None else EpochResult.from_epoch(best),
+        search=SearchResult(
+            samples=progress.search_samples,
+            main_samples=progress.kept_samples,
+            fraction_of_training=progress.search_samples / max(progress.kept_samples, 1),
+            rounds=len(progress.history.decisions),
+            candidate_batch=run.job.learning_rate.candidate_batch,
+        ),
+        wall_s=wall_s,
+        time_to_first_step_s=run.startup.marks_s.get("first_step_s"),
+        startup_s=dict(run.startup.marks_s),
+        parallel=run.parallel,
+        noise_scale=summarize([e.noise_scale for e in epochs if e.noise_scale is not None]),
+        restarts=run.restarts(),
+        versions=versions(),
+        hardware=_hardware(run),
+    )
+
+
+def _hardware(run: TrainingRun) -> Hardware:
+    names = ("CPU", "GPU", "memory")
+    resources = run.backend.node_resources()
+    return Hardware(
+        nodes=tuple({name: node[name] for name in names if name in node} for node in resources),
+        workers=run.backend.workers.size,
+        slots=run.backend.slots.size if run.backend.slots else 0,
+        workers_use_gpu=run.backend.use_gpu,
+    )
+
+
+def _rows(
+    epochs: Sequence[EpochRecord], rounds: Sequence[RoundRecord]
+) -> list[tuple[str, str, str, str]]:
+    """Return a row per epoch: number, candidates' rates, chosen rate, test accuracy."""
+    rates: dict[int, list[str]] = {}
+    for record in rounds:
+        texts = [f"{candidate.lr:.4g}" for candidate in record.candidates]
+        rates.setdefault(record.epoch, []).extend(texts)
+    return [
+        (
+            str(epoch.epoch),
+            " ".join(rates.get(epoch.epoch, [])) or "-",
+            f"{epoch.lr:.4g}",
+            "-" if epoch.test_accuracy is None else f"{epoch.test_accuracy:.2%}",
+        )
+        for epoch in epochs
+    ]
+
+
+def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[str, str]]:
+    """Return name and text of each line below the table."""
+    run_dir, checkpoint = run.paths.shown, run.checkpoints.latest
+    facts = [
+        ("wall time", f"{record.wall_s:.1f} s"),
+        ("search cost", f"{record.search.fraction_of_training:.0%} of the training's samples"),
+        ("report", report),
+        ("result", f"{run_dir}/result.json"),
+        ("rounds", f"{run_dir}/rounds.jsonl"),
+        ("epochs", f"{run_dir}/epochs.jsonl"),
+        ("schedule", f"{run_dir}/schedule.json"),
+        ("TensorBoard", f"tensorboard --logdir {run_dir}/tensorboard"),
+    ]
+    if record.noise_scale is not None:
+        facts.insert(2, ("noise scale", record.noise_scale.sentence))
+    if checkpoint is not None:
+        facts.append(("checkpoint", f"{run_dir}/checkpoints/{checkpoint.folder}"))
+    return facts

@@ -1,0 +1,80 @@
+"""`resume: auto`: find the unfinished run that a job resumes.
+
+The same command can then be given again and again until the training is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raytrain_opt import storage
+from raytrain_opt.config.error_messages import shown
+from raytrain_opt.config.load import parse_job, plain_job
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling
+from raytrain_opt.paths import newest_unfinished
+from raytrain_opt.recording.reader import read_record
+from raytrain_opt.recording.records import BatchSizeRecord
+
+# They say where runs are and which of them is resumed, not what a run computes.
+_NOT_COMPARED = ("storage_path", "resume")
+_ABSENT = object()
+
+
+def find_unfinished_run(job: Job) -> str | None:
+    """Return the newest run directory of this name with checkpoints and without a result.
+
+    None if there is no such run, or if the job asks for a new one. Raises JobError when that run
+    was started with another job: its results would belong to neither.
+    """
+    run_dir = newest_unfinished(job.storage_path, job.name) if job.resume == "auto" else None
+    if run_dir is not None:
+        _refuse_another_job(job, run_dir)
+    return run_dir
+
+
+def _refuse_another_job(job: Job, run_dir: str) -> None:
+    text = (storage.read(run_dir, "job.yaml") or b"").decode(errors="replace")
+    jobs = (job, parse_job(text, f"{run_dir}/job.yaml"))
+    now, then = (_flatten(plain_job(_resolve(job, run_dir))) for job in jobs)
+    problems = [
+        Problem(key, f"is {_value_text(then, key)} in that run", _value_text(now, key))
+        for key in {**now, **then}
+        if now.get(key, _ABSENT) != then.get(key, _ABSENT) and key not in _NOT_COMPARED
+    ]
+    if problems:
+        raise JobError([_remedies(run_dir), *problems])
+
+
+def _remedies(run_dir: str) -> Problem:
+    rule = f"auto found the unfinished run {run_dir}, which was started with another job"
+    hint = (
+        "set the fields below to their values in that run, or resume that run unchanged: "
+        f"raytrain-opt run --resume {run_dir}, or start a new run: --set resume=never, or another "
+        "name"
+    )
+    return Problem("resume", rule, hint=hint)
+
+
+def _resolve(job: Job, run_dir: str) -> Job:
+    """Return the job as that run writes it: with its batch size found and its rate scaled."""
+    if job.batch_size_search:
+        record = read_record(run_dir, "batch_size.json", BatchSizeRecord)
+        if record is not None:
+            job = apply_batch_size(job, record.batch_size_per_worker)
+    return resolve_lr_scaling(job)
+
+
+def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return every value by its dotted path."""
+    fields: dict[str, Any] = {}
+    for key, value in section.items():
+        path = f"{prefix}{key}"
+        fields |= _flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return fields
+
+
+def _value_text(fields: Mapping[str, Any], key: str) -> str:
+    return shown(fields[key]) if key in fields else "not set"

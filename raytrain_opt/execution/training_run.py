@@ -1,0 +1,387 @@
+"""One execution of a job: the moves that `driver.train` is made of.
+
+A `TrainingRun` commands the pools, measures, and writes records and checkpoints. The policy
+decides about learning rates. The same class runs on Ray and in one process: see `pools.protocol`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.errors import DivergedError, PoolError
+from raytrain_opt.execution.checkpoint_writer import CheckpointSink, CheckpointWriter
+from raytrain_opt.execution.preflight import ResolvedJob
+from raytrain_opt.execution.progress import (
+    EpochMetrics,
+    PartialEpoch,
+    RunProgress,
+    Startup,
+    epoch_record,
+)
+from raytrain_opt.optim.epoch_steps import ramp_factor
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.pools.commands import (
+    MainTrain,
+    Pretrain,
+    Progress,
+    SendCandidateState,
+    SendInitialState,
+    StateRef,
+)
+from raytrain_opt.pools.protocol import Backend, Pool
+from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import Recorder
+from raytrain_opt.recording.records import RoundRecord, ScheduleRecord
+from raytrain_opt.search.fixed_schedule import RecordedSchedule
+from raytrain_opt.search.policy import (
+    CandidateResult,
+    Decision,
+    History,
+    TrainEpoch,
+    TryCandidates,
+    is_finite,
+)
+from raytrain_opt.terminal.progress import Terminal
+from raytrain_opt.train.checkpoint import Checkpoint, Checkpoints, read_checkpoint
+from raytrain_opt.train.weight_average import average_states
+
+
+class TrainingRun:
+    """Everything alive of one run; implements `driver.Run`."""
+
+    def __init__(
+        self,
+        resolved: ResolvedJob,
+        backend: Backend,
+        paths: RunPaths,
+        recorder: Recorder,
+        checkpoints: CheckpointSink,
+        event_log: EventLog,
+        terminal: Terminal,
+        startup: Startup,
+    ) -> None:
+        self.job, self.policy, self.steps = resolved.job, resolved.policy, resolved.steps
+        self.backend = backend
+        self.paths, self.recorder, self.checkpoints = paths, recorder, checkpoints
+        self.event_log, self.terminal, self.startup = event_log, terminal, startup
+        self.progress = RunProgress()
+        self.parallel: dict[str, object] = {}  # how gradients were exchanged, latest epoch
+        self._epoch = EpochMetrics(monotonic_s())
+        self._workers_ready = False
+        self._workers_at_work = backend.workers.size
+        for pool in backend.pools:
+            pool.on_wait = self._on_wait
+
+    @property
+    def history(self) -> History:
+        """Decisions and losses so far; after `initial_state`, also of a resumed run's past."""
+        return self.progress.history
+
+    @property
+    def epochs_left(self) -> range:
+        """Numbers of the epochs to train."""
+        return range(self.progress.next_epoch, self.job.epochs + 1)
+
+    @property
+    def lrs(self) -> tuple[float, ...]:
+        """The rate of each step so far, including the current epoch."""
+        return (*self.progress.lrs, *self._epoch.lrs)
+
+    @property
+    def round_results(self) -> Sequence[CandidateResult]:
+        """Results of the latest round of the current epoch."""
+        return self._epoch.results
+
+    # The moves, in the order in which the algorithm makes them.
+
+    def initial_state(self) -> StateRef:
+        """Return the last checkpoint's state, or else that of slot 0 or rank 0.
+
+        All processes start from it: equal seeds need not give equal weights in each of them.
+        """
+        self.terminal.phase("starting", 0, self.job.epochs)
+        slots = self.backend.slots
+        if slots is not None:
+            slots.wait_until_ready(self.job.timeouts.start_s)
+            self.startup.mark("slots_ready_s")
+            self.backend.workers.start()
+        if self.checkpoints.latest is not None:
+            return self._resume_from(self.checkpoints.latest)
+        pool = slots or self._wait_for_workers()
+        state: StateRef = pool.command(SendInitialState(), expected=range(1))[0]
+        self.backend.states.keep(state)
+        return state
+
+    def pretrain(self, state: StateRef, action: TryCandidates) -> list[CandidateResult]:
+        """Train and score every candidate, distributed over the slots in waves."""
+        pool = self._slots
+        self._show_phase(action.epoch, f"pre-train {len(action.candidates)} candidates")
+        with self._epoch.stopwatch.measure("pretrain_s"):
+            slots = pool.alive()
+            replies = pool.command(Pretrain(state, action, slots), slots)
+        if not replies:
+            raise PoolError(
+                f"epoch {action.epoch}: every slot died more often than max_restarts "
+                f"({self.job.max_restarts}) allows"
+            )
+        results = [result for reply in replies.values() for result in reply.results]
+        results += self._lost_results(action, results)
+        results.sort(key=lambda result: result.candidate.index)
+        self.progress = self.progress.add_samples(search=sum(r.samples for r in results))
+        durations_s = (sum(r.duration_s for r in reply.results) for reply in replies.values())
+        self._epoch.stopwatch.timings_s["longest_slot_s"] = max(durations_s)
+        self._epoch.results = results
+        return results
+
+    def state_after(self, state: StateRef, action: TryCandidates, decision: Decision) -> StateRef:
+        """Return the winner's state after the kept steps, or the mean of averaged candidates.
+
+        Without a winner or kept steps, return `state`.
+        """
+        winner, results = decision.winner, self.round_results
+        if winner is None or action.kept_steps == 0:
+            self._write_round(RoundRecord.from_decision(action, results, decision, None))
+            self.terminal.note(f"epoch {action.epoch}: {decision.reason}")
+            return state
+        with self._epoch.stopwatch.measure("take_state_s"):
+            if decision.averaged:
+                kept = self._average(state, action, decision.averaged)
+            else:
+                kept = self._fetch_candidate_state(state, action, winner)
+            self.backend.states.keep(kept)
+        # Search cost: samples trained beyond those that remain in the weights. The winner's kept
+        # steps remain; an average counts like one candidate.
+        samples = winner.samples * action.kept_steps // action.pretrain_steps
+        self.progress = self.progress.add_samples(search=-samples, kept=samples)
+        self._epoch.lrs = list(winner.candidate.lrs(action)[: action.kept_steps])
+        self._epoch.round_record = RoundRecord.from_decision(
+            action, results, decision, kept.sha256
+        )
+        return kept
+
+    def checkpoint_round(self, state: StateRef, history: History) -> None:
+        """Begin to save the state after a round, so that no round is repeated."""
+        self.progress = replace(
+            self.progress, history=history, partial_epoch=self._epoch.partial()
+        )
+        epoch = self.progress.next_epoch
+        self._save(state, epoch - 1, rounds=len(history.rounds_of(epoch)))
+
+    def train_epoch(self, state: StateRef, action: TrainEpoch) -> tuple[StateRef, float]:
+        """Train the rest of the epoch on all workers; return the new state and the mean loss.
+
+        The loss is NaN if pre-training was as long as the epoch. Raises DivergedError if the
+        loss of any step is not finite.
+        """
+        self._wait_for_workers()
+        self._show_phase(action.epoch, "main train")
+        first_step = self.steps(action.epoch) - len(action.lrs)
+        command = MainTrain(
+            state, action.epoch, first_step, action.lrs, action.weight_decay_factor
+        )
+        with self._epoch.stopwatch.measure("main_train_s"):
+            outcome = self.backend.main_training.train(
+                command, check=self._epoch.round_record is not None
+            )
+        self._report_worker_count(action.epoch, outcome.workers)
+        self.backend.states.keep(outcome.state)
+        self._epoch.train, self.parallel = outcome.totals, outcome.parallel
+        self._epoch.staleness = outcome.staleness
+        self._epoch.weight_decay_factor = action.weight_decay_factor
+        self._epoch.lrs.extend(action.lrs)
+        seconds = {f"main_{name}": value for name, value in outcome.timings_s.items()}
+        self._epoch.stopwatch.timings_s.update(seconds)
+        factor = ramp_factor(self.job.batch_ramp.steps, action.epoch)
+        samples = len(action.lrs) * self.job.global_batch_size * factor
+        self.progress = self.progress.add_samples(kept=samples)
+        if self._epoch.round_record is not None:
+            self._write_round(self._epoch.round_record, outcome.loaded_sha256)
+        self._raise_if_diverged(action, outcome.totals.loss)
+        return outcome.state, self._epoch.train_loss
+
+    def evaluate(self, state: StateRef, epoch: int) -> None:
+        """Measure top-1 and top-5 on the test split, if `evaluate.every_epochs` says so."""
+        if epoch % self.job.evaluate.every_epochs and epoch != self.job.epochs:
+            return
+        self.terminal.phase("evaluate", epoch, self.job.epochs)
+        with self._epoch.stopwatch.measure("evaluate_s"):
+            self._epoch.test = self.backend.main_training.evaluate(state)
+
+    def checkpoint_epoch(self, state: StateRef, history: History) -> None:
+        """Record the epoch; begin to save its state, if `checkpoint.every_epochs` says so."""
+        epoch = self.progress.next_epoch
+        record = epoch_record(epoch, self._epoch, self._workers_at_work)
+        self.progress = replace(
+            self.progress,
+            next_epoch=epoch + 1,
+            history=history,
+            lrs=self.lrs,
+            partial_epoch=PartialEpoch(),
+        )
+        self.recorder.epoch(record, self.steps.before(epoch + 1))
+        self.event_log.write(epoch, self.backend.pools)
+        steps = tuple(self.steps(done) for done in range(1, epoch + 1))
+        schedule = RecordedSchedule(steps, self.progress.lrs, self._epoch.weight_decay_factor)
+        self.recorder.schedule(ScheduleRecord.model_validate(schedule.to_json()))
+        if epoch % self.job.checkpoint.every_epochs == 0 or epoch == self.job.epochs:
+            self._save(state, epoch, test_accuracy=record.test_accuracy)
+        self.terminal.epoch(record, self.job.epochs)
+        # The next epoch starts where this record's time ends, so that no time is lost.
+        self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
+
+    # After the last move.
+
+    def restarts(self) -> dict[str, int]:
+        """Return how often a resident of each pool was restarted."""
+        return {pool.name: pool.restarts() for pool in self.backend.pools}
+
+    def close(self) -> None:
+        """Let a checkpoint in progress finish, then close the records."""
+        self.checkpoints.close()
+        self.recorder.close()
+
+    # Details of the moves.
+
+    @property
+    def _slots(self) -> Pool:
+        assert self.backend.slots is not None  # the policy has candidates
+        return self.backend.slots
+
+    def _wait_for_workers(self) -> Pool:
+        if not self._workers_ready:
+            self.backend.workers.wait_until_ready(self.job.timeouts.start_s)
+            self.startup.mark("workers_ready_s")
+            self._workers_ready = True
+        return self.backend.workers
+
+    def _resume_from(self, checkpoint: Checkpoint) -> StateRef:
+        state, progress = read_checkpoint(self.paths.checkpoints / checkpoint.folder)
+        self.progress = RunProgress.from_json(progress)
+        self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
+        epoch = self.progress.next_epoch
+        self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
+        self.event_log.resume_clock(epoch, f"resumed after {checkpoint.reached}")
+        return self.backend.states.put(checkpoint.folder, state)
+
+    def _lost_results(
+        self, action: TryCandidates, results: Sequence[CandidateResult]
+    ) -> list[CandidateResult]:
+        """Return a result for each candidate whose slot died too often: the round does without."""
+        finished = {result.candidate.index for result in results}
+        lost = [c for c in action.candidates if c.index not in finished]
+        if lost:
+            lrs = ", ".join(f"{candidate.lr:.3g}" for candidate in lost)
+            self.event_log.log(
+                "lost",
+                action.epoch,
+                f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
+                "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
+                f"{len(self._slots.alive())} of {self._slots.size} slots are left",
+            )
+        return [CandidateResult.lost(candidate) for candidate in lost]
+
+    def _fetch_candidate_state(
+        self, start: StateRef, action: TryCandidates, result: CandidateResult
+    ) -> StateRef:
+        slots = self._slots.alive()
+        # Prefer the slot that trained the candidate; any other can train it again.
+        for slot in sorted(slots, key=lambda slot: slot != result.slot):
+            command = SendCandidateState(Pretrain(start, action, slots), result.candidate, slot)
+            replies = self._slots.command(command, (slot,))
+            if replies:
+                state: StateRef = replies[slot]
+                return state
+        raise PoolError(f"epoch {action.epoch}: no slot is left to send the winner's state")
+
+    def _average(
+        self, start: StateRef, action: TryCandidates, averaged: Sequence[CandidateResult]
+    ) -> StateRef:
+        """Average in the driver, which reads the states of all slots without a copy."""
+        # The last candidate of a slot is still in its model; loading another would displace it.
+        last_first = sorted(averaged, key=lambda r: r.candidate.index, reverse=True)
+        states = {
+            r.candidate.index: self.backend.states.get(
+                self._fetch_candidate_state(start, action, r)
+            )
+            for r in last_first
+        }
+        mean = average_states([states[r.candidate.index] for r in averaged])
+        ref = self.backend.states.put(f"{action.epoch}.average", mean)
+        return replace(ref, sha256=mean.digest())
+
+    def _on_wait(self, pool: str, progress: Progress | None) -> None:
+        """Show the progress; called about twice a second while a pool works."""
+        if "first_step_s" not in self.startup.marks_s and self.backend.workers.has_trained:
+            self.startup.mark("first_step_s")
+        if progress is not None and pool == self.backend.workers.name:
+            epoch = self.progress.next_epoch
+            done = len(self._epoch.lrs) + max(progress.done, 0)
+            self.terminal.advance(epoch - 1 + done / self.steps(epoch))
+
+    def _show_phase(self, epoch: int, phase: str) -> None:
+        self.terminal.phase(phase, epoch, self.job.epochs)
+        self.terminal.advance(epoch - 1)
+
+    def _report_worker_count(self, epoch: int, workers: int) -> None:
+        before, self._workers_at_work = self._workers_at_work, workers
+        if workers != before:
+            self.event_log.log(
+                "fewer" if workers < before else "more",
+                epoch,
+                f"epoch {epoch}: running on {workers} of {self.backend.workers.size} workers; "
+                "global batch size unchanged",
+            )
+
+    def _write_round(self, record: RoundRecord, loaded_sha256: Sequence[str | None] = ()) -> None:
+        complete = record.complete(loaded_sha256, self._epoch.stopwatch.timings_s)
+        self.recorder.round(complete, self.steps.before(record.epoch))
+
+    def _raise_if_diverged(self, action: TrainEpoch, loss: float) -> None:
+        if is_finite(loss):
+            return
+        latest = self.checkpoints.latest
+        kept = f"the last checkpoint is after {latest.reached}" if latest else "no checkpoint yet"
+        raise DivergedError(
+            f"epoch {action.epoch}: the training loss is {loss} at learning rates "
+            f"{min(action.lrs, default=0):.4g} to {max(action.lrs, default=0):.4g}; {kept} in "
+            f"{self.paths.shown}. Lower learning_rate.initial or add a warm-up "
+            "(learning_rate.warmup)."
+        )
+
+    def _save(
+        self, state: StateRef, epoch: int, *, rounds: int = 0, test_accuracy: float | None = None
+    ) -> None:
+        self.checkpoints.save(
+            epoch,
+            self.backend.states.get(state),
+            self.progress,
+            rounds=rounds,
+            test_accuracy=test_accuracy,
+        )
+
+
+@contextmanager
+def open_training_run(
+    resolved: ResolvedJob,
+    backend: Backend,
+    paths: RunPaths,
+    checkpoints: Checkpoints,
+    terminal: Terminal,
+    startup: Startup,
+) -> Iterator[TrainingRun]:
+    """Yield a run that writes to its run directory; record why it ended if it was not finished."""
+    recorder = Recorder(paths)
+    event_log = EventLog(recorder, terminal, startup.began_s)
+    writer = CheckpointWriter(checkpoints, paths, event_log)
+    run = TrainingRun(resolved, backend, paths, recorder, writer, event_log, terminal, startup)
+    try:
+        yield run
+    except BaseException as error:
+        run.close()
+        event_log.close_with(run.progress.next_epoch, error)
+        raise
+    finally:
+        run.close()

@@ -1,0 +1,78 @@
+"""Check that a model accepts the data: one small forward pass before anything long starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from raytrain_opt.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# One sample would hide a model that drops or averages the batch dimension.
+_SAMPLES = 2
+
+
+def check_output(
+    model: nn.Module,
+    sample_shape: tuple[int, ...],
+    num_classes: int,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Pass a batch of two zero samples through `model`, which is on `device`, in eval mode.
+
+    `dtype` is the type of the samples (default: float32). Weights, buffers, random states,
+    gradients and the mode of every layer are preserved, also when the check fails.
+    Raises DataError: the model cannot take such samples, or its output is not
+    [2, num_classes]; the message names the fields to change.
+    """
+    import torch
+
+    samples = torch.zeros(_SAMPLES, *sample_shape, device=device, dtype=dtype or torch.float32)
+    with _preserve_model(model, torch.device(device)), torch.no_grad():
+        model.eval()
+        try:
+            output = model(samples)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise DataError(
+                "model",
+                f"it cannot process a batch of these data, shape {list(samples.shape)}: "
+                f"{type(error).__name__}: {error}. Choose another model.name, change model.args "
+                "or use samples of another shape.",
+            ) from error
+    shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+    if shape != [_SAMPLES, num_classes]:
+        raise DataError(
+            "model",
+            f"its output for {_SAMPLES} samples must be [{_SAMPLES}, {num_classes}] (samples, "
+            f"classes of the data), but is {shape}. Change model.args, or data.num_classes if "
+            "the data have another number of classes.",
+        )
+
+
+@contextmanager
+def _preserve_model(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore the mode of every layer, every buffer and the random states on exit."""
+    import torch
+
+    from raytrain_opt.random_state import preserve_modes, preserve_random_state
+
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    with preserve_random_state(device), preserve_modes(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, value in buffers:
+                    buffer.copy_(value)
+                    setattr(module, name, buffer)  # forward may have put another tensor there

@@ -1,0 +1,123 @@
+"""Build the network that the `model` section of a job names; equal seeds give equal weights."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from raytrain_opt.config.functions import is_function_name, resolve_function
+from raytrain_opt.config.schema import ModelSection
+from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError
+from raytrain_opt.models.check import DATA_ARGUMENTS, check_names, keyword_parameters
+from raytrain_opt.models.registry import TORCHVISION_DEFAULTS, model_function, model_names
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def build_model(
+    section: ModelSection, *, num_classes: int, sample_shape: tuple[int, ...], seed: int
+) -> nn.Module:
+    """Build the network on the CPU, in training mode, from `seed`.
+
+    `sample_shape` is the shape of one sample: [channels, height, width] for all named models. A
+    user's function is called with `args` and, where its signature has them, `num_classes` and
+    `sample_shape`; `args` take precedence. The CPU's random state is preserved.
+    Raises JobError (unknown name, wrong arguments, no usable nn.Module) and DataError (the
+    named model cannot take such samples).
+    """
+    import torch
+
+    problems = check_names(section)
+    if problems:
+        raise JobError(problems)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = construct(section, num_classes=num_classes, sample_shape=sample_shape)
+        except NotImplementedError as error:  # torchvision lacks this combination of arguments
+            raise JobError([_rejected(str(section.name), section.args, error)]) from error
+    _require_trainable(model)
+    return model.train()
+
+
+def construct(
+    section: ModelSection, *, num_classes: int, sample_shape: tuple[int, ...]
+) -> nn.Module:
+    """Construct the network from the current random state; its names must have been checked."""
+    data_args = {"num_classes": num_classes, "sample_shape": tuple(sample_shape)}
+    if is_function_name(section.name):
+        function = resolve_function(section.name, "model.name")
+        return _call_user_function(function, section.args, data_args)
+    name = str(section.name)
+    function = model_function(name) if name in model_names() else _torchvision(name, sample_shape)
+    try:
+        model: nn.Module = function(**data_args, **section.args)
+    except (RaytrainOptError, NotImplementedError):
+        raise
+    except Exception as error:
+        raise JobError([_rejected(name, section.args, error)]) from error
+    return model
+
+
+def _torchvision(name: str, sample_shape: tuple[int, ...]) -> Callable[..., Any]:
+    from torchvision import models
+
+    if len(sample_shape) != 3 or sample_shape[0] != 3:
+        raise DataError(
+            "model.name",
+            f"torchvision's {name} takes color images [3, height, width], but a sample of these "
+            f"data has shape {list(sample_shape)}. Built-in models take any number of channels: "
+            f"{', '.join(model_names())}.",
+        )
+    builder = models.get_model_builder(name)
+    defaults = TORCHVISION_DEFAULTS.get(name, {})
+
+    def build(num_classes: int, sample_shape: tuple[int, ...], **args: Any) -> Any:
+        return builder(weights=None, num_classes=num_classes, **{**defaults, **args})
+
+    return build
+
+
+def _call_user_function(
+    function: Callable[..., Any], args: dict[str, Any], data_args: dict[str, Any]
+) -> nn.Module:
+    from torch import nn
+
+    parameters, accepts_any = keyword_parameters(function)
+    accepted = {key: data_args[key] for key in DATA_ARGUMENTS if accepts_any or key in parameters}
+    try:
+        model = function(**{**accepted, **args})
+    except RaytrainOptError:
+        raise
+    except Exception as error:
+        raise JobError([_raised(error)]) from error
+    if not isinstance(model, nn.Module):
+        rule = f"must return a torch.nn.Module, but returned {type(model).__name__}"
+        name = getattr(function, "__qualname__", repr(function))
+        raise JobError([Problem("model.name", rule, name)])
+    return model
+
+
+def _raised(error: Exception) -> Problem:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    rule = f"the model's function raised {type(error).__name__}: {error}"
+    return Problem("model.name", rule, None, f"at {frame.filename}:{frame.lineno}")
+
+
+def _rejected(name: str, args: dict[str, Any], error: Exception) -> Problem:
+    path = f"model.args.{next(iter(args))}" if len(args) == 1 else "model.args"
+    return Problem(path, f"{name} rejects it: {error}", repr(args) if args else None)
+
+
+def _require_trainable(model: nn.Module) -> None:
+    from torch.nn.parameter import is_lazy
+
+    if any(is_lazy(tensor) for tensor in [*model.parameters(), *model.buffers()]):
+        rule = "the model has lazy layers, whose weights would not depend on the seed"
+        hint = "use layers with sizes: num_classes and sample_shape are passed to your function"
+        raise JobError([Problem("model.name", rule, None, hint)])
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        rule = "the model has no parameter that requires a gradient: nothing to train"
+        raise JobError([Problem("model.name", rule)])

@@ -1,0 +1,78 @@
+"""Time, device utilization and memory of a worker or slot during a command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.errors import ResourcesError
+from raytrain_opt.monitoring.nvml import NvmlSampler
+from raytrain_opt.monitoring.samplers import CpuSampler, Sampler
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Resources that one command used.
+
+    `utilization_pct`: of the process's compute threads during the command, or of its GPU in NVML's
+    last window; None when the GPU reports nothing. `memory_mib`: peak memory of tensors on the
+    GPU so far, or resident memory of the process. `timings_s`: as the command measured itself.
+    """
+
+    duration_s: float
+    utilization_pct: float | None = None
+    memory_mib: float | None = None
+    timings_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class UsageMeter:
+    """Measures each command, at a cost of some tens of microseconds on a CPU."""
+
+    def __init__(self, sampler: Sampler | None, memory_mib: Callable[[], float]) -> None:
+        self._sampler, self._memory_mib = sampler, memory_mib
+        self._start_s = monotonic_s()
+
+    @classmethod
+    def for_this_process(cls) -> UsageMeter:
+        """Return a meter of the GPU that torch uses in this process, otherwise of its CPU time."""
+        import psutil
+        import torch
+
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return cls(_gpu_sampler(), lambda: torch.cuda.max_memory_allocated() / _MIB)
+        process = psutil.Process()
+        return cls(CpuSampler(torch.get_num_threads()), lambda: process.memory_info().rss / _MIB)
+
+    def begin(self) -> None:
+        """Start measuring a command."""
+        self._start_s = monotonic_s()
+        if self._sampler is not None:
+            self._sampler.restart()
+
+    def end(self, timings_s: Mapping[str, float]) -> Usage:
+        """Return the usage since `begin`."""
+        duration_s = monotonic_s() - self._start_s
+        return Usage(duration_s, self._utilization_pct(), self._memory_mib(), dict(timings_s))
+
+    def _utilization_pct(self) -> float | None:
+        """Return the utilization; a GPU that fails to report it is not asked again."""
+        try:
+            return None if self._sampler is None else self._sampler.sample()
+        except ResourcesError:
+            self._sampler = None
+            return None
+
+
+def _gpu_sampler() -> NvmlSampler | None:
+    """Return None when NVML cannot monitor this GPU (MIG): training does not depend on it."""
+    import torch
+
+    ordinal = torch.cuda.current_device()
+    try:
+        uuid = str(torch.cuda.get_device_properties(ordinal).uuid)
+        return NvmlSampler.open(ordinal, uuid)
+    except ResourcesError:
+        return None

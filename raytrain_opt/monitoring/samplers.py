@@ -1,0 +1,187 @@
+"""Utilization of a device: samplers with one interface, and a monitor that samples in a thread.
+
+A sample is a percentage. "Top half" is the mean of the largest 50 % of the samples, the objective
+of MBSO's GpuUsageMaximize.
+"""
+
+from __future__ import annotations
+
+import threading
+from math import ceil, nan
+from statistics import fmean
+from types import TracebackType
+from typing import Protocol
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.batch_size import UtilizationSection
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.monitoring.nvml import NvmlSampler
+
+
+class Sampler(Protocol):
+    """Source of utilization samples. Used by one thread at a time; its owner closes it."""
+
+    def restart(self) -> None:
+        """Start the interval of the next sample now."""
+
+    def sample(self) -> float:
+        """Return percent, 0..100, since the last call, or now if the device reports only that."""
+        ...
+
+    def energy_j(self) -> float | None:
+        """Return the device's energy counter in joule; None when it has none."""
+        ...
+
+    def close(self) -> None:
+        """Release resources; a second call does nothing."""
+
+
+def open_sampler(
+    section: UtilizationSection,
+    *,
+    use_gpu: bool,
+    threads: int,
+    gpu_uuid: str | None = None,
+    ordinal: int = 0,
+) -> Sampler:
+    """Open the sampler that the job requests.
+
+    Args:
+        section: batch_size_search.utilization.
+        use_gpu: whether the process trains on a GPU.
+        threads: compute threads of the process; when all are busy, the CPU sampler returns 100 %.
+        gpu_uuid: UUID of its GPU, from torch; needed when the GPUs of a node differ.
+        ordinal: index of its GPU under CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        JobError: the job requests nvml without a GPU.
+        ResourcesError: NVML cannot monitor this GPU.
+    """
+    if section.sampler == "nvml" and not use_gpu:
+        rule = "must be cpu or auto when the job trains without a GPU"
+        raise JobError([Problem("batch_size_search.utilization.sampler", rule, "'nvml'")])
+    if section.sampler == "cpu" or not use_gpu:
+        return CpuSampler(threads)
+    return NvmlSampler.open(ordinal, gpu_uuid)
+
+
+class CpuSampler:
+    """CPU time of all threads of this process, relative to the time of its compute threads.
+
+    The system counts CPU time in ticks, mostly of 10 ms: with one thread, a sample over 50 ms is
+    accurate to 20 %, a sample over 1 s to 1 %.
+    """
+
+    def __init__(self, threads: int) -> None:
+        import psutil
+
+        self._process, self._threads = psutil.Process(), threads
+        self.restart()
+
+    def restart(self) -> None:
+        self._wall_s, self._busy_s = monotonic_s(), self._cpu_s()
+
+    def sample(self) -> float:
+        """Return percent since the last call, at most 100 also when more threads are busy."""
+        wall_s, busy_s = self._wall_s, self._busy_s
+        self.restart()
+        available_s = (self._wall_s - wall_s) * self._threads
+        return min(100.0, 100.0 * (self._busy_s - busy_s) / available_s) if available_s else 0.0
+
+    def energy_j(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    def _cpu_s(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+
+class NullSampler:
+    """A sampler for a device whose utilization is not known."""
+
+    def restart(self) -> None:
+        return None
+
+    def sample(self) -> float:
+        """Return NaN."""
+        return nan
+
+    def energy_j(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class UtilizationMonitor:
+    """Context manager that samples in its own thread while its body runs.
+
+    Afterwards, `samples` has one percentage per period, or a single one for a body shorter than a
+    period, and `energy_j` the device's energy in joule between start and end, None when unknown.
+    An error of the sampler is raised at the end of the body, or added to the body's own error as
+    a note.
+
+    >>> with UtilizationMonitor(CpuSampler(threads=1), period_s=60.0) as monitor:
+    ...     pass
+    >>> len(monitor.samples)
+    1
+    """
+
+    def __init__(self, sampler: Sampler, period_s: float) -> None:
+        self._sampler, self._period_s = sampler, period_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="utilization")
+        self._failure: Exception | None = None
+        self._energy_before_j: float | None = None
+        self.samples: list[float] = []
+        self.energy_j: float | None = None
+
+    def __enter__(self) -> UtilizationMonitor:
+        self._energy_before_j = self._sampler.energy_j()
+        self._sampler.restart()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        if error is not None:
+            if self._failure is not None:
+                error.add_note(f"sampling the utilization failed as well: {self._failure!r}")
+            return
+        if self._failure is not None:
+            raise self._failure
+        self._finish()
+
+    @property
+    def mean_pct(self) -> float:
+        """Mean of the samples; NaN without any."""
+        return fmean(self.samples) if self.samples else nan
+
+    @property
+    def top_half_mean_pct(self) -> float:
+        """Mean of the ceil(n/2) largest of n samples; NaN without any."""
+        top = sorted(self.samples, reverse=True)[: ceil(len(self.samples) / 2)]
+        return fmean(top) if top else nan
+
+    def _watch(self) -> None:
+        try:
+            while not self._stop.wait(self._period_s):
+                self.samples.append(self._sampler.sample())
+        except Exception as error:  # noqa: BLE001 - raised at the end of the body
+            self._failure = error
+
+    def _finish(self) -> None:
+        if not self.samples:
+            self.samples.append(self._sampler.sample())
+        after_j = self._sampler.energy_j()
+        if after_j is not None and self._energy_before_j is not None:
+            self.energy_j = after_j - self._energy_before_j

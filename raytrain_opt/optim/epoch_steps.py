@@ -1,0 +1,65 @@
+"""A global batch that grows at given epochs, and the number of updates in each epoch.
+
+    n    training samples, without the validation split
+    B    global batch size of the job           f(e)    factor of epoch e (`ramp_factor`)
+
+    updates in epoch e = floor(n / (B f(e)))
+
+Where a schedule would divide the learning rate by f, multiplying the batch by f lowers the noise
+of the gradients as much, in fewer updates.
+Source: Smith, Kindermans, Ying and Le, Don't Decay the Learning Rate, Increase the Batch Size,
+ICLR 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytrain_opt.config.updates import RampStep
+from raytrain_opt.errors import JobError, Problem
+
+
+def ramp_factor(ramp: Sequence[RampStep], epoch: int) -> int:
+    """Return the factor by which the global batch of `epoch` (from 1) exceeds the job's."""
+    return max((step.factor for step in ramp if step.epoch <= epoch), default=1)
+
+
+@dataclass(frozen=True)
+class EpochSteps:
+    """Updates in each epoch: `first` from epoch 1 on, and (epoch, updates) pairs from there on."""
+
+    first: int
+    later: tuple[tuple[int, int], ...] = ()
+
+    def __call__(self, epoch: int) -> int:
+        """Return the number of updates in `epoch` (from 1)."""
+        return [self.first, *(steps for start, steps in self.later if start <= epoch)][-1]
+
+    def before(self, epoch: int) -> int:
+        """Return the number of updates in all epochs before `epoch`."""
+        starts = [1, *(start for start, _ in self.later if start < epoch), epoch]
+        spans = zip(starts, starts[1:], strict=False)
+        return sum((end - start) * self(start) for start, end in spans)
+
+
+def epoch_steps(
+    train_size: int, global_batch_size: int, ramp: Sequence[RampStep] = ()
+) -> EpochSteps:
+    """Count the full global batches in each epoch of `train_size` samples.
+
+    Raises JobError for an epoch without any.
+    """
+    ramp_sizes = {step.epoch: global_batch_size * step.factor for step in ramp}
+    sizes = {"global_batch_size": global_batch_size}
+    for i, step in enumerate(ramp):
+        sizes[f"batch_ramp.steps.{i}.factor"] = ramp_sizes[step.epoch]
+    for path, size in sizes.items():
+        if size > train_size:
+            rule = (
+                f"larger than the training set, which has {train_size} samples without the "
+                "validation split"
+            )
+            raise JobError([Problem(path, rule, f"a global batch of {size}")])
+    later = tuple((epoch, train_size // size) for epoch, size in ramp_sizes.items())
+    return EpochSteps(train_size // global_batch_size, later)

@@ -1,0 +1,217 @@
+"""Build optimizers by name: torch's, `LARS` and `RMSpropWarmup`.
+
+The learning rate is not an argument of the optimizer: the policy decides it, and the training
+loop sets it before each update with `set_lr`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from raytrain_opt.config.error_messages import nearest
+from raytrain_opt.config.updates import OptimizerSection
+from raytrain_opt.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+_UNSUPPORTED = {
+    "LBFGS": "evaluates the loss several times per step through a closure; the loop does it once",
+    "SparseAdam": "needs sparse gradients; those of a data-parallel model are dense",
+    "Rprop": "uses the learning rate for its first step only, so no policy could control it",
+    "Muon": "updates matrices only and rejects convolutions, biases and normalization",
+}
+_RESERVED_ARGUMENTS = {
+    "lr": "is set by the learning-rate policy: use learning_rate.initial",
+    "differentiable": "is for differentiating through an update, which this loop does not do",
+}
+# Arguments of RMSpropWarmup that a job writes in epochs, with the paper's values as defaults.
+_EPOCH_ARGUMENTS = {"center_epochs": 10.0, "period_epochs": 5.0}
+
+
+def check_optimizer(section: OptimizerSection) -> list[Problem]:
+    """Return all problems of the section: unknown class or argument, values the class rejects.
+
+    Values are checked by constructing the class without parameters. Imports torch.
+    """
+    classes = _optimizer_classes()
+    if section.name not in classes:
+        return [_unknown_class(section.name, sorted(set(classes) - set(_UNSUPPORTED)))]
+    if section.name in _UNSUPPORTED:
+        rule = f"cannot train here: {section.name} {_UNSUPPORTED[section.name]}"
+        return [Problem("optimizer.name", rule, None, "use SGD, AdamW or another")]
+    optimizer_class = classes[section.name]
+    return _check_arguments(optimizer_class, section.args) or _check_values(
+        optimizer_class, section.args
+    )
+
+
+def build_optimizer(
+    section: OptimizerSection, model: nn.Module, *, steps_per_epoch: int
+) -> Optimizer:
+    """Build the optimizer of `model`'s parameters, at learning rate 0; see `set_lr`.
+
+    The section's `no_weight_decay` decides which parameters are left out of weight decay.
+    Arguments in epochs are converted to updates, `steps_per_epoch` each. The foreach
+    implementation (all tensors in few kernels) is used where the class has one and the
+    arguments choose no other.
+    Raises JobError: anything `check_optimizer` finds, or the class rejects these parameters.
+    """
+    from raytrain_opt.optim.parameter_groups import parameter_groups
+
+    problems = check_optimizer(section)
+    if problems:
+        raise JobError(problems)
+    optimizer_class = _optimizer_classes()[section.name]
+    groups = parameter_groups(model, exclude_bias_and_norm=section.excludes_bias_and_norm)
+    args = {
+        **_default_implementation(optimizer_class, section.args),
+        **_constructor_arguments(optimizer_class, section.args, steps_per_epoch),
+    }
+    try:
+        optimizer: Optimizer = optimizer_class(groups, lr=0.0, **args)
+    except (TypeError, ValueError, RuntimeError) as error:
+        rule = f"{section.name} rejects this model's parameters: {error}"
+        raise JobError([Problem("optimizer", rule)]) from error
+    return optimizer
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of the next update in every parameter group.
+
+    A rate that is a tensor is filled in place, because captured CUDA graphs read that tensor.
+    (torch's ASGD reads the rate at the end of an update: there it counts one update later.)
+    """
+    import torch
+
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def get_weight_decays(optimizer: Optimizer) -> list[float]:
+    """Return the weight decay of each parameter group; 0 for an optimizer without it."""
+    return [float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups]
+
+
+def set_weight_decays(optimizer: Optimizer, weight_decays: Sequence[float]) -> None:
+    """Set the weight decay of each parameter group; a group whose value is 0 stays unchanged.
+
+    That spares optimizers without weight decay, and groups that are excluded from it.
+    """
+    for group, weight_decay in zip(optimizer.param_groups, weight_decays, strict=True):
+        if weight_decay:
+            group["weight_decay"] = weight_decay
+
+
+def _optimizer_classes() -> dict[str, Any]:
+    """Return all classes by name. Any: their constructors differ."""
+    import torch
+
+    from raytrain_opt.optim.lars import LARS
+    from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
+
+    base = torch.optim.Optimizer
+    from_torch = {
+        name: value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    }
+    return {**from_torch, "LARS": LARS, "RMSpropWarmup": RMSpropWarmup}
+
+
+def _constructor_arguments(
+    optimizer_class: type[Optimizer], args: dict[str, Any], steps_per_epoch: int
+) -> dict[str, Any]:
+    """Translate a job's optimizer arguments into constructor arguments: epochs into updates."""
+    if optimizer_class.__name__ != "RMSpropWarmup":
+        return args
+    others = {**_EPOCH_ARGUMENTS, **args}
+    epochs = {key.replace("epochs", "steps"): others.pop(key) for key in _EPOCH_ARGUMENTS}
+    return {**others, **{key: value * steps_per_epoch for key, value in epochs.items()}}
+
+
+def _job_arguments(optimizer_class: type[Optimizer]) -> list[str]:
+    """Return the names of the arguments that a job may give."""
+    names = [key for key in inspect.signature(optimizer_class).parameters if key != "params"]
+    if optimizer_class.__name__ == "RMSpropWarmup":
+        names = [key.replace("steps", "epochs") for key in names]
+    return [key for key in names if key not in _RESERVED_ARGUMENTS]
+
+
+def _default_implementation(
+    optimizer_class: type[Optimizer], args: dict[str, Any]
+) -> dict[str, Any]:
+    has_foreach = "foreach" in inspect.signature(optimizer_class).parameters
+    return {"foreach": True} if has_foreach and not {"foreach", "fused"} & args.keys() else {}
+
+
+def _unknown_class(name: str, valid: list[str]) -> Problem:
+    hint = nearest(name, valid, n=2, ignore_case=True) or f"valid: {', '.join(valid)}"
+    rule = "must be a class of torch.optim, LARS or RMSpropWarmup"
+    return Problem("optimizer.name", rule, repr(name), hint)
+
+
+def _check_arguments(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:
+    valid = _job_arguments(optimizer_class)
+    problems = []
+    for key, value in args.items():
+        path = f"optimizer.args.{key}"
+        if key in _RESERVED_ARGUMENTS:
+            problems.append(Problem(path, _RESERVED_ARGUMENTS[key]))
+        elif key not in valid:
+            hint = nearest(key, valid) or f"valid arguments: {', '.join(valid)}"
+            rule = f"{optimizer_class.__name__} has no such argument"
+            problems.append(Problem(path, rule, None, hint))
+        elif _is_number_as_text(value):
+            hint = f"write {float(value)!r} without quotes"
+            problems.append(Problem(path, "must be a number, not text", repr(value), hint))
+    return problems
+
+
+def _is_number_as_text(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_values(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:
+    message = _rejection(optimizer_class, args)
+    if message is None:
+        return []
+    culprits = [key for key in args if _rejection(optimizer_class, {key: args[key]}) == message]
+    rule = f"{optimizer_class.__name__} rejects it: {message}"
+    if len(culprits) == 1:
+        return [Problem(f"optimizer.args.{culprits[0]}", rule, repr(args[culprits[0]]))]
+    return [Problem("optimizer.args", rule, repr(args))]
+
+
+def _rejection(optimizer_class: Any, args: dict[str, Any]) -> str | None:
+    """Return the class's error for the values of these arguments; None if it accepts them.
+
+    The class is constructed without parameters, which every class rejects, but only after it
+    has checked the values. A real parameter would make torch import its compiler: 3 s that the
+    check of a job must not cost. Only the choice of implementation is checked later by torch,
+    so it is checked here.
+    """
+    if args.get("fused") and args.get("foreach"):
+        return "`fused` and `foreach` cannot be `True` together."
+    message = _construction_error(optimizer_class, args)
+    return None if message == _construction_error(optimizer_class, {}) else message
+
+
+def _construction_error(optimizer_class: Any, args: dict[str, Any]) -> str | None:
+    try:
+        optimizer_class([], lr=0.0, **_constructor_arguments(optimizer_class, args, 1))
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        return str(error) or type(error).__name__
+    return None

@@ -1,0 +1,45 @@
+"""A warm-up and decay to zero over a fraction of a training, for any number of steps.
+
+The values are those of `Warmup` with `Linear` or `Cosine` of `schedules`, but not bit for bit:
+the formulas here are kept so that seeded runs do not change.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from raytrain_opt.optim.epoch_steps import EpochSteps
+
+
+@dataclass(frozen=True)
+class RelativeSchedule:
+    """Rates relative to the peak: from 0 to 1 in the first `warmup` of the training, then to 0.
+
+    `warmup` is a fraction. A step takes the value in the middle of its span, so that the rates of
+    a schedule compressed into few steps have the same mean as those of the long one, and none is
+    zero.
+    """
+
+    shape: Literal["linear", "cosine"]
+    warmup: float
+
+    def at(self, done: float) -> float:
+        """Return the rate relative to the peak after the fraction `done` of the training."""
+        if done < self.warmup:
+            return done / self.warmup
+        left = (1 - done) / (1 - self.warmup)
+        return left if self.shape == "linear" else (1 - math.cos(math.pi * left)) / 2
+
+    def compressed(self, steps: int, done: float = 0.0) -> tuple[float, ...]:
+        """Return the rest of the schedule after `done`, compressed into `steps` steps."""
+        return tuple(self.at(done + (1 - done) * (i + 0.5) / steps) for i in range(steps))
+
+    def of_epoch(self, epoch: int, epochs: int, steps: EpochSteps) -> tuple[float, ...]:
+        """Return the steps of `epoch` (from 1) in a training of `epochs` epochs.
+
+        Every epoch covers the same fraction of the schedule, whatever its number of steps.
+        """
+        count = steps(epoch)
+        return tuple(self.at((epoch - 1 + (i + 0.5) / count) / epochs) for i in range(count))

@@ -1,0 +1,69 @@
+"""What workers, asynchronous workers and slots have in common. Free of Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from raytrain_opt.pools.commands import Command, SendInitialState, StateRef
+from raytrain_opt.pools.protocol import States
+from raytrain_opt.results import EvalTotals
+from raytrain_opt.train.learner import Learner
+
+# As in `pools.resident`, which is not imported because it uses Ray.
+OnStep = Callable[[int, int], None]
+
+
+class LearnerHandler:
+    """Executes commands with a learner.
+
+    The learner's state has an identity: a state is loaded only when a command needs another one.
+    `index`: rank of the worker or number of the slot. `states`: access to states by reference.
+    """
+
+    def __init__(self, learner: Learner, index: int, states: States) -> None:
+        self.learner, self.index, self.states = learner, index, states
+        self._live_id = ""
+
+    def actions(self) -> dict[type[Any], Callable[[Any, OnStep], Any]]:
+        """Return what to do with each kind of command."""
+        return {SendInitialState: self._send_initial_state}
+
+    def handle(self, command: Command, on_step: OnStep) -> Any:
+        """Execute a command and return its reply (see `pools.commands`)."""
+        action = self.actions().get(type(command))
+        if action is None:
+            raise TypeError(f"{type(self).__name__} has no action for {command.name}")
+        return action(command, on_step)
+
+    def close(self) -> None:
+        """End loader processes."""
+        self.learner.close()
+
+    def forget_state(self) -> None:
+        """Load the next state in any case: another handler has used the learner."""
+        self._live_id = ""
+
+    def _send_initial_state(self, _: SendInitialState, _on_step: OnStep) -> StateRef | None:
+        return self._send_state("initial") if self.index == 0 else None
+
+    def _send_state(self, state_id: str) -> StateRef:
+        return self.states.put(state_id, self.learner.state(copy=False))
+
+    def _load(self, ref: StateRef) -> bool:
+        """Load a state; return whether that was necessary."""
+        if ref.id == self._live_id:
+            return False
+        self._load_into_learner(ref)
+        self._live_id = ref.id
+        return True
+
+    def _load_into_learner(self, ref: StateRef) -> None:
+        self.learner.load(self.states.get(ref))
+
+    def _evaluate_part(self, ref: StateRef, part: int, parts: int, on_step: OnStep) -> EvalTotals:
+        """Evaluate one of `parts` parts of the test split."""
+        self._load(ref)
+        totals = self.learner.evaluate("test", part, parts, on_step)
+        self.learner.release_memory()
+        return totals

@@ -1,0 +1,156 @@
+"""Both pools in this process, without Ray: for debuggers, tests and benchmarks.
+
+One `Learner` serves as the only slot and the only worker, one command after the other. It computes
+all micro-batches of a global batch itself, so any number of `workers.count` gives the same
+updates. Only the running statistics of BatchNorm differ in rounding: workers pool theirs.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.learning_rate import CandidateBatch
+from raytrain_opt.config.processes import WorkersSection
+from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL, Command, Progress, StateRef
+from raytrain_opt.pools.main_training import SynchronousTraining
+from raytrain_opt.pools.protocol import Backend, OnWait
+from raytrain_opt.pools.slot import Slot
+from raytrain_opt.pools.worker import Worker
+from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.train.data_parallel import use_threads
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.state import TrainingState
+
+# As often as a Ray pool reports its progress: often enough for a bar, and free of charge.
+_REPORT_EVERY_S = 0.5
+
+
+class InProcessStates:
+    """States in this process's memory, which the reference itself keeps alive."""
+
+    def get(self, ref: StateRef) -> TrainingState:
+        """Return the state, read-only."""
+        state: TrainingState = ref.ref
+        return state
+
+    def put(self, state_id: str, state: TrainingState) -> StateRef:
+        """Copy the state: its tensors may share the memory of a model that trains on."""
+        return StateRef(state_id, copy.deepcopy(state))
+
+    def keep(self, ref: StateRef) -> None:
+        """Do nothing: a state lives as long as a reference to it."""
+
+
+class InProcessPool:
+    """A pool of one resident, whose commands are function calls; implements `protocol.Pool`.
+
+    Exceptions of a command are raised where they occur, so that a debugger stops there.
+    `before`: called before each command.
+    """
+
+    size = 1
+
+    def __init__(
+        self, name: str, resident: Slot | Worker, before: Callable[[], None] = lambda: None
+    ) -> None:
+        self.name, self.has_trained = name, False
+        self.on_wait: OnWait | None = None
+        self._resident, self._before = resident, before
+        self._spans: list[Span] = []
+        self._next_report_s = 0.0
+
+    def start(self) -> None:
+        """Do nothing: the resident exists already."""
+
+    def wait_until_ready(self, limit_s: float) -> None:
+        """Return at once."""
+
+    def alive(self) -> tuple[int, ...]:
+        """Return the one resident."""
+        return (0,)
+
+    def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
+        """Execute the command; return its reply."""
+        self._before()
+        began_s = monotonic_s()
+        reply = self._resident.handle(command, self._on_step)
+        duration_s = monotonic_s() - began_s
+        timings_s = getattr(reply, "timings_s", {})
+        self._spans.append(
+            Span(
+                process=f"{self.name} 0",
+                command=command.name,
+                start_s=began_s,
+                duration_s=duration_s,
+                timings_s=timings_s,
+            )
+        )
+        return {0: reply}
+
+    def _on_step(self, done: int, total: int) -> None:
+        self.has_trained = self.has_trained or done > 0
+        due = monotonic_s() >= self._next_report_s or done == 1
+        if due and self.on_wait is not None:
+            self._next_report_s = monotonic_s() + _REPORT_EVERY_S
+            self.on_wait(self.name, Progress(done, total))
+
+    def drain_log(self) -> tuple[list[Span], list[Event]]:
+        """Return the commands since the last call; no events, since nothing is restarted."""
+        spans, self._spans = self._spans, []
+        return spans, []
+
+    def restarts(self) -> int:
+        """Return 0."""
+        return 0
+
+
+def in_process_backend(
+    learner: Learner, *, with_slots: bool, candidate_batch: CandidateBatch | None
+) -> Backend:
+    """Build both pools on one learner; without slots for policies without candidates."""
+    states = InProcessStates()
+    worker = Worker(learner, 0, 1, 0.0, states)
+    workers = InProcessPool(WORKER_POOL, worker)
+    slots = None
+    if with_slots:
+        # A command to the slot changes the learner's state behind the worker's back.
+        slot = Slot(learner, 0, states, candidate_batch)
+        slots = InProcessPool(SLOT_POOL, slot, worker.forget_state)
+    return Backend(
+        workers,
+        slots,
+        states,
+        SynchronousTraining(workers),
+        learner.device.type == "cuda",
+        _this_node,
+    )
+
+
+@contextmanager
+def open_learner(
+    config: LearnerConfig, workers: WorkersSection, shared: DatasetArrays | None
+) -> Iterator[Learner]:
+    """Build the learner, on a GPU if workers may use one and there is one; close it afterwards."""
+    use_gpu = torch.cuda.is_available() and workers.use_gpu is not False
+    use_threads(workers.threads or len(os.sched_getaffinity(0)))
+    learner = Learner(config, shared, torch.device("cuda" if use_gpu else "cpu"))
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def _this_node() -> list[dict[str, float]]:
+    node = {"CPU": float(os.cpu_count() or 1)}
+    if torch.cuda.is_available():
+        node["GPU"] = float(torch.cuda.device_count())
+    return [node]

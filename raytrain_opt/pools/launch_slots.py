@@ -1,0 +1,85 @@
+"""Start the slots: one Ray Tune experiment whose trials are resident processes.
+
+Importing this imports no torch: it would delay the start of the first slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import tune
+from ray.tune import FailureConfig, RunConfig
+from ray.tune.progress_reporter import TrialProgressCallback
+
+from raytrain_opt.pools.commands import SLOT_POOL
+from raytrain_opt.pools.mailbox_client import report_lost
+from raytrain_opt.pools.resident import Handler, serve
+from raytrain_opt.pools.resident_config import ResidentConfig, compute_threads
+
+
+def run_slots(config: ResidentConfig) -> None:
+    """Start the slots and return when they have left; blocks (call it in a thread)."""
+    tune.Tuner(
+        tune.with_resources(_slot_main, tune.PlacementGroupFactory([config.plan.slot_resources])),
+        param_space={
+            "slot": tune.grid_search(list(range(config.plan.slots))),
+            "config": config,
+        },
+        run_config=RunConfig(
+            name=f"slots-{config.run_id}",
+            storage_path=config.ray_storage_path,
+            failure_config=FailureConfig(max_failures=config.max_restarts),
+            callbacks=[ReportLostSlot(config.mailbox)],
+            verbose=0,
+        ),
+    ).fit()
+
+
+class QuietTune(TrialProgressCallback):
+    """Keeps Tune from printing.
+
+    Tune prints a line for every trial that ends, whatever its verbosity, unless it finds a
+    callback of this class. Slots are no trials of interest to a user.
+    """
+
+    def on_trial_result(self, *_: Any, **__: Any) -> None:
+        """Print nothing."""
+
+    def on_trial_error(self, *_: Any, **__: Any) -> None:
+        """Print nothing: the pool raises an error of its own."""
+
+    def on_trial_complete(self, *_: Any, **__: Any) -> None:
+        """Print nothing."""
+
+
+class ReportLostSlot(QuietTune):
+    """Reports a slot that died more often than the job allows to the mailbox."""
+
+    def __init__(self, mailbox: Any) -> None:
+        super().__init__()
+        self._mailbox = mailbox
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
+        """Report the slot; Tune calls this when it gives a trial up."""
+        report_lost(self._mailbox, SLOT_POOL, trial.config["slot"])
+
+
+def _slot_main(trial: dict[str, Any]) -> None:
+    config: ResidentConfig = trial["config"]
+    index: int = trial["slot"]
+    serve(config, SLOT_POOL, index, lambda: config.slots.make_handler(config, index))
+
+
+def make_slot(config: ResidentConfig, index: int) -> Handler:
+    """Build a slot inside its process."""
+    import torch
+
+    from raytrain_opt.pools.slot import Slot
+    from raytrain_opt.pools.state_store import ObjectStore
+    from raytrain_opt.train.data_parallel import use_threads
+    from raytrain_opt.train.learner import Learner
+
+    use_threads(compute_threads(config.threads, config.plan.slots_per_node))
+    device = torch.device("cuda" if config.plan.use_gpu else "cpu")
+    learner = Learner(config.learner, config.fetch_shared_data(), device)
+    return Slot(learner, index, ObjectStore(), config.candidate_batch)

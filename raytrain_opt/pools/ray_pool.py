@@ -1,0 +1,244 @@
+"""A resident pool on Ray, from the driver's side: start it, post commands, collect replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import ray
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.cluster.actor_tree import end_actor_tree
+from raytrain_opt.cluster.connection import gone_nodes
+from raytrain_opt.errors import PoolError, RaytrainOptError, ResidentError
+from raytrain_opt.pools.commands import (
+    WORKER_POOL,
+    Command,
+    Failure,
+    Overdue,
+    Resident,
+    StateLost,
+    state_in,
+)
+from raytrain_opt.pools.mailbox_client import DriverMailbox
+from raytrain_opt.pools.protocol import OnWait
+from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.recording.spans import Event, Span
+
+# How often the driver looks for progress while it waits: often enough for a progress bar.
+_POLL_S = 0.5
+
+_NODES_GONE = (
+    "Nodes have left the cluster, and the others may have no room for all workers: "
+    "workers.min_count lets a training continue with fewer"
+)
+
+
+@dataclass
+class RayPool:
+    """One resident pool; implements `protocol.Pool`.
+
+    `run` starts it and returns a reference that is ready when it has ended. `mailbox`: handle of
+    the Mailbox actor. `limit_s`: seconds without progress after which residents count as hung.
+    """
+
+    name: str
+    size: int
+    run: Callable[[], Any]
+    mailbox: Any
+    states: RayStateStore
+    limit_s: float
+    can_lose_residents: bool = False
+    on_wait: OnWait | None = None
+    _ended: Any = None
+    _first_step: Any = None
+    _ready: bool = False
+    _client: DriverMailbox = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._client = DriverMailbox(self.mailbox, self.name)
+
+    def start(self) -> None:
+        """Start the residents without waiting for them. Further calls do nothing."""
+        if self._ended is None:
+            self._ended = self.run()
+
+    def wait_until_ready(self, limit_s: float) -> list[Resident]:
+        """Return the residents when all have joined. Raises PoolError naming those missing."""
+        ref = self._client.residents(self.size)
+        start_s = monotonic_s()
+        if not self._wait(ref, lambda: monotonic_s() - start_s > limit_s):
+            joined = {resident.index for resident in self._client.joined()}
+            missing = self._describe(sorted(set(range(self.size)) - joined))
+            raise PoolError(
+                f"{missing} did not start within {monotonic_s() - start_s:.0f} s "
+                f"(timeouts.start_s: {limit_s:g})"
+            )
+        self._ready = True
+        return cast("list[Resident]", self._client.answer(ref))
+
+    def alive(self) -> tuple[int, ...]:
+        """Return the residents that are running or being restarted."""
+        lost = set(self._client.lost())
+        return tuple(index for index in range(self.size) if index not in lost)
+
+    def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
+        """Post a command; return the replies of the expected residents (default: all).
+
+        Lost residents are missing. Raises ResidentError when a resident raised, PoolError when the
+        pool ended or made no progress for too long.
+        """
+        indices = range(self.size) if expected is None else expected
+        # A state may be lost once with each resident or its node, with the driver's copy in
+        # between, and once more on its way here. More often than that, something else is wrong.
+        for _ in range(self.size + 2):
+            replies = self._post_and_collect(command, indices)
+            for index, reply in replies.items():
+                if isinstance(reply, Failure):
+                    raise self._error_of(index, reply)
+            if self._pin_states(replies):
+                return {index: replies[index] for index in indices if index in replies}
+            command = self.states.renew(command)
+        raise PoolError(
+            f"{self.name} pool: the state of {command.name} was lost {self.size + 2} times; "
+            "nodes or processes keep dying (out of memory?), see Ray's session logs"
+        )
+
+    def _post_and_collect(self, command: Command, expected: Sequence[int]) -> dict[int, Any]:
+        number = self._client.post(command)
+        ref = self._client.collect(number, expected)
+        while not self._wait(ref, lambda: self._client.silence_s() > self.limit_s):
+            overdue = self._client.overdue(expected)
+            if not self.can_lose_residents or len(overdue) == len(self.alive()):
+                raise PoolError(self._explain_silence(command, overdue))
+            for resident in overdue:  # the others continue without them
+                self._client.lose(resident.index)
+        return cast("dict[int, Any]", self._client.answer(ref))
+
+    def _pin_states(self, replies: Mapping[int, Any]) -> bool:
+        """Take hold of the states in the replies. Returns False when a state was lost.
+
+        It can be lost on its way to a resident, or from its maker to the driver.
+        """
+        if any(isinstance(reply, StateLost) for reply in replies.values()):
+            return False
+        try:
+            for state in filter(None, map(state_in, replies.values())):
+                self.states.pin(state)
+        except ray.exceptions.ObjectLostError:
+            return False
+        return True
+
+    def _wait(self, ref: Any, is_overdue: Callable[[], bool]) -> bool:
+        """Wait for a reference; return False when it takes too long."""
+        while not ray.wait([ref], timeout=_POLL_S)[0]:
+            self.raise_if_ended()
+            if is_overdue():
+                return False
+            if self.on_wait is not None:
+                self.on_wait(self.name, self._client.progress())
+        return True
+
+    def _explain_silence(self, command: Command, overdue: Sequence[Overdue]) -> str:
+        reports = "; ".join(map(self._describe_silence, overdue))
+        nodes = gone_nodes()
+        node_failed = any(resident.node_id in nodes for resident in self._client.joined())
+        hint = ". " + _NODES_GONE if node_failed and self.name == WORKER_POOL else ""
+        return (
+            f"no progress of {command.name} for {self._client.silence_s():.0f} s "
+            f"(timeouts.no_progress_s: {self.limit_s:g}). Without an answer, the one furthest "
+            f"behind first: {reports}{hint}"
+        )
+
+    def _describe_silence(self, overdue: Overdue) -> str:
+        progress = overdue.progress
+        steps = "no step" if progress is None else f"{progress.done} of {progress.total} steps"
+        return f"{self._describe([overdue.index])}: {steps}, silent for {overdue.silent_s:.0f} s"
+
+    def raise_if_ended(self) -> None:
+        """Raise PoolError when the pool is no longer there."""
+        if self._ended is None or not ray.wait([self._ended], timeout=0)[0]:
+            return
+        try:
+            ray.get(self._ended)
+            cause = None
+        except Exception as error:  # noqa: BLE001 - whatever ended it is the cause we report
+            cause = error
+        why = f": {type(cause).__name__}: {cause}" if cause else ""
+        raise PoolError(
+            f"the {self.name} pool ended before the training did{why}. Processes of it may have "
+            "been killed (out of memory?); see Ray's session logs. max_restarts sets how often "
+            "they are restarted."
+        ) from cause
+
+    def _error_of(self, index: int, reply: Failure) -> Exception:
+        name = f"{self.name} {index}"
+        if isinstance(reply.error, RaytrainOptError):
+            reply.error.add_note(f"raised in {name}:\n{reply.traceback}")
+            return reply.error
+        return ResidentError(f"{name}: {reply.error}", name, reply.traceback)
+
+    def _describe(self, indices: list[int]) -> str:
+        """Return the names of residents, with process, log and lost node where known."""
+        residents = {resident.index: resident for resident in self._client.joined()}
+        gone = gone_nodes()
+
+        def describe(index: int) -> str:
+            resident = residents.get(index)
+            if resident is None:
+                return f"{self.name} {index}"
+            address = gone.get(resident.node_id)
+            node = f"; its node {address} is gone" if address else ""
+            return f"{resident.name} (pid {resident.pid}, {resident.log}{node})"
+
+        return ", ".join(map(describe, indices))
+
+    def drain_log(self) -> tuple[list[Span], list[Event]]:
+        """Return spans and events since the last call, on this process's clock."""
+        ahead_s, spans, events = self._client.drain_log()
+        return (
+            [s.model_copy(update={"start_s": s.start_s + ahead_s}) for s in spans],
+            [e.model_copy(update={"time_s": e.time_s + ahead_s}) for e in events],
+        )
+
+    def restarts(self) -> int:
+        """Return how often a resident was restarted."""
+        return self._client.restarts()
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any resident of the run has finished a training step."""
+        if self._first_step is None:
+            self._first_step = self._client.first_step()
+        return bool(ray.wait([self._first_step], timeout=0)[0])
+
+    def request_close(self) -> None:
+        """Ask the residents to leave; does not wait."""
+        self._client.request_close()
+
+    def wait_for_end(self, limit_s: float) -> None:
+        """Wait until the pool has ended, at most `limit_s`, and only if it was ever ready."""
+        if self._ready and self._ended is not None:
+            ray.wait([self._ended], timeout=limit_s)
+
+
+@contextmanager
+def running(*pools: RayPool, launcher: Any, stop_s: float) -> Iterator[None]:
+    """Keep the pools for the time of the block; they start when `RayPool.start` is called.
+
+    Leaving the block asks their residents to leave and gives them `stop_s` seconds; a pool that is
+    still starting gets no time. Then the launcher is ended with everything it ever started, so
+    that nothing of the run is left: no actor, no process, no placement group.
+    """
+    try:
+        yield
+    finally:
+        for pool in pools:
+            pool.request_close()
+        deadline_s = monotonic_s() + stop_s
+        for pool in pools:
+            pool.wait_for_end(max(0.0, deadline_s - monotonic_s()))
+        end_actor_tree(launcher)
+        ray.kill(pools[0].mailbox)

@@ -1,0 +1,210 @@
+"""The life of a resident process, worker or slot: join, execute commands, leave.
+
+Free of torch, so that a resident without a network starts in a second (tests use that).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import psutil
+import ray
+
+from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.errors import RaytrainOptError
+from raytrain_opt.monitoring.process_usage import UsageMeter
+from raytrain_opt.monitoring.samplers import CpuSampler
+from raytrain_opt.pools.commands import (
+    Close,
+    Command,
+    Failure,
+    Progress,
+    Resident,
+    StateLost,
+)
+from raytrain_opt.pools.faults import FaultInjector, Faults
+from raytrain_opt.pools.mailbox_client import ResidentMailbox
+from raytrain_opt.pools.resident_config import ResidentConfig
+
+# Often enough for a progress bar and for the driver's limit of silence; one small message.
+_PROGRESS_INTERVAL_S = 1.0
+
+# A worker whose peer died fails in its next collective, with an error that nothing distinguishes
+# from a user's. Ray Train ends the whole group as soon as it knows: of a process on this node
+# within seconds, of another node after half a minute. A worker that is still alive after this
+# time reports the error as its own.
+_PROCESS_FAILURE_GRACE_S, _NODE_FAILURE_GRACE_S = 15.0, 60.0
+
+# Called before each step with the steps done and their number; may raise to stop.
+OnStep = Callable[[int, int], None]
+
+
+class PoolClosed(Exception):  # noqa: N818 - not an error: the driver asked to leave
+    """The pool was closed while a command was running."""
+
+
+class Handler(Protocol):
+    """What a resident does with commands."""
+
+    def handle(self, command: Command, on_step: OnStep) -> Any:
+        """Execute the command and return the reply. Call `on_step(done, total)` before a step."""
+        ...
+
+    def close(self) -> None:
+        """Release what outlives a function call, such as loader processes."""
+        ...
+
+
+def serve(
+    config: ResidentConfig,
+    pool: str,
+    index: int,
+    make_handler: Callable[[], Handler],
+    *,
+    absent: tuple[int, ...] | None = None,
+    peer_failure_grace_s: float = 0.0,
+) -> None:
+    """Build a handler in this process and execute commands with it until the pool is closed.
+
+    `absent`: ranks that the process group does without. `peer_failure_grace_s`: see
+    `CommandLoop`.
+    """
+    stopwatch = Stopwatch()
+    with stopwatch.measure("build_s"):
+        handler = make_handler()
+    resident = describe_this_process(pool, index, stopwatch.timings_s, absent)
+    try:
+        mailbox = ResidentMailbox(config.mailbox, resident)
+        CommandLoop(
+            mailbox, resident, config.leave_s, config.faults, peer_failure_grace_s, open_meter()
+        ).run(handler)
+    finally:
+        handler.close()
+
+
+@dataclass
+class CommandLoop:
+    """A resident's loop over commands.
+
+    `leave_s`: seconds to leave when the pool is closed. `peer_failure_grace_s`: seconds that an
+    error waits before it is reported, because a peer's death may have caused it and this process
+    may be ended for that.
+    """
+
+    mailbox: ResidentMailbox
+    resident: Resident
+    leave_s: float
+    faults: Faults
+    peer_failure_grace_s: float
+    meter: UsageMeter
+
+    def run(self, handler: Handler) -> None:
+        """Execute commands until the pool is closed.
+
+        A resident that has not left `leave_s` later (a hung collective, one long step) ends its
+        process.
+        """
+        left = threading.Event()
+        try:
+            self._run(handler, self._watch_for_close(left))
+        finally:
+            left.set()
+
+    def _run(self, handler: Handler, closed: threading.Event) -> None:
+        self.mailbox.join()
+        injector = FaultInjector.for_resident(
+            self.faults,
+            self.resident.pool,
+            self.resident.index,
+            lambda number: self.mailbox.is_first(f"fault {number}"),
+        )
+        number = 0
+        while True:
+            number, command = self.mailbox.next_command(number)
+            if isinstance(command, Close):
+                return
+            self.meter.begin()
+            try:
+                on_step = injector.watch(command, self._progress_reporter(closed))
+                reply = handler.handle(command, on_step)
+            except PoolClosed:
+                return
+            except ray.exceptions.ObjectLostError as error:
+                reply = StateLost(str(error))
+            except Exception as error:  # noqa: BLE001
+                # A reply, not a restart: the same command would fail again.
+                if closed.is_set():  # the others left first, and a collective broke
+                    return
+                if isinstance(error, RuntimeError):  # what collectives raise
+                    closed.wait(self.peer_failure_grace_s)
+                reply = to_failure(error)
+            usage = self.meter.end(getattr(reply, "timings_s", {}))
+            self.mailbox.reply(number, reply, usage)
+
+    def _progress_reporter(self, closed: threading.Event) -> OnStep:
+        next_report_s = 0.0
+
+        def on_step(done: int, total: int) -> None:
+            nonlocal next_report_s
+            if closed.is_set():
+                raise PoolClosed
+            now_s = monotonic_s()
+            if now_s >= next_report_s or done == 1:  # the first step is recorded when it is done
+                next_report_s = now_s + _PROGRESS_INTERVAL_S
+                self.mailbox.report_progress(Progress(done, total))
+
+        return on_step
+
+    def _watch_for_close(self, left: threading.Event) -> threading.Event:
+        closed = threading.Event()
+
+        def watch() -> None:
+            # If the mailbox has died, so has the run: leave as well.
+            with suppress(ray.exceptions.RayError):
+                self.mailbox.wait_until_closed()
+            closed.set()
+            if not left.wait(self.leave_s):
+                os._exit(1)
+
+        threading.Thread(target=watch, daemon=True, name="watch-for-close").start()
+        return closed
+
+
+def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:
+    """Return how long a worker withholds an error that a peer's death may have caused."""
+    if world_size == 1:
+        return 0.0
+    on_one_node = world_size == local_world_size
+    return _PROCESS_FAILURE_GRACE_S if on_one_node else _NODE_FAILURE_GRACE_S
+
+
+def open_meter() -> UsageMeter:
+    """Return a meter of this process: of its GPU if torch uses one, else of its CPU time."""
+    if "torch" in sys.modules:
+        return UsageMeter.for_this_process()
+    process = psutil.Process()
+    return UsageMeter(CpuSampler(1), lambda: process.memory_info().rss / 2**20)
+
+
+def to_failure(error: Exception) -> Failure:
+    """Return an exception in a form that any process can unpickle."""
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, RaytrainOptError):
+        return Failure(error, text)
+    return Failure(RuntimeError(f"{type(error).__name__}: {error}"), text)
+
+
+def describe_this_process(
+    pool: str, index: int, timings_s: dict[str, float], absent: tuple[int, ...] | None = None
+) -> Resident:
+    """Return the identity of this process, for records and messages."""
+    context = ray.get_runtime_context()
+    log = f"worker-{context.get_worker_id()}-*-{os.getpid()}.err in Ray's session logs"
+    return Resident(pool, index, context.get_node_id(), os.getpid(), log, timings_s, absent)

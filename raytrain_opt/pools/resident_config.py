@@ -1,0 +1,143 @@
+"""The configuration of residents, and the two kinds of program that they run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from raytrain_opt.cluster.resources import PoolPlan
+from raytrain_opt.config.learning_rate import CandidateBatch
+from raytrain_opt.config.processes import TimeoutsSection
+from raytrain_opt.pools.faults import Faults
+from raytrain_opt.pools.mailbox_client import fetch_shared_data
+from raytrain_opt.train.learner_config import LearnerConfig
+
+if TYPE_CHECKING:
+    from raytrain_opt.data.in_memory_sets import DatasetArrays
+    from raytrain_opt.pools.resident import Handler
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """A worker's place in Ray Train's worker group."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+
+
+class WorkerProgram(Protocol):
+    """What a worker process runs, and how Ray Train starts it.
+
+    Pickled with the configuration; Ray Train and torch are imported inside the methods, because
+    the driver creates these objects and imports neither.
+    """
+
+    @property
+    def forms_group(self) -> bool:
+        """Whether workers form one process group, so that one failure restarts all."""
+        ...
+
+    def import_modules(self) -> None:
+        """Import what `make_trainer` needs, while no other thread imports."""
+        ...
+
+    def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
+        """Return a trainer of Ray Train, given the arguments that all of them have."""
+        ...
+
+    def callbacks(self, config: ResidentConfig) -> list[Any]:
+        """Return callbacks for Ray Train's controller."""
+        ...
+
+    def make_handler(self, config: ResidentConfig, place: WorkerPlace) -> Handler:
+        """Build what executes commands, inside the worker process."""
+        ...
+
+
+class SlotProgram(Protocol):
+    """What a slot process runs."""
+
+    def make_handler(self, config: ResidentConfig, index: int) -> Handler:
+        """Build what executes commands, inside the slot process."""
+        ...
+
+
+class SynchronousWorkers:
+    """Workers that compute each step together (`pools.worker`)."""
+
+    forms_group = True
+
+    def import_modules(self) -> None:
+        """Import Ray Train's part for torch."""
+        import ray.train.torch  # noqa: F401
+
+    def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
+        """Return a TorchTrainer, which connects the workers."""
+        from raytrain_opt.pools.launch_workers import make_torch_trainer
+
+        return make_torch_trainer(config, **arguments)
+
+    def callbacks(self, config: ResidentConfig) -> list[Any]:
+        """Return none."""
+        return []
+
+    def make_handler(self, config: ResidentConfig, place: WorkerPlace) -> Handler:
+        """Build model, data and process group."""
+        from raytrain_opt.pools.launch_workers import make_worker
+
+        return make_worker(config, place)
+
+
+class TrainingSlots:
+    """Slots that train candidates (`pools.slot`)."""
+
+    def make_handler(self, config: ResidentConfig, index: int) -> Handler:
+        """Build model and data."""
+        from raytrain_opt.pools.launch_slots import make_slot
+
+        return make_slot(config, index)
+
+
+@dataclass(frozen=True)
+class ResidentConfig:
+    """The configuration of a resident; all workers and slots of a run get the same one.
+
+    `threads`: compute threads of a resident on CPU; None for an even part of the node's cores.
+    `max_restarts`: how often the worker group, and each slot, is restarted.
+    """
+
+    learner: LearnerConfig
+    candidate_batch: CandidateBatch | None
+    plan: PoolPlan
+    min_workers: int
+    threads: int | None
+    max_restarts: int
+    timeouts: TimeoutsSection
+    run_id: str
+    mailbox: Any  # handle of the Mailbox actor
+    ray_storage_path: str
+    faults: Faults = ()
+    workers: WorkerProgram = field(default_factory=SynchronousWorkers)
+    slots: SlotProgram = field(default_factory=TrainingSlots)
+
+    @property
+    def leave_s(self) -> float:
+        """Seconds that a resident may take to leave when its pool is closed."""
+        return self.timeouts.stop_s / 2
+
+    def fetch_shared_data(self) -> DatasetArrays | None:
+        """Return the in-memory data set, if the job has one, shared with the node's processes.
+
+        Waits until the driver has read it.
+        """
+        return cast("DatasetArrays | None", fetch_shared_data(self.mailbox))
+
+
+def compute_threads(threads: int | None, residents_on_node: int) -> int:
+    """Return the compute threads of a resident on CPU.
+
+    As the job says, or an even part of the cores that this process may use.
+    """
+    return threads or max(1, len(os.sched_getaffinity(0)) // residents_on_node)

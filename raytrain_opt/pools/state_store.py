@@ -1,0 +1,89 @@
+"""States in Ray's object store: how the driver and the residents reach them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import ray
+
+from raytrain_opt.pools.commands import (
+    Command,
+    Evaluate,
+    MainTrain,
+    Pretrain,
+    SendCandidateState,
+    StateRef,
+)
+from raytrain_opt.train.state import TrainingState
+
+
+class ObjectStore:
+    """A resident's access: implements `protocol.States`.
+
+    Arrays that are read share memory with the other processes of the node.
+    """
+
+    def get(self, ref: StateRef) -> TrainingState:
+        """Return the state, read-only. Raises Ray's ObjectLostError if its owner died."""
+        return cast(TrainingState, ray.get(ref.ref))
+
+    def put(self, state_id: str, state: TrainingState) -> StateRef:
+        """Copy the state into the object store."""
+        return StateRef(state_id, ray.put(state))
+
+
+class RayStateStore:
+    """The driver's access: implements `protocol.StateStore` and keeps the states in use alive.
+
+    An object dies with the process that put it into the store, but its memory stays as long as
+    some process reads it. With such a view the driver can put a lost state there again. (Ray 2.56
+    removed `ray.put(_owner=...)`, which would have made the driver the owner.)
+    """
+
+    def __init__(self) -> None:
+        self._objects = ObjectStore()
+        self._views: dict[str, TrainingState] = {}
+        self._kept_id = ""
+
+    def pin(self, ref: StateRef) -> None:
+        """Hold a view of a state that a resident has sent, until another one is kept.
+
+        Raises Ray's ObjectLostError if its owner has died already.
+        """
+        self._views[ref.id] = self.get(ref)
+
+    def keep(self, ref: StateRef) -> None:
+        """Keep this state and the one kept before it; release all others."""
+        if ref.id == self._kept_id:
+            return
+        self.pin(ref)
+        kept = (self._kept_id, ref.id)
+        self._views = {name: view for name, view in self._views.items() if name in kept}
+        self._kept_id = ref.id
+
+    def get(self, ref: StateRef) -> TrainingState:
+        """Return the state, read-only and shared with the processes of this node."""
+        if ref.id in self._views:
+            return self._views[ref.id]
+        return self._objects.get(ref)
+
+    def put(self, state_id: str, state: TrainingState) -> StateRef:
+        """Store and keep a state that the driver made."""
+        self._views[state_id] = state
+        ref = self._objects.put(state_id, state)
+        self.keep(ref)
+        return ref
+
+    def renew(self, command: Command) -> Command:
+        """Return the command with its state stored again, owned by the driver."""
+        match command:
+            case Pretrain() | MainTrain() | Evaluate():
+                return replace(command, state=self._renew_ref(command.state))
+            case SendCandidateState():
+                pretrain = replace(command.round, state=self._renew_ref(command.round.state))
+                return replace(command, round=pretrain)
+        return command
+
+    def _renew_ref(self, ref: StateRef) -> StateRef:
+        return replace(ref, ref=ray.put(self.get(ref)))

@@ -1,0 +1,87 @@
+"""Collect what happens in a run beside its numbers: timeline, failures and recoveries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.errors import RaytrainOptError, StorageError
+from raytrain_opt.recording.recorder import Recorder
+from raytrain_opt.recording.records import EventRecord, SpanRecord
+from raytrain_opt.recording.spans import Event, Span
+
+
+class Display(Protocol):
+    """Shows lines to the user, as a terminal does."""
+
+    def note(self, text: str) -> None:
+        """Show one line."""
+
+
+class SpanSource(Protocol):
+    """A pool, which remembers what its processes did."""
+
+    def drain_log(self) -> tuple[list[Span], list[Event]]:
+        """Return spans and events since the last call, on the clock of this process."""
+        ...
+
+
+class EventLog:
+    """Timeline and events of one execution of a run, which began at `began_s` (monotonic).
+
+    Records count seconds of the run: from its first start, without the time between an
+    interruption and the resume.
+    """
+
+    def __init__(self, recorder: Recorder, terminal: Display, began_s: float) -> None:
+        self._recorder, self._terminal = recorder, terminal
+        self._run_start_s = began_s
+        self._spans: list[Span] = []
+
+    def resume_clock(self, epoch: int, text: str) -> None:
+        """Continue the clock of an interrupted run where its timeline ends, and log the resume."""
+        self._run_start_s -= self._recorder.timeline_end_s()
+        self.log("resumed", epoch, text)
+
+    def log(self, kind: str, epoch: int, text: str) -> None:
+        """Show an event to the user and record it."""
+        self._terminal.note(text)
+        self._record(epoch, Event(kind=kind, text=text, time_s=monotonic_s()))
+
+    @contextmanager
+    def span(self, command: str) -> Iterator[None]:
+        """Measure what the driver itself does in this block, perhaps in a thread."""
+        start_s = monotonic_s()
+        yield
+        duration_s = monotonic_s() - start_s
+        span = Span(process="driver", command=command, start_s=start_s, duration_s=duration_s)
+        self._spans.append(span)
+
+    def write(self, epoch: int, sources: Iterable[SpanSource]) -> None:
+        """Record all spans and events since the last call."""
+        spans, self._spans = self._spans, []
+        for source in sources:
+            new_spans, events = source.drain_log()
+            spans += new_spans
+            for event in events:
+                self._record(epoch, event)
+        spans.sort(key=lambda span: span.start_s)
+        self._recorder.timeline(
+            [SpanRecord.from_span(span, epoch, self._run_start_s) for span in spans]
+        )
+
+    def close_with(self, epoch: int, error: BaseException) -> None:
+        """Record why the run ends early. `error` gets a note when that fails."""
+        kind = "failed" if isinstance(error, Exception) else "interrupted"
+        # The message of any other error may hold data of the user.
+        text = str(error) if isinstance(error, RaytrainOptError) else type(error).__name__
+        try:
+            self._record(epoch, Event(kind=kind, text=text, time_s=monotonic_s()))
+            self._recorder.paths.publish()
+        except StorageError as storage_error:
+            error.add_note(f"this could not be recorded: {storage_error}")
+
+    def _record(self, epoch: int, event: Event) -> None:
+        self._recorder.event(EventRecord.from_event(event, epoch, self._run_start_s))

@@ -1,0 +1,118 @@
+"""Write the records of a run, and the same numbers for TensorBoard."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.recording.records import (
+    EpochRecord,
+    EventRecord,
+    Record,
+    ResultRecord,
+    RoundRecord,
+    ScheduleRecord,
+    SpanRecord,
+)
+from raytrain_opt.recording.tensorboard import TensorBoardWriter
+from raytrain_opt.storage import append_lines, write_text
+
+_CANDIDATE_SCALARS = ("lr", "score", "val_accuracy", "val_loss", "train_loss")
+_EPOCH_SCALARS = (
+    "lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "test_top5",
+    "samples_per_s",
+)  # fmt: skip
+
+
+def append_records(path: Path, records: Sequence[Record]) -> None:
+    """Append one line per record. Raises StorageError naming the path."""
+    append_lines(path, [record.model_dump_json() for record in records])
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write a record as readable JSON, atomically. Raises StorageError naming the path."""
+    write_text(path, record.model_dump_json(indent=2) + "\n")
+
+
+class Recorder:
+    """Writer of one run's records. Its methods raise StorageError naming the file."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self._tensorboard = TensorBoardWriter(paths.tensorboard)
+
+    def round(self, record: RoundRecord, step: int) -> None:
+        """Write a line of rounds.jsonl, and the values of all candidates for TensorBoard."""
+        append_records(self.paths.rounds, [record])
+        scalars = {
+            f"round/candidate_{candidate.index}/{name}": getattr(candidate, name)
+            for candidate in record.candidates
+            for name in _CANDIDATE_SCALARS
+        }
+        scalars["round/next_base_lr"] = record.next_base_lr
+        self._tensorboard.scalars(step, scalars)
+
+    def epoch(self, record: EpochRecord, step: int) -> None:
+        """Write a line of epochs.jsonl, and the same values for TensorBoard."""
+        append_records(self.paths.epochs, [record])
+        scalars = {f"epoch/{name}": getattr(record, name) for name in _EPOCH_SCALARS}
+        if record.noise_scale is not None:
+            scalars["epoch/noise_scale"] = record.noise_scale.value
+        if record.staleness is not None:
+            scalars["epoch/staleness"] = record.staleness.mean
+        self._tensorboard.scalars(step, scalars)
+
+    def timeline(self, spans: Sequence[SpanRecord]) -> None:
+        """Write lines of timeline.jsonl."""
+        append_records(self.paths.timeline, spans)
+
+    def event(self, event: EventRecord) -> None:
+        """Write a line of events.jsonl. A resumed run keeps all of them: they are its history."""
+        append_records(self.paths.events, [event])
+
+    def schedule(self, record: ScheduleRecord) -> None:
+        """Write schedule.json."""
+        write_record(self.paths.schedule, record)
+
+    def result(self, record: ResultRecord) -> None:
+        """Write result.json."""
+        write_record(self.paths.result, record)
+
+    def timeline_end_s(self) -> float:
+        """Return the end of the last span, in seconds of the run; 0 without any."""
+        spans = [SpanRecord.model_validate_json(line) for line in _lines(self.paths.timeline)]
+        return max((span.start_s + span.duration_s for span in spans), default=0.0)
+
+    def truncate_after(self, rounds: int, epochs: int) -> None:
+        """Keep this number of rounds and epochs, and the spans of these epochs.
+
+        A resumed run repeats, and writes again, what followed its last checkpoint.
+        """
+        _rewrite(self.paths.rounds, _lines(self.paths.rounds)[:rounds])
+        _rewrite(self.paths.epochs, _lines(self.paths.epochs)[:epochs])
+        spans = _lines(self.paths.timeline)
+        kept = [s for s in spans if SpanRecord.model_validate_json(s).epoch <= epochs]
+        _rewrite(self.paths.timeline, kept)
+
+    def close(self) -> None:
+        """Close the file of TensorBoard."""
+        self._tensorboard.close()
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the complete lines; a line without an end was cut off when the run died."""
+    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+
+
+def _rewrite(path: Path, lines: Sequence[str]) -> None:
+    if path.exists():
+        write_text(path, "".join(f"{line}\n" for line in lines))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that results depend on."""
+    packages = ("raytrain_opt", "ray", "torch", "torchvision", "numpy")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}

@@ -1,0 +1,365 @@
+"""The record files of a run: one model for each record, used to write it and to read it.
+
+A record is one JSON object: a line of a `.jsonl` file, or a `.json` file. Numbers that are not
+finite are written as null. `recording.reference` generates the documentation from these models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from raytrain_opt.clock import utc_now
+from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.results import Probe
+from raytrain_opt.search.noise_scale import NoiseScale, NoiseScaleSummary
+
+if TYPE_CHECKING:
+    from raytrain_opt.search.policy import CandidateResult, Decision, TryCandidates
+
+SCHEMA_VERSION = 1
+
+# JSON has no infinity and no NaN: a float that is not finite is read back as None.
+Number = float | None
+Timings = dict[str, Number]
+
+
+class RecordPart(BaseModel):
+    """Base of every object in a record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Record(RecordPart):
+    """Base of every record."""
+
+    schema_version: int = Field(
+        SCHEMA_VERSION, le=SCHEMA_VERSION, description="Version of the record format."
+    )
+
+
+class CandidateRecord(RecordPart):
+    """One candidate of a round."""
+
+    index: int = Field(description="Position in the round's set of candidates, from 0.")
+    multiplier: float = Field(description="Factor on the round's base learning rate.")
+    lr: float = Field(description="Learning rate.")
+    weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
+    score: Number = Field(description="Score that the policy compares; higher is better.")
+    val_accuracy: Number = Field(description="Top-1 accuracy on the validation split, 0..1.")
+    val_loss: Number = Field(description="Mean loss on the validation split.")
+    train_loss: Number = Field(description="Mean training loss over the pre-training.")
+    duration_s: Number = Field(description="Compute time of pre-training and scoring.")
+    slot: int = Field(description="Slot that trained it; -1 when it was lost.")
+    status: Literal["ok", "diverged", "lost"] = Field(
+        description="ok, diverged (a loss is not finite), or lost (its slot died too often)."
+    )
+
+    @classmethod
+    def from_result(cls, result: CandidateResult, score: float) -> CandidateRecord:
+        """Return the record of one candidate's result."""
+        return cls.model_validate(
+            {
+                "index": result.candidate.index,
+                "multiplier": result.candidate.multiplier,
+                "lr": result.candidate.lr,
+                "weight_decay_factor": result.candidate.weight_decay_factor,
+                "score": score,
+                "val_accuracy": result.val_accuracy,
+                "val_loss": result.val_loss,
+                "train_loss": result.train_loss,
+                "duration_s": result.duration_s,
+                "slot": result.slot,
+                "status": result.status,
+            }
+        )
+
+
+class RoundRecord(Record):
+    """One line of rounds.jsonl: one set of candidates and the decision over it."""
+
+    epoch: int = Field(description="Epoch of the round, from 1.")
+    stage: str = Field(description="Part of the search; empty for rounds of policy stpt.")
+    base_lr: float = Field(description="Learning rate that multipliers refer to.")
+    pretrain_steps: int = Field(description="Optimizer updates of each candidate.")
+    kept_steps: int = Field(description="Updates of the winner that the training keeps.")
+    candidates: tuple[CandidateRecord, ...] = Field(description="All candidates, losers included.")
+    validation_samples: int = Field(description="Samples of the validation split.")
+    winner: int | None = Field(
+        description="`index` of the winner; null when the decision needs another round."
+    )
+    averaged: tuple[int, ...] = Field(
+        description="`index` of each candidate whose weights were averaged; empty: winner alone."
+    )
+    reason: str = Field(description="Why the policy decided so.")
+    next_base_lr: float = Field(description="Base learning rate after the round.")
+    winner_sha256: str | None = Field(
+        description="Digest of the winner's state; null when no state was taken over."
+    )
+    loaded_sha256: tuple[str | None, ...] = Field(
+        (), description="Digest of the state that each worker loaded."
+    )
+    timings_s: Timings = Field(
+        default_factory=dict, description="Seconds of the round, and of the epoch so far, by part."
+    )
+
+    @cached_property
+    def chosen(self) -> CandidateRecord | None:
+        """The winner, or None when it is no candidate of this round."""
+        return next((c for c in self.candidates if c.index == self.winner), None)
+
+    @classmethod
+    def from_decision(
+        cls,
+        action: TryCandidates,
+        results: Sequence[CandidateResult],
+        decision: Decision,
+        winner_sha256: str | None,
+    ) -> RoundRecord:
+        """Return the record of a round, without the fields that only the workers know."""
+        return cls(
+            epoch=action.epoch,
+            stage=action.stage,
+            base_lr=action.base_lr,
+            pretrain_steps=action.pretrain_steps,
+            kept_steps=action.kept_steps,
+            candidates=tuple(
+                CandidateRecord.from_result(result, score)
+                for result, score in zip(results, decision.scores, strict=True)
+            ),
+            validation_samples=max((result.val_samples for result in results), default=0),
+            winner=None if decision.winner is None else decision.winner.candidate.index,
+            averaged=tuple(result.candidate.index for result in decision.averaged),
+            reason=decision.reason,
+            next_base_lr=decision.next_base_lr,
+            winner_sha256=winner_sha256,
+        )
+
+    def complete(
+        self, loaded_sha256: Sequence[str | None], timings_s: Mapping[str, float]
+    ) -> RoundRecord:
+        """Return the record with the digests that the workers loaded, and timings."""
+        update = {"loaded_sha256": tuple(loaded_sha256), "timings_s": dict(timings_s)}
+        return self.model_copy(update=update)
+
+
+class StalenessRecord(RecordPart):
+    """Staleness of the gradients of an epoch (`parallel.mode: async`).
+
+    The staleness of a gradient is the number of updates between the weights that it was computed
+    on and the weights that it changes.
+    """
+
+    counts: tuple[int, ...] = Field(description="counts[i]: micro-batch gradients of staleness i.")
+    mean: Number = Field(description="Mean staleness, in updates.")
+    max: int = Field(description="Largest staleness, in updates; -1 without gradients.")
+
+
+class EpochRecord(Record):
+    """One line of epochs.jsonl."""
+
+    epoch: int = Field(description="Epoch, from 1.")
+    lr: float = Field(description="Learning rate of the last step.")
+    lr_first: float = Field(description="Learning rate of the first step.")
+    train_loss: Number = Field(description="Mean training loss of the main training.")
+    train_accuracy: Number = Field(description="Top-1 accuracy while training, 0..1.")
+    test_loss: Number = Field(description="Mean test loss; null when not evaluated.")
+    test_accuracy: Number = Field(description="Top-1 test accuracy, 0..1; null: not evaluated.")
+    test_top5: Number = Field(description="Top-5 test accuracy, 0..1; null: not evaluated.")
+    test_samples: int = Field(description="Test samples.")
+    workers: int = Field(description="Workers that trained the epoch.")
+    samples: int = Field(description="Samples of the main training.")
+    samples_per_s: float = Field(description="Speed of the main training.")
+    skipped: int = Field(description="Samples left out because they could not be read.")
+    duration_s: float = Field(description="Wall time, with rounds and evaluation.")
+    timings_s: Timings = Field(description="Seconds by part, as the driver measured them.")
+    noise_scale: NoiseScale | None = Field(
+        None, description="Noise scale of the gradients; null when not measured."
+    )
+    staleness: StalenessRecord | None = Field(
+        None, description="Staleness of the gradients; null with `parallel.mode: sync`."
+    )
+
+
+class SpanRecord(Span, Record):
+    """One line of timeline.jsonl: a command that a worker or slot executed, or a checkpoint."""
+
+    epoch: int = Field(description="Epoch, from 1.")
+
+    @classmethod
+    def from_span(cls, span: Span, epoch: int, run_start_s: float) -> SpanRecord:
+        """Return the record of `span`, whose clock showed `run_start_s` when the run began."""
+        return cls(**dict(span) | {"epoch": epoch, "start_s": span.start_s - run_start_s})
+
+    @property
+    def pool(self) -> str:
+        """`worker` of `worker 0`."""
+        return self.process.split()[0]
+
+
+class EventRecord(Event, Record):
+    """One line of events.jsonl: a failure, a recovery, a resume, or an early end."""
+
+    utc: str = Field(description="Date, ISO 8601 in UTC.")
+    epoch: int = Field(description="Epoch, from 1.")
+
+    @classmethod
+    def from_event(cls, event: Event, epoch: int, run_start_s: float) -> EventRecord:
+        """Return the record of `event`, whose clock showed `run_start_s` when the run began."""
+        update = {"epoch": epoch, "time_s": event.time_s - run_start_s, "utc": utc_now()}
+        return cls(**dict(event) | update)
+
+
+class BatchSizeProbeRecord(Record):
+    """One line of batch_size.jsonl: one probe of the batch-size search."""
+
+    probe: int = Field(description="Number of the probe, from 1.")
+    check: bool = Field(description="Whether the probe checks the chosen size.")
+    reason: str = Field(description="Why the strategy probed this size.")
+    batch_size: int = Field(description="Samples per worker.")
+    status: Literal["ok", "out_of_memory"] = Field(description="ok or out_of_memory.")
+    samples_per_s: Number = Field(description="Speed of one worker.")
+    samples_per_s_error: Number = Field(description="Standard error of `samples_per_s`.")
+    steps: int = Field(description="Timed training steps.")
+    duration_s: Number = Field(description="Time of these steps.")
+    timings_s: Timings = Field(description="Mean seconds of a step by part.")
+    utilization_pct: Number = Field(
+        description="Utilization of the device: mean of the larger half of the samples."
+    )
+    utilization_mean_pct: Number = Field(description="Utilization: mean of all samples.")
+    utilization_samples: int = Field(description="Utilization samples.")
+    peak_memory_mib: Number = Field(description="Peak memory of the probing process.")
+    joule_per_sample: Number = Field(description="Energy per sample; null when not measured.")
+    error: str = Field(description="Message of the out-of-memory error; otherwise empty.")
+    noise_scale: NoiseScale | None = Field(
+        None, description="Noise scale of the gradients; null when not measured."
+    )
+    pid: int | None = Field(None, description="Process that measured; null when it died.")
+
+    @classmethod
+    def from_probe(
+        cls, number: int, probe: Probe, reason: str, *, check: bool, pid: int | None
+    ) -> BatchSizeProbeRecord:
+        """Return the record of the probe with this number."""
+        values = vars(probe) | {
+            "probe": number,
+            "check": check,
+            "reason": reason,
+            "error": probe.why,
+            "noise_scale": None if probe.norms is None else NoiseScale.from_norms(probe.norms),
+            "pid": pid,
+        }
+        fields = cls.model_fields
+        return cls(**{name: value for name, value in values.items() if name in fields})
+
+
+class SizeChange(RecordPart):
+    """A batch size before and after the search."""
+
+    before: int = Field(description="Value in the job file.")
+    after: int = Field(description="Value chosen by the search.")
+
+
+class RateChange(RecordPart):
+    """The initial learning rate before and after the search."""
+
+    rule: str = Field(description="Rule by which the rate follows the batch size.")
+    before: float = Field(description="For the batch size of the job file.")
+    after: float = Field(description="For the chosen batch size.")
+
+
+class BatchSizeRecord(Record):
+    """batch_size.json: the chosen batch size."""
+
+    batch_size_per_worker: int = Field(description="Chosen samples per worker.")
+    global_batch_size: SizeChange = Field(description="Samples of one update.")
+    samples_per_s: float = Field(description="Speed of one worker, from the check.")
+    reason: str = Field(description="Why the strategy chose this size.")
+    learning_rate: RateChange = Field(description="Initial learning rate.")
+    duration_s: float = Field(description="Wall time of the search.")
+    cached: bool = Field(description="Whether an earlier search gave the answer.")
+    probes: int = Field(description="Number of probes.")
+
+
+class ScheduleSegment(RecordPart):
+    """Consecutive steps with one learning rate."""
+
+    steps: int = Field(description="Number of steps.")
+    lr: float = Field(description="Learning rate.")
+
+
+class ScheduleRecord(Record):
+    """schedule.json: the learning rate of every step so far; policy `replay` repeats it."""
+
+    epoch_steps: tuple[int, ...] = Field(description="Steps of each epoch.")
+    steps: int = Field(description="Steps in all.")
+    weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
+    segments: tuple[ScheduleSegment, ...] = Field(description="Learning rates in order.")
+
+
+class EpochResult(RecordPart):
+    """The measured values of one epoch."""
+
+    epoch: int = Field(description="Epoch, from 1.")
+    test_accuracy: Number = Field(description="Top-1 test accuracy, 0..1.")
+    test_top5: Number = Field(description="Top-5 test accuracy, 0..1.")
+    test_loss: Number = Field(description="Mean test loss.")
+    train_loss: Number = Field(description="Mean training loss.")
+    lr: float = Field(description="Learning rate of the last step.")
+
+    @classmethod
+    def from_epoch(cls, record: EpochRecord) -> EpochResult:
+        """Return the values of this epoch."""
+        return cls(**{name: getattr(record, name) for name in cls.model_fields})
+
+
+class SearchResult(RecordPart):
+    """Cost of the learning-rate search."""
+
+    samples: int = Field(
+        description="Samples trained beyond those that remain in the final weights."
+    )
+    main_samples: int = Field(description="Samples trained on the way to the final weights.")
+    fraction_of_training: float = Field(description="`samples` / `main_samples`.")
+    rounds: int = Field(description="Number of rounds.")
+    candidate_batch: str | None = Field(
+        description="`learning_rate.candidate_batch`; null for policies without candidates."
+    )
+
+
+class Hardware(RecordPart):
+    """The machines of a run."""
+
+    nodes: tuple[dict[str, float], ...] = Field(description="Resources of each node of Ray.")
+    workers: int = Field(description="Number of workers.")
+    slots: int = Field(description="Number of slots.")
+    workers_use_gpu: bool = Field(description="Whether workers train on GPUs.")
+
+
+class ResultRecord(Record):
+    """result.json: written when a run has finished."""
+
+    finished_utc: str = Field(description="Date of the end, ISO 8601 in UTC.")
+    status: Literal["finished"] = Field("finished", description="finished.")
+    job: str = Field(description="Name of the job.")
+    run_dir: str = Field(description="The run directory.")
+    epochs: int = Field(description="Number of epochs.")
+    steps_per_epoch: int = Field(description="Steps of the first epoch.")
+    final: EpochResult = Field(description="The last epoch.")
+    best: EpochResult | None = Field(
+        description="The epoch with the best test accuracy; null when none was evaluated."
+    )
+    search: SearchResult = Field(description="Samples of the search and of the training.")
+    wall_s: float = Field(description="Wall time since the start of the command.")
+    time_to_first_step_s: Number = Field(description="Time until the first training step.")
+    startup_s: Timings = Field(description="Time from the start to each mark of the start-up.")
+    parallel: dict[str, Any] = Field(description="How workers exchanged gradients.")
+    noise_scale: NoiseScaleSummary | None = Field(
+        description="Noise scale of the training; null when not measured."
+    )
+    restarts: dict[str, int] = Field(description="Restarted processes by pool.")
+    versions: dict[str, str] = Field(description="Versions of Python and of packages.")
+    hardware: Hardware = Field(description="The machines.")

@@ -1,0 +1,206 @@
+"""Plots and the table of a batch-size search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from raytrain_opt.recording.records import BatchSizeProbeRecord
+from raytrain_opt.report.formatting import count, duration, plain
+from raytrain_opt.report.plots import (
+    SERIES,
+    Cell,
+    Column,
+    Plot,
+    Table,
+    color,
+    draw,
+    legend,
+    percent_axis,
+    plain_log,
+    thousands,
+    whole_numbers,
+)
+from raytrain_opt.report.run_reader import RunRecords
+from raytrain_opt.search.batch_size.strategy import Measurement
+from raytrain_opt.search.batch_size.throughput_model import combine, draw_curves
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Parts of a training step in records (train.step_timer), and their names.
+_PARTS = {
+    "data_wait_s": "data wait",
+    "copy_s": "copy",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "update_s": "update",
+}
+_CURVE_POINTS = 40
+
+
+def batch_size_plots(run: RunRecords) -> list[Plot]:
+    """Plot the probes; no plot before the first one that fits into memory."""
+    measured = [record for record in run.probes if record.status == "ok" and record.samples_per_s]
+    if not measured:
+        return []
+    plots = [_speed(run, measured), _time_parts(measured)]
+    if any(record.utilization_pct is not None for record in measured):
+        plots.append(_utilization(measured))
+    return [*plots, _order(run)]
+
+
+def _speed(run: RunRecords, measured: Sequence[BatchSizeProbeRecord]) -> Plot:
+    caption = (
+        "Each probe with its standard error. Curve and 90 % band: the model that strategy "
+        "throughput_knee fits to the probes. Dashed: the chosen size. Data: table of probes."
+    )
+
+    def paint(axes: Axes) -> None:
+        _curve(axes, measured)
+        axes.errorbar(
+            [record.batch_size for record in measured],
+            [record.samples_per_s or 0.0 for record in measured],
+            [record.samples_per_s_error or 0.0 for record in measured],
+            fmt="o",
+            color=color("blue"),
+            markersize=4,
+            label="probes",
+        )
+        _mark_chosen(run, axes)
+        axes.set(xlabel="batch size per worker", ylabel="samples/s")
+        plain_log(axes, "x", 2)
+        thousands(axes, "y")
+        axes.set_ylim(bottom=0)
+        legend(axes)
+
+    return draw("batch_size_speed", "Speed over batch size", caption, paint)
+
+
+def _curve(axes: Axes, measured: Sequence[BatchSizeProbeRecord]) -> None:
+    import numpy as np
+
+    points = combine([_measurement(record) for record in measured])
+    sizes = [point.batch_size for point in points]
+    if len(sizes) < 2:
+        return
+    spread = np.geomspace(sizes[0], sizes[-1], _CURVE_POINTS).round().astype(int)
+    grid = sorted({*map(int, spread), *sizes})
+    low, middle, high = np.exp(np.quantile(draw_curves(points, grid), [0.05, 0.5, 0.95], axis=0))
+    axes.fill_between(grid, low, high, color=color("sky"), alpha=0.25, linewidth=0)
+    axes.plot(grid, middle, color=color("sky"), linewidth=1.4, label="fitted curve")
+
+
+def _measurement(record: BatchSizeProbeRecord) -> Measurement:
+    speed, error = record.samples_per_s, record.samples_per_s_error
+    return Measurement(record.batch_size, "ok", speed or math.nan, error or math.nan)
+
+
+def _mark_chosen(run: RunRecords, axes: Axes) -> None:
+    if run.batch_size is not None:
+        chosen = run.batch_size.batch_size_per_worker
+        axes.axvline(chosen, color=color("orange"), linestyle="--", label=f"chosen: {chosen}")
+
+
+def _time_parts(measured: Sequence[BatchSizeProbeRecord]) -> Plot:
+    latest = {record.batch_size: record for record in measured}
+    records = [latest[size] for size in sorted(latest)]
+    caption = (
+        "Mean time of a step divided by the batch size, by part (latest probe of each size). "
+        "Data: table of probes."
+    )
+
+    def paint(axes: Axes) -> None:
+        names, bottom = [str(r.batch_size) for r in records], [0.0] * len(records)
+        for (part, name), color_name in zip(_PARTS.items(), SERIES, strict=False):
+            heights = [1e3 * (r.timings_s.get(part) or 0.0) / r.batch_size for r in records]
+            axes.bar(names, heights, bottom=bottom, color=color(color_name), label=name, width=0.7)
+            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+        axes.set(xlabel="batch size per worker", ylabel="ms per sample")
+        axes.grid(visible=False, axis="x")
+        if len(names) > 8:
+            axes.tick_params(axis="x", labelrotation=60)
+        legend(axes)
+
+    return draw("batch_size_time_parts", "Time per sample by part", caption, paint)
+
+
+def _utilization(measured: Sequence[BatchSizeProbeRecord]) -> Plot:
+    known = [record for record in measured if record.utilization_pct is not None]
+    known.sort(key=lambda record: record.batch_size)
+    caption = (
+        "Utilization of the device: mean of the larger half of its samples, and of all samples. "
+        "Data: table of probes."
+    )
+
+    def paint(axes: Axes) -> None:
+        for field, name, color_name, marker in (
+            ("utilization_pct", "larger half", "blue", "o"),
+            ("utilization_mean_pct", "all samples", "grey", "."),
+        ):
+            y = [(getattr(record, field) or 0.0) / 100 for record in known]
+            sizes = [record.batch_size for record in known]
+            axes.plot(sizes, y, marker, color=color(color_name), label=name)
+        axes.set(xlabel="batch size per worker", ylabel="utilization", ylim=(0, 1.04))
+        plain_log(axes, "x", 2)
+        percent_axis(axes)
+        legend(axes)
+
+    return draw("batch_size_utilization", "Utilization over batch size", caption, paint)
+
+
+def _order(run: RunRecords) -> Plot:
+    caption = "Probed sizes in order. Data with the reason for each probe: table of probes."
+    groups = (
+        ("measured", "o", "blue", [p for p in run.probes if p.status == "ok" and not p.check]),
+        ("check of the choice", "D", "orange", [p for p in run.probes if p.check]),
+        ("out of memory", "x", "pink", [p for p in run.probes if p.status != "ok"]),
+    )
+
+    def paint(axes: Axes) -> None:
+        axes.plot(
+            [p.probe for p in run.probes],
+            [p.batch_size for p in run.probes],
+            color=color("grid"),
+            linewidth=1,
+        )
+        for name, marker, color_name, probes in groups:
+            if probes:
+                x, y = [p.probe for p in probes], [p.batch_size for p in probes]
+                axes.plot(x, y, marker, color=color(color_name), label=name, linestyle="none")
+        axes.set(xlabel="probe", ylabel="batch size per worker")
+        whole_numbers(axes)
+        plain_log(axes, "y", 2)
+        legend(axes)
+
+    return draw("batch_size_order", "Order of probes", caption, paint)
+
+
+def probes_table(run: RunRecords) -> Table:
+    """Return a row per probe, in order."""
+    names = ("probe", "batch size", "samples/s", "±", "busy", "memory", *_PARTS.values())
+    columns = [*map(Column, names), Column("reason", wide=True)]
+    caption = (
+        "All probes in order. Parts: mean times of a step. Busy: utilization of the device, mean "
+        "of the larger half of its samples."
+    )
+    return Table("probes", caption, columns, [_row(record) for record in run.probes])
+
+
+def _row(record: BatchSizeProbeRecord) -> list[Cell]:
+    speed = Cell(count(record.samples_per_s)) if record.status == "ok" else Cell("out of memory")
+    busy, memory = record.utilization_pct, record.peak_memory_mib
+    return [
+        Cell(f"{record.probe}{' (check)' if record.check else ''}", record.probe),
+        Cell(str(record.batch_size)),
+        speed,
+        Cell(plain(record.samples_per_s_error, 3)),
+        Cell("–" if busy is None else f"{busy:.0f} %"),
+        Cell("–" if memory is None else f"{memory:,.0f} MiB", memory),
+        *(
+            Cell(duration(record.timings_s.get(part)), record.timings_s.get(part))
+            for part in _PARTS
+        ),
+        Cell(record.reason + (f"; {record.error}" if record.error else "")),
+    ]

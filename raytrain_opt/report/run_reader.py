@@ -1,0 +1,145 @@
+"""The records of one run, read from a directory or a URI, finished or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from raytrain_opt.config.yaml_loader import read_yaml
+from raytrain_opt.errors import JobError, Problem, RecordError
+from raytrain_opt.recording.reader import first_error, read_lines, read_record, read_text
+from raytrain_opt.recording.records import (
+    BatchSizeProbeRecord,
+    BatchSizeRecord,
+    EpochRecord,
+    EventRecord,
+    ResultRecord,
+    RoundRecord,
+    ScheduleRecord,
+    SpanRecord,
+)
+from raytrain_opt.storage import find_credentials
+
+
+class _Workers(BaseModel):
+    count: int = Field(gt=0)
+
+
+class _Job(BaseModel):
+    """The fields of job.yaml that a report needs."""
+
+    epochs: int
+    global_batch_size: int
+    workers: _Workers
+    learning_rate: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """Everything that a run has recorded so far. `run_dir`: the directory as the user knows it."""
+
+    run_dir: str
+    job: Mapping[str, Any]
+    epochs: Sequence[EpochRecord] = ()
+    rounds: Sequence[RoundRecord] = ()
+    probes: Sequence[BatchSizeProbeRecord] = ()
+    spans: Sequence[SpanRecord] = ()
+    events: Sequence[EventRecord] = ()
+    batch_size: BatchSizeRecord | None = None
+    schedule: ScheduleRecord | None = None
+    result: ResultRecord | None = None
+
+    @property
+    def name(self) -> str:
+        """Last part of the run directory."""
+        return self.run_dir.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def workers(self) -> int:
+        """Number of workers in the job file."""
+        return int(self.job["workers"]["count"])
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one update, without the batch ramp."""
+        return int(self.job["global_batch_size"])
+
+    @property
+    def is_batch_size_search(self) -> bool:
+        """Whether the run chose a batch size and has trained nothing (yet)."""
+        return self.batch_size is not None and not self.epochs and not self.rounds
+
+    @cached_property
+    def _steps_before(self) -> list[int]:
+        """Steps before each epoch, and one entry after the last known epoch."""
+        steps = self.schedule.epoch_steps if self.schedule else ()
+        return list(accumulate(steps, initial=0))
+
+    def first_step(self, epoch: int) -> int:
+        """Return the steps before this epoch; later epochs are taken as long as the last known."""
+        before = self._steps_before
+        if epoch <= len(before):
+            return before[epoch - 1]
+        last = before[-1] - before[-2] if len(before) > 1 else 0
+        return before[-1] + last * (epoch - len(before))
+
+    @cached_property
+    def ends_s(self) -> list[float]:
+        """End of each epoch, in seconds of the run: the end of its last span."""
+        ends_s = {span.epoch: span.start_s + span.duration_s for span in self.spans}
+        # Without spans of an epoch (a record was cut), only the duration is known.
+        sums_s = accumulate(epoch.duration_s for epoch in self.epochs)
+        return [ends_s.get(e.epoch, sum_s) for e, sum_s in zip(self.epochs, sums_s, strict=True)]
+
+    @cached_property
+    def rounds_by_epoch(self) -> Mapping[int, Sequence[RoundRecord]]:
+        """Rounds of each epoch that had any."""
+        rounds: dict[int, list[RoundRecord]] = {}
+        for record in self.rounds:
+            rounds.setdefault(record.epoch, []).append(record)
+        return rounds
+
+
+def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
+    """Read the records of a run, from a directory or a URI.
+
+    `shown`: the run directory as the user knows it, when that is another one. A last line that is
+    not complete is left out: the run was interrupted, or is writing it.
+
+    Raises JobError when there is no run, RecordError naming file and line when a record is
+    damaged, StorageError when the storage cannot be read.
+    """
+    problems = find_credentials(run_dir, "RUN_DIR")
+    if problems:
+        raise JobError(problems, "arguments")
+    return RunRecords(
+        shown or run_dir,
+        _read_job(run_dir),
+        epochs=read_lines(run_dir, "epochs.jsonl", EpochRecord),
+        rounds=read_lines(run_dir, "rounds.jsonl", RoundRecord),
+        probes=read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord),
+        spans=read_lines(run_dir, "timeline.jsonl", SpanRecord),
+        events=read_lines(run_dir, "events.jsonl", EventRecord),
+        batch_size=read_record(run_dir, "batch_size.json", BatchSizeRecord),
+        schedule=read_record(run_dir, "schedule.json", ScheduleRecord),
+        result=read_record(run_dir, "result.json", ResultRecord),
+    )
+
+
+def _read_job(run_dir: str) -> Mapping[str, Any]:
+    text = read_text(run_dir, "job.yaml")
+    if text is None:
+        rule = "holds no run: it has no job.yaml"
+        raise JobError([Problem("RUN_DIR", rule, repr(run_dir))], "arguments")
+    job = read_yaml(text, f"{run_dir}/job.yaml")
+    try:
+        _Job.model_validate(job)
+    except ValidationError as error:
+        rule = f"is not the job of a run ({first_error(error)})"
+        raise RecordError(f"{run_dir}/job.yaml: {rule}") from error
+    return dict(job)

@@ -1,0 +1,231 @@
+"""The summary of a run: its result, and the cost and gain of its searches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from raytrain_opt.recording.records import CandidateRecord, EpochRecord, RoundRecord
+from raytrain_opt.report.formatting import count, duration, percent, plain, rate, times
+from raytrain_opt.report.run_reader import RunRecords
+from raytrain_opt.report.warnings import all_warnings, data_wait_fraction
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SearchCost:
+    """Cost of the rounds of candidates.
+
+    `duration_s`: time in which slots trained candidates and sent the winner's state.
+    `samples_fraction`: of the training's samples; `time_fraction`: of the run's time.
+    """
+
+    rounds: int
+    candidates: int
+    samples: int | None
+    samples_fraction: float | None
+    duration_s: float
+    time_fraction: float | None
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Summary of one run. Accuracies are fractions, 0..1."""
+
+    run_dir: str
+    name: str
+    status: str
+    epochs_done: int
+    epochs: int
+    test_accuracy: float | None
+    best_test_accuracy: float | None
+    best_epoch: int | None
+    wall_s: float | None
+    samples_per_s: float | None
+    global_batch_size: int
+    batch_size_per_worker: int
+    workers: int
+    min_lr: float | None
+    max_lr: float | None
+    data_wait_fraction: float | None
+    search: SearchCost
+    sentences: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def summarize(run: RunRecords) -> RunSummary:
+    """Summarize a run, finished or not."""
+    evaluated = [epoch for epoch in run.epochs if epoch.test_accuracy is not None]
+    best = max(evaluated, key=lambda epoch: epoch.test_accuracy or 0.0, default=None)
+    speeds = [epoch.samples_per_s for epoch in run.epochs if epoch.samples_per_s]
+    wall_s = run.result.wall_s if run.result else (run.ends_s[-1] if run.epochs else None)
+    min_lr, max_lr = lr_range(run)
+    search = _search_cost(run, wall_s)
+    return RunSummary(
+        run_dir=run.run_dir,
+        name=run.name,
+        status=_status(run),
+        epochs_done=len(run.epochs),
+        epochs=int(run.job["epochs"]),
+        test_accuracy=evaluated[-1].test_accuracy if evaluated else None,
+        best_test_accuracy=best.test_accuracy if best else None,
+        best_epoch=best.epoch if best else None,
+        wall_s=wall_s,
+        samples_per_s=median(speeds) if speeds else None,
+        global_batch_size=run.global_batch_size,
+        batch_size_per_worker=run.global_batch_size // run.workers,
+        workers=run.workers,
+        min_lr=min_lr,
+        max_lr=max_lr,
+        data_wait_fraction=data_wait_fraction(run),
+        search=search,
+        sentences=tuple(_sentences(run, search, wall_s)),
+        warnings=tuple(all_warnings(run)),
+    )
+
+
+def _status(run: RunRecords) -> str:
+    if run.result is not None:
+        return "finished"
+    return "batch size found" if run.is_batch_size_search else "not finished"
+
+
+def lr_range(run: RunRecords) -> tuple[float | None, float | None]:
+    """Return the lowest and the highest learning rate of any step, without rates of 0."""
+    rates = [segment.lr for segment in run.schedule.segments] if run.schedule else []
+    positive = [lr for lr in rates or [epoch.lr for epoch in run.epochs] if lr > 0]
+    return (min(positive), max(positive)) if positive else (None, None)
+
+
+def search_duration_s(epoch: EpochRecord) -> float:
+    """Return the time of the epoch's rounds."""
+    return sum(epoch.timings_s.get(part) or 0.0 for part in ("pretrain_s", "take_state_s"))
+
+
+def _search_cost(run: RunRecords, wall_s: float | None) -> SearchCost:
+    result = run.result.search if run.result else None
+    duration_s = math.fsum(search_duration_s(epoch) for epoch in run.epochs)
+    return SearchCost(
+        rounds=len(run.rounds),
+        candidates=sum(len(record.candidates) for record in run.rounds),
+        samples=result.samples if result else None,
+        samples_fraction=result.fraction_of_training if result else None,
+        duration_s=duration_s,
+        time_fraction=duration_s / wall_s if wall_s else None,
+    )
+
+
+def _sentences(run: RunRecords, search: SearchCost, wall_s: float | None) -> Iterator[str]:
+    yield from _search_cost_sentence(run, search)
+    yield from _search_gain_sentences(run)
+    yield from _batch_size_sentence(run)
+    yield from _staleness_sentence(run)
+    yield from _startup_sentence(run, wall_s)
+    if run.result and run.result.noise_scale:
+        yield f"Gradient noise scale: {run.result.noise_scale.sentence}."
+
+
+def _search_cost_sentence(run: RunRecords, search: SearchCost) -> Iterator[str]:
+    if not run.rounds:
+        if run.job["learning_rate"].get("policy", "") in ("schedule", "replay"):
+            yield "No learning-rate search: the job gives the schedule."
+        return
+    samples = (
+        ""
+        if search.samples is None
+        else f"{count(search.samples)} samples ({percent(search.samples_fraction, 0)} of the "
+        "training's samples) and "
+    )
+    yield (
+        f"The learning-rate search cost {samples}{duration(search.duration_s)} "
+        f"({percent(search.time_fraction)} of the run's time): {times(search.rounds, 'round')}, "
+        f"{times(search.candidates, 'candidate')}."
+    )
+
+
+def _search_gain_sentences(run: RunRecords) -> Iterator[str]:
+    # Policy stpt has rounds without a stage; stpt_horizon names the stage of every round.
+    stpt = [record for record in run.rounds if not record.stage and record.chosen is not None]
+    if stpt:
+        yield _stpt_gain_sentence(stpt)
+    peaks = [record for record in run.rounds if record.stage and record.epoch == 1]
+    peaks = [record for record in peaks if record.winner] or peaks
+    if peaks:
+        initial = run.job["learning_rate"].get("initial") or math.nan
+        peak = peaks[-1].next_base_lr
+        yield (
+            f"The search before the first epoch found a peak learning rate of {rate(peak)}, "
+            f"{plain(peak / initial, 3)} times the initial guess of {rate(initial)}."
+        )
+    later = [record for record in run.rounds if record.stage == "later"]
+    if later:
+        changed = sum(_changes_rate(record) for record in later)
+        yield f"{changed} of {times(len(later), 'later round')} changed the rest of the schedule."
+
+
+def _stpt_gain_sentence(rounds: Sequence[RoundRecord]) -> str:
+    gains = [gain for record in rounds if (gain := _gain(record)) is not None]
+    changed = sum(_changes_rate(record) for record in rounds)
+    text = f"It changed the learning rate in {changed} of {times(len(rounds), 'round')}"
+    if gains:
+        text += (
+            "; right after the pre-training, the winner's validation accuracy was on average "
+            f"{100 * fmean(gains):.1f} points above that of the unchanged rate"
+        )
+    return (
+        f"{text}. To see whether the gain lasts, compare with a run without a search: "
+        "raytrain-opt report THIS_RUN OTHER_RUN."
+    )
+
+
+def _changes_rate(record: RoundRecord) -> bool:
+    return record.chosen is not None and record.chosen.multiplier != 1
+
+
+def _gain(record: RoundRecord) -> float | None:
+    """Return the winner's accuracy minus the unchanged rate's; None when that was not tried."""
+    unchanged = next((c for c in record.candidates if c.multiplier == 1), None)
+    return _accuracy_difference(record.chosen, unchanged)
+
+
+def _accuracy_difference(
+    one: CandidateRecord | None, other: CandidateRecord | None
+) -> float | None:
+    if one is None or other is None or one.val_accuracy is None or other.val_accuracy is None:
+        return None
+    return one.val_accuracy - other.val_accuracy
+
+
+def _batch_size_sentence(run: RunRecords) -> Iterator[str]:
+    record = run.batch_size
+    if record is None:
+        return
+    cost = "result of an earlier search" if record.cached else duration(record.duration_s)
+    yield (
+        f"The batch-size search ({times(record.probes, 'probe')}, {cost}) chose "
+        f"{record.batch_size_per_worker} samples per worker at {count(record.samples_per_s)} "
+        f"samples/s: {record.reason}."
+    )
+
+
+def _staleness_sentence(run: RunRecords) -> Iterator[str]:
+    records = [epoch.staleness for epoch in run.epochs if epoch.staleness is not None]
+    gradients = sum(sum(record.counts) for record in records)
+    if gradients:
+        total = sum(age * number for r in records for age, number in enumerate(r.counts))
+        yield (
+            f"Asynchronous training: gradients were {plain(total / gradients, 3)} updates stale "
+            f"on average, at most {max(record.max for record in records)}."
+        )
+
+
+def _startup_sentence(run: RunRecords, wall_s: float | None) -> Iterator[str]:
+    first_step_s = run.result.time_to_first_step_s if run.result else None
+    if first_step_s is not None and wall_s:
+        yield (
+            f"The first training step started after {duration(first_step_s)} "
+            f"({percent(first_step_s / wall_s, 0)} of the run's time)."
+        )

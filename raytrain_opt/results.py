@@ -1,0 +1,134 @@
+"""Results of training, evaluation and probes: values without torch that all packages share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """Squared norms of gradients, for `search.noise_scale`.
+
+    One pair per measured update: the mean over the gradients of `small_batch` samples each, and
+    that of the gradient of all `big_batch` samples.
+    """
+
+    small_batch: int
+    big_batch: int
+    pairs: tuple[tuple[float, float], ...]
+
+
+class _Means:
+    """Means over the samples of a phase; 0 without samples."""
+
+    samples: int
+    loss_sum: float
+    correct: int
+
+    @property
+    def loss(self) -> float:
+        """Mean loss; not finite if the loss of any batch is not."""
+        return self.loss_sum / max(self.samples, 1)
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of the samples whose top prediction is correct."""
+        return self.correct / max(self.samples, 1)
+
+
+@dataclass(frozen=True)
+class TrainTotals(_Means):
+    """Sums over the samples of one training phase, of one process or of all workers.
+
+    `norms` are those of all workers together, if they were measured.
+    """
+
+    steps: int
+    samples: int
+    loss_sum: float
+    correct: int
+    skipped: int
+    duration_s: float
+    data_wait_s: float
+    norms: GradientNorms | None = None
+
+
+# Samples per block of `EvalTotals.block_losses`: a split has many blocks for the statistics, and
+# computing a loss per block takes little time.
+LOSS_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class EvalTotals(_Means):
+    """Sums over the samples of one evaluation; every sample counts exactly once.
+
+    `block_losses` holds the mean loss of each block of LOSS_BLOCK_SIZE samples, on request.
+    """
+
+    samples: int
+    loss_sum: float
+    correct: int
+    correct_top5: int
+    duration_s: float
+    block_losses: tuple[float, ...] = ()
+
+    @property
+    def top5(self) -> float:
+        """Fraction of the samples whose label is among the top five predictions."""
+        return self.correct_top5 / max(self.samples, 1)
+
+
+@dataclass(frozen=True)
+class BufferUpdates:
+    """The buffers of one worker's model after `batches` forward passes.
+
+    `values` holds the floating-point buffers by name; `sampling_noise` the s of
+    `train.batch_norm` of each BatchNorm layer that was in training mode, by name.
+    """
+
+    batches: int
+    values: dict[str, npt.NDArray[np.float64]]
+    sampling_noise: dict[str, float]
+
+
+@dataclass(frozen=True)
+class AsyncWorkerMetrics:
+    """One worker's asynchronous phase: its micro-batches, its time in all and by part."""
+
+    micro_batches: int
+    duration_s: float
+    data_wait_s: float
+    timings_s: dict[str, float]
+    buffers: BufferUpdates
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One measurement of training at one batch size.
+
+    `timings_s` holds the mean seconds of each part of a step (`train.step_timer`); they add up
+    to the step. `utilization_pct` is the mean of the top half of the samples,
+    `utilization_mean_pct` of all. `norms` are measured if the search needs them. `why` says why
+    memory ran out.
+    """
+
+    batch_size: int
+    status: Literal["ok", "out_of_memory"]
+    samples_per_s: float = math.nan
+    samples_per_s_error: float = math.nan
+    steps: int = 0
+    duration_s: float = 0.0
+    timings_s: dict[str, float] = field(default_factory=dict)
+    utilization_pct: float = math.nan
+    utilization_mean_pct: float = math.nan
+    utilization_samples: int = 0
+    peak_memory_mib: float = math.nan
+    joule_per_sample: float | None = None
+    norms: GradientNorms | None = None
+    why: str = ""

@@ -1,0 +1,55 @@
+"""Build the learning-rate policy of a job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from raytrain_opt.config.learning_rate import HorizonPolicy, ReplayPolicy, StptPolicy
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.optim.schedules import build_schedule
+from raytrain_opt.search.fixed_schedule import FixedSchedule, RecordedSchedule
+from raytrain_opt.search.policy import Policy
+from raytrain_opt.search.stpt import Stpt
+from raytrain_opt.search.stpt_horizon import HorizonStpt, max_round_size
+
+# Longer than any epoch (so that alpha never exceeds it), and exact as a float.
+_ENDLESS_STEPS = 2**53
+
+
+def build_policy(job: Job, steps: EpochSteps) -> Policy:
+    """Build the job's policy. Raises JobError if it does not match the steps per epoch."""
+    section = job.learning_rate
+    if isinstance(section, StptPolicy):
+        return Stpt(section, job.epochs, steps)
+    if isinstance(section, HorizonPolicy):
+        return HorizonStpt(section, job.epochs, steps)
+    if isinstance(section, ReplayPolicy):
+        return read_schedule(section.schedule).policy(job.epochs, steps)
+    schedule = build_schedule(section, epochs=job.epochs, steps_per_epoch=steps.first)
+    return FixedSchedule(schedule, steps)
+
+
+def read_schedule(path: str) -> RecordedSchedule:
+    """Read the schedule.json of an earlier run. Raises JobError if that is impossible."""
+    try:
+        value = json.loads(Path(path).expanduser().read_text())
+    except (OSError, ValueError) as error:
+        problem = Problem("learning_rate.schedule", f"cannot be read: {error}", repr(path))
+        raise JobError([problem]) from error
+    return RecordedSchedule.from_json(value, path)
+
+
+def max_candidates(job: Job) -> int:
+    """Return the largest number of candidates of any round of the job; 0 without rounds."""
+    section = job.learning_rate
+    if isinstance(section, HorizonPolicy):
+        return max_round_size()
+    if not isinstance(section, StptPolicy):
+        return 0
+    stpt = Stpt(section, job.epochs, EpochSteps(_ENDLESS_STEPS))
+    rounds = range(stpt.warmup.epochs + 1, job.epochs + 1)
+    count = max((len(stpt.multipliers(epoch)) for epoch in rounds), default=0)
+    return count if count > 1 else 0  # a single candidate is no search

@@ -1,0 +1,145 @@
+"""Reading and writing files: complete or not at all, locally or under a URI.
+
+A storage path is a local path or a URI (s3://, gs://, abfss://, file://). `read`, `write` and
+`remove` work on files directly under one; the other functions write local files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from pyarrow import ArrowException, fs
+from safetensors import SafetensorError
+
+from raytrain_opt.errors import Problem, StorageError
+
+# On a full disk, torch.save raises RuntimeError, and safetensors its own error.
+_WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
+# What pyarrow raises for a storage that cannot be used.
+STORAGE_ERRORS = (OSError, ValueError, ArrowException)
+
+# Ray unpacks the directory that a job was submitted with below this one, and deletes it later.
+_SUBMITTED_DIRECTORIES = "working_dir_files"
+
+# Parts of the names of URI options that hold credentials.
+_SECRET_OPTIONS = ("secret", "token", "key", "password")
+
+
+def find_credentials(storage_path: str, field: str = "storage_path") -> list[Problem]:
+    """Return a problem of `field` when the URI holds credentials: every record would show them."""
+    if "://" not in storage_path:
+        return []
+    uri = urlsplit(storage_path)
+    options = " ".join(name for name, _ in parse_qsl(uri.query)).lower()
+    # A user without a password is not a secret: abfss://container@account names a container.
+    user, separator, _ = uri.netloc.rpartition("@")
+    has_password = bool(separator) and ":" in user
+    if not has_password and not any(option in options for option in _SECRET_OPTIONS):
+        return []
+    rule = "holds credentials, which a run would write into its records"
+    hint = "use the environment or the configuration files of your cloud's tools instead"
+    return [Problem(field, rule, None, hint)]
+
+
+def local_path(path: str) -> Path:
+    """Return the absolute path for results.
+
+    A relative path is below the working directory. In a submitted job, whose working directory Ray
+    deletes afterwards, it is below the home directory.
+    """
+    directory = Path.cwd()
+    base = Path.home() if _SUBMITTED_DIRECTORIES in directory.parts else directory
+    return base / Path(path).expanduser()
+
+
+def open_filesystem(storage_path: str) -> tuple[fs.FileSystem, str]:
+    """Return the file system of a storage path, and the path in it without a final slash."""
+    uri = storage_path if "://" in storage_path else str(local_path(storage_path))
+    filesystem, root = fs.FileSystem.from_uri(uri)
+    return filesystem, root.rstrip("/")
+
+
+def read(storage_path: str, name: str) -> bytes | None:
+    """Return the content of a file; None when there is no such file.
+
+    Raises StorageError when the storage cannot be read.
+    """
+    try:
+        filesystem, root = open_filesystem(storage_path)
+        if filesystem.get_file_info(f"{root}/{name}").type != fs.FileType.File:
+            return None
+        with filesystem.open_input_file(f"{root}/{name}") as file:
+            return bytes(file.read())
+    except STORAGE_ERRORS as error:
+        raise StorageError(f"{storage_path}/{name} cannot be read: {error}") from error
+
+
+def write(storage_path: str, name: str, content: bytes) -> None:
+    """Write a file and the directories above it. Raises StorageError."""
+    try:
+        filesystem, root = open_filesystem(storage_path)
+        filesystem.create_dir(f"{root}/{name}".rsplit("/", 1)[0])
+        with filesystem.open_output_stream(f"{root}/{name}") as file:
+            file.write(content)
+    except STORAGE_ERRORS as error:
+        raise StorageError(f"{storage_path}/{name} cannot be written: {error}") from error
+
+
+def remove(storage_path: str, name: str) -> None:
+    """Remove a file. Raises StorageError."""
+    try:
+        filesystem, root = open_filesystem(storage_path)
+        filesystem.delete_file(f"{root}/{name}")
+    except STORAGE_ERRORS as error:
+        raise StorageError(f"{storage_path}/{name} cannot be removed: {error}") from error
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file next to `path`, then move it to `path`.
+
+    Raises StorageError naming the path; an earlier file stays. Creates no directory: if a run
+    directory vanished during the run, an empty one must not take its place.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except _WRITE_ERRORS as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(f"{path} cannot be written: {error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write readable JSON, atomically. Raises StorageError naming the path."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text, atomically. Raises StorageError naming the path."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    write_atomic(path, write)
+
+
+def append_lines(path: Path, lines: Sequence[str]) -> None:
+    """Append lines of UTF-8 text, given without their ends. Raises StorageError."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}") from error
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory that this package created; what cannot be removed stays."""
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,144 @@
+"""Progress of a run in the terminal: a progress bar, or plain lines in a log or a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from raytrain_opt.recording.records import EpochRecord
+
+
+class Terminal(Protocol):
+    """Display of a run's progress."""
+
+    def __enter__(self) -> Terminal: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+
+    def phase(self, text: str, epoch: int, epochs: int) -> None:
+        """Show the current activity; epoch 0: before the first epoch."""
+
+    def advance(self, epochs_done: float) -> None:
+        """Show how much of the training is done, in epochs."""
+
+    def epoch(self, record: EpochRecord, epochs: int) -> None:
+        """Show the result of an epoch."""
+
+
+class Lines:
+    """One plain line per event: for logs, `ray job logs` and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        """Print the line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def phase(self, text: str, epoch: int, epochs: int) -> None:
+        """Do nothing: a line for each phase would fill the log."""
+
+    def advance(self, epochs_done: float) -> None:
+        """Do nothing: a log has no moving parts."""
+
+    def epoch(self, record: EpochRecord, epochs: int) -> None:
+        """Print a line."""
+        self.note(epoch_text(record, epochs))
+
+
+class Bar:
+    """A progress bar with epoch, phase, accuracy, speed and remaining time."""
+
+    def __init__(self, console: Console, epochs: int) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[last_epoch]}"),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("starting", total=float(epochs), last_epoch="")
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def phase(self, text: str, epoch: int, epochs: int) -> None:
+        """Set the text left of the bar."""
+        prefix = f"epoch {epoch}/{epochs}  " if epoch else ""
+        self._progress.update(self._task, description=f"{prefix}{text}")
+
+    def advance(self, epochs_done: float) -> None:
+        """Move the bar."""
+        self._progress.update(self._task, completed=epochs_done)
+
+    def epoch(self, record: EpochRecord, epochs: int) -> None:
+        """Move the bar and set the text right of it."""
+        text = f"lr {record.lr:.4g}  {record.samples_per_s:,.0f} samples/s"
+        if record.test_accuracy is not None:
+            text = f"accuracy {record.test_accuracy:.2%}  {text}"
+        self._progress.update(self._task, completed=float(record.epoch), last_epoch=text)
+
+
+def open_terminal(epochs: int, *, plain: bool = False) -> Terminal:
+    """Return a progress bar when stdout is a terminal and not `plain`, otherwise lines."""
+    console = Console(file=sys.stdout)
+    return Bar(console, epochs) if console.is_terminal and not plain else Lines(console)
+
+
+def epoch_text(record: EpochRecord, epochs: int) -> str:
+    """Return one epoch as one line."""
+    loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
+    accuracy = "" if record.test_accuracy is None else f"  accuracy {record.test_accuracy:.2%}"
+    return (
+        f"epoch {record.epoch}/{epochs}  lr {record.lr:.4g}  loss {loss}{accuracy}"
+        f"  {record.samples_per_s:,.0f} samples/s  {record.duration_s:.1f} s"
+    )
+
+
+def print_summary(rows: Sequence[Sequence[str]], facts: Sequence[tuple[str, str]]) -> None:
+    """Print the table of epochs, then one line per fact (name, text)."""
+    console = Console(file=sys.stdout)
+    table = Table("epoch", "candidate LRs", "chosen LR", "test accuracy")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    width = max((len(name) for name, _ in facts), default=0)
+    for name, text in facts:
+        console.print(f"{name:<{width}}  {text}", markup=False, highlight=False, soft_wrap=True)

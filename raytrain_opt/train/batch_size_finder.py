@@ -1,0 +1,137 @@
+"""Find a batch size for training code outside this package, in the current process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+from raytrain_opt.config.batch_size import BatchSizeSection
+from raytrain_opt.data.base import Batch
+from raytrain_opt.errors import DataError, JobError, Problem
+from raytrain_opt.results import Probe
+from raytrain_opt.search.batch_size.factory import build_strategy, check_sampler
+from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, Measurement, SizeBounds
+from raytrain_opt.train.probe import ProbedTraining, measure, open_probe_sampler
+
+_SECTION: TypeAdapter[BatchSizeSection] = TypeAdapter(BatchSizeSection)
+
+
+@dataclass(frozen=True)
+class MinibatchChoice:
+    """The chosen batch size with the reason, and all probes in order."""
+
+    batch_size: int
+    reason: str
+    probes: tuple[Probe, ...]
+
+
+class MinibatchSizeOptimizer:
+    """Finds the batch size at which a model trains fastest, and leaves the model unchanged.
+
+    `strategy` is throughput_knee (ours), gpu_usage_maximize or epoch_time_minimize (MBSO). The
+    settings are the fields of `batch_size_search` in a job file.
+
+    >>> best = MinibatchSizeOptimizer(tolerance=0.05).apply(model, optimizer, dataset)
+    >>> loader = DataLoader(dataset, batch_size=best.batch_size, shuffle=True)
+    """
+
+    def __init__(self, strategy: str = "throughput_knee", **settings: Any) -> None:
+        """Check the settings. Raises JobError for settings that the strategy does not have."""
+        try:
+            self.section = _SECTION.validate_python({"strategy": strategy, **settings})
+        except ValidationError as error:
+            raise JobError(_problems(error), "MinibatchSizeOptimizer") from error
+
+    def apply(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Dataset[Any],
+        loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+        *,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        scaler: torch.amp.GradScaler | None = None,
+        **loader: Any,
+    ) -> MinibatchChoice:
+        """Probe training steps of `model` on its own device until the strategy has chosen.
+
+        Weights, buffers, optimizer, gradients and random numbers are bit-identical afterwards.
+
+        Args:
+            model: on the device to train on.
+            optimizer: of the model's parameters.
+            dataset: map-style, of samples (x, y).
+            loss: a function of (output, y) that returns the mean over the batch.
+            autocast: returns a context for forward passes.
+            scaler: for training in float16.
+            loader: arguments of the DataLoader (num_workers, collate_fn, ...) except batch_size.
+
+        Raises:
+            ResourcesError: not even one sample fits into memory.
+            JobError: the strategy needs a GPU.
+        """
+        device = next(model.parameters()).device
+        check_sampler(self.section, use_gpu=device.type == "cuda")
+        training = ProbedTraining(
+            model,
+            optimizer,
+            loss,
+            endless_batches(dataset, device, loader),
+            device,
+            autocast,
+            scaler or torch.amp.GradScaler(device.type, enabled=False),
+        )
+        size = len(dataset)  # type: ignore[arg-type]
+        bounds = SizeBounds(min(size, self.section.max_batch_size or size), size)
+        return self._search(training, bounds)
+
+    def _search(self, training: ProbedTraining, bounds: SizeBounds) -> MinibatchChoice:
+        strategy = build_strategy(self.section, bounds)
+        probes: list[Probe] = []
+        sampler = open_probe_sampler(self.section, training.device, torch.get_num_threads())
+        try:
+            while True:
+                proposal = strategy.propose([Measurement.from_probe(probe) for probe in probes])
+                if isinstance(proposal, BatchSizeChoice):
+                    return MinibatchChoice(proposal.batch_size, proposal.reason, tuple(probes))
+                probes.append(measure(training, proposal.batch_size, self.section, sampler))
+        finally:
+            sampler.close()
+
+
+def endless_batches(
+    dataset: Dataset[Any], device: torch.device, arguments: dict[str, Any]
+) -> Callable[[int, Callable[[], None]], Iterator[Batch]]:
+    """Return the `batches` of a `ProbedTraining`: a DataLoader that starts again when it ends."""
+    settings = {"shuffle": True, "drop_last": True, "pin_memory": device.type == "cuda"}
+
+    def batches(size: int, on_copy: Callable[[], None]) -> Iterator[Batch]:
+        loader = DataLoader(dataset, batch_size=size, **{**settings, **arguments})
+        if len(loader) == 0:
+            raise DataError(
+                "dataset",
+                f"the DataLoader yields no full batch of {size} samples: the data set or its "
+                "sampler has fewer; set a smaller max_batch_size",
+            )
+        while True:
+            for x, y in loader:
+                on_copy()
+                yield Batch(x.to(device, non_blocking=True), y.to(device, non_blocking=True))
+
+    return batches
+
+
+def _problems(error: ValidationError) -> list[Problem]:
+    """Name each setting without the strategy's tag, which pydantic puts before it."""
+    return [
+        Problem(".".join(str(key) for key in details["loc"][1:]) or "strategy", details["msg"])
+        for details in error.errors(include_url=False)
+    ]

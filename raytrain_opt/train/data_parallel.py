@@ -1,0 +1,286 @@
+"""Data parallelism of one process: a single process, or DistributedDataParallel (DDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.updates import ParallelSection
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.train.gradient_buckets import BackwardOrder, BucketPlan, fastest, plan_buckets
+from raytrain_opt.train.gradient_noise import (
+    GroupNoiseTracker,
+    NoiseTracker,
+    NullNoiseTracker,
+    Pair,
+    Scale,
+)
+from raytrain_opt.train.step_timer import StepTimer, step_timer_for
+
+# torch 2.15 gave `broadcast_buffers` a new name and warns about the old one.
+_SYNC_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
+_COMPRESSION: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
+    "bf16": (torch.bfloat16, bf16_compress_hook),
+    "fp16": (torch.float16, fp16_compress_hook),
+}
+# A new DDP rebuilds its buckets in its second step, so two steps are not timed. The median of
+# five is not changed by two slow ones.
+WARMUP_STEPS = 2
+TIMED_STEPS = 5
+
+
+class Parallel(Protocol):
+    """What the training loop needs from its process group."""
+
+    @property
+    def forward(self) -> nn.Module:
+        """The model for forward passes in training; `after_step` may replace it."""
+        ...
+
+    def begin_phase(self, per_worker: float, scale: Scale) -> None:
+        """Begin a phase with `per_worker` micro-batches per update and worker, on average.
+
+        Losses are multiplied by `scale`.
+        """
+        ...
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
+        ...
+
+    def after_step(self) -> None:
+        """Call this after each update."""
+        ...
+
+    def end_phase(self) -> tuple[Pair, ...]:
+        """End the phase; return squared gradient norms of some updates (`gradient_noise`)."""
+        ...
+
+    def report(self) -> dict[str, object]:
+        """Return what was chosen and measured, for the records."""
+        ...
+
+
+class SingleProcess:
+    """One process without communication."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.forward = model
+
+    def begin_phase(self, per_worker: float, scale: Scale) -> None:
+        """Do nothing."""
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """Return an empty context."""
+        return nullcontext()
+
+    def after_step(self) -> None:
+        """Do nothing."""
+
+    def end_phase(self) -> tuple[Pair, ...]:
+        """Return no pairs: with one process there is nothing to compare."""
+        return ()
+
+    def report(self) -> dict[str, object]:
+        """Return nothing."""
+        return {}
+
+
+class DataParallel:
+    """DDP with gradient buckets that can be planned, or chosen by timing, during training.
+
+    A plan needs the order of the backward pass, so the first step uses torch's default
+    buckets, from which DDP itself learns that order. Then the model is wrapped again for each
+    plan. Results differ only in the order of additions: two workers get the same bits from
+    every plan; with more workers, a ring all-reduce starts each part of a message at another
+    rank, and the last bits may change.
+    """
+
+    def __init__(self, model: nn.Module, section: ParallelSection) -> None:
+        self._model, self._section = model, section
+        self._device = next(model.parameters()).device
+        self._timer: StepTimer = _NullTimer()
+        self._in_update = False
+        self._plan: BucketPlan | None = None
+        self._timings: list[dict[str, object]] = []
+        self._wrap_s: list[float] = []
+        self._noise: NoiseTracker = (
+            GroupNoiseTracker(model) if section.noise_scale else NullNoiseTracker()
+        )
+        self.forward = self._wrap({}, init_sync=True)
+        self._bucket_choice = self._choose_buckets()
+        next(self._bucket_choice, None)
+
+    def begin_phase(self, per_worker: float, scale: Scale) -> None:
+        """Begin a phase; see `Parallel`."""
+        self._noise.begin_phase(per_worker, scale)
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """Wrap one micro-batch; gradients are exchanged in the last one of an update."""
+        if not self._in_update:
+            self._in_update = True
+            self._timer.mark()
+        with self._noise.micro_batch(last), nullcontext() if last else self.forward.no_sync():
+            yield
+
+    def after_step(self) -> None:
+        """Continue the choice of buckets, which may wrap the model again and drop gradients.
+
+        All workers call this after each update.
+        """
+        self._timer.mark()
+        self._in_update = False
+        next(self._bucket_choice, None)
+
+    def end_phase(self) -> tuple[Pair, ...]:
+        """End the phase; all workers call it together, as it communicates."""
+        return self._noise.end_phase()
+
+    def report(self) -> dict[str, object]:
+        """Return the plan in use, the step times of each timed plan, and the cost of wrapping.
+
+        A step time is that of the slowest worker, without the wait for its first batch.
+        """
+        plan = self._plan
+        return {
+            "buckets": "default" if plan is None else plan.name,
+            "buckets_mib": None if plan is None else plan.sizes_mib,
+            "compression": self._section.compression,
+            "tried": list(self._timings),
+            "wrap_s": list(self._wrap_s),
+        }
+
+    def _choose_buckets(self) -> Iterator[None]:
+        """Advance by one `yield` with each training step."""
+        if self._section.gradient_buckets == "default":
+            return
+        order = BackwardOrder(self._model)
+        yield
+        indices = _of_first_rank(order.finish(), self._device)
+        plans = plan_buckets(self._section.gradient_buckets, order.gradients(indices))
+        if len(plans) == 1:
+            self._use(plans[0])
+            return
+        own_step_s = []
+        for plan in plans:
+            own_step_s.append((yield from self._time(plan)))
+        step_s = _of_slowest_rank(own_step_s, self._device)
+        self._timings = [
+            {"buckets": plan.name, "buckets_mib": plan.sizes_mib, "step_s": seconds}
+            for plan, seconds in zip(plans, step_s, strict=True)
+        ]
+        self._use(plans[fastest(step_s)])
+
+    def _time(self, plan: BucketPlan) -> Generator[None, None, list[float]]:
+        """Train with a plan; return the seconds of each timed step on this rank."""
+        self._use(plan)
+        for _ in range(WARMUP_STEPS):
+            yield
+        self._timer = step_timer_for(self._device)
+        for _ in range(TIMED_STEPS):
+            yield
+        timer, self._timer = self._timer, _NullTimer()
+        # Intervals alternate between a step and the pause after it.
+        return timer.intervals_s()[::2]
+
+    def _use(self, plan: BucketPlan) -> None:
+        arguments = plan.ddp_arguments()
+        self._plan = plan
+        if arguments == self._arguments:
+            return
+        started_s = monotonic_s()
+        # The gradients are views of the old buckets: free these before the new ones are
+        # allocated. The old hooks are removed with the old DDP.
+        self._model.zero_grad(set_to_none=True)
+        del self.forward
+        # All ranks have equal weights already, and each keeps its own running statistics.
+        self.forward = self._wrap(arguments, init_sync=False)
+        self._wrap_s.append(monotonic_s() - started_s)
+
+    def _wrap(self, arguments: dict[str, Any], *, init_sync: bool) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(
+            self._model,
+            device_ids=[self._device] if self._device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            init_sync=init_sync,
+            **_SYNC_BUFFERS,
+            **arguments,
+        )
+        if self._section.compression != "none":
+            _, hook = _COMPRESSION[self._section.compression]
+            ddp.register_comm_hook(None, hook)
+        self._arguments = arguments
+        return ddp
+
+
+def single_process(model: nn.Module, section: ParallelSection) -> SingleProcess:
+    """Train without communication; the `distribute` argument of `Learner` for one process."""
+    return SingleProcess(model)
+
+
+def distribute(model: nn.Module, section: ParallelSection) -> DataParallel:
+    """Wrap a model for data parallelism over the process group, which must be initialized.
+
+    BatchNorm statistics stay per process during training, and gradients are views of the
+    buckets in which they are sent. All ranks must call this together, as it communicates.
+    Raises JobError when the group cannot add numbers of the type that `compression` needs.
+    """
+    if section.compression != "none":
+        _require_compression(section.compression, next(model.parameters()).device)
+    return DataParallel(model, section)
+
+
+def use_threads(count: int) -> None:
+    """Set the number of CPU threads that torch uses within an operation; at least 1."""
+    torch.set_num_threads(max(1, count))
+
+
+class _NullTimer:
+    """Measures nothing."""
+
+    def mark(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def intervals_s(self) -> list[float]:
+        return []
+
+
+def _require_compression(name: str, device: torch.device) -> None:
+    dtype, _ = _COMPRESSION[name]
+    try:
+        dist.all_reduce(torch.ones(1, dtype=dtype, device=device))
+    except RuntimeError as error:
+        rule = f"{dist.get_backend()} cannot add such numbers on {device.type}: {error}"
+        hint = "use none, which sends gradients without compression"
+        raise JobError([Problem("parallel.compression", rule, name, hint)]) from error
+
+
+def _of_first_rank(order: Sequence[int], device: torch.device) -> list[int]:
+    tensor = torch.tensor(order, device=device)
+    dist.broadcast(tensor, src=0)
+    return [int(index) for index in tensor.tolist()]
+
+
+def _of_slowest_rank(seconds: list[list[float]], device: torch.device) -> list[list[float]]:
+    """Return the maximum over the ranks for each step, so that all ranks choose the same plan."""
+    tensor = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [[float(step_s) for step_s in steps] for steps in tensor.tolist()]

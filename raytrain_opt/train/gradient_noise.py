@@ -1,0 +1,134 @@
+"""Squared norms of the gradients that data parallelism computes anyway.
+
+`search.noise_scale` estimates the gradient noise scale from them. Nothing here changes a
+gradient or waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+# Measuring one update in ten costs below 1 % of the time, even of steps of 6 ms.
+MEASURE_EVERY = 10
+
+# (mean squared norm of the micro-batches' gradients, squared norm of their mean).
+Pair = tuple[float, float]
+# Multiplies a loss before its backward pass: `GradScaler.scale`.
+Scale = Callable[[Tensor], Tensor]
+
+
+class GradientNormMeter:
+    """Measures one update: the gradient of each micro-batch, and their mean.
+
+    Hooks read a micro-batch's gradients before they are added to `grad` or sent, so no copy is
+    needed. With SyncBatchNorm these gradients contain parts of other workers' losses, and the
+    measured noise is too small.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._norms: list[Tensor] = []
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Measure the backward pass of one micro-batch inside."""
+        hooks = [p.register_hook(self._record) for p in self._parameters]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def finish(self, per_worker: float, scale: Scale) -> Tensor:
+        """Return the update's `Pair` as a tensor [2], float64, on the device.
+
+        Call it when `grad` holds the mean over all micro-batches. `per_worker` is the mean
+        number of micro-batches per worker, by which their losses were divided.
+        """
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        mean_square = torch.stack(self._norms).double().square().sum() * per_worker
+        square_of_mean = get_total_norm(gradients).double().square()
+        self._norms.clear()
+        scale_square = scale(torch.ones_like(mean_square)).square()
+        return torch.stack((mean_square, square_of_mean)) / scale_square
+
+    def _record(self, gradient: Tensor) -> None:
+        self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+
+
+class NoiseTracker(Protocol):
+    """Measures some of the updates of a training phase."""
+
+    def begin_phase(self, per_worker: float, scale: Scale) -> None:
+        """Begin a phase; see `GradientNormMeter.finish` for the arguments."""
+        ...
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
+        ...
+
+    def end_phase(self) -> tuple[Pair, ...]:
+        """End the phase; return one pair per measured update, averaged over all workers."""
+        ...
+
+
+class NullNoiseTracker:
+    """Measures nothing."""
+
+    def begin_phase(self, per_worker: float, scale: Scale) -> None:
+        """Do nothing."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Return an empty context."""
+        return nullcontext()
+
+    def end_phase(self) -> tuple[Pair, ...]:
+        """Return no pairs."""
+        return ()
+
+
+class GroupNoiseTracker:
+    """Measures every `MEASURE_EVERY`-th update that has at least two micro-batches.
+
+    All ranks must make the same calls. Pairs stay on the device until the phase ends; then one
+    all-reduce averages them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._world_size = model, dist.get_world_size()
+        self.begin_phase(0, lambda loss: loss)
+
+    def begin_phase(self, per_worker: float, scale: Scale) -> None:
+        """Begin a phase; drop the measurements of an earlier phase that was interrupted."""
+        self._per_worker, self._scale = per_worker, scale
+        self._meter = GradientNormMeter(self._model)
+        self._updates = 0
+        self._pairs: list[Tensor] = []
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Wrap forward and backward of one micro-batch; see `NoiseTracker`."""
+        due = self._per_worker * self._world_size > 1 and self._updates % MEASURE_EVERY == 0
+        with self._meter.micro_batch() if due else nullcontext():
+            yield
+        if last:
+            self._updates += 1
+            if due:
+                self._pairs.append(self._meter.finish(self._per_worker, self._scale))
+
+    def end_phase(self) -> tuple[Pair, ...]:
+        """End the phase; the mean gradient is the same on all workers."""
+        if not self._pairs:
+            return ()
+        pairs = torch.stack(self._pairs)
+        dist.all_reduce(pairs)
+        self._pairs = []
+        means = (pairs / self._world_size).tolist()
+        return tuple((mean_square, square_of_mean) for mean_square, square_of_mean in means)

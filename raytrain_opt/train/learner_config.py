@@ -1,0 +1,71 @@
+"""The settings of a learner: the part of a job that training in one process depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raytrain_opt.config.data import DataSection
+from raytrain_opt.config.schema import Job, LossSection, ModelSection
+from raytrain_opt.config.updates import (
+    BatchNormSection,
+    BatchRampSection,
+    OptimizerSection,
+    ParallelSection,
+)
+
+# Forward passes keep no activations, so 256 samples fit wherever a training step does.
+_MIN_EVAL_BATCH_SIZE = 256
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """Settings of a `Learner`, the same in every process of a run. Free of torch.
+
+    `worker_count`: number of workers that split a global batch. `eval_batch_size_per_worker`:
+    None to derive it from the batch size of training.
+    """
+
+    model: ModelSection
+    data: DataSection
+    loss: LossSection
+    optimizer: OptimizerSection
+    batch_norm: BatchNormSection
+    batch_ramp: BatchRampSection
+    parallel: ParallelSection
+    precision: Literal["fp32", "bf16", "fp16"]
+    channels_last: bool
+    compile: bool
+    seed: int
+    global_batch_size: int
+    worker_count: int
+    eval_batch_size_per_worker: int | None
+
+    @classmethod
+    def from_job(cls, job: Job) -> LearnerConfig:
+        """Return the settings that a job has for its learners."""
+        return cls(
+            model=job.model,
+            data=job.data,
+            loss=job.loss,
+            optimizer=job.optimizer,
+            batch_norm=job.batch_norm,
+            batch_ramp=job.batch_ramp,
+            parallel=job.parallel,
+            precision=job.precision,
+            channels_last=job.channels_last,
+            compile=job.compile,
+            seed=job.seed,
+            global_batch_size=job.global_batch_size,
+            worker_count=job.workers.count,
+            eval_batch_size_per_worker=job.evaluate.batch_size_per_worker,
+        )
+
+    @property
+    def batch_size_per_worker(self) -> int:
+        """Samples per update in each worker."""
+        return self.global_batch_size // self.worker_count
+
+    def eval_batch_size(self, batch_size_per_worker: int) -> int:
+        """Return the batch size of an evaluation when training has `batch_size_per_worker`."""
+        return self.eval_batch_size_per_worker or max(batch_size_per_worker, _MIN_EVAL_BATCH_SIZE)

@@ -1,0 +1,296 @@
+"""Run directories with synthetic records, in the form that runs write them.
+
+The numbers follow simple rules, so that tests can compute the expected values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+STEPS, VALIDATION_SAMPLES = 20, 400
+MULTIPLIERS: tuple[float, ...] = (2.0, 1.0, 0.5)
+START_UP_S, EPOCH_S = 30.0, 2.0
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Write a record of JSON lines."""
+    text = "".join(json.dumps({"schema_version": 1, **line}) + "\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+
+
+def accuracy(epoch: int) -> float:
+    """Return the test accuracy after this epoch: 0.5, 0.75, 0.833, ..."""
+    return 1 - 0.5 / epoch
+
+
+def epoch_line(epoch: int, **changes: Any) -> dict[str, Any]:
+    """Return an epoch of 0.2 s pre-training and 1.2 s main training, 0.06 s of it waiting."""
+    parts = {
+        "pretrain_s": 0.2,
+        "longest_slot_s": 0.18,
+        "take_state_s": 0.05,
+        "main_train_s": 1.2,
+        "main_compute_s": 1.0,
+        "main_data_wait_s": 0.06,
+        "main_load_s": 0.05,
+        "main_average_s": 0.02,
+        "main_hand_over_s": 0.03,
+        "evaluate_s": 0.1,
+    }
+    return {
+        "epoch": epoch,
+        "lr": 0.1,
+        "lr_first": 0.1,
+        "train_loss": 2.0 / epoch,
+        "train_accuracy": accuracy(epoch),
+        "test_loss": 2.1 / epoch,
+        "test_accuracy": accuracy(epoch),
+        "test_top5": 1.0,
+        "test_samples": 360,
+        "workers": 2,
+        "samples": 960,
+        "samples_per_s": 960.0,
+        "skipped": 0,
+        "duration_s": EPOCH_S + (START_UP_S if epoch == 1 else 0.0),
+        "timings_s": parts,
+        "noise_scale": None,
+        **changes,
+    }
+
+
+def round_line(epoch: int, winner: int | None = 1, **changes: Any) -> dict[str, Any]:
+    """Return a round of three candidates; the winner, if any, is 10 points of accuracy ahead."""
+    best = accuracy(epoch) - 0.05
+    candidates = [
+        {
+            "index": index,
+            "multiplier": multiplier,
+            "lr": 0.1 * multiplier,
+            "weight_decay_factor": 1.0,
+            "score": best if index == winner else best - 0.1,
+            "val_accuracy": best if index == winner else best - 0.1,
+            "val_loss": 1.0,
+            "train_loss": 1.0,
+            "duration_s": 0.06,
+            "slot": index % 2,
+            "status": "ok",
+        }
+        for index, multiplier in enumerate(MULTIPLIERS)
+    ]
+    return {
+        "epoch": epoch,
+        "stage": "",
+        "base_lr": 0.1,
+        "pretrain_steps": 5,
+        "kept_steps": 5,
+        "candidates": candidates,
+        "validation_samples": VALIDATION_SAMPLES,
+        "winner": winner,
+        "averaged": [],
+        "reason": "best val_accuracy of 3",
+        "next_base_lr": 0.1 * (1.0 if winner is None else MULTIPLIERS[winner]),
+        "winner_sha256": "0" * 64,
+        "loaded_sha256": ["0" * 64] * 2,
+        "timings_s": {"pretrain_s": 0.2},
+        **changes,
+    }
+
+
+def span_lines(epoch: int) -> list[dict[str, Any]]:
+    """Return an epoch: two slots pre-train, two workers train and evaluate, one checkpoint."""
+    start_s = START_UP_S + EPOCH_S * (epoch - 1)
+    used = {"utilization_pct": 90.0, "memory_mib": 400.0 + epoch}
+    slot = {"command": "pretrain", "start_s": start_s, "duration_s": 0.2} | used
+    slot["timings_s"] = {"load_s": 0.02, "compute_s": 0.12, "score_s": 0.05}
+    worker = {"command": "main_train", "start_s": start_s + 0.3, "duration_s": 1.2} | used
+    worker["timings_s"] = {
+        "load_s": 0.05,
+        "data_wait_s": 0.06,
+        "compute_s": 0.94,
+        "average_s": 0.02,
+    }
+    test = {"command": "evaluate", "start_s": start_s + 1.6, "duration_s": 0.1, "timings_s": {}}
+    checkpoint = {"command": "checkpoint", "start_s": start_s + 1.7, "duration_s": 0.2}
+    return [
+        *({"epoch": epoch, "process": f"slot {i}", **slot} for i in range(2)),
+        *({"epoch": epoch, "process": f"worker {i}", **worker} for i in range(2)),
+        *({"epoch": epoch, "process": f"worker {i}", **test, **used} for i in range(2)),
+        {"epoch": epoch, "process": "driver", "timings_s": {}, **checkpoint},
+    ]
+
+
+def probe_line(probe: int, batch_size: int, **changes: Any) -> dict[str, Any]:
+    """Return a probe of a machine on which a step takes 1 ms, and 0.05 ms for each sample."""
+    step_s = 1e-3 + 5e-5 * batch_size
+    return {
+        "probe": probe,
+        "check": False,
+        "reason": f"try {batch_size}",
+        "batch_size": batch_size,
+        "status": "ok",
+        "samples_per_s": batch_size / step_s,
+        "samples_per_s_error": 0.01 * batch_size / step_s,
+        "steps": 20,
+        "duration_s": 20 * step_s,
+        "timings_s": {
+            "data_wait_s": 0.1 * step_s,
+            "copy_s": 0.1 * step_s,
+            "forward_s": 0.3 * step_s,
+            "backward_s": 0.4 * step_s,
+            "update_s": 0.1 * step_s,
+        },
+        "utilization_pct": 60.0 + probe,
+        "utilization_mean_pct": 50.0 + probe,
+        "utilization_samples": 4,
+        "peak_memory_mib": 100.0 + batch_size,
+        "joule_per_sample": None,
+        "error": "",
+        **changes,
+    }
+
+
+OUT_OF_MEMORY: dict[str, Any] = {
+    "status": "out_of_memory",
+    "samples_per_s": None,
+    "samples_per_s_error": None,
+    "timings_s": {},
+    "utilization_pct": None,
+    "utilization_mean_pct": None,
+    "peak_memory_mib": None,
+    "error": "CUDA out of memory",
+}
+
+
+def event_line(kind: str, text: str, **changes: Any) -> dict[str, Any]:
+    """Return an event of epoch 2."""
+    return {
+        "utc": "2026-01-02T03:04:05+00:00",
+        "epoch": 2,
+        "kind": kind,
+        "text": text,
+        "time_s": 40.0,
+        "process": None,
+        "silent_s": None,
+        **changes,
+    }
+
+
+def job(epochs: int, **changes: Any) -> dict[str, Any]:
+    """Return the fields of job.yaml that a report reads."""
+    return {
+        "name": "made",
+        "model": {"name": "small_cnn", "args": {}},
+        "data": {"name": "digits"},
+        "epochs": epochs,
+        "global_batch_size": 64,
+        "learning_rate": {"policy": "stpt", "initial": 0.1, "candidate_batch": "global"},
+        "workers": {"count": 2},
+        **changes,
+    }
+
+
+def result(epochs: int) -> dict[str, Any]:
+    """Return the result.json of a finished run."""
+    search, main = epochs * 3 * 5 * 64, epochs * STEPS * 64
+    return {
+        "schema_version": 1,
+        "finished_utc": "2026-01-02T03:04:05+00:00",
+        "status": "finished",
+        "steps_per_epoch": STEPS,
+        "job": "made",
+        "run_dir": "runs/made",
+        "epochs": epochs,
+        "final": _epoch_result(epochs),
+        "best": _epoch_result(epochs),
+        "search": {
+            "samples": search,
+            "main_samples": main,
+            "fraction_of_training": search / main,
+            "rounds": epochs,
+            "candidate_batch": "global",
+        },
+        "wall_s": START_UP_S + EPOCH_S * epochs + 3,
+        "time_to_first_step_s": 28.0,
+        "startup_s": {"first_step_s": 28.0},
+        "parallel": {"mode": "sync"},
+        "noise_scale": {
+            "stages": [],
+            "doubling_cost": 0.2,
+            "sentence": "310 (280 to 340) in the training: made",
+        },
+        "restarts": {"worker": 0, "slot": 0},
+        "versions": {"python": "3.12.0"},
+        "hardware": {"nodes": [{"CPU": 2.0}], "workers": 2, "slots": 2, "workers_use_gpu": False},
+    }
+
+
+def _epoch_result(epoch: int) -> dict[str, Any]:
+    names = ("epoch", "test_accuracy", "test_top5", "test_loss", "train_loss", "lr")
+    return {name: epoch_line(epoch)[name] for name in names}
+
+
+def write_run(
+    folder: Path,
+    epochs: int = 6,
+    *,
+    finished: bool = True,
+    rounds: bool = True,
+    job_changes: dict[str, Any] | None = None,
+) -> Path:
+    """Write a run with a round in each epoch."""
+    folder.mkdir(parents=True)
+    numbers = range(1, epochs + 1)
+    all_epochs = epochs if finished else epochs + 2
+    text = yaml.safe_dump(job(all_epochs, **(job_changes or {})), allow_unicode=True)
+    (folder / "job.yaml").write_text(text, encoding="utf-8")
+    write_lines(folder / "epochs.jsonl", map(epoch_line, numbers))
+    if rounds:
+        write_lines(folder / "rounds.jsonl", map(round_line, numbers))
+    spans = (span for epoch in numbers for span in span_lines(epoch))
+    write_lines(folder / "timeline.jsonl", spans)
+    schedule = {
+        "schema_version": 1,
+        "epoch_steps": [STEPS] * epochs,
+        "steps": STEPS * epochs,
+        "weight_decay_factor": 1.0,
+        "segments": [{"steps": STEPS, "lr": 0.1 + 0.01 * (epoch % 3)} for epoch in numbers],
+    }
+    (folder / "schedule.json").write_text(json.dumps(schedule))
+    if finished:
+        (folder / "result.json").write_text(json.dumps(result(epochs)))
+    return folder
+
+
+def with_batch_size_search(folder: Path) -> Path:
+    """Add the records of a batch-size search to the run."""
+    lines = [
+        probe_line(1, 8),
+        probe_line(2, 32),
+        probe_line(3, 128),
+        probe_line(4, 512, **OUT_OF_MEMORY),
+        probe_line(5, 128, check=True),
+    ]
+    write_lines(folder / "batch_size.jsonl", lines)
+    (folder / "batch_size.json").write_text(json.dumps(batch_size()))
+    return folder
+
+
+def batch_size(**changes: Any) -> dict[str, Any]:
+    """Return the batch_size.json of a search."""
+    return {
+        "schema_version": 1,
+        "batch_size_per_worker": 128,
+        "global_batch_size": {"before": 64, "after": 256},
+        "samples_per_s": 17297.0,
+        "reason": "128 gives about 99.5 % of the best samples/s up to 128",
+        "learning_rate": {"rule": "linear", "before": 0.1, "after": 0.4},
+        "duration_s": 21.4,
+        "cached": False,
+        "probes": 5,
+        **changes,
+    }

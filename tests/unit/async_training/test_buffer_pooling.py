@@ -1,0 +1,84 @@
+"""Combined buffers of workers that computed unequal fractions.
+
+Compared with the formula for equal fractions and with all values at once; and free of bias.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from raytrain_opt.async_training.buffer_pooling import advance_buffers, pool_buffers
+from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.results import BufferUpdates
+from raytrain_opt.train.batch_norm import collect_buffers
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from tests.support.small_jobs import small_job
+
+
+def of_batches(batches: list[torch.Tensor], momentum: float | None) -> BufferUpdates:
+    """Return the updates of a BatchNorm layer after these batches."""
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum))
+    for batch in batches:
+        model(batch)
+    return collect_buffers(model, len(batches[0]), {"0": 1.0}, {"0": 0}, len(batches))
+
+
+def test_plain_means_are_the_statistics_of_all_values() -> None:
+    """One batch each, counted in full: the law of total variance."""
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 3) * 2 + shift for shift in range(4)]
+    buffers = pool_buffers([of_batches([batch], None) for batch in batches])
+    every = torch.cat(batches).double()
+    np.testing.assert_allclose(buffers["0.running_mean"], every.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(buffers["0.running_var"], every.var(0), rtol=1e-5)
+
+
+def test_a_worker_counts_by_its_fraction() -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 3) + shift for shift in range(4)]
+    buffers = pool_buffers([of_batches(batches[:3], None), of_batches(batches[3:], None)])
+    every = torch.cat(batches).double()
+    np.testing.assert_allclose(buffers["0.running_mean"], every.mean(0), rtol=1e-5)
+
+
+def test_the_variance_is_unbiased_for_any_fractions() -> None:
+    torch.manual_seed(0)
+    trials = []
+    for _ in range(300):
+        workers = [of_batches(list(torch.randn(n, 4, 3)), 0.3) for n in (9, 2, 5)]
+        # The starts, mean 0 and variance 1, are right, so nothing but chance moves them.
+        trials.append(pool_buffers(workers)["0.running_var"].mean())
+    assert np.mean(trials) == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_worker_without_batches_does_not_count() -> None:
+    idle = BufferUpdates(0, {"x": np.array([9.0])}, {})
+    active = BufferUpdates(2, {"x": np.array([1.0])}, {})
+    assert pool_buffers([idle, active])["x"].tolist() == [1.0]
+    assert pool_buffers([idle]) == {}
+
+
+def test_the_counts_of_a_state_advance_by_the_updates(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    learner = Learner(
+        LearnerConfig.from_job(job), load_shared_arrays(job.data), torch.device("cpu")
+    )
+    start = learner.state(copy=True)
+    learner.begin_micro_batches(1, 2)
+    for batch in learner.micro_batches_at([(0, 0), (3, 1)]):
+        learner.add_gradient(batch, (0, 0))
+    buffers = advance_buffers(start, [learner.buffers(2)], updates=7)
+    learner_buffers = dict(learner.model.named_buffers())
+    assert buffers.keys() == learner_buffers.keys()
+    for name, tensor in buffers.items():
+        if name.endswith("num_batches_tracked"):
+            assert int(tensor.tensor()) == 7
+        elif name.endswith("running_mean"):
+            torch.testing.assert_close(tensor.tensor(), learner_buffers[name])
+            assert tensor.dtype == "float32"

@@ -1,0 +1,426 @@
+"""Bad input on the command line: exit code 2 and one message that names the field.
+
+Ray is not started for any of it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from raytrain_opt import cli
+from tests.support.cli_errors import LINEAR, command_error, write_job
+
+pytestmark = pytest.mark.usefixtures("no_ray")
+
+STPT = "learning_rate: {policy: stpt, "
+SCHEDULE = "learning_rate: {policy: schedule, "
+CIFAR = "data: {name: cifar10, "
+FOLDER = "data: {name: image_folder, root: x, "
+
+
+# Lines that replace or join those of the good job, the path of the problem, words of the message.
+SCHEMA = [
+    # missing and unknown keys
+    ("model: ", "model", "must be a section"),
+    ("data: ", "data", "must be a section"),
+    ("data: {root: x}", "data.name", "is required; one of digits"),
+    ("data: {name: arrays, test: [a, b]}", "data.train", "is required"),
+    ("data: {name: arrays, train: [a], test: [a, b]}", "data.train.1", "is required"),
+    ("epoch: 3", "epoch", "did you mean 'epochs'?"),
+    ("batch_size: 3", "batch_size", "did you mean 'global_batch_size'?"),
+    ("gpus: 3", "gpus", "valid here: name, model, data"),
+    ("model: {name: resnet8, arg: {}}", "model.arg", "did you mean 'args'?"),
+    (CIFAR + "rot: x}", "data.rot", "did you mean 'root'?"),
+    (CIFAR + "augment: {flips: true}}", "data.augment.flips", "did you mean 'flip'?"),
+    (CIFAR + "augment: {mirror: true}}", "data.augment.mirror", "here: crop_padding, flip"),
+    (CIFAR + "image_size: 3}", "data.image_size", "normalize, name, root, download, augment"),
+    (STPT + "gamma: 3}", "learning_rate.gamma", "valid here: policy, merge, "),
+    (STPT + "warmup: {epoch: 1}}", "learning_rate.warmup.epoch", "did you mean 'epochs'?"),
+    (SCHEDULE + "candidates: mix}", "learning_rate.candidates", "is not a known key"),
+    ("timeouts: {start: 3}", "timeouts.start", "did you mean 'start_s'?"),
+    ("3: 4", "3", "its key must be text"),
+    (FOLDER + "5: 4}", "data.5", "its key must be text"),
+    ("workers: {resources: {3: 1}}", "workers.resources.3", "its key must be text"),
+    # kinds of values
+    ("epochs: two", "epochs", "must be an integer (given: 'two')"),
+    ("epochs: 1.5", "epochs", "must be an integer (given: 1.5)"),
+    ("epochs: yes", "epochs", "must be a number (given: True)"),
+    (
+        STPT + "always_include: [1.0, yes]}",
+        "learning_rate.always_include.1",
+        "must be a number (given: True)",
+    ),
+    ("epochs: [1]", "epochs", "must be an integer"),
+    ("model: 3", "model", "must be a section"),
+    ("model: {name: 3}", "model.name", "must be text or a function (given: 3)"),
+    ("model: {name: resnet8, args: [1]}", "model.args", "must be a section"),
+    ("workers: 4", "workers", "must be a section (keys and values) (given: 4)"),
+    ("workers: {resources: {GPU: most}}", "workers.resources.GPU", "must be a number"),
+    ("compile: perhaps", "compile", "must be true or false (given: 'perhaps')"),
+    ("storage_path: 3", "storage_path", "must be text (given: 3)"),
+    (STPT + "always_include: 1.0}", "learning_rate.always_include", "must be a list (given: 1.0)"),
+    ("learning_rate: stpt", "learning_rate", "with the key policy (given: 'stpt')"),
+    # ranges
+    ("epochs: 0", "epochs", "must be more than 0 (given: 0)"),
+    ("seed: -1", "seed", "must be at least 0 (given: -1)"),
+    (f"seed: '{'9' * 5000}'", "seed", "must be an integer of fewer digits"),
+    ("loss: {label_smoothing: 1}", "loss.label_smoothing", "must be less than 1 (given: 1)"),
+    ("loss: {label_smoothing: .nan}", "loss.label_smoothing", "(given: nan)"),
+    (STPT + "initial: .inf}", "learning_rate.initial", "must be a finite number"),
+    (
+        STPT + "always_include: [1, 0]}",
+        "learning_rate.always_include.1",
+        "must be more than 0 (given: 0)",
+    ),
+    ("data: {name: arrays, train: [a, b, c], test: [a, b]}", "data.train", "at most 2 entries"),
+    ("name: a b", "name", "must be text of the form ^[A-Za-z0-9]"),
+    (f"name: {'n' * 101}", "name", "must be at most 100 characters long"),
+    ("timeouts: {stop_s: 0}", "timeouts.stop_s", "must be more than 0"),
+    # impossible sizes, some of which would take hours or all memory to find out
+    ("epochs: 1000000000000", "epochs", "must be at most 100000"),
+    ("seed: 100000000000000000000", "seed", "must be less than 9.22337e+18"),
+    ("workers: {threads: 1000000}", "workers.threads", "must be at most 1024"),
+    (
+        "timeouts: {no_progress_s: 1.0e+300}",
+        "timeouts.no_progress_s",
+        "must be at most 3.1536e+07",
+    ),
+    (FOLDER + "image_size: 1000000}", "data.image_size", "must be at most 4096"),
+    (FOLDER + "loader_workers: 100000}", "data.loader_workers", "must be at most 256"),
+    (FOLDER + "prefetch: 1000000000}", "data.prefetch", "must be at most 100"),
+    (CIFAR + "augment: {crop_padding: 999}}", "data.augment.crop_padding", "at most 64"),
+    # choices
+    ("precision: fp8", "precision", "must be one of fp32, bf16, fp16 (given: 'fp8')"),
+    (
+        FOLDER + "on_unreadable: skp}",
+        "data.on_unreadable",
+        "one of error, skip (given: 'skp'); did you",
+    ),
+    ("learning_rate: {policy: stp}", "learning_rate.policy", "did you mean 'stpt'?"),
+    ("learning_rate: {policy: 3}", "learning_rate.policy", "one of stpt, schedule, replay"),
+    ("learning_rate: {initial: 1}", "learning_rate.policy", "is required; one of stpt, schedule"),
+    (SCHEDULE + "shape: cosin}", "learning_rate.shape", "did you mean 'cosine'?"),
+    ("data: cifar11", "data.name", "did you mean 'cifar10'?"),
+    ("data: {name: cifar_10, root: x}", "data.name", "must be one of digits, mnist"),
+    # unions: one problem, whichever alternative was meant
+    (STPT + "alpha: 1.5}", "learning_rate.alpha", "an integer or at most 1 (given: 1.5)"),
+    (STPT + "alpha: -3}", "learning_rate.alpha", "must be more than 0 (given: -3)"),
+    (STPT + "alpha: few}", "learning_rate.alpha", "must be a number (given: 'few')"),
+    (STPT + "candidates: narow}", "learning_rate.candidates", "list (given: 'narow'); did you"),
+    (STPT + "candidates: [1, -2]}", "learning_rate.candidates.1", "must be more than 0"),
+    (STPT + "candidates: []}", "learning_rate.candidates", "at least one multiplier"),
+    (
+        STPT + "candidates: [2, 2]}",
+        "learning_rate.candidates",
+        "each of them once (given: [2, 2])",
+    ),
+    (CIFAR + "normalize: atuo}", "data.normalize", "did you mean 'auto'?"),
+    (CIFAR + "normalize: [[1], [a]]}", "data.normalize.1.0", "must be a number (given: 'a')"),
+    ("workers: {use_gpu: maybe}", "workers.use_gpu", "must be true or false or auto"),
+    ("checkpoint: {keep: al}", "checkpoint.keep", "an integer or all (given: 'al'); did you"),
+    # rules over several fields
+    (
+        "workers: {count: 3}",
+        "global_batch_size",
+        "does not split evenly over 3 workers",
+    ),
+    (STPT + "warmup: {epochs: 3}}", "learning_rate.warmup.epochs", "more than the 2 epochs"),
+    ("data: {name: digits, validation_fraction: 0}", "data.validation_fraction", "(given: 0)"),
+    (SCHEDULE + "shape: multistep}", "learning_rate.milestones", "are for shape multistep only"),
+    (SCHEDULE + "shape: multistep, milestones: [2, 1]}", "learning_rate.milestones", "increase"),
+    (
+        "loss: {name: 'a:b', label_smoothing: 0.1}",
+        "loss.label_smoothing",
+        "applies to cross_entropy only",
+    ),
+    ("workers: {resources: {GPU: 1.5}}", "workers.resources.GPU", "must be an integer above 1"),
+    ("optimizer: {args: {lr: 1}}", "optimizer.args", "use learning_rate.initial"),
+]
+
+
+@pytest.mark.parametrize(("line", "path", "words"), SCHEMA)
+def test_errors_that_the_schema_finds(tmp_path: Path, line: str, path: str, words: str) -> None:
+    file = write_job(tmp_path, line)
+    message = command_error("run", file)
+    head, problem = message.split("\n")
+    assert head == f"{file}: 1 problem"
+    assert problem.startswith(f"  {path}: ")
+    assert words in problem
+    assert command_error("validate", file) == command_error("find-batch-size", file) == message
+
+
+# The complete text of a job file, the place of its one problem, words of the message.
+TEXTS = [
+    (b"", "the file", "is empty"),
+    (b"- model", "the file", "must be keys and values"),
+    (b"model: resnet8\nmodel: resnet8\n", "line 2, column 1", "is given twice, first in line 1"),
+    (b"model: !!python/object/apply:os.system ['true']", "line 1, column 8", "tags such as"),
+    (b"a: &a [0]\nb: [*a, *a]", "line 1, column 4", "anchors and aliases"),
+    (b"[" * 3000, "line 1, column 51", "at most 50 levels"),
+    (b"epochs: [" + b"0, " * 20_000 + b"]", "epochs", "must be an integer"),
+    (b"x" * (2**20 + 1), "the file", "is larger than 1 MiB"),
+    (b"model: \xff", "the file", "is not UTF-8 text: byte 7 is 0xff"),
+    (b"model: \x00", "line 1", "has a character YAML forbids"),
+    (b"epochs: 1: 2", "line 1, column 10", "mapping values are not allowed here"),
+]
+
+
+@pytest.mark.parametrize(("text", "place", "words"), TEXTS, ids=[words for _, _, words in TEXTS])
+def test_a_file_that_holds_no_job(tmp_path: Path, text: bytes, place: str, words: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_bytes(text)
+    message = command_error("run", str(file))
+    assert message.startswith(f"{file}: ")
+    assert f"\n  {place}" in message
+    assert words in message
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.touch()
+    assert "did you mean 'job.yaml'?" in command_error("run", str(tmp_path / "jobs.yaml"))
+    assert "the file: cannot be read: Is a directory" in command_error("run", str(tmp_path))
+    assert "the file: cannot be read: Not a directory" in command_error(
+        "run", str(file / "job.yaml")
+    )
+    assert "the file: cannot be read: File name too long" in command_error("run", "n" * 5000)
+
+
+def test_an_endless_file_is_not_read_to_its_end() -> None:
+    assert "is larger than 1 MiB" in command_error("run", "/dev/zero")
+
+
+# Arguments behind the job file, words of the message.
+OVERRIDES = [
+    ("epochs", "--set: an override has the form section.key=value (given: 'epochs')"),
+    ("=3", "--set: an override has the form"),
+    ("a..b=3", "--set: an override has the form"),
+    ("epochs=[", "--set epochs: while parsing"),
+    ("epochs=!!python/name:os.system", "--set epochs: tags such as"),
+    ("epochs.two=3", "--set epochs.two: epochs is a single value, it has no 'two'"),
+    ("a." * 9999 + "b=3", "--set: a job has at most 50 levels"),
+    ("epoch=3", "epoch: is not a known key (given: 3); did you mean 'epochs'?"),
+    ("epochs=0", "epochs: must be more than 0 (given: 0)"),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), OVERRIDES, ids=[o[:20] for o, _ in OVERRIDES])
+def test_an_override_that_is_wrong(tmp_path: Path, override: str, words: str) -> None:
+    message = command_error("run", write_job(tmp_path), "--set", override)
+    assert ": 1 problem\n" in message
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run"], "give either JOB.yaml or --resume RUN_DIR"),
+        (["run", "job.yaml", "--resume", "runs/r"], "give either JOB.yaml or --resume RUN_DIR"),
+        (["run", "job.yaml", "--workers", "3"], "No such option '--workers'"),
+        (["run", "job.yaml", "other.yaml"], "unexpected extra argument"),
+        (["train", "job.yaml"], "No such command 'train'"),
+        (["validate"], "Missing argument 'JOB.yaml'"),
+    ],
+)
+def test_arguments_that_are_wrong(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+SETS = "data: {num_classes: 3, loader_workers: 0, name: 'tests.support.broken_parts:"
+
+
+@pytest.mark.parametrize("variable", [False, True])
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:1", "Connection refused (given: '127.0.0.1:1'); give HOST:PORT"),
+        ("ray://127.0.0.1:1", "Connection refused"),
+        ("head", "it has no HOST:PORT"),
+        ("head:port", "could not be cast to integer"),
+        ("127.0.0.1:99999", "Port out of range 0-65535"),
+        ("head.invalid:6379", "no Ray cluster can be reached there: "),
+    ],
+)
+def test_a_cluster_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: bool, address: str, words: str
+) -> None:
+    if variable:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    message = command_error(
+        "run", write_job(tmp_path), *([] if variable else ["--address", address])
+    )
+    field = "RAY_ADDRESS" if variable else "--address"
+    assert message.startswith(
+        f"arguments: 1 problem\n  {field}: no Ray cluster can be reached there"
+    )
+    assert words in message
+    assert not list(tmp_path.glob("runs/*"))
+
+
+# Names, functions and values that only torch, or the user's code, can judge.
+NAMES = [
+    ("model: resnet9", "model.name", "did you mean 'resnet8'"),
+    ("model: {name: resnet8, args: {widht: 3}}", "model.args.widht", "did you mean 'width'?"),
+    ("model: {name: resnet8, args: {width: -1}}", "model.args.width", "resnet8 rejects"),
+    ("model: {name: resnet8, args: {width: a}}", "model.args.width", "(given: {'width': 'a'})"),
+    ("model: {name: resnet8, args: {num_classes: 3}}", "model.args.num_classes", "the data"),
+    ("model: ':'", "model.name", "must have the form package.module:function"),
+    ("model: '..up:f'", "model.name", "must have the form package.module:function"),
+    (
+        "model: 'tests.support.broken_parts:'",
+        "model.name",
+        "must have the form package.module:function",
+    ),
+    ("model: 'no_such:f'", "model.name", "No module named 'no_such'"),
+    ("model: 'raises:f'", "model.name", "ZeroDivisionError: division by zero (given"),
+    ("model: 'no_python:f'", "model.name", "SyntaxError"),
+    ("model: 'leaves:f'", "model.name", "SystemExit: 0"),
+    ("model: 'tests.support.broken_parts:lineal'", "model.name", "did you mean 'linear'?"),
+    (
+        "model: 'tests.support.broken_parts:NOT_A_FUNCTION'",
+        "model.name",
+        "must be a function or class",
+    ),
+    ("model: 'tests.support.broken_parts:linear'", "model.args.outputs", "is required"),
+    ("data: 'tests.support.broken_parts:pionts'", "data.name", "did you mean 'points'?"),
+    ("loss: cros_entropy", "loss.name", "did you mean 'cross_entropy'?"),
+    (
+        "loss: 'tests.support.broken_parts:loss_of_one'",
+        "loss.name",
+        "must be callable as (output, labels)",
+    ),
+    ("optimizer: SDG", "optimizer.name", "did you mean 'SGD'"),
+    ("optimizer: {name: SGD, args: {momentun: 0.9}}", "optimizer.args.momentun", "'momentum'?"),
+    ("optimizer: {name: SGD, args: {momentum: -1}}", "optimizer.args.momentum", "rejects"),
+    ("optimizer: LBFGS", "optimizer.name", "use SGD, AdamW or another"),
+    (STPT.replace("stpt", "replay") + "schedule: none.json}", "learning_rate.schedule", "read"),
+    (
+        "batch_size_search: {strategy: gpu_usage_maximize}\nworkers: {use_gpu: false}",
+        "batch_size_search.utilization.sampler",
+        "must be cpu",
+    ),
+]
+
+# Data against themselves, the model, the batch and the schedule.
+MISMATCHES = [
+    ("global_batch_size: 4096", "global_batch_size", "larger than the training set"),
+    (
+        "batch_ramp: {steps: [{epoch: 2, factor: 999}]}",
+        "batch_ramp.steps.0.factor",
+        "the training set",
+    ),
+    ("global_batch_size: 5000\nworkers: {count: 5000}", "workers.count", "more than the training"),
+    (STPT + "alpha: 163}", "learning_rate.alpha", "longer than an epoch, which has 161"),
+    (
+        "learning_rate: {policy: replay, schedule: schedule.json}",
+        "learning_rate.schedule",
+        "epochs",
+    ),
+    ("data: {name: digits, normalize: [[0, 0], [1, 1]]}", "data.normalize", "for 1 channels"),
+    ("data: {name: digits, normalize: [[0], [0]]}", "data.normalize", "deviations above 0"),
+    ("data: {name: cifar10, root: .}", "data.name", "data.download: true"),
+    ("data: {name: mnist, root: damaged}", "data.name", "is missing or damaged"),
+    ("model: vgg16_bn", "model.name", "needs at least 32x32 pixels"),
+    ("model: resnet18", "model.name", "takes color images [3, height, width]"),
+    ("model: {name: 'tests.support.broken_parts:linear', args: {outputs: 9}}", "model", "[2, 10]"),
+    (
+        "model: 'tests.support.broken_parts:takes_ten'",
+        "model",
+        "it cannot process a batch of these data",
+    ),
+    ("model: 'tests.support.broken_parts:without_parameters'", "model.name", "nothing to train"),
+    (
+        "model: 'tests.support.broken_parts:no_module'",
+        "model.name",
+        "must return a torch.nn.Module",
+    ),
+    (
+        "model: 'tests.support.broken_parts:breaks'",
+        "model.name",
+        "raised ZeroDivisionError: planted bug",
+    ),
+    (
+        "loss: 'tests.support.broken_parts:loss_per_sample'",
+        "loss.name",
+        "must return the mean over the batch",
+    ),
+    ("loss: 'tests.support.broken_parts:loss_of_images'", "loss.name", "raised IndexError"),
+    (f"{LINEAR}\n{SETS}points', args: {{label: 3}}}}", "data.name", "label is 3, outside 0 to 2"),
+    (f"{LINEAR}\n{SETS}points', args: {{label: -1}}}}", "data.name", "label is -1, outside"),
+    (f"{LINEAR}\n{SETS}points', args: {{label: 0.5}}}}", "data.name", "integer class index"),
+    (f"{LINEAR}\n{SETS}one_set'}}", "data.name", "must return (train, test)"),
+    (f"{LINEAR}\n{SETS}no_pairs'}}", "data.name", "must be a pair (x, label)"),
+    (f"{LINEAR}\n{SETS}stream'}}", "data.name", "must be a map-style Dataset"),
+    (f"{LINEAR}\n{SETS}empty'}}", "data.name", "is empty"),
+    (f"{LINEAR}\n{SETS}raising'}}", "data.name", "raised KeyError: 'planted bug'"),
+    (f"{LINEAR}\n{SETS}uneven'}}", "data.name", "all must be the same"),
+    (f"{LINEAR}\n{SETS}points', args: {{size: 3}}}}", "data.name", "unexpected keyword"),
+    (f"{LINEAR}\n{SETS}points', args: {{samples: 1}}}}", "data", "no sample is left to train on"),
+    (
+        "data: 'tests.support.broken_parts:points'",
+        "data.num_classes",
+        "write the number in the job",
+    ),
+    (
+        f"model: 'tests.support.broken_parts:two_outputs'\n{SETS}points'}}",
+        "model",
+        "must be [2, 3] (samples, classes of the data), but is tuple",
+    ),
+]
+
+
+@pytest.mark.parametrize(("lines", "path", "words"), [*NAMES, *MISMATCHES])
+def test_names_and_data_that_do_not_exist_or_match(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, path: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "raises.py").write_text("1 / 0")
+    (tmp_path / "no_python.py").write_text("def f(:")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
+    schedule = {"epoch_steps": [1, 1], "steps": 2, "segments": [{"steps": 2, "lr": 0.1}]}
+    (tmp_path / "schedule.json").write_text(json.dumps(schedule))
+    damaged = tmp_path / "damaged" / "MNIST" / "raw"
+    damaged.mkdir(parents=True)
+    for split in ("train", "t10k"):
+        for kind in ("images-idx3", "labels-idx1"):
+            (damaged / f"{split}-{kind}-ubyte").write_bytes(b"\0\0\x08\x01 cut off")
+    message = command_error("run", write_job(tmp_path, *lines.split("\n")))
+    last = message.split("\n")[-1].strip()
+    assert last.startswith(f"{path}: ")
+    assert words in last
+    assert message.count("\n") <= 1
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_all_mismatches_with_the_data_are_reported_at_once(tmp_path: Path) -> None:
+    model = "model: {name: 'tests.support.broken_parts:linear', args: {outputs: 9}}"
+    lines = [
+        model,
+        "global_batch_size: 4096",
+        "loss: 'tests.support.broken_parts:loss_per_sample'",
+    ]
+    message = command_error("validate", write_job(tmp_path, *lines))
+    assert ": 3 problems\n  global_batch_size: larger" in message
+    assert "\n  model: its output" in message
+    assert "\n  loss.name: must return" in message
+
+
+def test_validate_downloads_no_data(tmp_path: Path) -> None:
+    data = f"data: {{name: cifar10, root: '{tmp_path}/none', download: true}}"
+    result = CliRunner().invoke(cli.main, ["validate", write_job(tmp_path, data)])
+    assert result.exit_code == 0
+    assert "not checked: the data set is not downloaded yet" in result.stdout
+    assert not (tmp_path / "none").exists()
+
+
+def test_spaces_and_other_alphabets_are_no_error(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.main, ["validate", write_job(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "ジョブ.yaml: valid" in result.stdout

@@ -1,0 +1,137 @@
+"""Input runs no code, and secrets reach no record, message or process."""
+
+from __future__ import annotations
+
+import ast
+import os
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import raytrain_opt
+from raytrain_opt import cli
+from raytrain_opt.config.data import ArraySetData
+from raytrain_opt.data.in_memory_sets import load_arrays
+from raytrain_opt.errors import DataError
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.pools.launcher import environment
+from raytrain_opt.recording.recorder import Recorder, versions
+from raytrain_opt.recording.records import ResultRecord
+from tests.support.cli_errors import LINEAR, write_job
+from tests.support.synthetic_runs import result
+
+SECRET = "hunter2-planted-secret"
+
+
+def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (place, name, literal keyword arguments) of every call in the package."""
+    for file in Path(raytrain_opt.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                literals = {
+                    key.arg: key.value.value
+                    for key in node.keywords
+                    if key.arg and isinstance(key.value, ast.Constant)
+                }
+                yield f"{file.name}:{node.lineno}", ast.unparse(node.func), literals
+
+
+def test_no_call_in_the_package_unpickles_a_file() -> None:
+    names = {name for _, name, _ in calls()}
+    assert {"torch.load", "np.load", "yaml.load"} <= names
+    assert not {n for n in names if n.startswith(("pickle.", "cloudpickle.", "dill.", "marshal."))}
+    assert not names & {"eval", "exec", "yaml.unsafe_load", "yaml.full_load", "os.system"}
+    for place, name, literals in calls():
+        if name == "torch.load":
+            assert literals["weights_only"] is True, place
+        if name == "np.load":
+            assert literals["allow_pickle"] is False, place
+        assert not literals.get("shell"), place
+
+
+# Downloads.
+
+
+class Served:
+    """A server that returns another file than the published one."""
+
+    length = 22
+
+    def __init__(self, request: urllib.request.Request) -> None:
+        self.url = request.full_url
+        self._left = [b"not what was published"]
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read(self, _: int = 0) -> bytes:
+        return self._left.pop() if self._left else b""
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10", "cifar100"])
+def test_a_download_with_another_hash_is_refused_and_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    import torchvision.datasets.utils
+
+    def unpack(*_: object, **__: object) -> None:
+        pytest.fail("a file with a wrong hash was unpacked")
+
+    monkeypatch.setattr(urllib.request, "urlopen", Served)
+    monkeypatch.setattr(torchvision.datasets.utils, "extract_archive", unpack)
+    section = ArraySetData(name=name, root=str(tmp_path), download=True)
+    with pytest.raises(DataError, match=f"data.name: {name} .* could not be downloaded"):
+        load_arrays(section)
+    assert "not what was published" in everything_in(tmp_path)
+
+
+# Secrets.
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> str:
+    for name in ("RAY_AUTH_TOKEN", "MY_SECRET_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, SECRET)
+    return SECRET
+
+
+def test_records_hold_nothing_of_the_environment(tmp_path: Path, secret: str) -> None:
+    paths = RunPaths.create(str(tmp_path), "r")
+    recorder = Recorder(paths)
+    recorder.result(ResultRecord.model_validate({**result(2), "versions": versions()}))
+    recorder.close()
+    assert paths.result.exists()
+    assert secret not in everything_in(tmp_path)
+
+
+def test_processes_are_given_only_settings_of_ours(secret: str) -> None:
+    assert secret not in str(environment(local=True, start_s=1.0))
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize("loss", ["cross_entropy", "tests.support.broken_parts:loss_per_sample"])
+def test_errors_and_tracebacks_show_nothing_of_the_environment(
+    tmp_path: Path, secret: str, loss: str
+) -> None:
+    data = "data: {num_classes: 3, name: 'tests.support.broken_parts:raising'}"
+    file = write_job(tmp_path, LINEAR, f"loss: '{loss}'", data)
+    for options in ([], ["--verbose"]):
+        result = CliRunner().invoke(cli.main, ["run", file, *options])
+        assert result.exit_code == 2
+        assert ("Traceback" in result.output) == bool(options)
+        assert secret not in result.output
+    assert os.environ["MY_SECRET_TOKEN"] == secret
+    assert secret not in everything_in(tmp_path)
+
+
+def everything_in(folder: Path) -> str:
+    """All bytes of all files, as text."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return "".join(path.read_bytes().decode("latin-1") for path in files)

@@ -1,0 +1,353 @@
+"""The comparison benchmark: every row is computed and counts what was trained for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import comparison_command, comparison_units, in_process
+from benchmarks import comparison_rows as rows_of
+from benchmarks import time_to_accuracy as benchmark
+from benchmarks.comparison_tasks import OPTIMIZERS, SYNTHETIC, TASKS
+from benchmarks.comparison_units import Cache, Result, Setting, Unit, compute
+from raytrain_opt.config.schema import Job
+from raytrain_opt.driver import train
+from raytrain_opt.results import TrainTotals
+from raytrain_opt.search.fixed_schedule import RecordedSchedule
+from raytrain_opt.train.learner import Learner
+
+OURS = {"policy": "stpt_horizon"}
+NEEDS = {"schedulefree": "schedulefree", "lr_find": "lightning"}
+EPOCHS = 4
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(SYNTHETIC, 0, EPOCHS, SYNTHETIC.prepare(Path(), tmp_path))
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Samples of each phase that a learner trained."""
+    samples: list[int] = []
+    original = Learner.train
+
+    def counted(self: Learner, *args: Any, **kwargs: Any) -> TrainTotals:
+        totals = original(self, *args, **kwargs)
+        samples.append(totals.samples)
+        return totals
+
+    monkeypatch.setattr(Learner, "train", counted)
+    return samples
+
+
+def one_training() -> int:
+    return EPOCHS * SYNTHETIC.train
+
+
+def row_names(*kinds: str) -> list[str]:
+    """Return the names of the rows whose trainings are of these kinds."""
+    setting = Setting(SYNTHETIC, 0, EPOCHS, {})
+    return [n for n, row in rows_of.rows(OURS).items() if row.units(setting)[0].kind in kinds]
+
+
+def computed_here(units: Sequence[Unit], _processes: int) -> Iterator[tuple[Unit, Result]]:
+    for unit in units:
+        yield unit, compute(unit)
+
+
+# Trainings.
+
+
+@pytest.mark.parametrize("name", row_names("train"))
+def test_a_row_counts_every_sample_that_was_trained(
+    name: str, setting: Setting, trained: list[int]
+) -> None:
+    units = rows_of.rows(OURS)[name].units(setting)
+    results = [compute(unit) for unit in units]
+    assert sum(result["samples"] for result in results) == sum(trained)
+    row = rows_of.outcome(rows_of.rows(OURS)[name], results, 0.0, setting.training_samples)
+    assert row["trainings"] == sum(trained) / one_training()
+    # Evaluated from the middle of the training on.
+    assert all(len(result["curve"]) == EPOCHS // 2 + 1 for result in results)
+    assert [p["samples"] for p in results[0]["curve"]][-1] == results[0]["samples"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", row_names("schedulefree", "lr_find"))
+def test_another_packages_row_counts_every_sample(
+    name: str, setting: Setting, trained: list[int]
+) -> None:
+    unit = rows_of.rows(OURS)[name].units(setting)[0]
+    pytest.importorskip(NEEDS[unit.kind])
+    result = compute(unit)
+    searched = result["search_samples"]
+    assert result["samples"] == sum(trained) + searched
+    # The range test is 100 updates at most, by Lightning's trainer and not the learner's.
+    assert (0 < searched <= 100 * SYNTHETIC.batch) == (unit.kind == "lr_find")
+    assert result["curve"][-1]["samples"] == result["samples"]
+    assert result["accuracy"] > (0.5 if unit.kind == "schedulefree" else 0.0)
+
+
+def test_stpt_pays_for_its_candidates_once(setting: Setting) -> None:
+    """Eight candidates of 8 % of each epoch; the winner's 8 % are part of the training."""
+    [unit] = rows_of.rows(OURS)["stpt"].units(setting)
+    result = compute(unit)
+    steps = SYNTHETIC.train // SYNTHETIC.batch
+    alpha = round(0.08 * steps)
+    # No warm-up: 4 / 40 of 4 epochs are none.
+    assert result["search_samples"] == EPOCHS * 7 * alpha * SYNTHETIC.batch
+    assert result["samples"] == one_training() + result["search_samples"]
+
+
+def test_the_search_affects_the_weights_only_through_the_rates_it_chose(
+    setting: Setting,
+) -> None:
+    """Replaying the chosen rates gives the same weights, bit by bit."""
+    section = {"policy": "stpt", "candidates": [0.5, 2.0], "alpha": 3, "initial": 0.05}
+    job = Job.model_validate(setting.job(section))
+    searched, replayed = (
+        in_process.ObservedRun(job, in_process.open_learner(job)) for _ in range(2)
+    )
+    train(searched)
+    steps = tuple(searched.steps(epoch) for epoch in range(1, EPOCHS + 1))
+    recorded = RecordedSchedule(steps, searched.lrs)
+    replayed.policy = recorded.policy(EPOCHS, replayed.steps)
+    train(replayed)
+    assert len(set(searched.lrs)) > 1
+    ends = [run.reporter.learner.state(copy=True).digest() for run in (searched, replayed)]
+    assert ends[0] == ends[1]
+    assert searched.progress.samples > replayed.progress.samples == one_training()
+
+
+def test_no_row_chooses_by_the_test_split(setting: Setting, tmp_path: Path) -> None:
+    """Other test labels change only the test accuracy."""
+    labels = np.load(setting.data["test"][1])
+    wrong = tmp_path / "wrong.npy"
+    np.save(wrong, (labels + 1) % 4)
+    data = {**setting.data, "test": [setting.data["test"][0], str(wrong)]}
+    [original, relabeled] = [
+        compute(Unit("stpt", "train", Setting(SYNTHETIC, 0, EPOCHS, section), {"policy": "stpt"}))
+        for section in (setting.data, data)
+    ]
+    same = ("validation_accuracy", "samples", "peak_lr", "notes")
+    assert {key: original[key] for key in same} == {key: relabeled[key] for key in same}
+    assert original["accuracy"] > 0.5 > relabeled["accuracy"]
+
+
+def test_a_diverged_training_counts_as_guessing(setting: Setting) -> None:
+    section = {"policy": "schedule", "shape": "constant", "initial": 1e30}
+    result = compute(Unit("diverges", "train", setting, section))
+    assert "the training loss is nan" in result["diverged"]
+    assert result["accuracy"] == result["validation_accuracy"] == 1 / 4
+    assert 0 < result["samples"] <= SYNTHETIC.train
+    assert result["curve"] == []
+
+
+# Ray Tune's searches, without Ray.
+
+
+@pytest.mark.parametrize("kind", ["asha", "pbt"])
+def test_a_trial_is_the_training_at_its_rate(setting: Setting, kind: str) -> None:
+    from benchmarks.comparison_tune import Trial
+
+    [unit] = rows_of.rows(OURS)[kind].units(setting)
+    config = {"job": unit.job, "lr": 0.2, "constant": kind == "pbt"}
+    trial = Trial.__new__(Trial)  # without what Ray sets up
+    trial.setup(config)
+    lines = [trial.step() for _ in range(EPOCHS)]
+    shape = "constant" if kind == "pbt" else "cosine"
+    section = {"policy": "schedule", "shape": shape, "initial": 0.2}
+    alone = compute(Unit("alone", "train", setting, section))
+    assert lines[-1]["test_accuracy"] == alone["accuracy"]
+    assert lines[-1]["validation_accuracy"] == alone["validation_accuracy"]
+    assert sum(line["samples"] for line in lines) == alone["samples"]
+    assert trial.reset_config({**config, "lr": 0.1})
+    assert trial.step()["epoch"] == 1
+
+
+def test_a_search_takes_its_best_trial_and_counts_all() -> None:
+    from benchmarks.comparison_tune import Ledger
+
+    def result(epoch: int, lr: float, validation: float, test: float) -> dict[str, Any]:
+        common = {"epoch": epoch, "samples": 10, "reporting_s": 0.0, "config": {"lr": lr}}
+        return {
+            **common,
+            "validation_accuracy": validation,
+            "glance": [test],
+            "test_accuracy": test,
+        }
+
+    ledger = Ledger(epochs=2, limit=6)
+    assert not ledger("a", result(1, 0.1, 0.3, 0.3))
+    assert not ledger("b", result(1, 0.2, 0.9, 0.9))  # stopped before its last epoch
+    assert ledger("a", result(2, 0.1, 0.5, 0.8))
+    assert not ledger("c", result(1, 0.3, 0.4, 0.2))
+    assert not ledger.stop_all()
+    assert ledger("c", result(2, 0.3, 0.6, 0.4))
+    assert not ledger("d", result(1, 0.4, 0.1, 0.1))
+    assert ledger.stop_all()
+    outcome = ledger.outcome()
+    assert (outcome.accuracy, outcome.validation_accuracy, outcome.peak_lr) == (0.4, 0.6, 0.3)
+    assert outcome.samples == outcome.search_samples == 60
+    assert [(point.samples, point.accuracy) for point in outcome.curve] == [(40, 0.2), (50, 0.4)]
+
+
+# Rows.
+
+
+def result(accuracy: float, validation: float = 0.0, samples: int = 100) -> Result:
+    half = {"samples": samples // 2, "seconds": 1.0, "accuracy": accuracy / 2}
+    end = {"samples": samples, "seconds": 2.0, "accuracy": accuracy}
+    return {
+        "accuracy": accuracy,
+        "validation_accuracy": validation,
+        "samples": samples,
+        "seconds": 2.0,
+        "peak_lr": accuracy,
+        "curve": [half, end],
+    }
+
+
+def test_an_oracle_chooses_by_the_test_split_and_a_grid_does_not() -> None:
+    results = [
+        result(0.2, validation=0.3),
+        result(0.4, validation=0.1),
+        result(0.3, validation=0.2),
+    ]
+    rows = rows_of.rows(OURS)
+    oracle = rows_of.outcome(rows["cosine_oracle"], results, 0.15, 100)
+    grid = rows_of.outcome(rows["cosine_grid"], results, 0.15, 100)
+    assert (oracle["accuracy"], grid["accuracy"]) == (40, 20)
+    assert oracle["trainings"] == grid["trainings"] == 3
+    assert oracle["reach"] == {"trainings": 2.5, "seconds": 5.0}
+    assert grid["reach"] == {"trainings": 3.0, "seconds": 6.0}
+
+
+def test_a_row_averages_over_seeds_and_its_reach_over_those_that_got_there() -> None:
+    row = rows_of.rows(OURS)["ours"]
+    results = (result(0.5), result(0.1, samples=200))
+    outcomes = [rows_of.outcome(row, [r], 0.3, 100) for r in results]
+    row_record = rows_of.over_seeds(outcomes)
+    assert (
+        row_record["accuracy_mean"],
+        row_record["accuracy_min"],
+        row_record["accuracy_max"],
+    ) == (30, 10, 50)
+    assert row_record["trainings"] == 1.5
+    assert (row_record["reached"], row_record["reach_trainings"], row_record["reach_seconds"]) == (
+        1,
+        1.0,
+        2.0,
+    )
+
+
+def test_the_summary_compares_with_the_better_of_two_in_each_task() -> None:
+    def record(accuracy: float, trainings: float = 1.0) -> dict[str, float]:
+        return {"accuracy_mean": accuracy, "trainings": trainings}
+
+    table = {
+        "one": {
+            "ours": record(50, 1.2),
+            "cosine_oracle": record(51),
+            "linear_oracle": record(49),
+            "ours_start_too_small": record(48),
+        },
+        "two": {"ours": record(30, 1.1), "cosine_oracle": record(27), "linear_oracle": record(28)},
+    }
+    summary = rows_of.summary(table)
+    assert summary["ours_minus_oracle_points"] == pytest.approx(0.5)
+    assert summary["by_task"]["ours_minus_oracle_points"] == {"one": -1, "two": 2}
+    assert summary["ours_minus_stpt_points"] is None
+    assert summary["ours_samples_ratio"] == pytest.approx(1.15)
+    assert summary["wrong_start"]["one"] == {"too_small": -2, "too_large": None}
+
+
+# The command.
+
+
+def test_an_interrupted_comparison_continues_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(comparison_command, "compute_all", computed_here)
+    file = tmp_path / "cache.jsonl"
+    options = ["--tasks", "synthetic", "--epochs", "2", "--seeds", "2", "--cache", str(file)]
+    arguments = ["time_to_accuracy.py", *options, "--rows", "cosine_default", "linear_default"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(benchmark, "_versions", dict)  # Lightning may be missing
+    benchmark.main()
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][: len(lines[-1]) // 2])
+    benchmark.main()
+    output = capsys.readouterr().out
+    second = json.loads(output.splitlines()[-1])
+    assert output.count(" trainings, ") == 1  # only the one with half a line left
+    accuracies = {n: row["accuracies"] for n, row in first["tasks"]["synthetic"].items()}
+    assert {n: row["accuracies"] for n, row in second["tasks"]["synthetic"].items()} == accuracies
+    assert accuracies.keys() == {"cosine_default", "linear_default"}
+
+
+def test_results_of_one_setting_are_not_used_for_another(
+    tmp_path: Path, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache([], tmp_path / "cache.jsonl")
+
+    def units(setting: Setting) -> list[Unit]:
+        return [row.units(setting)[0] for row in rows_of.rows(OURS).values()]
+
+    for unit in units(setting):
+        cache.add(unit, {})
+    cache = Cache([tmp_path / "cache.jsonl"], None)
+    assert not comparison_units.missing(units(setting), cache)
+    larger = Setting(SYNTHETIC.scaled(2), 0, EPOCHS, setting.data)
+    longer = Setting(SYNTHETIC, 0, EPOCHS + 1, setting.data)
+    for other in (larger, longer, Setting(SYNTHETIC, 1, EPOCHS, setting.data)):
+        missing = comparison_units.missing(units(other), cache)
+        # Two rows begin with cosine 0.025, two with linear 0.025, the others with their own.
+        assert len(missing) == len({unit.key for unit in units(other)})
+    monkeypatch.setattr(comparison_units, "_policy_digest", lambda policy: policy)
+    changed = {unit.name for unit in comparison_units.missing(units(setting), cache)}
+    assert {"ours", "stpt"} <= changed
+
+
+def test_real_tasks_need_their_data(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark._arguments(["--tasks", next(iter(TASKS))])
+    assert "--data-root" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_train_with_the_optimizer_and_a_grid_around_its_customary_rate(
+    name: str, setting: Setting
+) -> None:
+    _, customary = OPTIMIZERS[name]
+    units = rows_of.rows(OURS)["cosine_oracle"].units(replace(setting, optimizer=name))
+    jobs = [Job.model_validate(unit.job) for unit in units]
+    assert {job.optimizer.name for job in jobs} == {name}
+    rates = [job.learning_rate.initial for job in jobs]
+    assert customary in rates
+    assert (min(rates), max(rates)) == (customary / 4, customary * 8)
+
+
+def test_rows_of_other_packages_need_sgd(capsys: pytest.CaptureFixture[str]) -> None:
+    others = benchmark._arguments(["--tasks", "synthetic", "--optimizer", "AdamW"]).rows
+    assert {"ours", "stpt", "cosine_grid"} <= {*others} < {*rows_of.rows(OURS)}
+    with pytest.raises(SystemExit):
+        benchmark._arguments(
+            ["--tasks", "synthetic", "--optimizer", "LARS", "--rows", "asha", "ours"]
+        )
+    assert "only with SGD: asha" in capsys.readouterr().err
+
+
+def test_missing_data_are_named(tmp_path: Path) -> None:
+    for task in TASKS.values():
+        with pytest.raises(SystemExit, match="does not exist"):
+            task.prepare(tmp_path, tmp_path / "prepared")

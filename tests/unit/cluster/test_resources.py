@@ -1,0 +1,197 @@
+"""Which resources the pools ask for, and whether they fit: worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain_opt.cluster.resources import PoolPlan, plan_pools
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import ResourcesError
+from raytrain_opt.execution.preflight import pool_request
+
+LAPTOP = {"CPU": 2.0, "memory": 8e9}
+ONE_GPU = {"CPU": 16.0, "GPU": 1.0}
+TWO_GPUS = {"CPU": 16.0, "GPU": 2.0}
+
+
+def plan(
+    *nodes: dict[str, float],
+    candidates: int = 4,
+    workers: dict[str, Any] | int = 2,
+    slots: dict[str, Any] | None = None,
+    sync: bool = False,
+) -> PoolPlan:
+    section = {"count": workers} if isinstance(workers, int) else workers
+    job = Job.model_validate(
+        {
+            "model": "small_cnn",
+            "data": "digits",
+            "epochs": 1,
+            "global_batch_size": 60,
+            "workers": section,
+            "slots": slots or {},
+            "batch_norm": {"sync": sync},
+        }
+    )
+    return plan_pools(pool_request(job, candidates=candidates), nodes)
+
+
+def test_quickstart_on_two_cores_runs_in_two_waves() -> None:
+    pool_plan = plan(LAPTOP)
+    assert pool_plan.worker_resources == {"CPU": 0.6}
+    assert pool_plan.slot_resources == {"CPU": 0.4}
+    assert (pool_plan.workers, pool_plan.slots, pool_plan.slots_per_node, pool_plan.use_gpu) == (
+        2,
+        2,
+        2,
+        False,
+    )
+    assert pool_plan.notes == ("4 candidates run in 2 waves over 2 slots",)
+
+
+def test_on_one_core_the_fractions_shrink_so_that_both_pools_fit() -> None:
+    pool_plan = plan({"CPU": 1.0}, workers=3)
+    assert pool_plan.worker_resources["CPU"] == pytest.approx(0.2, abs=2e-3)
+    assert pool_plan.slot_resources["CPU"] == pytest.approx(0.4 / 3, abs=2e-3)
+    assert pool_plan.slots >= 1
+
+
+def test_with_room_for_all_there_is_one_slot_a_candidate_and_no_note() -> None:
+    pool_plan = plan({"CPU": 16.0})
+    assert (pool_plan.slots, pool_plan.notes) == (4, ())
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1), (3, 3), (9, 4)])
+def test_slot_count_is_an_upper_limit(count: int, expected: int) -> None:
+    assert plan({"CPU": 16.0}, slots={"count": count}).slots == expected
+
+
+def test_waves_are_counted_up() -> None:
+    pool_plan = plan({"CPU": 16.0}, candidates=8, slots={"count": 3})
+    assert pool_plan.notes == ("8 candidates run in 3 waves over 3 slots",)
+
+
+def test_a_policy_without_candidates_needs_no_slots() -> None:
+    pool_plan = plan({"CPU": 1.2}, candidates=0, workers={"count": 2, "resources": {"CPU": 0.6}})
+    assert (pool_plan.slots, pool_plan.slot_resources, pool_plan.slots_per_node) == (0, {}, 0)
+
+
+# GPUs are devices: a fraction comes from one of them.
+
+
+def test_worker_and_slot_share_a_gpu() -> None:
+    pool_plan = plan(ONE_GPU, workers=1)
+    assert pool_plan.worker_resources == {"CPU": 0.6, "GPU": 0.6}
+    assert pool_plan.slot_resources == {"CPU": 0.4, "GPU": 0.4}
+    assert (pool_plan.use_gpu, pool_plan.slots) == (True, 1)
+
+
+def test_two_workers_on_two_gpus_leave_room_for_a_slot_on_each() -> None:
+    assert plan(TWO_GPUS).slots == 2
+    assert plan(ONE_GPU, ONE_GPU).slots == 2
+    assert plan(ONE_GPU, ONE_GPU).slots_per_node == 1
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes", "room"),
+    [(2, [ONE_GPU], 1), (3, [TWO_GPUS], 2), (3, [ONE_GPU, ONE_GPU], 2)],
+)
+def test_two_workers_never_land_on_one_gpu(
+    workers: int, nodes: list[dict[str, float]], room: int
+) -> None:
+    message = rf"{workers} workers of 0\.6 CPU, 0\.6 GPU each do not fit: room for {room} on"
+    with pytest.raises(ResourcesError, match=message):
+        plan(*nodes, workers=workers)
+
+
+def test_fractions_left_on_several_gpus_do_not_add_up() -> None:
+    """0.3 + 0.3 of two devices are free, but no device has the 0.4 that a slot takes."""
+    workers = {"count": 2, "resources": {"GPU": 0.7}}
+    with pytest.raises(ResourcesError, match=r"not even one slot of 0\.4 CPU, 0\.4 GPU fits"):
+        plan(TWO_GPUS, workers=workers)
+    assert plan(TWO_GPUS, workers=workers, slots={"resources": {"GPU": 0.3}}).slots == 2
+
+
+def test_integer_gpu_requests_are_complete_devices() -> None:
+    workers = {"count": 1, "resources": {"GPU": 1}}
+    assert plan(TWO_GPUS, workers=workers, slots={"resources": {"GPU": 1}}).slots == 1
+    assert plan(TWO_GPUS, workers=workers, slots={"resources": {"GPU": 0.5}}).slots == 2
+    with pytest.raises(ResourcesError, match="room for 0"):
+        plan(ONE_GPU, ONE_GPU, workers={"count": 1, "resources": {"GPU": 2}})
+
+
+def test_gpus_are_used_only_if_requested_and_available() -> None:
+    assert plan(ONE_GPU, workers={"count": 1, "use_gpu": False}).worker_resources == {"CPU": 0.6}
+    assert plan(ONE_GPU, workers={"count": 1, "use_gpu": True}).use_gpu
+    with pytest.raises(ResourcesError, match=r"workers\.use_gpu: true, but no node has a GPU"):
+        plan(LAPTOP, workers={"count": 1, "use_gpu": True})
+
+
+def test_batch_norm_over_all_workers_needs_gpus() -> None:
+    with pytest.raises(ResourcesError, match=r"batch_norm\.sync: .* needs GPUs"):
+        plan(LAPTOP, sync=True)
+    assert plan(LAPTOP, workers=1, sync=True).workers == 1
+    assert plan(TWO_GPUS, sync=True).use_gpu
+
+
+# Explicit resources, several nodes, and what an error says.
+
+
+def test_resources_given_without_a_gpu_mean_cpu() -> None:
+    pool_plan = plan(ONE_GPU, workers={"count": 2, "resources": {"CPU": 2}})
+    assert pool_plan.use_gpu is False
+    assert pool_plan.slot_resources == {"CPU": 0.4}
+
+
+@pytest.mark.parametrize("section", ["workers", "slots"])
+def test_a_pool_that_must_have_a_gpu_and_asks_for_none(section: str) -> None:
+    workers: dict[str, Any] = {"count": 1, "use_gpu": True}
+    cpu_only = {"resources": {"CPU": 1}}
+    sections: dict[str, Any] = {"workers": workers, "slots": {}}
+    sections[section] = sections[section] | cpu_only
+    with pytest.raises(ResourcesError, match=rf"{section}\.resources: the job trains on GPUs"):
+        plan(ONE_GPU, **sections)
+
+
+def test_explicit_resources_are_taken_as_given() -> None:
+    pool_plan = plan(
+        {"CPU": 8.0, "big": 2.0},
+        workers={"count": 2, "resources": {"CPU": 3, "big": 1}},
+        slots={"resources": {"CPU": 1}},
+    )
+    assert pool_plan.worker_resources == {"CPU": 3, "big": 1}
+    assert (pool_plan.slot_resources, pool_plan.slots) == ({"CPU": 1}, 2)
+
+
+def test_a_resource_that_no_node_has_does_not_fit() -> None:
+    with pytest.raises(ResourcesError, match=r"1 big each do not fit: room for 0"):
+        plan(LAPTOP, workers={"count": 1, "resources": {"big": 1}})
+
+
+def test_nodes_are_filled_one_by_one_not_summed() -> None:
+    """Two nodes of 1.5 CPUs hold two workers of 1, not three."""
+    nodes = ({"CPU": 1.5}, {"CPU": 1.5})
+    workers = {"count": 2, "resources": {"CPU": 1}}
+    pool_plan = plan(*nodes, workers=workers, slots={"resources": {"CPU": 0.5}})
+    assert (pool_plan.slots, pool_plan.slots_per_node) == (2, 1)
+    with pytest.raises(ResourcesError, match=r"room for 2 on 2 nodes \(1\.5 CPU; 1\.5 CPU\)"):
+        plan(*nodes, workers={**workers, "count": 3})
+
+
+def test_an_error_says_what_is_there_and_what_to_change() -> None:
+    with pytest.raises(ResourcesError) as error:
+        plan(LAPTOP, workers={"count": 2, "resources": {"CPU": 1}})
+    text = str(error.value)
+    assert "not even one slot of 0.4 CPU fits beside 2 workers of 1 CPU on 1 node (2 CPU)" in text
+    for way_out in ("slots.resources", "workers.resources", "fewer workers", "policy: schedule"):
+        assert way_out in text
+
+
+def test_a_group_that_may_be_smaller_starts_with_what_there_is() -> None:
+    section = {"count": 4, "resources": {"CPU": 1.0}}
+    pool_plan = plan(LAPTOP, candidates=0, workers={**section, "min_count": 2})
+    assert (pool_plan.workers, pool_plan.placed_workers) == (4, 2)
+    with pytest.raises(ResourcesError, match="room for 2"):
+        plan(LAPTOP, candidates=0, workers={**section, "min_count": 3})

@@ -1,0 +1,140 @@
+"""Errors of runs, of single checkpoints and of ensembles, on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+from raytrain_opt import cli
+from raytrain_opt.config.load import dump_job
+from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.train.checkpoint import Checkpoints
+from raytrain_opt.train.ensemble import Predictions, average_predictions, error_rates
+from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner_config import LearnerConfig
+from tests.support.cli_errors import command_error
+from tests.support.small_jobs import small_job
+
+
+def trained(storage: Path, epochs: int = 2, **changes: Any) -> tuple[str, list[Tensor]]:
+    """A run directory, and the test probabilities after each epoch, computed literally."""
+    job = small_job(storage, **changes)
+    paths = RunPaths.create(job.storage_path, job.name)
+    paths.job.write_text(dump_job(job))
+    learner = Learner(
+        LearnerConfig.from_job(job), load_shared_arrays(job.data), torch.device("cpu")
+    )
+    checkpoints, probabilities = Checkpoints(paths.checkpoints, job.checkpoint), []
+    for epoch in range(1, epochs + 1):
+        learner.train(epoch, 0, [0.1] * 15, MicroBatches(range(1), 1))
+        checkpoints.save(epoch, learner.state(copy=True), {}, None)
+        learner.model.eval()
+        batches = list(learner.data.eval_batches("test", 0, 1, 500))
+        with torch.no_grad():
+            probabilities.append(torch.cat([learner.model(b.x).softmax(1) for b in batches]))
+    return str(paths.local), probabilities
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[Tensor]]]:
+    return [trained(tmp_path_factory.mktemp("runs"), seed=seed) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def labels() -> Tensor:
+    shared = load_shared_arrays(small_job(Path()).data)
+    assert shared is not None
+    return torch.from_numpy(shared.test_y)
+
+
+def evaluate(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["evaluate", *arguments])
+
+
+def reference_errors(probabilities: Tensor, labels: Tensor) -> tuple[float, float]:
+    """The definition of top-1 and top-5 error, sample by sample."""
+    wrong = [0, 0]
+    for row, label in zip(probabilities.numpy(), labels.tolist(), strict=True):
+        order = np.argsort(-row, kind="stable").tolist()
+        wrong[0] += label != order[0]
+        wrong[1] += label not in order[:5]
+    return wrong[0] / len(labels), wrong[1] / len(labels)
+
+
+def test_each_run_and_their_ensemble(runs: list[tuple[str, list[Tensor]]], labels: Tensor) -> None:
+    result = evaluate(*[run for run, _ in runs], "--ensemble", "--json")
+    assert result.exit_code == 0, result.output
+    evaluation = json.loads(result.output)
+    for line, (run, epochs) in zip(evaluation["runs"], runs, strict=True):
+        assert (line["run"], line["checkpoint"], line["samples"]) == (run, "epoch 2", len(labels))
+        expected = reference_errors(epochs[-1], labels)
+        assert (line["top1_error"], line["top5_error"]) == pytest.approx(expected)
+    mean = (runs[0][1][-1] + runs[1][1][-1]) / 2
+    of_ensemble = evaluation["ensemble"]
+    expected = reference_errors(mean, labels)
+    assert (of_ensemble["top1_error"], of_ensemble["top5_error"]) == pytest.approx(expected)
+
+
+def test_a_single_checkpoint_of_a_run(
+    runs: list[tuple[str, list[Tensor]]], labels: Tensor
+) -> None:
+    run, epochs = runs[0]
+    evaluation = json.loads(evaluate(f"{run}/checkpoints/epoch-0001", "--json").output)
+    assert evaluation["ensemble"] is None
+    [line] = evaluation["runs"]
+    assert line["checkpoint"] == "epoch-0001"
+    assert line["top1_error"] == pytest.approx(reference_errors(epochs[0], labels)[0])
+
+
+def test_the_table(runs: list[tuple[str, list[Tensor]]]) -> None:
+    result = evaluate(*[run for run, _ in runs], "--ensemble")
+    lines = result.output.splitlines()
+    assert "top-1 error" in lines[0]
+    assert lines[3].startswith("ensemble of 2")
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_runs_on_different_data_are_refused(
+    runs: list[tuple[str, list[Tensor]]], tmp_path: Path
+) -> None:
+    for name in ("x.npy", "y.npy"):
+        array = np.zeros((64, 8, 8, 1), np.uint8) if name == "x.npy" else np.arange(64) % 10
+        np.save(tmp_path / name, array)
+    files = [str(tmp_path / "x.npy"), str(tmp_path / "y.npy")]
+    data = {"name": "arrays", "train": files, "test": files}
+    other, _ = trained(tmp_path, epochs=1, data=data, global_batch_size=2)
+    message = command_error("evaluate", runs[0][0], other, "--ensemble")
+    assert f"{other} has different test data" in message
+    assert f"data.name: is 'digits' in {runs[0][0]}" in message
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    assert "RUN_DIR: holds no checkpoint of a run" in command_error("evaluate", str(tmp_path))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path) -> None:
+    run, _ = trained(tmp_path)
+    (Path(run) / "checkpoints" / "epoch-0002" / "weights.safetensors").write_bytes(b"")
+    result = CliRunner().invoke(cli.main, ["evaluate", run])
+    assert result.exit_code == 0
+    assert "(epoch 1)" in result.output
+    assert "epoch 2 is damaged" in result.output
+
+
+def test_top_5_of_fewer_classes_and_ties() -> None:
+    two = Predictions(torch.tensor([[0.5, 0.5], [0.2, 0.8]]), torch.tensor([0, 0]))
+    assert vars(error_rates(two)) == {"samples": 2, "top1_error": 0.5, "top5_error": 0.0}
+
+
+def test_an_ensemble_needs_the_same_samples() -> None:
+    predictions = [Predictions(torch.ones(1, 2), torch.tensor([label])) for label in (0, 1)]
+    with pytest.raises(ValueError, match="different samples"):
+        average_predictions(predictions)

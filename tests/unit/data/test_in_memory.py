@@ -1,0 +1,267 @@
+"""Data in memory: the batches do not depend on the process that reads them or on the order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from raytrain_opt.config.data import ArraysData, ArraySetData, Augment
+from raytrain_opt.data import load_shared_arrays, open_data, sampling
+from raytrain_opt.data.in_memory import CpuSampleStore, DeviceSampleStore, InMemoryData
+from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.errors import DataError
+
+CPU = torch.device("cpu")
+CIFAR = ArraySetData(name="cifar10", normalize="none")
+FILES = ArraysData(name="arrays", train=("x", "y"), test=("x", "y"), normalize="none")
+
+
+def numbered_images(train: int = 53, test: int = 11) -> DatasetArrays:
+    """Return read-only 6x6x3 images; sample i has label i, so labels identify samples."""
+    random = np.random.default_rng(0)
+    x = random.integers(1, 256, (train + test, 6, 6, 3), dtype=np.uint8)
+    y = np.r_[np.arange(train), np.arange(test)]
+    x.flags.writeable = y.flags.writeable = False
+    return DatasetArrays(x[:train], y[:train], x[train:], y[train:], max(train, test))
+
+
+def open_arrays(
+    section: ArraySetData | ArraysData = CIFAR,
+    arrays: DatasetArrays | None = None,
+    seed: int = 0,
+    channels_last: bool = True,
+) -> InMemoryData:
+    return InMemoryData(
+        arrays or numbered_images(), section, seed=seed, device=CPU, channels_last=channels_last
+    )
+
+
+def read_epoch(
+    data: InMemoryData, epoch: int, num_micro_batches: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x and y of an epoch of global batches of 8."""
+    steps = range(data.info.steps_per_epoch(8))
+    batches = list(
+        data.train_batches(epoch, steps, range(num_micro_batches), num_micro_batches, 8)
+    )
+    return torch.cat([b.x for b in batches]), torch.cat([b.y for b in batches])
+
+
+def test_info_has_the_sizes_of_all_splits() -> None:
+    info = open_arrays().info
+    assert (info.train_size, info.validation_size, info.test_size) == (48, 5, 11)
+    assert info.sample_shape == (3, 6, 6)
+    assert info.num_classes == 53
+    assert info.steps_per_epoch(8) == 6
+    assert info.steps_per_epoch(10) == 4
+    assert info.steps_per_epoch(49) == 0
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_an_epoch_has_every_training_sample_once(num_micro_batches: int) -> None:
+    data = open_arrays()
+    validation = [int(y) for b in data.eval_batches("validation", 0, 1, 4) for y in b.y]
+    labels = read_epoch(data, 0, num_micro_batches)[1].tolist()
+    assert len(validation) == 5
+    assert sorted(labels + validation) == list(range(53))
+
+
+@pytest.mark.parametrize("num_micro_batches", [2, 4, 8])
+def test_the_number_of_micro_batches_changes_no_bit(num_micro_batches: int) -> None:
+    data = open_arrays(CIFAR.model_copy(update={"normalize": "auto"}))
+    one_x, one_y = read_epoch(data, 1, 1)
+    x, y = read_epoch(data, 1, num_micro_batches)
+    assert torch.equal(one_y, y)
+    assert torch.equal(one_x, x)
+
+
+def test_two_workers_read_the_same_batches_as_one_process() -> None:
+    data = open_arrays()
+    single = list(data.train_batches(0, range(3), range(2), 2, 8))
+    workers = [
+        list(open_arrays().train_batches(0, range(3), range(r, r + 1), 2, 8)) for r in range(2)
+    ]
+    for step in range(3):
+        for rank in range(2):
+            assert torch.equal(single[2 * step + rank].x, workers[rank][step].x)
+            assert torch.equal(single[2 * step + rank].y, workers[rank][step].y)
+
+
+def test_steps_can_be_repeated_in_any_order() -> None:
+    data = open_arrays()
+    first = list(data.train_batches(0, range(6), range(1), 1, 8))
+    for _ in data.eval_batches("test", 0, 1, 4):
+        list(data.train_batches(3, range(2), range(1), 1, 8))
+    again = [
+        next(data.train_batches(0, range(s, s + 1), range(1), 1, 8)) for s in reversed(range(6))
+    ]
+    for batch, repeated in zip(first, reversed(again), strict=True):
+        assert torch.equal(batch.x, repeated.x)
+        assert torch.equal(batch.y, repeated.y)
+
+
+def test_epochs_and_seeds_have_different_orders() -> None:
+    data = open_arrays()
+    orders = [read_epoch(data, epoch, 1)[1].tolist() for epoch in (0, 1)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert read_epoch(open_arrays(seed=1), 0, 1)[1].tolist() != orders[0]
+
+
+def test_the_validation_split_is_never_trained_on() -> None:
+    data = open_arrays(seed=7)
+    validation = {int(y) for b in data.eval_batches("validation", 0, 1, 4) for y in b.y}
+    trained = {int(y) for epoch in range(5) for y in read_epoch(data, epoch, 2)[1]}
+    assert validation.isdisjoint(trained)
+    assert validation | trained == set(range(53))
+
+
+@pytest.mark.parametrize(("split", "size"), [("validation", 5), ("test", 11)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 13])
+def test_evaluation_reads_each_sample_once(split: str, size: int, world_size: int) -> None:
+    arrays = numbered_images()
+    data = open_arrays(arrays=arrays)
+    labels = []
+    for rank in range(world_size):
+        for batch in data.eval_batches(split, rank, world_size, 4):  # type: ignore[arg-type]
+            assert 1 <= len(batch.y) <= 4
+            source = arrays.train_x if split == "validation" else arrays.test_x
+            plain = torch.from_numpy(source[batch.y.numpy()]).permute(0, 3, 1, 2) / 255
+            torch.testing.assert_close(batch.x, plain)  # no augmentation
+            labels += batch.y.tolist()
+    assert len(labels) == size
+    assert len(set(labels)) == size
+
+
+def test_training_images_are_cropped_and_mirrored_as_drawn() -> None:
+    arrays = numbered_images()
+    batch = next(open_arrays(arrays=arrays).train_batches(2, range(3, 4), range(1), 1, 8))
+    draws = sampling.draw_crop_flip(0, 2, 3, 8, 4, True)
+    assert draws.flip.any()
+    assert not draws.flip.all()
+    for i, label in enumerate(batch.y.tolist()):
+        padded = np.pad(arrays.train_x[label], ((4, 4), (4, 4), (0, 0)))
+        image = padded[draws.top[i] :, draws.left[i] :][:6, :6]
+        image = image[:, ::-1] if draws.flip[i] else image
+        expected = torch.from_numpy(image.copy()).permute(2, 0, 1) / 255
+        torch.testing.assert_close(batch.x[i], expected)
+
+
+def test_auto_normalizes_by_the_training_split() -> None:
+    section = FILES.model_copy(update={"normalize": "auto", "validation_fraction": 0.5})
+    data = open_arrays(section, numbered_images(train=48))
+    x = read_epoch(data, 0, 1)[0]
+    assert x.dtype == torch.float32
+    torch.testing.assert_close(x.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(x.std((0, 2, 3), correction=0), torch.ones(3))
+
+
+def test_explicit_mean_and_std_apply_to_values_scaled_to_one() -> None:
+    arrays = numbered_images()
+    section = FILES.model_copy(update={"normalize": ([0.5], [0.25])})
+    batch = next(open_arrays(section, arrays).eval_batches("test", 0, 1, 11))
+    expected = (torch.from_numpy(arrays.test_x.copy()).permute(0, 3, 1, 2) / 255 - 0.5) / 0.25
+    torch.testing.assert_close(batch.x, expected)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_memory_format(channels_last: bool) -> None:
+    data = open_arrays(channels_last=channels_last)
+    expected = torch.channels_last if channels_last else torch.contiguous_format
+    for batch in (
+        next(data.train_batches(0, range(1), range(1), 1, 8)),
+        next(data.eval_batches("test", 0, 1, 4)),
+    ):
+        assert batch.x.is_contiguous(memory_format=expected)
+        assert batch.y.dtype == torch.int64
+        assert batch.skipped == 0
+
+
+def float_arrays() -> DatasetArrays:
+    x = np.random.default_rng(0).random((20, 5), dtype=np.float32)
+    x.flags.writeable = False
+    return DatasetArrays(x, np.arange(20), x, np.arange(20), 20)
+
+
+def test_float_arrays_are_not_changed() -> None:
+    arrays = float_arrays()
+    data = open_arrays(FILES.model_copy(update={"normalize": "auto"}), arrays)
+    assert data.info.sample_shape == (5,)
+    batch = next(data.train_batches(0, range(1), range(1), 1, 8))
+    np.testing.assert_array_equal(batch.x.numpy(), arrays.train_x[batch.y.numpy()])
+
+
+@pytest.mark.parametrize("augment", [Augment(crop_padding=1), Augment(flip=True)])
+def test_augmenting_float_arrays_is_an_error(augment: Augment) -> None:
+    with pytest.raises(DataError, match=r"data\.augment: crop and flip need uint8 images"):
+        open_arrays(FILES.model_copy(update={"augment": augment}), float_arrays())
+
+
+@pytest.mark.parametrize(
+    ("name", "augmented"),
+    [("cifar10", True), ("cifar100", True), ("mnist", False), ("digits", False)],
+)
+def test_only_cifar_is_augmented_by_default(name: str, augmented: bool) -> None:
+    arrays = numbered_images()
+    section = ArraySetData(name=name, normalize="none")
+    batch = next(open_arrays(section, arrays).train_batches(0, range(1), range(1), 1, 8))
+    plain = torch.from_numpy(arrays.train_x[batch.y.numpy()]).permute(0, 3, 1, 2) / 255
+    assert torch.allclose(batch.x, plain) != augmented
+
+
+def test_the_jobs_augmentation_replaces_the_default() -> None:
+    arrays = numbered_images()
+    section = CIFAR.model_copy(update={"augment": Augment()})
+    batch = next(open_arrays(section, arrays).train_batches(0, range(1), range(1), 1, 8))
+    plain = torch.from_numpy(arrays.train_x[batch.y.numpy()]).permute(0, 3, 1, 2) / 255
+    torch.testing.assert_close(batch.x, plain)
+
+
+def test_without_a_validation_split_all_samples_are_trained_on() -> None:
+    data = open_arrays(CIFAR.model_copy(update={"validation_fraction": 0.0}))
+    assert (data.info.train_size, data.info.validation_size) == (53, 0)
+    with pytest.raises(DataError, match=r"data\.validation_fraction"):
+        next(data.eval_batches("validation", 0, 1, 4))
+
+
+def test_wrong_steps_and_micro_batches_are_errors() -> None:
+    data = open_arrays()
+    with pytest.raises(ValueError, match="step 6 of an epoch of 6 steps"):
+        list(data.train_batches(0, range(5, 7), range(1), 1, 8))
+    with pytest.raises(ValueError, match="micro-batch 0 of 3"):
+        next(data.train_batches(0, range(1), range(1), 3, 8))
+
+
+def test_device_and_cpu_stores_return_the_same_samples() -> None:
+    arrays = numbered_images(train=5000)
+    indices = np.array([4999, 0, 4096, 7])
+    store_classes: list[Callable[..., CpuSampleStore | DeviceSampleStore]] = [
+        CpuSampleStore,
+        DeviceSampleStore,
+    ]
+    copies: list[str] = []
+    (x, y), (x2, y2) = (
+        store(arrays.train_x, arrays.train_y, CPU).take(indices, lambda: copies.append("copy"))
+        for store in store_classes
+    )
+    assert copies == ["copy", "copy"]
+    np.testing.assert_array_equal(x.numpy(), arrays.train_x[indices])
+    assert torch.equal(x, x2)
+    assert torch.equal(y, y2)
+
+
+def test_shared_arrays_can_be_opened() -> None:
+    section = ArraySetData(name="digits")
+    shared = load_shared_arrays(section)
+    assert shared is not None
+    data = open_data(section, shared, seed=0, device=CPU, channels_last=True)
+    info = data.info
+    assert info.num_classes == 10
+    assert info.sample_shape == (1, 8, 8)
+    assert info.train_size + info.validation_size == len(shared.train_x)
+    batch = next(data.train_batches(0, range(1), range(1), 1, 64))
+    assert batch.x.shape == (64, 1, 8, 8)
+    data.close()

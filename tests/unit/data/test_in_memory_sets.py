@@ -1,0 +1,171 @@
+"""Data sets read into memory, and everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raytrain_opt.config.data import ArraysData, ArraySetData
+from raytrain_opt.data.in_memory_sets import load_arrays, validate_arrays
+from raytrain_opt.errors import DataError
+
+X = np.arange(4 * 2 * 3 * 3, dtype=np.uint8).reshape(4, 2, 3, 3)
+Y = np.array([0, 1, 2, 1])
+
+
+def save_arrays(folder: Path, **arrays: np.ndarray) -> ArraysData:
+    """Save arrays (default: X and Y) and return the job section that names them."""
+    paths = {}
+    for name in ("train_x", "train_y", "test_x", "test_y"):
+        paths[name] = str(folder / f"{name}.npy")
+        np.save(paths[name], arrays.get(name, X if name.endswith("x") else Y))
+    return ArraysData(
+        name="arrays",
+        train=(paths["train_x"], paths["train_y"]),
+        test=(paths["test_x"], paths["test_y"]),
+    )
+
+
+def test_digits_are_split_by_class_and_always_the_same_way() -> None:
+    arrays = load_arrays(ArraySetData(name="digits"))
+    assert arrays.train_x.shape[1:] == (8, 8, 1)
+    assert arrays.train_x.dtype == np.uint8
+    assert (arrays.train_x.min(), arrays.train_x.max()) == (0, 255)
+    assert len(arrays.train_x) + len(arrays.test_x) == 1797
+    assert 355 <= len(arrays.test_x) <= 365
+    fraction = np.bincount(arrays.test_y) / np.bincount(np.r_[arrays.train_y, arrays.test_y])
+    assert (abs(fraction - 0.2) < 0.005).all()
+    again = load_arrays(ArraySetData(name="digits"))
+    np.testing.assert_array_equal(arrays.test_x, again.test_x)
+    rows = {x.tobytes() for x in arrays.train_x}
+    assert not any(x.tobytes() in rows for x in arrays.test_x)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("mnist", "MNIST/raw"),
+        ("fashion_mnist", "FashionMNIST/raw"),
+        ("cifar10", "cifar-10-batches-py"),
+        ("cifar100", "cifar-100-python"),
+    ],
+)
+def test_a_missing_set_names_its_folder_and_the_remedy(
+    tmp_path: Path, name: str, folder: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        load_arrays(ArraySetData(name=name, root=str(tmp_path)))
+    assert str(tmp_path / folder) in str(caught.value)
+    assert "data.download: true" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mnist_is_read_from_its_files(tmp_path: Path) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for split, count in (("train", 5), ("t10k", 3)):
+        pixels = np.arange(count * 28 * 28).astype(np.uint8)
+        header = struct.pack(">BBBBIII", 0, 0, 8, 3, count, 28, 28)
+        (raw / f"{split}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
+        labels = struct.pack(">BBBBI", 0, 0, 8, 1, count) + bytes(range(count))
+        (raw / f"{split}-labels-idx1-ubyte").write_bytes(labels)
+    arrays = load_arrays(ArraySetData(name="mnist", root=str(tmp_path)))
+    assert arrays.train_x.shape == (5, 28, 28, 1)
+    assert arrays.test_x.shape == (3, 28, 28, 1)
+    assert arrays.train_x[0, 0, :4, 0].tolist() == [0, 1, 2, 3]
+    assert arrays.train_y.tolist() == [0, 1, 2, 3, 4]
+    assert arrays.train_y.dtype == np.int64
+    assert arrays.num_classes == 10
+
+
+def test_cifar_is_read_through_torchvision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torchvision.datasets
+
+    class Cifar:
+        """torchvision's attributes, without the 160 MB of files whose MD5 sums it checks."""
+
+        classes = ("a", "b")
+
+        def __init__(self, root: Path, train: bool, download: bool) -> None:
+            assert (root, download) == (tmp_path, False)
+            self.data = np.full((3 if train else 2, 32, 32, 3), int(train), np.uint8)
+            self.targets = [0, 1, 1][: len(self.data)]
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR100", Cifar)
+    arrays = load_arrays(ArraySetData(name="cifar100", root=str(tmp_path)))
+    assert (arrays.train_x.shape, arrays.test_x.shape) == ((3, 32, 32, 3), (2, 32, 32, 3))
+    assert (arrays.train_x.max(), arrays.test_x.max()) == (1, 0)
+    assert arrays.train_y.tolist() == [0, 1, 1]
+    assert arrays.num_classes == 2
+
+
+def test_a_failed_download_is_explained_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torchvision.datasets
+
+    def offline(*args: object, **kwargs: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", offline)
+    section = ArraySetData(name="cifar10", root=str(tmp_path), download=True)
+    with pytest.raises(DataError, match="cifar10 .* could not be downloaded: no route to host"):
+        load_arrays(section)
+
+
+def test_npy_files_are_read(tmp_path: Path) -> None:
+    arrays = load_arrays(save_arrays(tmp_path))
+    np.testing.assert_array_equal(arrays.train_x, X)
+    np.testing.assert_array_equal(arrays.test_y, Y)
+    assert arrays.num_classes == 3
+    assert arrays.train_x.dtype == np.uint8
+
+
+def test_a_leading_tilde_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    section = save_arrays(tmp_path).model_copy(
+        update={"train": ("~/train_x.npy", "~/train_y.npy")}
+    )
+    assert len(load_arrays(section).train_x) == 4
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, bool])
+def test_other_numbers_become_float32(tmp_path: Path, dtype: type) -> None:
+    x = np.ones((4, 7), dtype)
+    arrays = load_arrays(save_arrays(tmp_path, train_x=x, test_x=x))
+    assert arrays.train_x.dtype == np.float32
+    assert arrays.train_x.shape == (4, 7)
+
+
+def test_grayscale_images_get_a_channel(tmp_path: Path) -> None:
+    arrays = load_arrays(save_arrays(tmp_path, train_x=X[..., 0], test_x=X[..., 0]))
+    assert arrays.train_x.shape == (4, 2, 3, 1)
+
+
+def test_labels_of_any_integer_type_become_int64(tmp_path: Path) -> None:
+    arrays = load_arrays(save_arrays(tmp_path, train_y=Y.astype(np.uint8)))
+    assert arrays.train_y.dtype == np.int64
+
+
+def test_images_and_floats_cannot_be_mixed(tmp_path: Path) -> None:
+    message = r"data\.test\.0: .*float64 \(2, 3, 3\).*uint8 \(2, 3, 3\); both must be the same"
+    with pytest.raises(DataError, match=message):
+        load_arrays(save_arrays(tmp_path, test_x=X.astype(float)))
+
+
+def test_labels_beyond_num_classes_are_an_error(tmp_path: Path) -> None:
+    section = save_arrays(tmp_path).model_copy(update={"num_classes": 2})
+    with pytest.raises(DataError, match=r"train_y\.npy .* outside 0 to 1 \(data\.num_classes"):
+        load_arrays(section)
+
+
+def test_arrays_without_files_are_checked_too() -> None:
+    with pytest.raises(DataError, match="train_y"):
+        validate_arrays((X, Y - 1), (X, Y), 3)

@@ -1,0 +1,596 @@
+"""Samples read one at a time: equal batches with any number of loader processes, and errors."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset
+
+from raytrain_opt.config.data import DatasetData, ImageFolderData
+from raytrain_opt.data import load_shared_arrays, open_data
+from raytrain_opt.data.base import Batch
+from raytrain_opt.data.loader import DataLoaderData
+from raytrain_opt.errors import DataError
+
+CPU = torch.device("cpu")
+Section = ImageFolderData | DatasetData
+
+
+@contextmanager
+def open_section(
+    section: Section, seed: int = 0, channels_last: bool = True
+) -> Iterator[DataLoaderData]:
+    data = DataLoaderData(section, seed=seed, device=CPU, channels_last=channels_last)
+    try:
+        yield data
+    finally:
+        data.close()
+
+
+def read_epoch(
+    data: DataLoaderData, number: int = 0, num_micro_batches: int = 1, size: int = 4
+) -> list[Batch]:
+    steps = range(data.info.steps_per_epoch(size))
+    return list(
+        data.train_batches(number, steps, range(num_micro_batches), num_micro_batches, size)
+    )
+
+
+def concatenate(batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([b.x for b in batches]), torch.cat([b.y for b in batches])
+
+
+def read_all(data: DataLoaderData) -> None:
+    read_epoch(data)
+    for split in ("validation", "test"):
+        if split == "test" or data.info.validation_size:
+            list(data.eval_batches(split, 0, 1, 2))  # type: ignore[arg-type]
+
+
+def folder_section(root: Path, **fields: Any) -> ImageFolderData:
+    fields = {"image_size": 8, "loader_workers": 0, "normalize": "none", **fields}
+    return ImageFolderData(name="image_folder", root=str(root), **fields)
+
+
+class Noisy(Dataset[Any]):
+    """Sample i: x = [i, a number from each generator], label i; `broken` samples raise."""
+
+    classes = tuple(range(30))
+
+    def __init__(self, size: int = 26, broken: tuple[int, ...] = ()) -> None:
+        self._size = size
+        self._broken = broken
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in self._broken:
+            raise OSError(f"disk block {index} is bad")
+        draws = (torch.rand(()).item(), float(np.random.rand()), random.random())
+        return torch.tensor([index, *draws]), index
+
+
+def noisy(train_broken: tuple[int, ...] = (), test_broken: tuple[int, ...] = ()) -> Any:
+    return Noisy(26, train_broken), Noisy(7, test_broken)
+
+
+def dataset_section(function: Callable[..., Any] = noisy, **fields: Any) -> DatasetData:
+    return DatasetData(name=function, **{"loader_workers": 0, **fields})
+
+
+# --- The same samples for any reader -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["folder", "dataset"])
+def test_loader_processes_change_no_bit(image_tree: Path, kind: str) -> None:
+    def section(workers: int) -> Section:
+        return (
+            folder_section(image_tree, loader_workers=workers)
+            if kind == "folder"
+            else dataset_section(loader_workers=workers)
+        )
+
+    with open_section(section(0)) as single, open_section(section(2)) as parallel:
+        for number in (0, 1):
+            for one, two in zip(
+                concatenate(read_epoch(single, number)),
+                concatenate(read_epoch(parallel, number, 2)),
+                strict=True,
+            ):
+                assert torch.equal(one, two)
+        for split in ("validation", "test"):
+            one, two = (
+                concatenate(list(data.eval_batches(split, 0, 1, 3)))[0]  # type: ignore[arg-type]
+                for data in (single, parallel)
+            )
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("num_micro_batches", [2, 4])
+def test_the_number_of_micro_batches_changes_no_bit(num_micro_batches: int) -> None:
+    with open_section(dataset_section()) as data:
+        one, other = (
+            concatenate(read_epoch(data)),
+            concatenate(read_epoch(data, num_micro_batches=num_micro_batches)),
+        )
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+
+
+def test_an_epoch_has_every_training_sample_once_and_no_validation_sample() -> None:
+    with open_section(dataset_section()) as data:
+        assert (data.info.train_size, data.info.validation_size, data.info.test_size) == (24, 2, 7)
+        validation = concatenate(list(data.eval_batches("validation", 0, 1, 8)))[1].tolist()
+        first, second = (concatenate(read_epoch(data, number))[1].tolist() for number in (0, 1))
+    assert sorted(first + validation) == list(range(26))
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_random_numbers_differ_by_epoch_seed_and_sample() -> None:
+    with open_section(dataset_section()) as data, open_section(dataset_section(), seed=1) as other:
+        runs = [
+            concatenate(read_epoch(data, 0)),
+            concatenate(read_epoch(data, 1)),
+            concatenate(read_epoch(other, 0)),
+        ]
+    drawn = [{int(y): tuple(x[1:].tolist()) for x, y in zip(*run, strict=True)} for run in runs]
+    assert len(set(drawn[0].values())) == len(drawn[0])
+    for run in drawn[1:]:
+        assert all(run[y] != drawn[0][y] for y in run.keys() & drawn[0].keys())
+
+
+def test_the_callers_random_state_is_preserved() -> None:
+    def states() -> list[Any]:
+        return [
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+        ]
+
+    for workers in (0, 1):
+        before = states()
+        with open_section(dataset_section(loader_workers=workers)) as data:
+            read_epoch(data)
+            list(data.eval_batches("test", 0, 1, 4))
+        assert states() == before
+
+
+def test_phases_can_be_left_early_and_repeated() -> None:
+    with open_section(dataset_section(loader_workers=2)) as data:
+        first = concatenate(read_epoch(data))
+        for _ in range(3):
+            next(
+                data.train_batches(1, range(6), range(1), 1, 4)
+            )  # the remaining batches are never read
+            next(data.eval_batches("test", 0, 1, 2))
+        again = concatenate(read_epoch(data))
+    assert torch.equal(first[0], again[0])
+
+
+def test_loader_processes_live_from_phase_to_phase() -> None:
+    with open_section(dataset_section(process_numbers, loader_workers=2)) as data:
+        pids = [
+            set(concatenate(read_epoch(data, number))[0][:, 0].tolist()) for number in range(3)
+        ]
+        test = set(concatenate(list(data.eval_batches("test", 0, 1, 2)))[0][:, 0].tolist())
+    assert len(pids[0]) == 2
+    assert pids[0] == pids[1] == pids[2] == test
+    assert os.getpid() not in pids[0]
+
+
+class ProcessNumbers(Noisy):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([os.getpid(), torch.get_num_threads()]), index
+
+
+def process_numbers() -> Any:
+    return ProcessNumbers(26), ProcessNumbers(8)
+
+
+def test_loader_processes_use_one_thread() -> None:
+    with open_section(dataset_section(process_numbers, loader_workers=1)) as data:
+        assert set(concatenate(read_epoch(data))[0][:, 1].tolist()) == {1}
+
+
+def test_loader_processes_end_with_close() -> None:
+    with open_section(dataset_section(process_numbers, loader_workers=1)) as data:
+        pid = int(read_epoch(data)[0].x[0, 0])
+        os.kill(pid, 0)  # raises when there is no such process
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_batches_of_an_earlier_phase_cannot_be_read() -> None:
+    with open_section(dataset_section(loader_workers=1)) as data:
+        first = data.train_batches(0, range(6), range(1), 1, 4)
+        next(first)
+        next(data.eval_batches("test", 0, 1, 2))
+        with pytest.raises(RuntimeError, match="earlier phase were read after the next one began"):
+            next(first)
+        assert len(read_epoch(data)) == 6
+
+
+def test_a_loader_process_that_dies_is_reported_and_replaced() -> None:
+    def phases() -> int:
+        with open_section(dataset_section(process_numbers, loader_workers=1)) as data:
+            batches = data.train_batches(0, range(6), range(1), 1, 4)
+            os.kill(int(next(batches).x[0, 0]), signal.SIGKILL)
+            with pytest.raises(RuntimeError, match=r"data\.loader_workers .now 1"):
+                list(batches)
+            return len(read_epoch(data))
+
+    # As in a Ray worker, where the loop is not the main thread: there torch has a signal
+    # handler of its own, which raises wherever the main thread happens to be.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(phases).result() == 6
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+@pytest.mark.parametrize(("split", "size"), [("validation", 2), ("test", 7)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluation_reads_each_sample_once(split: Any, size: int, world_size: int) -> None:
+    with open_section(dataset_section()) as data:
+        labels = [
+            int(y)
+            for rank in range(world_size)
+            for batch in data.eval_batches(split, rank, world_size, 2)
+            for y in batch.y
+        ]
+    assert len(labels) == len(set(labels)) == size
+
+
+def test_without_a_validation_split_it_cannot_be_evaluated() -> None:
+    with (
+        open_section(dataset_section(validation_fraction=0.0)) as data,
+        pytest.raises(DataError, match=r"data\.validation_fraction"),
+    ):
+        data.eval_batches("validation", 0, 1, 2)
+
+
+def test_a_function_that_generates_data_generates_the_same_every_time() -> None:
+    def generated() -> Any:
+        x, y = torch.rand(20, 3), torch.randint(0, 2, (20,))
+        both = torch.utils.data.TensorDataset(x, y)
+        return both, both
+
+    runs = []
+    for _ in range(2):
+        torch.rand(1)
+        with open_section(dataset_section(generated, num_classes=2)) as data:
+            runs.append(concatenate(read_epoch(data))[0])
+    assert torch.equal(runs[0], runs[1])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_wrong_steps_and_micro_batches_are_errors(workers: int) -> None:
+    with open_section(dataset_section(loader_workers=workers)) as data:
+        with pytest.raises(ValueError, match="step 6 of an epoch of 6 steps"):
+            list(data.train_batches(0, range(5, 7), range(1), 1, 4))
+        with pytest.raises(ValueError, match="micro-batch 0 of 3"):
+            next(data.train_batches(0, range(1), range(1), 3, 4))
+        assert len(read_epoch(data)) == 6
+
+
+# --- Image folders -------------------------------------------------------------------------------
+
+
+def test_info_of_an_image_folder(image_tree: Path) -> None:
+    section = folder_section(image_tree)
+    assert load_shared_arrays(section) is None
+    data = open_data(section, None, seed=0, device=CPU, channels_last=True)
+    info = data.info
+    assert (info.num_classes, info.sample_shape) == (2, (3, 8, 8))
+    assert (info.train_size, info.validation_size, info.test_size) == (18, 2, 6)
+    batch = next(data.train_batches(0, range(1), range(1), 1, 4))
+    assert batch.x.shape == (4, 3, 8, 8)
+    assert batch.x.is_contiguous(memory_format=torch.channels_last)
+    assert batch.x.dtype == torch.float32
+
+
+def test_evaluation_crops_the_center(image_tree: Path) -> None:
+    from torchvision.transforms import v2
+
+    with open_section(folder_section(image_tree)) as data:
+        x, y = concatenate(list(data.eval_batches("test", 0, 1, 4)))
+    assert y.tolist() == [0, 0, 0, 1, 1, 1]
+    transform = v2.Compose([v2.Resize(9), v2.CenterCrop(8), v2.PILToTensor()])
+    for i in range(6):
+        file = image_tree / "val" / ("cat", "dog")[i // 3] / f"{i % 3}.png"
+        image = transform(Image.open(file).convert("RGB"))
+        torch.testing.assert_close(x[i], image / 255)
+
+
+def test_grayscale_becomes_rgb(image_tree: Path) -> None:
+    with open_section(folder_section(image_tree)) as data:
+        dog = concatenate(list(data.eval_batches("test", 0, 1, 6)))[0][3]
+    assert torch.equal(dog[0], dog[1])
+    assert torch.equal(dog[1], dog[2])
+
+
+def test_training_images_are_random_crops(image_tree: Path) -> None:
+    with open_section(folder_section(image_tree)) as data:
+        first, second = (concatenate(read_epoch(data, number))[0] for number in (0, 1))
+        again = concatenate(read_epoch(data, 0))[0]
+    assert torch.equal(first, again)
+    assert len({x.numpy().tobytes() for x in torch.cat([first, second])}) == 32
+
+
+def test_auto_normalizes_with_imagenets_mean_and_std(image_tree: Path) -> None:
+    with (
+        open_section(folder_section(image_tree)) as plain,
+        open_section(folder_section(image_tree, normalize="auto")) as auto,
+    ):
+        x, z = (next(data.eval_batches("test", 0, 1, 6)).x for data in (plain, auto))
+    mean, std = (
+        torch.tensor(v).view(3, 1, 1) for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    )
+    torch.testing.assert_close(z, (x - mean) / std)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("broken", ["train/cat/3.png", "val/dog/1.png"])
+def test_an_unreadable_file_is_named(image_tree: Path, broken: str, workers: int) -> None:
+    path = image_tree / broken
+    path.write_bytes(path.read_bytes()[:60])
+    section = folder_section(image_tree, loader_workers=workers, validation_fraction=0.0)
+    with open_section(section) as data, pytest.raises(DataError) as caught:
+        read_all(data)
+    for text in (str(path), f"class {broken.split('/')[1]}", "Error", "data.on_unreadable: skip"):
+        assert text in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_files_can_be_skipped_and_are_counted(image_tree: Path, workers: int) -> None:
+    (image_tree / "train/cat/3.png").write_bytes(b"no image")
+    (image_tree / "val/dog/1.png").write_bytes(b"")
+    section = folder_section(
+        image_tree, loader_workers=workers, validation_fraction=0.0, on_unreadable="skip"
+    )
+    with open_section(section) as data:
+        train, test = read_epoch(data), list(data.eval_batches("test", 0, 1, 4))
+    assert sum(b.skipped for b in train) == 1
+    assert sum(len(b.y) for b in train) == 19
+    assert [(len(b.y), len(b.x), b.skipped) for b in test] == [(4, 4, 0), (1, 1, 1)]
+
+
+def test_a_batch_without_readable_samples_is_an_error(image_tree: Path) -> None:
+    for i in range(3):
+        (image_tree / f"val/dog/{i}.png").write_bytes(b"no image")
+    with open_section(folder_section(image_tree, on_unreadable="skip")) as data:
+        batches = data.eval_batches("test", 0, 1, 3)
+        assert next(batches).y.tolist() == [0, 0, 0]
+        with pytest.raises(DataError, match=r"no sample of batch 1 of rank 0 of the test.*2\.png"):
+            next(batches)
+
+
+def test_after_an_error_the_data_can_be_used_again(image_tree: Path) -> None:
+    (image_tree / "val/dog/1.png").write_bytes(b"no image")
+    with open_section(folder_section(image_tree, loader_workers=1)) as data:
+        with pytest.raises(DataError):
+            list(data.eval_batches("test", 0, 1, 2))
+        assert len(read_epoch(data)) == 4
+
+
+def test_a_missing_folder_is_named(image_tree: Path) -> None:
+    shutil.rmtree(image_tree / "val")
+    with pytest.raises(DataError, match=rf"data\.test_split: there is no folder {image_tree}/val"):
+        DataLoaderData(folder_section(image_tree), seed=0, device=CPU, channels_last=True)
+
+
+@pytest.mark.parametrize("emptied", ["train", "train/cat"])
+def test_an_empty_folder_is_named(image_tree: Path, emptied: str) -> None:
+    shutil.rmtree(image_tree / emptied)
+    (image_tree / emptied).mkdir()
+    with pytest.raises(DataError, match=r"data\.train_split: .*/train has no usable images: "):
+        DataLoaderData(folder_section(image_tree), seed=0, device=CPU, channels_last=True)
+
+
+def test_classes_of_both_splits_must_be_the_same(image_tree: Path) -> None:
+    (image_tree / "val/dog").rename(image_tree / "val/wolf")
+    with pytest.raises(DataError, match="same class folders; only one of them has: dog, wolf"):
+        DataLoaderData(folder_section(image_tree), seed=0, device=CPU, channels_last=True)
+
+
+# --- Datasets of the user ------------------------------------------------------------------------
+
+
+class Fixed(Dataset[Any]):
+    """A Dataset of these samples."""
+
+    def __init__(self, *samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index]
+
+
+def samples_section(*samples: Any, **fields: Any) -> DatasetData:
+    fields = {"num_classes": 3, "validation_fraction": 0.0, **fields}
+    return dataset_section(lambda: (Fixed(*samples), Fixed(*samples)), **fields)
+
+
+def only_batch(section: DatasetData, channels_last: bool = True) -> Batch:
+    with open_section(section, channels_last=channels_last) as data:
+        return next(data.eval_batches("test", 0, 1, 100))
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_uint8_images_are_scaled_to_one(channels_last: bool) -> None:
+    images = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8)
+    batch = only_batch(samples_section((images[0], 0), (images[1], 1)), channels_last)
+    torch.testing.assert_close(batch.x, images / 255)
+    expected = torch.channels_last if channels_last else torch.contiguous_format
+    assert batch.x.is_contiguous(memory_format=expected)
+
+
+def test_explicit_mean_and_std_apply_to_images_and_to_values() -> None:
+    image = torch.randint(0, 256, (3, 4, 5), dtype=torch.uint8)
+    mean_std = ([0.5, 0.4, 0.3], [0.1, 0.2, 0.3])
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in mean_std)
+    expected = (image / 255 - mean) / std
+    for x in (image, image / 255):
+        batch = only_batch(samples_section((x, 0), normalize=mean_std))
+        torch.testing.assert_close(batch.x[0], expected)
+
+
+def test_floats_and_integers_are_unchanged_and_other_types_are_cast() -> None:
+    values = torch.randn(5)
+    assert torch.equal(only_batch(samples_section((values, 0))).x[0], values)
+    assert only_batch(samples_section((values.double().numpy(), 0))).x.dtype == torch.float32
+    tokens = torch.arange(5)
+    assert torch.equal(only_batch(samples_section((tokens, 0))).x[0], tokens)
+
+
+def test_read_only_and_reversed_arrays_are_accepted() -> None:
+    array = np.arange(6, dtype=np.float32)
+    array.flags.writeable = False
+    assert only_batch(samples_section((array[::-1], 0))).x[0].tolist() == [5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "label", [2, np.int64(2), np.uint8(2), torch.tensor(2), np.array(2), torch.tensor([2])]
+)
+def test_integers_of_any_type_are_labels(label: Any) -> None:
+    y = only_batch(samples_section((torch.zeros(2), label))).y
+    assert y.tolist() == [2]
+    assert y.dtype == torch.int64
+
+
+def with_attribute(**attributes: Any) -> Callable[[], Any]:
+    def function() -> Any:
+        train = Fixed(*[(torch.zeros(2), 0)] * 20)
+        for name, value in attributes.items():
+            setattr(train, name, value)
+        return train, Fixed((torch.zeros(2), 0))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("function", "num_classes", "expected"),
+    [
+        (with_attribute(num_classes=4, classes=["a"]), 7, 7),
+        (with_attribute(num_classes=4, classes=["a"]), None, 4),
+        (with_attribute(classes=["a", "b"]), None, 2),
+    ],
+)
+def test_number_of_classes(
+    function: Callable[[], Any], num_classes: int | None, expected: int
+) -> None:
+    with open_section(dataset_section(function, num_classes=num_classes)) as data:
+        assert data.info.num_classes == expected
+
+
+def test_an_unknown_number_of_classes_names_the_field() -> None:
+    with pytest.raises(DataError, match=r"data\.num_classes: .* neither num_classes nor classes"):
+        DataLoaderData(dataset_section(with_attribute()), seed=0, device=CPU, channels_last=True)
+
+
+def test_arguments_reach_the_function() -> None:
+    section = dataset_section(args={"test_broken": (0, 1, 2)}, on_unreadable="skip")
+    with open_section(section) as data:
+        assert next(data.eval_batches("test", 0, 1, 7)).skipped == 3
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def failing() -> Any:
+    raise KeyError("weather")
+
+
+GOOD = (torch.zeros(2), 0)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (dataset_section(lambda: Fixed(GOOD)), r"must return \(train, test\).*it returned Fixed"),
+        (dataset_section(lambda: (Fixed(GOOD),)), r"must return \(train, test\)"),
+        (
+            dataset_section(lambda: (Endless(), Fixed(GOOD))),
+            "the train set of .* is Endless; .*map-style",
+        ),
+        (dataset_section(lambda: (Fixed(GOOD), Fixed())), "the test set of .* is empty"),
+        (dataset_section(failing), r"raised KeyError: 'weather' \(at .*test_loader\.py:\d+\)"),
+        (dataset_section(args={"size": 3}), r"data\.args \{'size': 3\}, raised TypeError"),
+        (
+            samples_section(7),
+            r"sample 0 of the train set of .*must be a pair \(x, label\), not int",
+        ),
+        (samples_section((1, 2, 3)), "must be a pair"),
+        (samples_section((Image.new("L", (2, 2)), 0)), r"x is PIL\.Image\.Image.*PILToTensor"),
+        (samples_section((torch.zeros(2), "cat")), "its label is 'cat' .*integer class index"),
+        (samples_section((torch.zeros(2), 1.0)), "its label is 1.0 .*integer class index"),
+        (
+            dataset_section(args={"train_broken": [0]}),
+            "sample 0 of the train .*disk block 0 is bad",
+        ),
+    ],
+)
+def test_wrong_datasets_are_errors_when_opened(section: DatasetData, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        DataLoaderData(section, seed=0, device=CPU, channels_last=True)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("on_unreadable", ["error", "skip"])
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ((torch.zeros(2), 3), "sample 1 of the test .*label is 3, outside 0 to 2"),
+        ((torch.zeros(2), -1), "label is -1, outside 0 to 2"),
+        ((torch.zeros(3), 0), r"x is torch.float32 \[3\] but .*first .*torch.float32 \[2\]"),
+    ],
+)
+def test_wrong_samples_are_errors_when_read(
+    sample: Any, message: str, on_unreadable: str, workers: int
+) -> None:
+    section = samples_section(GOOD, sample, on_unreadable=on_unreadable, loader_workers=workers)
+    with open_section(section) as data, pytest.raises(DataError, match=message):
+        list(data.eval_batches("test", 0, 1, 1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_sample_is_named_with_its_cause(workers: int) -> None:
+    with open_section(
+        dataset_section(args={"train_broken": (5, 9)}, loader_workers=workers)
+    ) as data:
+        with pytest.raises(DataError) as caught:
+            read_all(data)
+        assert len(concatenate(list(data.eval_batches("test", 0, 1, 2)))[1]) == 7
+    for text in ("of the train set of", "OSError: disk block", "data.on_unreadable: skip"):
+        assert text in str(caught.value)
+
+
+def test_the_first_samples_may_be_unreadable_when_skipping() -> None:
+    with open_section(
+        dataset_section(args={"train_broken": (0, 1)}, on_unreadable="skip")
+    ) as data:
+        assert data.info.sample_shape == (4,)
+        batches = [*read_epoch(data, size=8), *data.eval_batches("validation", 0, 1, 8)]
+    assert sum(b.skipped for b in batches) == 2
+    assert sum(len(b.y) for b in batches) == 24

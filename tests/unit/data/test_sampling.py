@@ -1,0 +1,132 @@
+"""Orders, splits and draws depend on the seed, the epoch and the step, and on nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from raytrain_opt.data import sampling
+from raytrain_opt.data.sampling import Purpose
+from raytrain_opt.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("size", "fraction", "max_samples", "expected"),
+    [(100, 0.1, 5000, 10), (100, 0.1, 7, 7), (100, 0.001, 5000, 1), (100, 0.0, 5000, 0)],
+)
+def test_size_of_the_validation_split(
+    size: int, fraction: float, max_samples: int, expected: int
+) -> None:
+    train, validation = sampling.split_validation(size, fraction, max_samples, seed=3)
+    assert len(validation) == expected
+    assert sorted([*train, *validation]) == list(range(size))
+    assert (np.diff(train) > 0).all()
+    assert (np.diff(validation) > 0).all()
+
+
+def test_the_validation_split_depends_on_the_seed_only() -> None:
+    first = sampling.split_validation(1000, 0.1, 5000, seed=1)[1]
+    again = sampling.split_validation(1000, 0.1, 5000, seed=1)[1]
+    other = sampling.split_validation(1000, 0.1, 5000, seed=2)[1]
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_a_validation_split_that_leaves_no_training_sample_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"has 1 samples.*data\.validation_fraction: 0"):
+        sampling.split_validation(1, 0.5, 10, seed=0)
+
+
+def test_epoch_orders_are_permutations_and_differ() -> None:
+    train = np.arange(10, 200)
+    orders = [sampling.epoch_order(train, 0, epoch) for epoch in range(3)]
+    for indices in orders:
+        np.testing.assert_array_equal(np.sort(indices), train)
+    assert not np.array_equal(orders[0], orders[1])
+    assert not np.array_equal(orders[1], orders[2])
+    assert not np.array_equal(orders[0], sampling.epoch_order(train, 1, 0))
+
+
+def test_cached_orders_equal_computed_ones() -> None:
+    train = np.arange(50)
+    orders = sampling.EpochOrders(train, seed=4)
+    for epoch in (0, 1, 0, 0, 2):
+        np.testing.assert_array_equal(orders.order(epoch), sampling.epoch_order(train, 4, epoch))
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_micro_batches_cover_their_step_and_steps_cover_the_epoch(num_micro_batches: int) -> None:
+    indices = sampling.epoch_order(np.arange(43), 0, 0)
+    samples = [
+        sampling.step_indices(indices, step, 8)[
+            sampling.micro_batch_slice(number, num_micro_batches, 8)
+        ]
+        for step in range(5)
+        for number in range(num_micro_batches)
+    ]
+    np.testing.assert_array_equal(np.concatenate(samples), indices[:40])
+
+
+@pytest.mark.parametrize(("number", "num_micro_batches"), [(-1, 2), (2, 2), (0, 3)])
+def test_wrong_micro_batches_are_errors(number: int, num_micro_batches: int) -> None:
+    with pytest.raises(ValueError, match="micro-batch"):
+        sampling.micro_batch_slice(number, num_micro_batches, 8)
+
+
+@pytest.mark.parametrize("step", [-1, 5])
+def test_steps_outside_the_epoch_are_errors(step: int) -> None:
+    with pytest.raises(ValueError, match=f"step {step} of an epoch of 5 steps"):
+        sampling.step_indices(np.arange(43), step, 8)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_ranks_cover_a_split_exactly_once(world_size: int) -> None:
+    split = np.arange(5, 22)
+    parts = [sampling.rank_indices(split, rank, world_size) for rank in range(world_size)]
+    assert sorted(np.concatenate(parts)) == list(split)
+
+
+def test_draws_do_not_depend_on_the_batch_size() -> None:
+    large = sampling.draw_crop_flip(0, 1, 2, 64, 4, True)
+    small = sampling.draw_crop_flip(0, 1, 2, 16, 4, True)
+    part = large.take(slice(0, 16))
+    for name in ("top", "left", "flip"):
+        np.testing.assert_array_equal(getattr(part, name), getattr(small, name))
+
+
+@pytest.mark.parametrize("other", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_draws_differ_by_seed_epoch_and_step(other: tuple[int, int, int]) -> None:
+    first, second = (sampling.draw_crop_flip(*key, 64, 4, True) for key in ((0, 0, 0), other))
+    assert not np.array_equal(first.top, second.top)
+    assert not np.array_equal(first.flip, second.flip)
+
+
+def test_draws_are_uniform() -> None:
+    draws = sampling.draw_crop_flip(0, 0, 0, 90_000, 4, True)
+    for corner in (draws.top, draws.left):
+        counts = np.bincount(corner, minlength=9)
+        assert len(counts) == 9
+        assert (abs(counts - 10_000) < 500).all()  # 5 standard deviations
+    assert abs(draws.flip.mean() - 0.5) < 0.01
+    assert abs(np.corrcoef(draws.top, draws.left)[0, 1]) < 0.02
+    assert not sampling.draw_crop_flip(0, 0, 0, 100, 0, False).flip.any()
+
+
+def test_sample_seeds_fit_32_bits_and_differ() -> None:
+    keys = [
+        (seed, purpose, epoch, index)
+        for seed in (0, 1)
+        for purpose in (Purpose.TRAIN_SAMPLE, Purpose.TEST_SAMPLE)
+        for epoch in range(3)
+        for index in range(50)
+    ]
+    seeds = [sampling.sample_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**32 for seed in seeds)
+    assert seeds == [sampling.sample_seed(*key) for key in keys]
+
+
+def test_seeds_beyond_64_bits_are_accepted() -> None:
+    assert sampling.generator(2**64 + 5, Purpose.ORDER).integers(1000) == sampling.generator(
+        5, Purpose.ORDER
+    ).integers(1000)

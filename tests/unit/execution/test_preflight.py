@@ -1,0 +1,94 @@
+"""Checks beyond the schema: names, functions and files, all reported at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_opt.config.load import parse_job
+from raytrain_opt.errors import Problem
+from raytrain_opt.execution.preflight import check_job
+
+HERE = "on this machine (the job is checked where it starts)"
+
+
+def problems(**changes: Any) -> list[Problem]:
+    base = {"model": "resnet8", "data": "digits", "epochs": 2, "global_batch_size": 8}
+    return check_job(parse_job({**base, **changes}))
+
+
+def test_a_good_job_has_no_problems() -> None:
+    assert problems() == []
+
+
+def test_the_problems_of_all_sections_are_reported_at_once(tmp_path: Path) -> None:
+    reported = problems(
+        model="resnet9",
+        data="no_such_module:data",
+        optimizer="SDG",
+        loss="cross_entrpy",
+        learning_rate={"policy": "replay", "schedule": str(tmp_path / "none.json")},
+    )
+    assert [problem.path for problem in reported] == [
+        "model.name",
+        "data.name",
+        "learning_rate.schedule",
+        "optimizer.name",
+        "loss.name",
+    ]
+
+
+def test_array_files_are_checked_one_by_one(tmp_path: Path) -> None:
+    x = tmp_path / "x.npy"
+    x.touch()
+    missing = str(tmp_path / "y.npy")
+    reported = problems(
+        data={"name": "arrays", "train": [str(x), missing], "test": [str(tmp_path), str(x)]}
+    )
+    assert reported == [
+        Problem("data.train.1", f"no such file {HERE}", repr(missing)),
+        Problem("data.test.0", "must be a file", repr(str(tmp_path))),
+    ]
+
+
+def test_an_image_folder_needs_both_splits(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    reported = problems(data={"name": "image_folder", "root": str(tmp_path)})
+    assert [problem.path for problem in reported] == ["data.test_split"]
+    (tmp_path / "val").mkdir()
+    assert problems(data={"name": "image_folder", "root": str(tmp_path)}) == []
+
+
+def test_a_missing_image_folder_is_one_problem(tmp_path: Path) -> None:
+    reported = problems(data={"name": "image_folder", "root": str(tmp_path / "none")})
+    assert [(problem.path, problem.rule) for problem in reported] == [
+        ("data.root", f"no such folder {HERE}")
+    ]
+
+
+@pytest.mark.parametrize(("download", "paths"), [(False, ["data.root"]), (True, [])])
+def test_a_public_set_exists_or_may_be_downloaded(
+    tmp_path: Path, download: bool, paths: list[str]
+) -> None:
+    root = str(tmp_path / "none")
+    reported = problems(data={"name": "cifar10", "root": root, "download": download})
+    assert [problem.path for problem in reported] == paths
+    assert all("data.download: true" in str(problem) for problem in reported)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"segments": 3}'])
+def test_a_replayed_schedule_must_be_valid(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "schedule.json"
+    file.write_text(content)
+    reported = problems(learning_rate={"policy": "replay", "schedule": str(file)})
+    assert [problem.path for problem in reported] == ["learning_rate.schedule"]
+
+
+def test_a_recorded_schedule_passes(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.json"
+    segments = [{"steps": 4, "lr": 0.1}]
+    file.write_text(json.dumps({"epoch_steps": [2, 2], "steps": 4, "segments": segments}))
+    assert problems(learning_rate={"policy": "replay", "schedule": str(file)}) == []

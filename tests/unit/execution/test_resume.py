@@ -1,0 +1,169 @@
+"""`resume: auto`: which run a job resumes, and which it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_opt.config.load import dump_job, parse_job
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError, StorageError
+from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling
+from raytrain_opt.execution.resume import find_unfinished_run
+from raytrain_opt.execution.session import how_to_resume
+from raytrain_opt.paths import RunPaths, newest_unfinished
+from raytrain_opt.storage import write_json, write_text
+from tests.support.synthetic_runs import batch_size
+
+SEARCH = {"strategy": "throughput_knee", "lr_rule": "linear"}
+
+
+def job(storage: object, **changes: Any) -> Job:
+    values = {
+        "name": "r",
+        "model": {"name": "small_cnn", "args": {"width": 4}},
+        "data": "digits",
+        "epochs": 3,
+        "global_batch_size": 8,
+        "learning_rate": {"policy": "stpt", "candidates": [1.0, 0.5]},
+        "storage_path": str(storage),
+        "resume": "auto",
+    }
+    return parse_job({**values, **changes})
+
+
+def make_run(storage: object, run_id: str, started_with: Job, *files: str) -> str:
+    """Make a run directory with the job as a run writes it and these other files."""
+    folder = Path(str(storage).removeprefix("file://")) / run_id
+    (folder / "checkpoints").mkdir(parents=True)
+    write_text(folder / "job.yaml", dump_job(started_with))
+    for name in files:
+        write_json(folder / name, {"checkpoints": []})
+    return f"{storage}/{run_id}"
+
+
+SAVED, FINISHED = ("checkpoints/index.json",), ("checkpoints/index.json", "result.json")
+
+
+@pytest.fixture(params=["", "file://"], ids=["folder", "URI"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.param}{tmp_path}/runs"
+
+
+def test_the_newest_unfinished_run_of_the_name_is_resumed(storage: str) -> None:
+    unfinished_job = job(storage)
+    make_run(storage, "r-20260102-000000-aaaa", unfinished_job, *SAVED)
+    newest = make_run(storage, "r-20260103-000000-0000", unfinished_job, *SAVED)
+    make_run(storage, "r-20260104-000000-aaaa", unfinished_job, *FINISHED)
+    # It died before its first checkpoint.
+    make_run(storage, "r-20260105-000000-aaaa", unfinished_job)
+    make_run(storage, "r-more-20260106-000000-aaaa", unfinished_job, *SAVED)
+    make_run(storage, "r-20260107-000000-aaaa.old", unfinished_job, *SAVED)
+    assert find_unfinished_run(unfinished_job) == newest
+    assert RunPaths.existing(newest).shown == newest
+
+
+def test_the_directory_of_a_run_is_recognized(tmp_path: Path) -> None:
+    """Characters of the name that have a meaning in a pattern are taken literally."""
+    run = RunPaths.create(str(tmp_path), "a.b-1")
+    write_json(run.checkpoints / "index.json", {"checkpoints": []})
+    assert newest_unfinished(str(tmp_path), "a.b-1") == run.shown
+    assert newest_unfinished(str(tmp_path), "a-b-1") is None
+
+
+def test_without_an_unfinished_run_a_new_one_is_started(storage: str) -> None:
+    assert find_unfinished_run(job(storage)) is None
+    make_run(storage, "r-20260101-000000-aaaa", job(storage), *FINISHED)
+    assert find_unfinished_run(job(storage)) is None
+
+
+def test_a_job_resumes_only_when_it_says_so(tmp_path: Path) -> None:
+    assert Job.model_fields["resume"].default == "never"
+    unfinished_job = job(tmp_path)
+    make_run(tmp_path, "r-20260101-000000-aaaa", unfinished_job, *SAVED)
+    assert find_unfinished_run(unfinished_job.model_copy(update={"resume": "never"})) is None
+
+
+def test_storage_path_and_resume_are_not_compared(tmp_path: Path) -> None:
+    before = job("elsewhere", resume="never")
+    run_dir = make_run(tmp_path, "r-20260101-000000-aaaa", before, *SAVED)
+    assert find_unfinished_run(job(tmp_path)) == run_dir
+
+
+def test_another_job_is_refused_with_the_fields_that_differ(storage: str) -> None:
+    run_dir = make_run(storage, "r-20260101-000000-aaaa", job(storage), *SAVED)
+    schedule = {"policy": "schedule", "shape": "linear"}
+    other = job(storage, model="small_cnn", epochs=5, learning_rate=schedule)
+    with pytest.raises(JobError) as caught:
+        find_unfinished_run(other)
+    message = str(caught.value)
+    assert f"resume: auto found the unfinished run {run_dir}" in message
+    assert f"raytrain-opt run --resume {run_dir}" in message
+    assert "--set resume=never" in message
+    assert "epochs: is 3 in that run (given: 5)" in message
+    assert "model.args.width: is 4 in that run (given: not set)" in message
+    assert "learning_rate.policy: is 'stpt' in that run (given: 'schedule')" in message
+    assert "learning_rate.shape: is not set in that run (given: 'linear')" in message
+    assert "data" not in {problem.path.split(".")[0] for problem in caught.value.problems}
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch_size_search": SEARCH},
+        {"batch_size_search": {**SEARCH, "lr_rule": "none"}},
+        {
+            "batch_size_search": SEARCH,
+            "learning_rate": {"policy": "schedule", "scaling": {"reference_batch_size": 4}},
+        },
+    ],
+    ids=["linear", "none", "scaling"],
+)
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_a_searched_batch_size_is_not_another_job(
+    tmp_path: Path, changes: dict[str, Any], is_settled: bool
+) -> None:
+    """After its search, a run writes the job with the batch size that was found."""
+    unfinished_job = job(tmp_path, **changes)
+    settled = resolve_lr_scaling(apply_batch_size(unfinished_job, 48))
+    assert settled != unfinished_job
+    run_id = "r-20260101-000000-aaaa"
+    run_dir = make_run(tmp_path, run_id, settled if is_settled else unfinished_job, *SAVED)
+    write_json(tmp_path / run_id / "batch_size.json", batch_size(batch_size_per_worker=48))
+    assert find_unfinished_run(unfinished_job) == run_dir
+    rate = {**unfinished_job.learning_rate.model_dump(), "initial": 0.7}
+    faster = job(tmp_path, **{**changes, "learning_rate": rate})
+    with pytest.raises(JobError, match=r"learning_rate\.initial: is [01]\.\d+ in that run"):
+        find_unfinished_run(faster)
+
+
+def test_a_scaled_rate_is_not_another_job(tmp_path: Path) -> None:
+    scaled = {"policy": "schedule", "scaling": {"reference_batch_size": 4}}
+    unfinished_job = job(tmp_path, learning_rate=scaled)
+    run_dir = make_run(
+        tmp_path, "r-20260101-000000-aaaa", resolve_lr_scaling(unfinished_job), *SAVED
+    )
+    assert find_unfinished_run(unfinished_job) == run_dir
+
+
+def test_storage_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file"):
+        find_unfinished_run(job(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(("rounds", "reached"), [(0, "epoch 3"), (2, "round 2 of epoch 4")])
+def test_an_interrupted_run_says_how_far_it_is_saved(
+    tmp_path: Path, rounds: int, reached: str
+) -> None:
+    paths = RunPaths(tmp_path)
+    assert "no checkpoint was saved yet" in how_to_resume(paths)
+    paths.checkpoints.mkdir()
+    entry = {"epoch": 3, "rounds": rounds, "test_accuracy": None, "sha256": {}}
+    write_json(paths.checkpoints / "index.json", {"checkpoints": [entry]})
+    assert how_to_resume(paths) == (
+        f"saved through {reached}; resume with: raytrain-opt run --resume {tmp_path}"
+    )

@@ -1,0 +1,86 @@
+"""How an interrupted run is opened again, before Ray starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from raytrain_opt.cluster.resources import PoolPlan
+from raytrain_opt.errors import StorageError
+from raytrain_opt.execution import session
+from raytrain_opt.execution.session import open_session
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.train.checkpoint import Checkpoints
+from raytrain_opt.train.state import capture
+from tests.support.small_jobs import small_job
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Return the directory of a run with three checkpoints."""
+    model = nn.Linear(3, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+    state = capture(model, optimizer, scaler, copy=True)
+    run = RunPaths.create(str(tmp_path), "test")
+    checkpoints = Checkpoints(run.checkpoints, small_job(tmp_path).checkpoint)
+    checkpoints.save(1, state, {}, 0.5)
+    checkpoints.save(2, state, {}, 0.6)
+    checkpoints.save(2, state, {}, None, rounds=1)
+    return run.local
+
+
+@pytest.fixture
+def ray_sessions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace Ray; return a list with an entry for each start."""
+    started: list[str] = []
+
+    @contextmanager
+    def fake_ray(address: object, verbose: bool) -> Iterator[bool]:
+        started.append("started")
+        yield True
+
+    monkeypatch.setattr(session, "ray_session", fake_ray)
+    plan = PoolPlan(False, 2, 2, {"CPU": 0.6}, 2, {"CPU": 0.4}, 2)
+    monkeypatch.setattr(session, "plan_when_there_is_room", lambda *_: plan)
+    return started
+
+
+def opened(run_dir: Path) -> Checkpoints:
+    job = small_job(run_dir.parent)
+    with open_session(
+        job, address=None, verbose=False, began_s=0.0, resume=str(run_dir)
+    ) as opened_session:
+        return opened_session.checkpoints
+
+
+def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
+    run_dir: Path, ray_sessions: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = run_dir / "checkpoints"
+    (checkpoints / "epoch-0002-round-01" / "rest.pt").unlink()
+    (checkpoints / "epoch-0002" / "weights.safetensors").write_bytes(b"half")
+    latest = opened(run_dir).latest
+    assert latest is not None
+    assert latest.reached == "epoch 1"
+    output = capsys.readouterr().out
+    assert f"resuming {run_dir}" in output
+    assert "the checkpoint after round 1 of epoch 3 is damaged" in output
+    assert "rest.pt cannot be read: No such file" in output
+    assert "the checkpoint after epoch 2 is damaged" in output
+    assert output.count("the one before is used") == 2
+
+
+@pytest.mark.parametrize("damaged", ["index.json", "*/rest.pt"])
+def test_without_a_complete_checkpoint_nothing_starts(
+    run_dir: Path, ray_sessions: list[str], damaged: str
+) -> None:
+    for file in (run_dir / "checkpoints").glob(damaged):
+        file.write_bytes(b"{")
+    with pytest.raises(StorageError, match=r"(?s)(index\.json is|rest\.pt was changed).*new run"):
+        opened(run_dir)
+    assert ray_sessions == []

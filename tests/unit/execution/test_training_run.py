@@ -1,0 +1,363 @@
+"""A run that is interrupted and resumed ends bit for bit as one that was not.
+
+With real learners, data, policies, records and checkpoints, in one process without Ray.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from raytrain_opt import Job
+from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.driver import train
+from raytrain_opt.errors import PoolError, StorageError
+from raytrain_opt.execution.preflight import ResolvedJob
+from raytrain_opt.execution.progress import RunProgress, Startup
+from raytrain_opt.execution.training_run import TrainingRun, open_training_run
+from raytrain_opt.optim.epoch_steps import epoch_steps
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.pools.commands import Command, Pretrain
+from raytrain_opt.pools.in_process import InProcessPool, in_process_backend
+from raytrain_opt.search.factory import build_policy, max_candidates
+from raytrain_opt.terminal.progress import Lines
+from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from tests.support.full_disk import limit_file_size
+from tests.support.small_jobs import read_lines, small_job, without_times
+
+JOBS: dict[str, dict[str, Any]] = {
+    "stpt": {
+        "epochs": 3,
+        "learning_rate": {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 3},
+    },
+    "stpt averaged": {
+        "epochs": 2,
+        "learning_rate": {
+            "policy": "stpt",
+            "candidates": [2.0, 1.0],
+            "alpha": 3,
+            "merge": "average",
+        },
+        "optimizer": {"name": "AdamW", "args": {}},
+    },
+    "stpt_horizon": {
+        "epochs": 10,
+        "global_batch_size": 128,
+        "learning_rate": {
+            "policy": "stpt_horizon",
+            "initial": 1.0,
+            "horizon": 0.4,
+            "max_search_cost": 1.0,
+            "recheck_at": [0.3],
+        },
+    },
+    "schedule": {
+        "epochs": 4,
+        "learning_rate": {"policy": "schedule", "shape": "linear"},
+    },
+}
+MOVES = (
+    "pretrain",
+    "state_after",
+    "checkpoint_round",
+    "train_epoch",
+    "evaluate",
+    "checkpoint_epoch",
+)
+CHECKPOINTS = ("checkpoint_round", "checkpoint_epoch")
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error of the run
+    """The process ends here."""
+
+
+# Receives the moves of a process so far; True interrupts the process after the last one.
+Interrupt = Callable[[list[str]], bool]
+
+
+def never(_moves: list[str]) -> bool:
+    return False
+
+
+@dataclass
+class Process:
+    """One execution: its moves until it ended or was interrupted, and its output."""
+
+    moves: list[str]
+    output: str
+    finished: bool
+
+
+def execute(job: Job, paths: RunPaths, interrupt: Interrupt) -> Process:
+    """Execute the run until it is interrupted.
+
+    Like every new process, it knows nothing but the run directory.
+    """
+    output = io.StringIO()
+    checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
+    checkpoints.drop_damaged()
+    learner = Learner(
+        LearnerConfig.from_job(job), load_shared_arrays(job.data), torch.device("cpu")
+    )
+    steps = epoch_steps(learner.info.train_size, job.global_batch_size, job.batch_ramp.steps)
+    process = Process([], "", finished=False)
+    try:
+        with open_training_run(
+            ResolvedJob(job, steps, build_policy(job, steps)),
+            in_process_backend(
+                learner,
+                with_slots=max_candidates(job) > 0,
+                candidate_batch=job.learning_rate.candidate_batch,
+            ),
+            paths,
+            checkpoints,
+            Lines(Console(file=output)),
+            Startup(0.0),
+        ) as run:
+            interrupt_moves(run, process.moves, interrupt)
+            train(run)
+            run.checkpoints.wait()
+            process.finished = True
+    except Interrupted:
+        pass
+    finally:
+        learner.close()
+    process.output = output.getvalue()
+    return process
+
+
+def interrupt_moves(run: TrainingRun, moves: list[str], interrupt: Interrupt) -> None:
+    """Count the moves of the run, and ask after each one whether the process ends there."""
+
+    def counted(name: str, move: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*arguments: Any) -> Any:
+            result = move(*arguments)
+            moves.append(name)
+            if interrupt(moves):
+                raise Interrupted
+            return result
+
+        return make
+
+    for name in MOVES:
+        setattr(run, name, counted(name, getattr(run, name)))
+
+
+def outcome(paths: RunPaths) -> dict[str, Any]:
+    """Return all numbers that a run leaves, without times."""
+    latest = Checkpoints(paths.checkpoints, small_job(paths.local).checkpoint).latest
+    assert latest is not None
+    state, plain = read_checkpoint(paths.checkpoints / latest.folder)
+    progress = RunProgress.from_json(plain)
+    rounds = read_lines(str(paths.local), "rounds") if paths.rounds.exists() else []
+    epochs = read_lines(str(paths.local), "epochs")
+    parts = [sorted(line["timings_s"]) for line in (*rounds, *epochs)]
+    for line in epochs:
+        for name in ("duration_s", "samples_per_s", "timings_s"):
+            del line[name]
+    return {
+        "checkpoint": latest.reached,
+        "state": state.digest(),
+        "lrs": progress.lrs,
+        "samples": (progress.search_samples, progress.kept_samples),
+        "rounds": without_times(rounds),
+        "epochs": epochs,
+        "parts": parts,
+        "schedule": json.loads(paths.schedule.read_text()),
+    }
+
+
+@dataclass
+class Uninterrupted:
+    """A run that was not interrupted."""
+
+    job: Job
+    moves: list[str]
+    outcome: dict[str, Any]
+
+
+def tiny_job(storage: Path, **changes: Any) -> Job:
+    model = {"name": "small_cnn", "args": {"width": 2}}
+    return small_job(storage, model=model, workers={"count": 1}, **changes)
+
+
+@pytest.fixture(scope="module", params=JOBS)
+def uninterrupted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Uninterrupted:
+    job = tiny_job(tmp_path_factory.mktemp("uninterrupted"), **JOBS[request.param])
+    paths = RunPaths.create(job.storage_path, job.name)
+    process = execute(job, paths, never)
+    run = Uninterrupted(job, process.moves, outcome(paths))
+    assert run.moves.count("checkpoint_epoch") == job.epochs
+    # Steps of a round are kept, with stpt_horizon in a later one.
+    kept = [line for line in run.outcome["rounds"] if line["kept_steps"]]
+    assert bool(kept) == bool(max_candidates(job))
+    return run
+
+
+def resume_until_finished(job: Job, paths: RunPaths, interrupt: Interrupt) -> list[Process]:
+    processes = [execute(job, paths, interrupt)]
+    while not processes[-1].finished:
+        assert len(processes) < 100
+        processes.append(execute(job, paths, interrupt))
+    return processes
+
+
+@pytest.mark.parametrize("further", [0, 1, 2])
+def test_a_run_that_is_interrupted_after_every_checkpoint_ends_as_one_that_was_not(
+    uninterrupted: Uninterrupted, further: int, tmp_path: Path
+) -> None:
+    """Each process saves one more checkpoint and then makes `further` moves, which are lost."""
+
+    def interrupt(moves: list[str]) -> bool:
+        saved = [number for number, name in enumerate(moves) if name in CHECKPOINTS]
+        return bool(saved) and len(moves) - 1 == saved[0] + further
+
+    paths = RunPaths.create(str(tmp_path), "interrupted")
+    processes = resume_until_finished(uninterrupted.job, paths, interrupt)
+    moves = [move for process in processes for move in process.moves]
+    checkpoints = sum(move in CHECKPOINTS for move in uninterrupted.moves)
+    assert sum(move in CHECKPOINTS for move in moves) == checkpoints
+    assert len(processes) == checkpoints + (further == 0)
+    assert outcome(paths) == uninterrupted.outcome
+    if further == 0:
+        assert moves == uninterrupted.moves
+
+
+def test_the_output_says_where_a_run_resumes(tmp_path: Path) -> None:
+    job, paths = tiny_job(tmp_path, **JOBS["stpt"]), RunPaths.create(str(tmp_path), "interrupted")
+    processes = resume_until_finished(job, paths, lambda moves: moves[-1] in CHECKPOINTS)
+    lines = [line for process in processes for line in process.output.splitlines()]
+    assert [line for line in lines if line.startswith("resumed")] == [
+        "resumed after round 1 of epoch 1",
+        "resumed after epoch 1",
+        "resumed after round 1 of epoch 2",
+        "resumed after epoch 2",
+        "resumed after round 1 of epoch 3",
+        "resumed after epoch 3",
+    ]
+
+
+@pytest.mark.parametrize("name", ["stpt", "schedule"])
+def test_epochs_without_a_checkpoint_are_trained_again(name: str, tmp_path: Path) -> None:
+    """Their records are removed; the round after them is not repeated."""
+    job = tiny_job(tmp_path, **{**JOBS[name], "epochs": 4}, checkpoint={"every_epochs": 2})
+    expected, interrupted = (RunPaths.create(str(tmp_path), kind) for kind in ("a", "b"))
+    execute(job, expected, never)
+    execute(job, interrupted, lambda moves: moves.count("checkpoint_epoch") == 3)
+    resumed = execute(job, interrupted, never)
+    assert resumed.moves.count("checkpoint_epoch") == 2
+    assert resumed.moves[0] == "train_epoch"
+    assert outcome(interrupted) == outcome(expected)
+
+
+def test_after_a_damaged_checkpoint_the_run_resumes_from_the_one_before(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, **JOBS["stpt"])
+    expected, interrupted = (RunPaths.create(str(tmp_path), kind) for kind in ("a", "b"))
+    execute(job, expected, never)
+    execute(job, interrupted, lambda moves: moves.count("checkpoint_round") == 3)
+    (interrupted.checkpoints / "epoch-0002-round-01" / "rest.pt").write_bytes(b"")
+    resumed = execute(job, interrupted, never)
+    assert "resumed after epoch 2" in resumed.output
+    assert resumed.moves[0] == "pretrain"
+    assert outcome(interrupted) == outcome(expected)
+
+
+# Storage that fails while a run writes to it.
+
+
+def fail_after(epochs: int, fail: Callable[[], None]) -> Interrupt:
+    """Interrupt nothing, but call `fail` once, after this many epochs."""
+    due = [fail]
+
+    def interrupt(moves: list[str]) -> bool:
+        if due and moves.count("checkpoint_epoch") == epochs:
+            due.pop()()
+        return False
+
+    return interrupt
+
+
+@pytest.mark.parametrize("room", [0, 1500, 6000])
+def test_a_full_disk_ends_the_run_and_damages_no_checkpoint(room: int, tmp_path: Path) -> None:
+    """The disk refuses the weights, or the end of a line of a record."""
+    job = tiny_job(tmp_path, **JOBS["stpt"])
+    expected, interrupted = (RunPaths.create(str(tmp_path), kind) for kind in ("a", "b"))
+    execute(job, expected, never)
+    with ExitStack() as full:
+        fill = fail_after(2, lambda: full.enter_context(limit_file_size(room)))
+        with pytest.raises(StorageError, match=rf"^{interrupted.local}.* cannot be written: "):
+            execute(job, interrupted, fill)
+    assert read_index(interrupted.checkpoints)[-1].epoch >= 1
+    resume_until_finished(job, interrupted, never)
+    assert outcome(interrupted) == outcome(expected)
+
+
+@pytest.mark.parametrize("name", ["stpt", "schedule"])
+def test_a_run_whose_directory_disappears_ends_and_makes_no_new_one(
+    name: str, tmp_path: Path
+) -> None:
+    job = tiny_job(tmp_path, **JOBS[name])
+    paths = RunPaths.create(str(tmp_path), "run")
+
+    def remove() -> None:
+        # The checkpoint in progress may write into the directory while it is removed.
+        while paths.local.exists():
+            shutil.rmtree(paths.local, ignore_errors=True)
+
+    with pytest.raises(StorageError, match=rf"^{paths.local}\S* cannot be written"):
+        execute(job, paths, fail_after(1, remove))
+    assert not paths.local.exists()
+
+
+def test_a_round_in_which_every_slot_died_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool leaves out the replies of residents that died too often."""
+    execute_command = InProcessPool.command
+
+    def command(pool: InProcessPool, command: Command, expected: Any = None) -> dict[int, Any]:
+        return {} if isinstance(command, Pretrain) else execute_command(pool, command, expected)
+
+    monkeypatch.setattr(InProcessPool, "command", command)
+    paths = RunPaths.create(str(tmp_path), "run")
+    with pytest.raises(PoolError, match="epoch 1: every slot died more often than max_restarts"):
+        execute(tiny_job(tmp_path, **JOBS["stpt"]), paths, never)
+
+
+# The search cost.
+
+
+@pytest.mark.parametrize(("name", "losers"), [("stpt", 1), ("stpt averaged", 1)])
+def test_the_search_cost_is_what_was_trained_beyond_the_weights(
+    name: str, losers: int, tmp_path: Path
+) -> None:
+    """Of two candidates, the winner's steps belong to the training."""
+    job, paths = tiny_job(tmp_path, **JOBS[name]), RunPaths.create(str(tmp_path), "run")
+    execute(job, paths, never)
+    steps, alpha = json.loads(paths.schedule.read_text())["steps"], 3
+    search, kept = outcome(paths)["samples"]
+    assert search == job.epochs * losers * alpha * job.global_batch_size
+    assert kept == steps * job.global_batch_size
+
+
+def test_a_peak_search_keeps_no_sample(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, **{**JOBS["stpt_horizon"], "epochs": 2})
+    paths = RunPaths.create(str(tmp_path), "run")
+    execute(job, paths, never)
+    rounds = outcome(paths)["rounds"]
+    steps = sum(len(line["candidates"]) * line["pretrain_steps"] for line in rounds)
+    assert outcome(paths)["samples"][0] == steps * job.global_batch_size

@@ -1,0 +1,85 @@
+"""check_output explains a model that does not match the data, and preserves the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raytrain_opt.config.schema import ModelSection
+from raytrain_opt.errors import DataError
+from raytrain_opt.models import build_model, check_output
+
+SHAPE = (1, 8, 8)
+
+
+def small_cnn(num_classes: int = 10) -> nn.Module:
+    section = ModelSection(name="small_cnn", args={"width": 4})
+    return build_model(section, num_classes=num_classes, sample_shape=SHAPE, seed=0)
+
+
+class ModelWithSideEffects(nn.Module):
+    """Changes its buffers, and draws random numbers, even in eval mode."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, classes)
+        self.norm = nn.BatchNorm1d(classes)
+        self.norm.requires_grad_(False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.total = self.total + torch.rand(())
+        self.norm.train()
+        return self.norm(self.linear(x.flatten(1)))
+
+
+@pytest.mark.parametrize("classes", [10, 3])
+def test_model_and_random_state_are_unchanged(classes: int) -> None:
+    model = ModelWithSideEffects(classes).train()
+    model.norm.eval()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    try:
+        check_output(model, SHAPE, 10, "cpu")
+    except DataError:
+        assert classes == 3
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert model.training
+    assert not model.norm.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_that_matches_the_data_passes() -> None:
+    check_output(small_cnn(), SHAPE, 10, "cpu")
+
+
+class TwoOutputs(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (small_cnn(1000), r"\[2, 10\].* is \[2, 1000\].*model\.args.*data\.num_classes"),
+        (nn.Flatten(0), r"is \[128\]"),
+        (TwoOutputs(), "is tuple"),
+        (nn.Linear(3, 10), r"cannot process .*\[2, 1, 8, 8\].*RuntimeError.*model\.args"),
+    ],
+)
+def test_a_wrong_output_is_named_with_the_fields_to_change(model: nn.Module, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_output(model, SHAPE, 10, "cpu")
+
+
+def test_samples_may_be_integers() -> None:
+    tokens: Any = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(14, 4))
+    check_output(tokens, (7,), 4, "cpu", dtype=torch.int64)
+    with pytest.raises(DataError, match="cannot process"):
+        check_output(tokens, (7,), 4, "cpu")

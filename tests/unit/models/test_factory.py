@@ -1,0 +1,229 @@
+"""build_model builds the named network, the same for the same seed, and explains errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raytrain_opt.config.schema import ModelSection
+from raytrain_opt.errors import DataError, JobError
+from raytrain_opt.models import build_model
+
+RGB = (3, 32, 32)
+DIGIT = (1, 8, 8)
+
+
+def build(name: Any, sample_shape: tuple[int, ...] = RGB, seed: int = 0, **args: Any) -> nn.Module:
+    section = ModelSection(name=name, args=args)
+    return build_model(section, num_classes=10, sample_shape=sample_shape, seed=seed)
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet8", "small_cnn", "cifar_resnet18"])
+@pytest.mark.parametrize("sample_shape", [RGB, DIGIT, (1, 28, 28), (5, 7, 9)])
+def test_built_in_models_take_any_channels_and_size(
+    name: str, sample_shape: tuple[int, ...]
+) -> None:
+    model = build(name, sample_shape, width=4)
+    assert model(torch.randn(2, *sample_shape)).shape == (2, 10)
+    assert model.training
+
+
+@pytest.mark.parametrize("name", ["resnet8", "small_cnn"])
+def test_equal_seeds_give_equal_weights_and_preserve_the_random_state(name: str) -> None:
+    before = torch.get_rng_state()
+    first, second, third = build(name, seed=7), build(name, seed=7), build(name, seed=8)
+    assert torch.equal(torch.get_rng_state(), before)
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    others = zip(first.parameters(), third.parameters(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in others)
+
+
+def test_width_scales_every_layer() -> None:
+    narrow, wide = build("resnet8", width=8), build("resnet8", width=16)
+    assert 3.5 < parameter_count(wide) / parameter_count(narrow) < 4.0
+
+
+def test_convolutions_start_by_hes_rule_and_norms_as_the_identity() -> None:
+    model = build("cifar_resnet18")
+    weight = model.get_parameter("layer4.0.conv1.weight")  # 256 channels to 512
+    assert weight.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)
+    assert torch.equal(model.get_parameter("bn1.weight"), torch.ones(64))
+    assert torch.equal(model.get_parameter("bn1.bias"), torch.zeros(64))
+    assert model.get_parameter("fc.weight").abs().max().item() <= 512**-0.5
+
+
+@pytest.mark.parametrize("name", ["resnet8", "small_cnn"])
+def test_small_models_can_memorize_a_batch(name: str) -> None:
+    images = torch.randn(32, *DIGIT, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(32) % 10
+    model = build(name, DIGIT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("resnet8", 78_042),
+        ("cifar_resnet18", 11_173_962),
+        ("cifar_resnet50", 23_520_842),
+        ("vgg16_bn", 14_987_722),
+    ],
+)
+def test_models_have_the_documented_number_of_parameters(name: str, parameters: int) -> None:
+    assert parameter_count(build(name)) == parameters
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_resnets_equal_torchvisions_with_a_3x3_stem(name: str) -> None:
+    torchvision = pytest.importorskip("torchvision")
+    reference = torchvision.models.get_model(name, weights=None, num_classes=10)
+    reference.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    reference.maxpool = nn.Identity()
+    model = build(f"cifar_{name}")
+    assert [(k, v.shape) for k, v in model.state_dict().items()] == [
+        (k, v.shape) for k, v in reference.state_dict().items()
+    ]
+    reference.load_state_dict(model.state_dict())
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(model(images), reference(images))
+
+
+@pytest.mark.parametrize(("batch_norm", "norms"), [("all", 14), ("one", 1), ("none", 0)])
+def test_vgg16_has_the_layers_of_the_paper(batch_norm: str, norms: int) -> None:
+    modules = list(build("vgg16_bn", batch_norm=batch_norm).modules())
+    convolutions = [m for m in modules if isinstance(m, nn.Conv2d)]
+    assert len(convolutions) == 13
+    assert {m.kernel_size for m in convolutions} == {(3, 3)}
+    assert sum(isinstance(m, nn.MaxPool2d) for m in modules) == 5
+    assert sum(isinstance(m, nn.Linear) for m in modules) == 2
+    assert sum(isinstance(m, nn.BatchNorm2d | nn.BatchNorm1d) for m in modules) == norms
+
+
+@pytest.mark.parametrize("sample_shape", [RGB, (1, 40, 70)])
+def test_vgg16_sizes_its_first_linear_layer_by_the_image(sample_shape: tuple[int, ...]) -> None:
+    model = build("vgg16_bn", sample_shape, hidden=16, dropout=0.5).eval()
+    assert model(torch.randn(2, *sample_shape)).shape == (2, 10)
+
+
+def test_vgg16_rejects_images_that_are_too_small_for_its_pools() -> None:
+    with pytest.raises(DataError, match=r"vgg16_bn .* 32x32 .* 28x28"):
+        build("vgg16_bn", (1, 28, 28))
+
+
+def test_built_in_models_reject_samples_that_are_not_images() -> None:
+    with pytest.raises(DataError, match=r"resnet8 takes images .* \[64\]"):
+        build("resnet8", (64,))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "path"),
+    [
+        ("resnet8", {"width": 0}, "model.args.width"),
+        ("small_cnn", {"width": "32"}, "model.args.width"),
+        ("vgg16_bn", {"batch_norm": "two"}, "model.args.batch_norm"),
+        ("resnet8", {"widht": 8}, "model.args.widht"),
+        ("resnet7", {}, "model.name"),
+    ],
+)
+def test_wrong_names_and_values_name_their_path(name: str, args: Any, path: str) -> None:
+    with pytest.raises(JobError) as caught:
+        build(name, **args)
+    assert [problem.path for problem in caught.value.problems] == [path]
+
+
+def test_torchvision_models_by_name_and_seed() -> None:
+    first = build("squeezenet1_1", (3, 64, 64), seed=3)
+    second = build("squeezenet1_1", (3, 64, 64), seed=3)
+    assert type(first).__name__ == "SqueezeNet"
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert first.eval()(torch.randn(1, 3, 64, 64)).shape == (1, 10)
+
+
+def test_arguments_reach_torchvision_models() -> None:
+    model = build("squeezenet1_1", dropout=0.125)
+    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.125]
+
+
+def test_a_combination_that_torchvision_lacks_is_a_wrong_argument() -> None:
+    args = {"replace_stride_with_dilation": [True, False, False]}
+    with pytest.raises(JobError, match=r"model\.args\.replace_stride_with_dilation: .*Dilation"):
+        build_model(
+            ModelSection(name="resnet18", args=args),
+            num_classes=3,
+            sample_shape=(3, 32, 32),
+            seed=0,
+        )
+
+
+def test_torchvision_models_with_an_auxiliary_head_return_one_tensor() -> None:
+    model = build("googlenet", (3, 64, 64))
+    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("sample_shape", [(1, 28, 28), (64,)])
+def test_torchvision_models_reject_samples_that_are_not_color_images(sample_shape: Any) -> None:
+    with pytest.raises(DataError, match=r"resnet18 takes color.*cifar_resnet18.*small_cnn"):
+        build("resnet18", sample_shape)
+
+
+def test_a_users_function_gets_the_arguments_in_its_signature() -> None:
+    def takes_both(num_classes: int, sample_shape: tuple[int, ...], depth: int) -> nn.Module:
+        received.update(num_classes=num_classes, sample_shape=sample_shape, depth=depth)
+        return nn.Linear(2, num_classes)
+
+    def takes_any(**kwargs: Any) -> nn.Module:
+        received.update(kwargs)
+        return nn.Linear(2, 2)
+
+    def takes_none() -> nn.Module:
+        return nn.Linear(2, 2)
+
+    received: dict[str, Any] = {}
+    build(takes_both, depth=3)
+    assert received == {"num_classes": 10, "sample_shape": RGB, "depth": 3}
+    received.clear()
+    build(takes_any, num_classes=4)
+    assert received == {"num_classes": 4, "sample_shape": RGB}
+    assert isinstance(build(takes_none), nn.Linear)
+
+
+def test_a_users_function_is_found_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "from torch import nn\ndef net(num_classes): return nn.Linear(4, num_classes)\n"
+    (tmp_path / "model_of_a_user.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = build("model_of_a_user:net", (4,))
+    assert parameter_count(model) == 50
+
+
+def broken() -> nn.Module:
+    raise KeyError("no such table")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda: 3, "must return a torch.nn.Module, but returned int"),
+        (broken, r"raised KeyError: 'no such table'.*test_factory.py:\d+"),
+        (lambda: nn.LazyLinear(3), "lazy layers"),
+        (nn.Flatten, "nothing to train"),
+        (lambda depth: nn.Linear(depth, 2), "model.args.depth: is required"),
+    ],
+)
+def test_a_users_function_without_a_usable_model_is_an_error(function: Any, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        build(function)

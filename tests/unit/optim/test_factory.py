@@ -1,0 +1,256 @@
+"""Optimizers by name train at the rate that is set, and wrong sections are explained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raytrain_opt import optim
+from raytrain_opt.config.updates import OptimizerSection
+from raytrain_opt.errors import JobError
+from raytrain_opt.optim import LARS, RMSpropWarmup
+from raytrain_opt.optim.factory import (
+    build_optimizer,
+    check_optimizer,
+    get_weight_decays,
+    set_lr,
+    set_weight_decays,
+)
+
+WORKING = [
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "SGD",
+]
+
+
+def section(name: str = "SGD", **args: Any) -> OptimizerSection:
+    return OptimizerSection(name=name, args=args)
+
+
+def check(name: str = "SGD", **args: Any) -> dict[str, str]:
+    problems = check_optimizer(section(name, **args))
+    return {problem.path: str(problem).partition(": ")[2] for problem in problems}
+
+
+def train(optimizer: torch.optim.Optimizer, weight: nn.Parameter, lrs: list[float]) -> None:
+    for lr in lrs:
+        set_lr(optimizer, lr)
+        optimizer.zero_grad()
+        (weight**2).sum().backward()
+        optimizer.step()
+
+
+def build(optimizer_section: OptimizerSection, *weights: nn.Parameter) -> torch.optim.Optimizer:
+    return build_optimizer(optimizer_section, nn.ParameterList(weights), steps_per_epoch=7)
+
+
+def new_weight() -> nn.Parameter:
+    return nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 0.5]]))
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_every_class_trains_as_torchs_at_the_rate_that_is_set(name: str) -> None:
+    assert check(name) == {}
+    weight, reference = new_weight(), new_weight()
+    train(build(section(name), weight), weight, [0.02, 0.02, 0.02])
+    expected = getattr(torch.optim, name)([reference], lr=0.02)
+    for _ in range(3):
+        expected.zero_grad()
+        (reference**2).sum().backward()
+        expected.step()
+    torch.testing.assert_close(weight, reference)
+    assert weight.norm() < new_weight().norm()
+
+
+def test_the_rate_is_zero_until_it_is_set() -> None:
+    weight = new_weight()
+    optimizer = build(OptimizerSection(), weight)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert torch.equal(weight, new_weight())
+
+
+def test_each_step_uses_its_own_rate() -> None:
+    weight = new_weight()
+    train(build(section("SGD"), weight), weight, [0.1, 0.25])
+    torch.testing.assert_close(weight, new_weight() * 0.8 * 0.5)
+
+
+def test_arguments_reach_the_class() -> None:
+    optimizer = build(section("AdamW", betas=[0.5, 0.9], eps=1e-3), new_weight())
+    group = optimizer.param_groups[0]
+    assert (list(group["betas"]), group["eps"]) == ([0.5, 0.9], 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("args", "foreach"),
+    [({}, True), ({"foreach": False}, False), ({"foreach": None}, None), ({"fused": True}, None)],
+)
+def test_foreach_is_the_default_implementation(args: dict[str, Any], foreach: bool | None) -> None:
+    optimizer = build(section("SGD", **args), new_weight())
+    assert optimizer.param_groups[0]["foreach"] is foreach
+
+
+def test_set_lr_fills_a_tensor_in_place_and_reaches_every_group() -> None:
+    rate = torch.tensor(1.0)
+    groups = [{"params": [new_weight()]}, {"params": [new_weight()], "lr": 3.0}]
+    optimizer = torch.optim.SGD(groups, lr=rate)
+    set_lr(optimizer, 0.25)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_weight_decays_of_excluded_groups_stay_zero() -> None:
+    groups = [{"params": [new_weight()]}, {"params": [new_weight()], "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, weight_decay=0.25)
+    weight_decays = get_weight_decays(optimizer)
+    assert weight_decays == [0.25, 0.0]
+    set_weight_decays(optimizer, [2 * weight_decay for weight_decay in weight_decays])
+    assert get_weight_decays(optimizer) == [0.5, 0.0]
+
+
+def norm_and_matrix() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "no_weight_decay", "sizes"),
+    [
+        ("LARS", "auto", [1, 3]),
+        ("LARS", "none", [4]),
+        ("SGD", "auto", [4]),
+        ("SGD", "bias_and_norm", [1, 3]),
+        ("RMSpropWarmup", "auto", [4]),
+        ("RMSpropWarmup", "bias_and_norm", [1, 3]),
+    ],
+)
+def test_biases_and_normalization_are_excluded_as_the_job_says(
+    name: str, no_weight_decay: Any, sizes: list[int]
+) -> None:
+    decaying = OptimizerSection(
+        name=name, args={"weight_decay": 0.25}, no_weight_decay=no_weight_decay
+    )
+    optimizer = build_optimizer(decaying, norm_and_matrix(), steps_per_epoch=7)
+    groups = optimizer.param_groups
+    assert [len(group["params"]) for group in groups] == sizes
+    assert [group["weight_decay"] for group in groups] == [0.25, 0.0][: len(groups)]
+    if name == "LARS":
+        assert [group["adapt"] for group in groups] == [True, False][: len(groups)]
+
+
+def test_lars_is_the_packages_own_class() -> None:
+    assert check("LARS", momentum=0.8, nesterov=True, clip=True) == {}
+    optimizer = build(section("LARS", momentum=0.8), new_weight())
+    assert isinstance(optimizer, LARS)
+    assert optimizer.param_groups[0]["momentum"] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("args", "steps"),
+    [({}, (70.0, 35.0)), ({"center_epochs": 2, "period_epochs": 0.5}, (14.0, 3.5))],
+)
+def test_a_job_writes_the_times_of_rmsprop_warmup_in_epochs(
+    args: dict[str, Any], steps: tuple[float, float]
+) -> None:
+    assert check("RMSpropWarmup", **args) == {}
+    optimizer = build(section("RMSpropWarmup", **args), new_weight())
+    assert isinstance(optimizer, RMSpropWarmup)
+    group = optimizer.param_groups[0]
+    assert (group["center_steps"], group["period_steps"]) == steps
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "path", "message"),
+    [
+        ("LARS", {"momentum": -1.0}, "momentum", "at least 0"),
+        ("LARS", {"nesterov": True, "dampening": 0.5}, "", "nesterov"),
+        ("LARS", {"trust_coeff": 0.01}, "trust_coeff", "did you mean 'trust_coefficient'"),
+        ("LARS", {"adapt": False}, "adapt", "no such argument"),
+        ("RMSpropWarmup", {"center_steps": 5}, "center_steps", "did you mean 'center_epochs'"),
+        ("RMSpropWarmup", {"period_epochs": 0}, "period_epochs", "above 0"),
+        ("RMSpropWarmup", {"period_epochs": None}, "period_epochs", "rejects"),
+        ("RMSpropWarmup", {"center_epochs": "ten"}, "center_epochs", "rejects"),
+    ],
+)
+def test_wrong_arguments_of_the_packages_classes_are_named(
+    name: str, args: dict[str, Any], path: str, message: str
+) -> None:
+    problems = check(name, **args)
+    assert list(problems) == [".".join(filter(None, ("optimizer.args", path)))]
+    assert message in next(iter(problems.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lars", "did you mean 'LARS'"),
+        ("sgd", "did you mean 'SGD'"),
+        ("AdmaW", "did you mean 'AdamW'"),
+        ("Optimizer", "must be a class of torch.optim"),
+        ("xyzzy", "valid: ASGD"),
+        ("LBFGS", "closure"),
+        ("SparseAdam", "sparse gradients"),
+        ("Rprop", "first step only"),
+        ("Muon", "matrices only"),
+    ],
+)
+def test_unknown_and_unsupported_classes_are_errors(name: str, message: str) -> None:
+    problems = check(name)
+    assert list(problems) == ["optimizer.name"]
+    assert message in problems["optimizer.name"]
+
+
+@pytest.mark.parametrize(
+    ("args", "path", "message"),
+    [
+        ({"momentun": 0.9}, "optimizer.args.momentun", "did you mean 'momentum'"),
+        ({"xyzzy": 0.9}, "optimizer.args.xyzzy", "valid arguments: momentum, dampening"),
+        ({"params": []}, "optimizer.args.params", "no such argument"),
+        ({"differentiable": True}, "optimizer.args.differentiable", "does not do"),
+        ({"weight_decay": "1e-4"}, "optimizer.args.weight_decay", "write 0.0001 without quotes"),
+        ({"momentum": -1.0, "weight_decay": 0.1}, "optimizer.args.momentum", "-1.0"),
+        ({"momentum": "much"}, "optimizer.args.momentum", "SGD rejects"),
+        ({"nesterov": True, "dampening": 0.0}, "optimizer.args.nesterov", "momentum"),
+        ({"foreach": True, "fused": True}, "optimizer.args", "fused"),
+    ],
+)
+def test_a_wrong_argument_names_its_path(args: dict[str, Any], path: str, message: str) -> None:
+    problems = check("SGD", **args)
+    assert list(problems) == [path]
+    assert message in problems[path]
+    with pytest.raises(JobError, match=path):
+        build(section("SGD", **args), new_weight())
+
+
+def test_all_unknown_arguments_are_returned_at_once() -> None:
+    assert set(check("Adam", beta=[0.9, 0.99], epsilon=1e-8)) == {
+        "optimizer.args.beta",
+        "optimizer.args.epsilon",
+    }
+
+
+def test_parameters_that_the_class_rejects_are_an_error() -> None:
+    with pytest.raises(JobError, match=r"optimizer: SGD rejects this model's parameters"):
+        build(section("SGD"))
+
+
+def test_a_name_that_is_not_exported_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Sgd'"):
+        optim.Sgd  # noqa: B018
+
+
+@pytest.mark.parametrize("name", optim.__all__)
+def test_every_exported_name_can_be_imported(name: str) -> None:
+    assert getattr(optim, name).__name__ == name

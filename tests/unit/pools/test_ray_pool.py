@@ -1,0 +1,205 @@
+"""The driver's side, with the real mailbox on an event loop of its own.
+
+Ray is a fake: a reference is a future, or the name of an object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any
+
+import pytest
+
+from raytrain_opt.errors import PoolError
+from raytrain_opt.pools import ray_pool as module
+from raytrain_opt.pools.commands import (
+    Command,
+    Evaluate,
+    MainTrain,
+    Progress,
+    Resident,
+    SendInitialState,
+    StateRef,
+)
+from raytrain_opt.pools.mailbox import Mailbox
+from raytrain_opt.pools.ray_pool import RayPool
+from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.train.state import TrainingState
+
+
+class FakeMailboxActor:
+    """A mailbox that is called like an actor, and residents that answer commands."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.box = Mailbox()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def __getattr__(self, name: str) -> Any:
+        return _Method(self.loop, getattr(self.box, name))
+
+    def serve(self, pool: str, index: int, answer: Callable[[Command], Any]) -> None:
+        """Start a resident: `answer` returns its reply, or None while it is silent."""
+
+        async def live() -> None:
+            await self.box.join(Resident(pool, index, f"node {index}", 7, "its log"))
+            done = 0
+            while True:
+                done, command = await self.box.next_command(pool, done)
+                value = answer(command)
+                if value is not None:
+                    await self.box.reply(pool, index, done, value)
+
+        asyncio.run_coroutine_threadsafe(live(), self.loop)
+
+    def close(self) -> None:
+        async def cancel() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(cancel(), self.loop).result(5)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5)
+        self.loop.close()
+
+
+class _Method:
+    def __init__(self, loop: asyncio.AbstractEventLoop, method: Callable[..., Any]) -> None:
+        self._loop, self._method = loop, method
+
+    def remote(self, *arguments: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(self._method(*arguments), self._loop)
+
+
+class Store(dict[str, Any]):
+    """Objects by name; one that is not there is lost."""
+
+    def put(self, value: Any) -> str:
+        name = f"object {len(self)}"
+        self[name] = value
+        return name
+
+    def get(self, ref: Any) -> Any:
+        if isinstance(ref, Future):
+            return ref.result(10)
+        if ref not in self:
+            raise module.ray.exceptions.OwnerDiedError(ref, b"", "")
+        return self[ref]
+
+
+@pytest.fixture
+def mailbox() -> Iterator[FakeMailboxActor]:
+    actor = FakeMailboxActor()
+    yield actor
+    actor.close()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    store = Store()
+
+    def wait_for(refs: list[Future[Any]], timeout: float) -> tuple[list[Any], list[Any]]:
+        done, others = wait(refs, min(timeout, 0.02))
+        return list(done), list(others)
+
+    for name, pretended in (("put", store.put), ("get", store.get), ("wait", wait_for)):
+        monkeypatch.setattr(module.ray, name, pretended)
+    monkeypatch.setattr(module, "gone_nodes", dict)
+    return store
+
+
+def state(number: int) -> TrainingState:
+    return TrainingState({}, {"number": number})
+
+
+def pool_of(mailbox: FakeMailboxActor, name: str, size: int, **changes: Any) -> RayPool:
+    return RayPool(name, size, lambda: None, mailbox, RayStateStore(), 0.2, **changes)
+
+
+def test_a_state_that_is_lost_on_its_way_to_the_driver_is_requested_again(
+    mailbox: FakeMailboxActor, store: Store
+) -> None:
+    """Its maker's node failed after the reply had gone out."""
+    start = StateRef("start", store.put(state(0)))  # type: ignore[arg-type]
+    commands: list[Command] = []
+
+    def answer(command: Command) -> StateRef:
+        commands.append(command)
+        ref = "on a node that is gone" if len(commands) == 1 else store.put(state(1))
+        return StateRef("1.20", ref)  # type: ignore[arg-type]
+
+    mailbox.serve("worker", 0, answer)
+    pool = pool_of(mailbox, "worker", 1)
+    pool.states.keep(start)
+    [(_, reply)] = pool.command(MainTrain(start, 1, 0, (0.1,))).items()
+    assert pool.states.get(reply) == state(1)
+    assert len(commands) == 2
+    # From the same state, owned by the driver now.
+    assert isinstance(commands[1], MainTrain)
+    assert (commands[1].state.id, store[commands[1].state.ref]) == ("start", state(0))  # type: ignore[index]
+    assert commands[1].state.ref != start.ref
+
+
+def test_a_silent_resident_is_given_up_if_the_others_can_continue(
+    mailbox: FakeMailboxActor, store: Store
+) -> None:
+    mailbox.serve("slot", 0, lambda _: "answer")
+    mailbox.serve("slot", 1, lambda _: None)
+    pool = pool_of(mailbox, "slot", 2, can_lose_residents=True)
+    assert len(pool.wait_until_ready(5)) == 2
+    assert pool.command(SendInitialState()) == {0: "answer"}
+    assert pool.alive() == (0,)
+
+
+@pytest.mark.parametrize("can_lose_residents", [True, False])
+def test_if_nobody_can_continue_the_error_names_the_silent_residents(
+    mailbox: FakeMailboxActor, store: Store, can_lose_residents: bool
+) -> None:
+    for index in range(2):
+        mailbox.serve("slot", index, lambda _: None)
+    pool = pool_of(mailbox, "slot", 2, can_lose_residents=can_lose_residents)
+    pool.wait_until_ready(5)
+    words = (
+        r"no progress of send_initial_state for 0 s \(timeouts.no_progress_s: 0.2\).*"
+        r"slot 0 .*slot 1 \(pid 7"
+    )
+    with pytest.raises(PoolError, match=words):
+        pool.command(SendInitialState())
+
+
+def test_a_resident_of_a_lost_node_is_named_with_the_node(
+    mailbox: FakeMailboxActor, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "gone_nodes", lambda: {"node 1": "10.0.0.7"})
+    for index in range(2):
+        mailbox.serve("worker", index, lambda _: None)
+    pool = pool_of(mailbox, "worker", 2)
+    pool.wait_until_ready(5)
+    message = (
+        r"worker 0 \(pid 7, its log\).*worker 1 \(pid 7, its log; its node 10.0.0.7 is gone\)"
+    )
+    with pytest.raises(PoolError, match=rf"{message}.*workers.min_count"):
+        pool.command(Evaluate(StateRef("x", "x")))  # type: ignore[arg-type]
+
+
+def test_a_resident_that_does_not_start_is_named(mailbox: FakeMailboxActor, store: Store) -> None:
+    mailbox.serve("worker", 0, lambda _: None)
+    pool = pool_of(mailbox, "worker", 3)
+    with pytest.raises(PoolError, match=r"worker 1, worker 2 did not start .*start_s: 0.2"):
+        pool.wait_until_ready(0.2)
+
+
+def test_progress_is_reported_while_waiting(mailbox: FakeMailboxActor, store: Store) -> None:
+    reports: list[tuple[str, Progress | None]] = []
+    mailbox.serve("worker", 0, lambda _: None)
+    pool = pool_of(mailbox, "worker", 1)
+    pool.on_wait = lambda name, progress: reports.append((name, progress))
+    with pytest.raises(PoolError):
+        pool.command(SendInitialState())
+    assert ("worker", None) in reports

@@ -1,0 +1,173 @@
+"""The life of a resident process, with a mailbox that is a list of commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import ray
+
+from raytrain_opt.errors import PoolError, RaytrainOptError
+from raytrain_opt.monitoring.process_usage import UsageMeter
+from raytrain_opt.pools.commands import (
+    Close,
+    Command,
+    Evaluate,
+    Failure,
+    Progress,
+    Resident,
+    SendInitialState,
+    StateLost,
+    StateRef,
+)
+from raytrain_opt.pools.faults import Fault
+from raytrain_opt.pools.resident import CommandLoop, OnStep, peer_failure_grace_s, to_failure
+
+EVALUATE = Evaluate(StateRef("1", None))
+
+
+@dataclass
+class FakeMailbox:
+    """Gives these commands, then asks to close."""
+
+    commands: deque[Command]
+    replies: list[Any] = field(default_factory=list)
+    reports: list[Progress] = field(default_factory=list)
+    joined: int = 0
+    number: int = 0
+
+    def join(self) -> None:
+        self.joined += 1
+
+    def next_command(self, after: int) -> tuple[int, Command]:
+        assert after == self.number
+        self.number += 1
+        return self.number, self.commands.popleft() if self.commands else Close()
+
+    def wait_until_closed(self) -> None:
+        raise ray.exceptions.RayError  # as if it had died: the resident may leave
+
+    def reply(self, number: int, value: Any, usage: Any) -> None:
+        assert number == self.number
+        self.replies.append(value)
+
+    def report_progress(self, progress: Progress) -> None:
+        self.reports.append(progress)
+
+    def is_first(self, claim: str) -> bool:
+        return True
+
+
+class StillOpen(FakeMailbox):
+    """A mailbox whose pool is not closed while commands are executed."""
+
+    def wait_until_closed(self) -> None:
+        import threading
+
+        threading.Event().wait()
+
+
+class Echo:
+    """Replies with the command's name, after what `act` does."""
+
+    def __init__(self, act: Callable[[Command, OnStep], Any] = lambda _c, _s: None) -> None:
+        self.act = act
+
+    def handle(self, command: Command, on_step: OnStep) -> Any:
+        self.act(command, on_step)
+        return command.name
+
+    def close(self) -> None: ...
+
+
+def run(
+    echo: Echo,
+    *commands: Command,
+    faults: tuple[Fault, ...] = (),
+    kind: type[FakeMailbox] = StillOpen,
+) -> FakeMailbox:
+    mailbox = kind(deque(commands))
+    resident = Resident("worker", 0, "node", 1, "log")
+    meter = UsageMeter(None, lambda: 1.0)
+    CommandLoop(mailbox, resident, 60.0, faults, 0.0, meter).run(echo)  # type: ignore[arg-type]
+    return mailbox
+
+
+def test_a_resident_joins_replies_to_each_command_and_leaves() -> None:
+    mailbox = run(Echo(), SendInitialState(), EVALUATE)
+    assert mailbox.joined == 1
+    assert mailbox.replies == ["send_initial_state", "evaluate"]
+
+
+def test_progress_is_reported_at_the_start_and_after_the_first_step() -> None:
+    def act(_: Command, on_step: OnStep) -> None:
+        for done in range(5):
+            on_step(done, 5)
+
+    assert run(Echo(act), EVALUATE).reports == [Progress(0, 5), Progress(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ValueError("planted"), RuntimeError), (PoolError("x"), PoolError)]
+)
+def test_an_exception_is_a_reply_and_the_resident_continues(
+    error: Exception, kind: type[Exception]
+) -> None:
+    def act(command: Command, _: OnStep) -> None:
+        if command is EVALUATE:
+            raise error
+
+    failure, after = run(Echo(act), EVALUATE, SendInitialState()).replies
+    assert isinstance(failure, Failure)
+    assert type(failure.error) is kind
+    assert "act" in failure.traceback
+    assert after == "send_initial_state"
+
+
+def test_a_lost_state_is_a_reply() -> None:
+    def act(*_: object) -> None:
+        raise ray.exceptions.ObjectLostError("id", b"", "")
+
+    [reply] = run(Echo(act), EVALUATE).replies
+    assert isinstance(reply, StateLost)
+
+
+def test_a_fault_happens_in_the_resident_it_is_for() -> None:
+    own = Fault(role="worker", phase="evaluate", action="raise")
+    others = Fault(role="slot", phase="evaluate", action="raise")
+    [reply] = run(Echo(), EVALUATE, faults=(others, own)).replies
+    assert isinstance(reply, Failure)
+    assert "injected failure 1" in str(reply.error)
+    assert run(Echo(), EVALUATE, faults=(others,)).replies == ["evaluate"]
+
+
+def test_a_resident_leaves_in_the_middle_of_a_command_when_the_mailbox_is_gone() -> None:
+    def act(_: Command, on_step: OnStep) -> None:
+        for done in range(10**9):
+            on_step(done, 10**9)
+
+    assert run(Echo(act), EVALUATE, kind=FakeMailbox).replies == []
+
+
+def test_errors_of_this_package_keep_their_class() -> None:
+    error = RaytrainOptError("x")
+    assert to_failure(error).error is error
+    assert str(to_failure(KeyError("x")).error) == "KeyError: 'x'"
+
+
+def test_an_error_waits_longer_when_the_peers_are_on_other_nodes() -> None:
+    alone, one_node, two_nodes = (
+        peer_failure_grace_s(*sizes) for sizes in ((1, 1), (2, 2), (4, 2))
+    )
+    assert alone == 0 < one_node < two_nodes
+
+
+@pytest.mark.parametrize("module", ["resident", "mailbox", "resident_config", "launch_slots"])
+def test_a_resident_without_a_network_needs_no_torch(module: str) -> None:
+    code = f"import sys, raytrain_opt.pools.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

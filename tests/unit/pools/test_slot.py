@@ -1,0 +1,53 @@
+"""What a slot computes of each global batch, against the same steps of a learner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from raytrain_opt.config.learning_rate import CandidateBatch
+from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.pools.commands import Pretrain, SendCandidateState
+from raytrain_opt.pools.in_process import InProcessStates
+from raytrain_opt.pools.slot import Slot
+from raytrain_opt.search.policy import Candidate, TryCandidates
+from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner_config import LearnerConfig
+from tests.support.small_jobs import small_job
+
+WORKERS, STEPS, LR = 4, 3, 0.1
+
+
+def open_learner(folder: Path) -> Learner:
+    job = small_job(folder, workers={"count": WORKERS, "threads": 1})
+    config = LearnerConfig.from_job(job)
+    return Learner(config, load_shared_arrays(job.data), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("candidate_batch", "indices", "lr"),
+    [
+        ("global", range(WORKERS), LR),
+        ("local", range(1), LR / WORKERS),
+        (None, range(WORKERS), LR),  # a policy without this setting
+    ],
+)
+def test_a_local_candidate_trains_one_micro_batch_at_the_rate_that_belongs_to_it(
+    tmp_path: Path, candidate_batch: CandidateBatch | None, indices: range, lr: float
+) -> None:
+    expected, states = open_learner(tmp_path), InProcessStates()
+    start = states.put("start", expected.state(copy=True))
+    totals = expected.train(1, 0, (lr,) * STEPS, MicroBatches(indices, WORKERS))
+
+    slot = Slot(open_learner(tmp_path), 0, states, candidate_batch)
+    candidate = Candidate(0, 1.0, LR)
+    plan = TryCandidates(1, LR, "", (candidate,), (1.0,) * STEPS, kept_steps=STEPS)
+    command = Pretrain(start, plan, (0,))
+    (result,) = slot.handle(command, lambda _done, _total: None).results
+    ref = slot.handle(SendCandidateState(command, candidate, 0), lambda _done, _total: None)
+
+    assert result.candidate.lr == LR
+    assert totals.samples == STEPS * 64 * len(indices) // WORKERS
+    assert ref.sha256 == expected.state(copy=True).digest()

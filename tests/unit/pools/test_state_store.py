@@ -1,0 +1,138 @@
+"""The driver keeps states alive; a dict replaces Ray's object store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from raytrain_opt.pools import state_store
+from raytrain_opt.pools.commands import (
+    Command,
+    Evaluate,
+    MainTrain,
+    Pretrain,
+    SendCandidateState,
+    SendInitialState,
+    StateRef,
+)
+from raytrain_opt.pools.in_process import InProcessStates
+from raytrain_opt.pools.protocol import StateStore
+from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.search.policy import Candidate, TryCandidates
+from raytrain_opt.train.state import TrainingState
+
+CANDIDATE = Candidate(0, 1.0, 0.1)
+
+
+class Objects(dict[str, Any]):
+    """Objects by reference, here a text; deleting one loses it."""
+
+    def put(self, value: Any) -> str:
+        ref = f"ref {len(self)}"
+        self[ref] = value
+        return ref
+
+    def get(self, ref: str) -> Any:
+        return self[ref]
+
+
+@pytest.fixture
+def objects(monkeypatch: pytest.MonkeyPatch) -> Objects:
+    objects = Objects()
+    monkeypatch.setattr(state_store.ray, "put", objects.put)
+    monkeypatch.setattr(state_store.ray, "get", objects.get)
+    return objects
+
+
+def state(number: int) -> TrainingState:
+    return TrainingState({}, {"number": number})
+
+
+def stored(objects: Objects, number: int) -> StateRef:
+    return StateRef(f"state {number}", objects.put(state(number)), "digest")
+
+
+def pretrain(ref: StateRef) -> Pretrain:
+    action = TryCandidates(1, 0.1, "", (CANDIDATE,), (1.0, 1.0), kept_steps=2)
+    return Pretrain(ref, action, (0,))
+
+
+def test_a_kept_state_outlives_its_object(objects: Objects) -> None:
+    states, ref = RayStateStore(), stored(objects, 1)
+    states.keep(ref)
+    objects.clear()
+    assert states.get(ref) == state(1)
+
+
+def test_the_last_two_states_are_kept_and_none_before(objects: Objects) -> None:
+    states, refs = RayStateStore(), [stored(objects, number) for number in range(3)]
+    for ref in refs:
+        states.keep(ref)
+    objects.clear()
+    assert [states.get(ref) for ref in refs[1:]] == [state(1), state(2)]
+    with pytest.raises(KeyError):
+        states.get(refs[0])
+
+
+def test_a_pinned_state_stays_until_another_one_is_kept(objects: Objects) -> None:
+    states, refs = RayStateStore(), [stored(objects, number) for number in range(4)]
+    states.keep(refs[0])
+    for ref in refs[1:]:
+        states.pin(ref)
+    states.keep(refs[3])
+    objects.clear()
+    assert [states.get(refs[number]) for number in (0, 3)] == [state(0), state(3)]
+    for number in (1, 2):
+        with pytest.raises(KeyError):
+            states.get(refs[number])
+
+
+def test_a_state_that_the_driver_puts_is_kept(objects: Objects) -> None:
+    states = RayStateStore()
+    ref = states.put("epoch 3", state(3))
+    assert objects[ref.ref] == state(3)
+    objects.clear()
+    assert (ref.id, states.get(ref)) == ("epoch 3", state(3))
+
+
+@pytest.mark.parametrize(
+    "command_on",
+    [
+        pretrain,
+        lambda ref: MainTrain(ref, 1, 2, (0.1,)),
+        Evaluate,
+        lambda ref: SendCandidateState(pretrain(ref), CANDIDATE, 0),
+    ],
+    ids=["Pretrain", "MainTrain", "Evaluate", "SendCandidateState"],
+)
+def test_a_command_is_renewed_with_a_new_reference_to_the_same_state(
+    objects: Objects, command_on: Callable[[StateRef], Command]
+) -> None:
+    states, ref = RayStateStore(), stored(objects, 1)
+    states.keep(ref)
+    objects.clear()
+    objects["other"] = None
+    renewed = states.renew(command_on(ref))
+    [(new, value)] = [(key, value) for key, value in objects.items() if key != "other"]
+    assert value == state(1)
+    assert renewed == command_on(StateRef(ref.id, new, "digest"))
+    assert renewed != command_on(ref)
+
+
+def test_a_command_without_a_state_stays_as_it_is(objects: Objects) -> None:
+    assert RayStateStore().renew(SendInitialState()) == SendInitialState()
+    assert not objects
+
+
+@pytest.mark.parametrize("kind", [RayStateStore, InProcessStates])
+def test_every_store_copies_what_is_put_and_keeps_the_last_two_states(
+    kind: type[StateStore], objects: Objects
+) -> None:
+    """The contract of `protocol.StateStore`."""
+    states = kind()
+    refs = [states.put(f"epoch {number}", state(number)) for number in range(3)]
+    states.keep(refs[2])
+    assert [ref.id for ref in refs] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert [states.get(ref) for ref in refs[1:]] == [state(1), state(2)]

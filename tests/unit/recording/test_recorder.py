@@ -1,0 +1,213 @@
+"""Records are valid JSON lines, and TensorBoard reads the scalars."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.recording.reader import read_lines
+from raytrain_opt.recording.recorder import Recorder, versions
+from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
+from raytrain_opt.search.noise_scale import NoiseScale
+from tests.support import synthetic_runs
+
+NAN, INF = float("nan"), float("inf")
+
+
+def epoch(number: int = 1, **values: Any) -> EpochRecord:
+    record: dict[str, Any] = {
+        "lr": 0.1,
+        "lr_first": 0.2,
+        "train_loss": 0.5,
+        "train_accuracy": 0.8,
+        "test_loss": 0.6,
+        "test_accuracy": 0.7,
+        "test_top5": 0.9,
+        "test_samples": 10,
+        "workers": 2,
+        "samples": 100,
+        "samples_per_s": 50.0,
+        "skipped": 0,
+        "duration_s": 2.0,
+        "timings_s": {"main_train_s": 1.5},
+    }
+    return EpochRecord(epoch=number, **{**record, **values})
+
+
+def round_(number: int = 1, *scores: float, **changes: Any) -> RoundRecord:
+    line = synthetic_runs.round_line(number, **changes)
+    candidates = [
+        {**line["candidates"][0], "index": index, "score": score, "lr": 0.1}
+        for index, score in enumerate(scores)
+    ]
+    return RoundRecord.model_validate({**line, "candidates": candidates})
+
+
+def result(**changes: Any) -> ResultRecord:
+    return ResultRecord.model_validate({**synthetic_runs.result(3), **changes})
+
+
+def noise_scale(trace: float, gradient_sq: float) -> NoiseScale:
+    return NoiseScale(9, 64, gradient_sq, trace, gradient_sq**2, trace**2, trace * gradient_sq)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths.create(str(tmp_path), "r")
+
+
+@pytest.fixture
+def recorder(paths: RunPaths) -> Iterator[Recorder]:
+    recorder = Recorder(paths)
+    yield recorder
+    recorder.close()
+
+
+def strict(text: str) -> Any:
+    """Read JSON strictly: NaN and Infinity are errors."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def lines(path: Path) -> list[Any]:
+    return [strict(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def test_an_epoch_is_a_line_with_all_its_values(recorder: Recorder, paths: RunPaths) -> None:
+    recorder.epoch(epoch(1), 25)
+    recorder.epoch(epoch(2, test_accuracy=None), 50)
+    first, second = lines(paths.epochs)
+    assert first == {"schema_version": 1, **dict(epoch(1))}
+    assert (second["epoch"], second["test_accuracy"]) == (2, None)
+
+
+def test_numbers_that_are_not_finite_are_written_as_null(
+    recorder: Recorder, paths: RunPaths
+) -> None:
+    recorder.epoch(epoch(train_loss=NAN, test_loss=INF, timings_s={"a": NAN, "b": 1.0}), 1)
+    recorder.round(round_(1, -INF, 0.5), 0)
+    recorder.result(result(startup_s={"a": INF, "b": 1.0}))
+    [line] = lines(paths.epochs)
+    assert (line["train_loss"], line["test_loss"]) == (None, None)
+    assert line["timings_s"] == {"a": None, "b": 1.0}
+    assert [c["score"] for c in lines(paths.rounds)[0]["candidates"]] == [None, 0.5]
+    assert strict(paths.result.read_text())["startup_s"] == {"a": None, "b": 1.0}
+
+
+def test_rounds_and_result_carry_the_schema_version(recorder: Recorder, paths: RunPaths) -> None:
+    recorder.round(round_(1, 0.5), 0)
+    recorder.result(result())
+    [line] = lines(paths.rounds)
+    assert line["schema_version"] == 1
+    assert strict(paths.result.read_text()) == synthetic_runs.result(3)
+
+
+def test_a_record_is_read_back_as_it_was_written(recorder: Recorder, paths: RunPaths) -> None:
+    """Also with a line separator of Unicode in a text, which is no end of a line in JSON."""
+    written = round_(1, 0.5, 0.25, reason="one\u2028two")
+    recorder.round(written, 0)
+    assert read_lines(str(paths.local), "rounds.jsonl", RoundRecord) == [written]
+    recorder.truncate_after(1, 0)
+    assert read_lines(str(paths.local), "rounds.jsonl", RoundRecord) == [written]
+
+
+@pytest.mark.parametrize(("rounds", "epochs"), [(0, 0), (3, 1), (4, 2), (6, 3)])
+def test_lines_after_the_last_checkpoint_are_removed(
+    recorder: Recorder, paths: RunPaths, rounds: int, epochs: int
+) -> None:
+    """Also in the middle of an epoch: each has two rounds here."""
+    for number in (1, 2, 3):
+        recorder.round(round_(number, 0.1), 0)
+        recorder.round(round_(number, 0.2), 0)
+        recorder.epoch(epoch(number), number)
+    before = lines(paths.rounds)
+    recorder.truncate_after(rounds, epochs)
+    assert lines(paths.rounds) == before[:rounds]
+    assert [line["epoch"] for line in lines(paths.epochs)] == [1, 2, 3][:epochs]
+    recorder.epoch(epoch(9), 9)
+    assert lines(paths.epochs)[-1]["epoch"] == 9
+
+
+def test_truncating_a_run_without_records_creates_no_files(
+    recorder: Recorder, paths: RunPaths
+) -> None:
+    recorder.truncate_after(0, 0)
+    assert not paths.rounds.exists()
+    assert not paths.epochs.exists()
+
+
+def test_a_line_cut_off_by_a_crash_is_removed(recorder: Recorder, paths: RunPaths) -> None:
+    recorder.epoch(epoch(1), 1)
+    with paths.epochs.open("a") as file:
+        file.write('{"schema_version": 1, "epo')
+    recorder.truncate_after(0, 2)
+    assert [line["epoch"] for line in lines(paths.epochs)] == [1]
+
+
+def scalars_of(paths: RunPaths) -> dict[str, tuple[int, float]]:
+    """Return the last step and value of each scalar."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    [file] = paths.tensorboard.iterdir()
+    scalars = {}
+    for raw in RawEventFileLoader(str(file)).Load():
+        event = Event.FromString(raw)
+        for value in event.summary.value:
+            scalars[value.tag] = (event.step, value.simple_value)
+    return scalars
+
+
+def test_tensorboard_reads_the_scalars(recorder: Recorder, paths: RunPaths) -> None:
+    recorder.round(round_(2, 0.25, -INF), 10)
+    recorder.epoch(epoch(2, test_top5=None), 20)
+    recorder.close()
+    scalars = scalars_of(paths)
+    assert scalars["round/candidate_0/score"] == (10, 0.25)
+    assert "round/candidate_1/score" not in scalars
+    assert scalars["epoch/train_loss"] == (20, 0.5)
+    assert scalars["epoch/samples_per_s"] == (20, 50.0)
+    assert "epoch/test_top5" not in scalars
+    assert "epoch/noise_scale" not in scalars
+
+
+def test_scalars_are_readable_while_the_run_continues(recorder: Recorder, paths: RunPaths) -> None:
+    recorder.round(round_(2, 0.25, next_base_lr=0.2), 10)
+    recorder.epoch(epoch(2), 20)
+    deadline_s = time.monotonic() + 60
+    while "epoch/train_loss" not in scalars_of(paths) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    scalars = scalars_of(paths)
+    assert scalars["round/candidate_0/val_loss"] == (10, 1.0)
+    assert scalars["round/next_base_lr"] == (10, pytest.approx(0.2))
+    assert scalars["epoch/train_loss"] == (20, 0.5)
+
+
+def test_a_noise_scale_is_a_scalar_when_it_is_finite(recorder: Recorder, paths: RunPaths) -> None:
+    recorder.epoch(epoch(1, noise_scale=noise_scale(812.0, 1.0)), 10)
+    recorder.epoch(epoch(2, noise_scale=noise_scale(1.0, -1.0)), 20)
+    recorder.close()
+    assert [line["noise_scale"]["value"] for line in lines(paths.epochs)] == [812.0, None]
+    assert scalars_of(paths)["epoch/noise_scale"] == (10, 812.0)
+
+
+def test_versions_name_the_packages_that_results_depend_on() -> None:
+    package_versions = versions()
+    assert set(package_versions) == {
+        "python",
+        "raytrain_opt",
+        "ray",
+        "torch",
+        "torchvision",
+        "numpy",
+    }
+    assert all(text[0].isdigit() for text in package_versions.values())

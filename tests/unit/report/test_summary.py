@@ -1,0 +1,223 @@
+"""Numbers, sentences and warnings of a run's summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_opt.report import summaries
+from raytrain_opt.report.run_reader import read_run
+from raytrain_opt.report.summary import RunSummary, summarize
+from tests.support.synthetic_runs import (
+    VALIDATION_SAMPLES,
+    epoch_line,
+    event_line,
+    round_line,
+    with_batch_size_search,
+    write_lines,
+    write_run,
+)
+
+
+def summary_of(run_dir: Path) -> RunSummary:
+    return summarize(read_run(str(run_dir)))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", epochs=4)
+
+
+def test_the_numbers_of_a_finished_run(run_dir: Path) -> None:
+    summary = summary_of(run_dir)
+    assert (summary.status, summary.epochs_done, summary.epochs) == ("finished", 4, 4)
+    assert summary.test_accuracy == pytest.approx(0.875)
+    assert (summary.best_test_accuracy, summary.best_epoch) == (summary.test_accuracy, 4)
+    assert summary.wall_s == 41.0
+    assert summary.samples_per_s == 960.0
+    assert (summary.global_batch_size, summary.batch_size_per_worker, summary.workers) == (
+        64,
+        32,
+        2,
+    )
+    assert (summary.min_lr, summary.max_lr) == (0.1, pytest.approx(0.12))
+    assert summary.data_wait_fraction == pytest.approx(0.06)
+    assert summary.warnings == ()
+
+
+def test_cost_and_gain_of_the_search_are_stated(run_dir: Path) -> None:
+    write_lines(
+        run_dir / "rounds.jsonl", [round_line(1, 0), *map(round_line, (2, 3)), round_line(4, 2)]
+    )
+    summary = summary_of(run_dir)
+    assert (summary.search.rounds, summary.search.candidates, summary.search.samples) == (
+        4,
+        12,
+        3840,
+    )
+    assert summary.search.samples_fraction == 0.75
+    assert summary.search.duration_s == pytest.approx(1.0)
+    assert summary.search.time_fraction == pytest.approx(1 / 41)
+    cost, gain, *_ = summary.sentences
+    assert "3,840 samples (75 % of the training's samples) and 1.0 s (2.4 %" in cost
+    # Ten points above the unchanged rate when another one won, otherwise none.
+    assert "changed the learning rate in 2 of 4 rounds" in gain
+    assert "5.0 points" in gain
+
+
+def test_the_last_epoch_need_not_be_the_best(run_dir: Path) -> None:
+    lines = [epoch_line(n, test_accuracy=a) for n, a in enumerate((0.5, 0.9, None, 0.7), 1)]
+    write_lines(run_dir / "epochs.jsonl", lines)
+    summary = summary_of(run_dir)
+    assert (summary.test_accuracy, summary.best_test_accuracy, summary.best_epoch) == (0.7, 0.9, 2)
+
+
+def test_a_given_schedule_has_no_search(tmp_path: Path) -> None:
+    policy = {"learning_rate": {"policy": "schedule", "initial": 0.1}}
+    summary = summary_of(write_run(tmp_path / "run", rounds=False, job_changes=policy))
+    assert "No learning-rate search" in summary.sentences[0]
+    assert summary.search.rounds == 0
+
+
+def test_a_peak_is_stated_with_its_factor(run_dir: Path) -> None:
+    peak = {"stage": "fine", "next_base_lr": 0.2, "kept_steps": 0}
+    later = {"stage": "later", "next_base_lr": 0.1}
+    write_lines(
+        run_dir / "rounds.jsonl",
+        [round_line(1, None, **peak), round_line(2, 0, **later), round_line(3, 1, **later)],
+    )
+    text = " ".join(summary_of(run_dir).sentences)
+    assert "a peak learning rate of 0.2, 2 times the initial guess of 0.1" in text
+    assert "1 of 2 later rounds changed" in text
+
+
+def test_the_batch_size_and_the_noise_scale_are_explained(run_dir: Path) -> None:
+    text = " ".join(summary_of(with_batch_size_search(run_dir)).sentences)
+    assert "5 probes, 21.4 s) chose 128 samples per worker at 17,297 samples/s" in text
+    assert "Gradient noise scale: 310 (280 to 340)" in text
+
+
+def test_the_staleness_of_gradients_is_stated(run_dir: Path) -> None:
+    """One of 4 gradients in each epoch has staleness 2."""
+    epochs(staleness={"counts": [3, 0, 1], "mean": 0.5, "max": 2})(run_dir)
+    text = " ".join(summary_of(run_dir).sentences)
+    assert "gradients were 0.5 updates stale on average, at most 2" in text
+
+
+def epochs(**changes: Any) -> Callable[[Path], None]:
+    return lambda run: write_lines(
+        run / "epochs.jsonl", [epoch_line(n, **changes) for n in range(1, 5)]
+    )
+
+
+def rounds(lines: Iterable[dict[str, Any]]) -> Callable[[Path], None]:
+    return lambda run: write_lines(run / "rounds.jsonl", lines)
+
+
+def events(*lines: dict[str, Any]) -> Callable[[Path], None]:
+    return lambda run: write_lines(run / "events.jsonl", lines)
+
+
+def interrupted(*lines: dict[str, Any]) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        (run / "result.json").unlink()
+        write_lines(run / "events.jsonl", lines)
+
+    return change
+
+
+def close_round(epoch: int) -> dict[str, Any]:
+    """Return a round whose best two candidates are one sample apart."""
+    line = round_line(epoch)
+    for index, candidate in enumerate(line["candidates"]):
+        candidate["score"] = candidate["val_accuracy"] = 0.5 + (index == 1) / VALIDATION_SAMPLES
+    return line
+
+
+def by_loss(line: dict[str, Any]) -> dict[str, Any]:
+    """Return the round with losses as scores, whose noise is not known."""
+    for candidate in line["candidates"]:
+        candidate["score"] = -candidate["val_loss"]
+    return line
+
+
+def with_candidate(status: str) -> dict[str, Any]:
+    line = round_line(1)
+    line["candidates"][0] |= {"status": status, "score": None, "val_accuracy": None}
+    return line
+
+
+SLOW = {"main_compute_s": 1.0, "main_data_wait_s": 0.25}
+RESTARTED = event_line("restarted", "slot 1 was restarted", process="slot 1", silent_s=5.3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (epochs(timings_s=SLOW), "for data in 25 % of the main training's time"),
+        (
+            rounds(map(close_round, range(1, 5))),
+            "In 4 of 4 rounds, the best and the second-best candidate differ by less",
+        ),
+        (rounds(round_line(n, 2) for n in range(1, 5)), "the lowest learning rate of the set"),
+        (rounds(round_line(n, 0) for n in range(1, 5)), "the highest learning rate of the set"),
+        (rounds([with_candidate("diverged")]), "1 candidate of 3 diverged"),
+        (
+            rounds([round_line(1, stage="coarse", winner=None, next_base_lr=0.2)]),
+            "The peak learning rate, 0.2, is at the edge of the rates that were tried (0.05 to",
+        ),
+        (epochs(skipped=2), "8 samples skipped"),
+        (
+            epochs(staleness={"counts": [1, 0, 0, 0, 3], "mean": 3.0, "max": 4}),
+            "up to 4 updates stale, 3 on average",
+        ),
+        (events(RESTARTED), "1 restart of processes: slot 1 (1 ×). About 5.3 s passed"),
+        (events(event_line("lost", "rate 0.2 is left out")), "rate 0.2 is left out"),
+        (events(event_line("fewer", "on 1 of 2 workers")), "on 1 of 2 workers"),
+        (interrupted(), "4 of 4 epochs are done (it is still running, or its driver died)"),
+        (interrupted(event_line("failed", "worker 1 is silent")), "(failed: worker 1 is silent)"),
+        (
+            interrupted(event_line("interrupted", "KeyboardInterrupt")),
+            "(interrupted: KeyboardInterrupt)",
+        ),
+    ],
+)
+def test_a_warning_is_given(run_dir: Path, change: Callable[[Path], None], message: str) -> None:
+    change(run_dir)
+    [warning] = summary_of(run_dir).warnings
+    assert message in warning
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        epochs(timings_s={"main_compute_s": 1.0, "main_data_wait_s": 0.09}),
+        # The winner is clearly better in half of the rounds.
+        rounds([close_round(1), close_round(2), round_line(3), round_line(4)]),
+        rounds([round_line(1, 0), round_line(2, 2), round_line(3), round_line(4)]),
+        rounds(by_loss(close_round(epoch)) for epoch in range(1, 5)),
+        epochs(staleness={"counts": [1, 3], "mean": 0.75, "max": 1}),
+        events(event_line("resumed", "resumed after epoch 2")),
+    ],
+)
+def test_no_warning_without_a_reason(run_dir: Path, change: Callable[[Path], None]) -> None:
+    change(run_dir)
+    assert summary_of(run_dir).warnings == ()
+
+
+def test_an_unfinished_run_has_a_summary(tmp_path: Path) -> None:
+    summary = summary_of(write_run(tmp_path / "run", epochs=2, finished=False))
+    assert (summary.status, summary.epochs_done, summary.epochs) == ("not finished", 2, 4)
+    assert summary.test_accuracy == 0.75
+    assert summary.search.samples is None
+
+
+def test_summaries_are_json_for_scripts(tmp_path: Path) -> None:
+    run_dirs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
+    summary = json.loads(json.dumps(summaries(run_dirs), allow_nan=False))
+    assert summary["schema_version"] == 1
+    assert [run["run_dir"] for run in summary["runs"]] == run_dirs

@@ -1,0 +1,348 @@
+"""ThroughputKnee and its model against machines whose true cost is known."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raytrain_opt.config.batch_size import ThroughputKneeSearch
+from raytrain_opt.errors import ResourcesError
+from raytrain_opt.results import GradientNorms
+from raytrain_opt.search.batch_size.factory import build_strategy
+from raytrain_opt.search.batch_size.strategy import (
+    BatchSizeChoice,
+    Measurement,
+    ProbeRequest,
+    SizeBounds,
+)
+from raytrain_opt.search.batch_size.throughput_knee import ThroughputKnee
+from raytrain_opt.search.batch_size.throughput_model import combine, draw_curves
+from tests.support.simulated_machine import Curve, Machine, random_machine, replayed
+
+WIDE = SizeBounds(largest=4096, epoch_samples=50_000)
+
+
+def throughput_knee(bounds: SizeBounds = WIDE, **section: Any) -> ThroughputKnee:
+    values = {"strategy": "throughput_knee", **section}
+    return ThroughputKnee(ThroughputKneeSearch.model_validate(values), bounds)
+
+
+def searched(machine: Machine, **section: Any) -> BatchSizeChoice:
+    return machine.search(throughput_knee(machine.bounds, **section))
+
+
+@pytest.fixture(scope="module")
+def searches() -> list[tuple[Machine, BatchSizeChoice]]:
+    machines = [random_machine(seed) for seed in range(250)]
+    return [(machine, searched(machine)) for machine in machines]
+
+
+class TestRandomMachines:
+    def test_within_3_pct_of_the_best(
+        self, searches: list[tuple[Machine, BatchSizeChoice]]
+    ) -> None:
+        near = [machine.regret(choice) <= 0.03 for machine, choice in searches]
+        assert sum(near) / len(near) >= 0.95
+
+    def test_few_probes(self, searches: list[tuple[Machine, BatchSizeChoice]]) -> None:
+        probes = [len(machine.history) for machine, _ in searches]
+        assert median(probes) <= 8
+        assert max(probes) <= 12
+
+    def test_small_sizes(self, searches: list[tuple[Machine, BatchSizeChoice]]) -> None:
+        """Being fast by taking the largest size is no art."""
+        ratios = [choice.batch_size / machine.knee(0.02) for machine, choice in searches]
+        assert median(ratios) <= 1.25
+        assert sum(ratio <= 2 for ratio in ratios) / len(ratios) >= 0.85
+
+    def test_other_kinds_of_machines(self) -> None:
+        """A jump that no model foresees, or a steep decline."""
+        near = []
+        for seed in range(60):
+            machine = random_machine(1000 + seed)
+            jump = {"jump": 50 + 5 * seed, "jump_gain": 1.3}
+            decline = {"cache": 32 + 3 * seed, "decline": 0.15}
+            curve = replace(machine.curve, **(decline if seed % 2 else jump))
+            other = replace(machine, curve=curve, history=[])
+            near.append(other.regret(searched(other)) <= 0.03)
+        assert sum(near) / len(near) >= 0.9
+
+
+class TestDecisions:
+    def test_a_flat_curve_takes_few_probes_and_a_small_size(self) -> None:
+        machine = Machine(Curve(half=0.01), WIDE, noise=0.002)
+        assert searched(machine).batch_size <= 8
+        assert len(machine.history) <= 8
+
+    def test_size_for_free_takes_the_largest(self) -> None:
+        machine = Machine(Curve(half=1e6), WIDE, noise=0.005)
+        assert searched(machine).batch_size == 4096
+        assert machine.sizes == [32, 128, 512, 2048, 4096]
+
+    def test_finds_the_knee_of_the_model(self) -> None:
+        machine = Machine(Curve(half=4.0), WIDE, noise=0.002)
+        assert 96 <= searched(machine).batch_size <= 256  # truly 187
+
+    def test_a_sharp_knee(self) -> None:
+        machine = Machine(Curve(half=50.0, overlap=30.0), WIDE, noise=0.002)
+        assert 64 <= searched(machine).batch_size <= 128  # truly 52
+
+    def test_tiles_are_seen(self) -> None:
+        machine = Machine(Curve(half=0.1, tile=32), WIDE, noise=0.003)
+        assert searched(machine).batch_size == 32
+
+    def test_the_largest_size_is_not_taken_where_it_leaves_a_tile_half_empty(self) -> None:
+        machine = Machine(Curve(half=8.0, tile=8), SizeBounds(27, 1000), noise=0.005)
+        assert searched(machine).batch_size == 24
+
+    def test_a_decline_beyond_a_best_size(self) -> None:
+        curve = Curve(half=16.0, overlap=4.0, cache=64.0, decline=0.2)
+        machine = Machine(curve, WIDE, noise=0.003)
+        assert searched(machine).batch_size in (32, 64)
+
+    def test_a_wider_tolerance_takes_a_smaller_size(self) -> None:
+        machine = Machine(Curve(half=4.0), WIDE, noise=0.002)
+        chosen = [
+            searched(machine.fresh(), tolerance=t).batch_size for t in (0.01, 0.02, 0.05, 0.2)
+        ]
+        assert chosen == sorted(chosen, reverse=True)
+        assert chosen[0] >= 8 * chosen[-1]
+
+    def test_noise_is_met_with_repeats(self) -> None:
+        quiet, loud = (
+            [
+                len(machine.history)
+                for seed in range(20)
+                for machine in [Machine(Curve(half=2.0), WIDE, noise=noise, seed=seed)]
+                if searched(machine)
+            ]
+            for noise in (0.002, 0.02)
+        )
+        assert median(loud) > median(quiet)
+
+    def test_precise_measurements_are_not_repeated(self) -> None:
+        machine = Machine(Curve(half=2.0), WIDE, noise=0.001)
+        searched(machine)
+        assert len(set(machine.sizes)) == len(machine.sizes)
+
+    def test_max_probes_bounds_the_search(self) -> None:
+        machine = Machine(Curve(half=1.0), WIDE, noise=0.1)
+        choice = searched(machine, max_probes=4)
+        assert len(machine.history) == 4
+        assert "max_probes" in choice.reason
+
+    def test_powers_of_two_and_multiples_of_8_are_probed(self) -> None:
+        for seed in range(20):
+            machine = replace(random_machine(seed), bounds=WIDE, memory=10**6, history=[])
+            searched(machine)
+            assert all(s % 8 == 0 or s & (s - 1) == 0 for s in machine.sizes)
+
+    def test_the_reason_states_its_confidence(self) -> None:
+        choice = searched(Machine(Curve(half=4.0), WIDE, noise=0.002))
+        assert "% of the best samples/s up to 4096" in choice.reason
+        assert "95% confidence" in choice.reason
+
+
+class TestGoodput:
+    """The noise scale is known, and so is the size at which most progress is made a second."""
+
+    def test_near_the_best_on_random_machines(self) -> None:
+        regrets, probes = [], []
+        for seed in range(120):
+            machine = random_machine(seed)
+            scale = float(np.exp(np.random.default_rng(seed).uniform(math.log(30), math.log(3e4))))
+            bounds = replace(machine.bounds, workers=1 + seed % 8)
+            machine = replace(machine, bounds=bounds, noise_scale=scale, history=[])
+            regrets.append(machine.goodput_regret(searched(machine, objective="goodput")))
+            probes.append(len(machine.history))
+        assert sum(regret <= 0.05 for regret in regrets) / len(regrets) >= 0.9
+        assert median(probes) <= 8
+
+    def test_between_no_overhead_and_no_noise(self) -> None:
+        """Overhead of 100 samples and noise of 400: the best is sqrt(100 x 400) = 200."""
+        machine = Machine(Curve(half=100.0), WIDE, noise=0.002, noise_scale=400.0)
+        choice = searched(machine, objective="goodput", tolerance=0.005)
+        assert 128 <= choice.batch_size <= 256
+        assert searched(machine.fresh()).batch_size >= 2048
+
+    def test_more_noise_takes_a_larger_batch(self) -> None:
+        chosen = [
+            searched(
+                Machine(Curve(half=50.0), WIDE, noise=0.002, noise_scale=scale),
+                objective="goodput",
+            ).batch_size
+            for scale in (30.0, 300.0, 3000.0, 30_000.0)
+        ]
+        assert chosen == sorted(set(chosen))
+        assert chosen[-1] >= 8 * chosen[0]
+
+    def test_more_workers_take_a_smaller_batch_each(self) -> None:
+        chosen = [
+            searched(
+                Machine(
+                    Curve(half=50.0), replace(WIDE, workers=n), noise=0.002, noise_scale=1000.0
+                ),
+                objective="goodput",
+            ).batch_size
+            for n in (1, 8, 64)
+        ]
+        assert chosen == sorted(set(chosen), reverse=True)
+
+    def test_noise_that_hides_the_gradient_leaves_speed_alone(self) -> None:
+        machine = Machine(Curve(half=4.0), WIDE, noise=0.002)
+        speed = searched(machine)
+        hidden = GradientNorms(8, 16, ((3.0, 1.0),) * 8)
+        history = [replace(m, norms=hidden) for m in machine.history]
+        choice = throughput_knee(objective="goodput").propose(history)
+        assert choice.batch_size == speed.batch_size
+        assert "more than can be measured (at least 0; noise dominates)" in choice.reason
+
+    def test_the_reason_names_the_noise_scale(self) -> None:
+        machine = Machine(Curve(half=50.0), WIDE, noise=0.002, noise_scale=400.0)
+        reason = searched(machine, objective="goodput").reason
+        match = re.search(r"goodput at a noise scale of (\d+) \((\d+) to (\d+)\)", reason)
+        assert match is not None
+        value, low, high = map(float, match.groups())
+        assert low < value < high
+        assert value == pytest.approx(400, rel=0.25)
+
+    def test_without_norms_the_speed_decides_and_the_reason_says_so(self) -> None:
+        machine = Machine(Curve(half=4.0), WIDE, noise=0.002)
+        choice = searched(machine, objective="goodput")
+        assert choice.batch_size == searched(machine.fresh()).batch_size
+        assert "goodput (no noise scale could be measured)" in choice.reason
+
+    def test_speed_alone_takes_no_notice_of_noise(self) -> None:
+        noisy = Machine(Curve(half=4.0), WIDE, noise=0.002)
+        choice = searched(noisy)
+        known = GradientNorms(8, 16, ((1 + 10 / 8, 1 + 10 / 16),) * 8)
+        history = [replace(m, norms=known) for m in noisy.history]
+        assert throughput_knee().propose(history) == choice
+
+
+class TestMemory:
+    @pytest.mark.parametrize("memory", [1, 3, 13, 31, 32, 33, 100, 1000, 3001])
+    def test_size_for_free_takes_nearly_all_memory(self, memory: int) -> None:
+        machine = Machine(Curve(half=1e6), WIDE, memory, noise=0.005)
+        choice = searched(machine)
+        assert 0.97 * memory <= choice.batch_size <= memory
+
+    def test_the_end_of_memory_is_not_searched_for_where_size_gains_nothing(self) -> None:
+        machine = Machine(Curve(half=0.05), WIDE, memory=100, noise=0.003)
+        assert searched(machine).batch_size <= 8
+        assert sum(not m.fits for m in machine.history) <= 2
+
+    def test_nothing_is_probed_beyond_a_size_that_did_not_fit(
+        self, searches: list[tuple[Machine, BatchSizeChoice]]
+    ) -> None:
+        for machine, _ in searches:
+            unfit = math.inf
+            for m in machine.history:
+                assert m.batch_size < unfit
+                unfit = unfit if m.fits else m.batch_size
+
+    def test_growth_is_at_most_fourfold(
+        self, searches: list[tuple[Machine, BatchSizeChoice]]
+    ) -> None:
+        for machine, _ in searches:
+            fits = math.inf
+            for m in machine.history:
+                assert m.batch_size <= 4 * fits
+                if m.fits:
+                    fits = m.batch_size if fits == math.inf else max(fits, m.batch_size)
+
+    def test_not_even_one_sample_fits(self) -> None:
+        machine = Machine(Curve(half=1.0), WIDE, memory=0)
+        with pytest.raises(ResourcesError, match="not even a batch of one"):
+            searched(machine)
+        assert machine.sizes == [32, 16, 8, 4, 2, 1]
+
+    @pytest.mark.parametrize("largest", [1, 2, 3, 5, 31])
+    def test_a_start_beyond_the_limit_is_cut(self, largest: int) -> None:
+        machine = Machine(Curve(half=1e6), SizeBounds(largest, 100), noise=0.005)
+        assert searched(machine).batch_size == largest
+        assert machine.sizes[0] == largest
+        assert len(machine.sizes) <= 2
+
+    def test_a_start_that_does_not_fit_is_halved_whatever_max_probes(self) -> None:
+        machine = Machine(Curve(half=1.0), WIDE, memory=10, noise=0.005)
+        assert searched(machine, max_probes=1).batch_size == 8
+        assert machine.sizes == [32, 16, 8]
+
+    def test_a_size_that_no_longer_fits_is_not_chosen(self) -> None:
+        """Memory may be taken by others between two probes of a size."""
+        fits = [Measurement(size, "ok", 1000.0, 1.0) for size in (32, 128)]
+        history = [*fits, Measurement(32, "out_of_memory")]
+        assert throughput_knee().propose(history) == ProbeRequest(
+            16, "half of 32, which did not fit into memory"
+        )
+
+
+def test_the_same_history_gives_the_same_proposal() -> None:
+    machine = random_machine(10)
+    searched(machine)
+    forwards = replayed(throughput_knee(machine.bounds), machine.history)
+    assert replayed(throughput_knee(machine.bounds), machine.history) == forwards
+    assert [step.batch_size for step in forwards[:-1]] == machine.sizes
+
+
+def test_the_section_names_the_strategy() -> None:
+    section = ThroughputKneeSearch(strategy="throughput_knee")
+    assert build_strategy(section, WIDE) == ThroughputKnee(section, WIDE)
+
+
+class TestModel:
+    def test_repeats_count_by_their_inverse_variance(self) -> None:
+        history = [Measurement(8, "ok", 100.0, 1.0), Measurement(8, "ok", 102.0, 2.0)]
+        (point,) = combine(history)
+        weight = (2.0 / 102.0) ** 2 / ((1.0 / 100.0) ** 2 + (2.0 / 102.0) ** 2)
+        expected = weight * math.log(100.0) + (1 - weight) * math.log(102.0)
+        assert point.log_rate == pytest.approx(expected)
+        assert point.error == pytest.approx(((1 / 0.01) ** 2 + (102 / 2) ** 2) ** -0.5)
+
+    def test_repeats_that_disagree_widen_all_errors(self) -> None:
+        other = Measurement(16, "ok", 150.0, 1.5)
+        agree = [Measurement(8, "ok", 100.0, 1.0), Measurement(8, "ok", 100.0, 1.0), other]
+        differ = [Measurement(8, "ok", 80.0, 0.8), Measurement(8, "ok", 120.0, 1.2), other]
+        narrow, wide = combine(agree)[1], combine(differ)[1]
+        assert narrow.error == pytest.approx(0.01)
+        assert wide.error > 10 * narrow.error
+
+    @pytest.mark.parametrize("error", [0.0, math.nan])
+    def test_no_measurement_is_exact(self, error: float) -> None:
+        assert combine([Measurement(8, "ok", 100.0, error)])[0].error > 0
+
+    @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+    def test_rates_must_be_rates(self, rate: float) -> None:
+        with pytest.raises(ValueError, match="batch size 8: samples_per_s"):
+            combine([Measurement(8, "ok", rate, 1.0)])
+
+    @pytest.mark.parametrize("half", [0.5, 10.0, 200.0])
+    def test_curves_cover_the_truth_between_and_beyond_measurements(self, half: float) -> None:
+        curve = Curve(half)
+        measured = (16, 64, 256)
+        rates = [curve.samples_per_s(s) for s in measured]
+        history = [
+            Measurement(size, "ok", rate, 0.005 * rate)
+            for size, rate in zip(measured, rates, strict=True)
+        ]
+        sizes = [32, 128, 512]
+        truth = [math.log(curve.samples_per_s(s)) for s in sizes]
+        low, high = np.quantile(draw_curves(combine(history), sizes), [0.02, 0.98], axis=0)
+        assert (low < truth).all()
+        assert (truth < high).all()
+        assert (high - low)[0] < math.log(2) / 2  # twice the size is at most twice as fast
+
+    def test_curves_differ_less_after_a_more_precise_measurement(self) -> None:
+        spreads = [
+            draw_curves(combine([Measurement(32, "ok", 100.0, error)]), [32]).std()
+            for error in (5.0, 1.0, 0.2)
+        ]
+        assert spreads == sorted(spreads, reverse=True)
+        assert spreads[0] == pytest.approx(0.05, rel=0.15)

@@ -1,0 +1,117 @@
+"""From the job to its policy, and how many candidates to make room for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError
+from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.search.factory import build_policy, max_candidates
+from raytrain_opt.search.fixed_schedule import FixedSchedule, RecordedSchedule
+from raytrain_opt.search.policy import History, TrainEpoch
+from raytrain_opt.search.stpt import Stpt
+from raytrain_opt.search.stpt_horizon import HorizonStpt
+from raytrain_opt.storage import write_json
+
+
+def job(epochs: int = 4, **learning_rate: Any) -> Job:
+    section = {"learning_rate": learning_rate} if learning_rate else {}
+    return Job.model_validate(
+        {
+            "model": "small_cnn",
+            "data": "digits",
+            "epochs": epochs,
+            "global_batch_size": 8,
+            **section,
+        }
+    )
+
+
+def test_the_search_that_needs_no_first_guess_is_the_default() -> None:
+    assert isinstance(build_policy(job(), EpochSteps(25)), HorizonStpt)
+
+
+def test_stpt_gets_the_length_of_the_training() -> None:
+    policy = build_policy(job(policy="stpt"), EpochSteps(25))
+    assert isinstance(policy, Stpt)
+    assert (policy.epochs, policy.alpha_steps(1)) == (4, 2)
+
+
+def test_alpha_is_checked_against_the_data() -> None:
+    with pytest.raises(JobError, match=r"learning_rate\.alpha"):
+        build_policy(job(policy="stpt", alpha=26), EpochSteps(25))
+
+
+def test_stpt_horizon_gets_the_epochs_and_steps() -> None:
+    steps = EpochSteps(25, ((3, 12),))
+    policy = build_policy(job(policy="stpt_horizon", horizon=0.25), steps)
+    assert isinstance(policy, HorizonStpt)
+    assert (policy.section.horizon, policy.epochs, policy.steps) == (0.25, 4, steps)
+
+
+def test_a_schedule_covers_all_epochs() -> None:
+    schedule = {"policy": "schedule", "shape": "linear", "initial": 0.4}
+    policy = build_policy(job(epochs=2, **schedule), EpochSteps(2))
+    assert isinstance(policy, FixedSchedule)
+    lrs = policy.next(1, History()).lrs + policy.next(2, History()).lrs
+    assert lrs == pytest.approx((0.4, 0.3, 0.2, 0.1))
+
+
+def test_replay_reads_the_file_of_an_earlier_run(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    write_json(path, RecordedSchedule((2, 2), (0.1, 0.2, 0.3, 0.3)).to_json())
+    policy = build_policy(job(epochs=2, policy="replay", schedule=str(path)), EpochSteps(2))
+    action = policy.next(2, History())
+    assert isinstance(action, TrainEpoch)
+    assert action.lrs == (0.3, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), ("{", "cannot be read"), ("[1]", r"not a schedule\.json")],
+)
+def test_replay_says_what_is_wrong_with_the_file(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    path = tmp_path / "schedule.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(JobError, match=message) as error:
+        build_policy(job(policy="replay", schedule=str(path)), EpochSteps(2))
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "section", "expected"),
+    [
+        (40, {"policy": "stpt"}, 8),
+        (40, {"policy": "stpt", "always_include": [1.3]}, 9),
+        (4, {"policy": "stpt", "candidates": [2.0, 1.0, 0.5]}, 3),
+        (4, {"policy": "stpt", "candidates": [2.0, 0.5], "always_include": [1.0, 2.0]}, 3),
+        (4, {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 1.0}, 2),
+        (4, {"policy": "stpt", "candidates": [1.0], "alpha": 10**6}, 0),
+        (4, {"policy": "stpt", "warmup": {"epochs": 4}}, 0),
+        (4, {"policy": "stpt_horizon"}, 3),
+        (4, {"policy": "schedule"}, 0),
+        (4, {"policy": "replay", "schedule": "not read here"}, 0),
+    ],
+)
+def test_max_candidates(epochs: int, section: dict[str, Any], expected: int) -> None:
+    assert max_candidates(job(epochs, **section)) == expected
+
+
+def test_a_horizon_aware_search_needs_the_split_that_it_scores_on() -> None:
+    with pytest.raises(ValueError, match="stpt_horizon scores candidates on the validation split"):
+        Job.model_validate(
+            {
+                "model": "small_cnn",
+                "data": {"name": "digits", "validation_fraction": 0},
+                "epochs": 4,
+                "global_batch_size": 8,
+                "learning_rate": {"policy": "stpt_horizon"},
+            }
+        )

@@ -1,0 +1,122 @@
+"""A progress bar in a terminal, plain lines elsewhere, and a table at the end."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.terminal.progress import Bar, Lines, epoch_text, open_terminal, print_summary
+
+
+def record(**values: Any) -> EpochRecord:
+    values_of_epoch: dict[str, Any] = {
+        "epoch": 3,
+        "lr": 0.0125,
+        "lr_first": 0.1,
+        "train_loss": 0.51234,
+        "train_accuracy": 0.8,
+        "test_loss": 0.6,
+        "test_accuracy": 0.9512,
+        "test_top5": 0.99,
+        "test_samples": 10,
+        "workers": 2,
+        "samples": 100,
+        "samples_per_s": 12345.6,
+        "skipped": 0,
+        "duration_s": 2.04,
+        "timings_s": {},
+    }
+    return EpochRecord(**{**values_of_epoch, **values})
+
+
+def colored_console(width: int = 200) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=True, width=width), out
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+def test_an_epoch_in_one_line() -> None:
+    assert epoch_text(record(), 8) == (
+        "epoch 3/8  lr 0.0125  loss 0.5123  accuracy 95.12%  12,346 samples/s  2.0 s"
+    )
+
+
+def test_an_epoch_without_evaluation_has_no_accuracy() -> None:
+    assert "accuracy" not in epoch_text(record(test_accuracy=None), 8)
+
+
+def test_each_note_and_each_epoch_is_one_line() -> None:
+    out = io.StringIO()
+    with Lines(Console(file=out, width=20)) as terminal:
+        terminal.phase("main train", 3, 8)
+        terminal.advance(2.5)
+        terminal.note("a note [with brackets] that is longer than the line is wide")
+        terminal.epoch(record(), 8)
+    assert out.getvalue().splitlines() == [
+        "a note [with brackets] that is longer than the line is wide",
+        epoch_text(record(), 8),
+    ]
+
+
+def test_the_bar_shows_phase_percentage_and_last_epoch() -> None:
+    console, out = colored_console()
+    with Bar(console, epochs=8) as terminal:
+        terminal.phase("starting", 0, 8)
+        terminal.note("run directory: [here]")
+        terminal.phase("main train", 4, 8)
+        terminal.epoch(record(), 8)
+        terminal.advance(6.0)
+    text = plain(out.getvalue())
+    assert "run directory: [here]" in text
+    assert "epoch 4/8  main train" in text
+    assert "75%" in text
+    assert "accuracy 95.12%  lr 0.0125  12,346 samples/s" in text
+
+
+def test_the_bar_works_without_an_accuracy() -> None:
+    console, out = colored_console()
+    with Bar(console, epochs=8) as terminal:
+        terminal.epoch(record(test_accuracy=None), 8)
+    text = plain(out.getvalue())
+    assert "lr 0.0125" in text
+    assert "accuracy" not in text
+
+
+def test_a_pipe_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_terminal(8) as terminal:
+        assert isinstance(terminal, Lines)
+        terminal.note("hello")
+    assert capsys.readouterr().out == "hello\n"
+
+
+@pytest.mark.parametrize(("plain_lines", "kind"), [(False, Bar), (True, Lines)])
+def test_a_terminal_gets_a_bar_unless_plain_lines_are_requested(
+    monkeypatch: pytest.MonkeyPatch, plain_lines: bool, kind: type
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(open_terminal(8, plain=plain_lines), kind)
+
+
+def test_the_summary_does_not_break_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/" + "/".join(["a-very-long-folder-name"] * 8) + "/result.json"
+    rows = [("1", "-", "0.005", "90.00%"), ("2", "0.1 0.2", "0.2", "95.12%")]
+    print_summary(rows, [("result", path), ("wall time", "3.0 s")])
+    out = capsys.readouterr().out
+    assert f"result     {path}\n" in out
+    assert "wall time  3.0 s" in out
+    for text in ("epoch", "candidate LRs", "chosen LR", "test accuracy", "0.1 0.2", "95.12%"):
+        assert text in out
+
+
+def test_a_run_without_epochs_has_an_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary([], [])
+    assert "chosen LR" in capsys.readouterr().out

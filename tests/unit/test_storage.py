@@ -1,0 +1,108 @@
+"""Files are written completely or not at all, and read locally or under a URI."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_opt import storage
+from raytrain_opt.errors import StorageError
+from raytrain_opt.storage import (
+    append_lines,
+    find_credentials,
+    remove_tree,
+    write_atomic,
+    write_json,
+    write_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("uri", "secret"),
+    [
+        ("s3://KEY:SECRET@bucket/runs", True),
+        ("s3://bucket/runs?access_key=KEY&secret_key=SECRET", True),
+        ("abfss://container@account/runs?sas_token=SECRET", True),
+        ("abfss://container@account.dfs.core.windows.net/runs", False),
+        ("s3://bucket/runs?region=eu-west-1&endpoint_override=host:9000", False),
+        ("runs/key:secret@home", False),
+    ],
+)
+def test_credentials_in_a_uri_are_refused_without_showing_them(uri: str, secret: bool) -> None:
+    problems = find_credentials(uri)
+    assert [problem.path for problem in problems] == ["storage_path"] * secret
+    assert "SECRET" not in str(problems)
+
+
+@pytest.mark.parametrize("location", ["{}", "file://{}"])
+def test_a_file_is_written_read_and_removed(tmp_path: Path, location: str) -> None:
+    storage_path = location.format(tmp_path / "new")
+    assert storage.read(storage_path, "a/b") is None
+    storage.write(storage_path, "a/b", b"content")
+    assert storage.read(storage_path, "a/b") == b"content"
+    storage.remove(storage_path, "a/b")
+    assert storage.read(storage_path, "a/b") is None
+
+
+def test_json_is_readable_and_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"käse": [1, 0.1]})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"käse": [1, 0.1]}
+    assert "käse" in path.read_text(encoding="utf-8")
+    assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), {"a": [float("inf")]}])
+def test_values_that_are_not_json_are_never_written(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "x.json", value)
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), RuntimeError("torch: full")])
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, error: Exception) -> None:
+    path = tmp_path / "x"
+    write_text(path, "old")
+
+    def write(temporary: Path) -> None:
+        temporary.write_text("half of the n")
+        raise error
+
+    with pytest.raises(StorageError, match=r"x cannot be written: .*full") as caught:
+        write_atomic(path, write)
+    assert caught.value.__cause__ is error
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_readers_see_the_old_file_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    write_text(path, "old")
+
+    def write(temporary: Path) -> None:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+
+    write_atomic(path, write)
+    assert path.read_text() == "new"
+
+
+def test_lines_are_appended(tmp_path: Path) -> None:
+    append_lines(tmp_path / "x.jsonl", ["a", "b"])
+    append_lines(tmp_path / "x.jsonl", ["ü"])
+    assert (tmp_path / "x.jsonl").read_text(encoding="utf-8") == "a\nb\nü\n"
+
+
+def test_a_line_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"nowhere.x\.jsonl cannot be written"):
+        append_lines(tmp_path / "nowhere" / "x.jsonl", ["{}"])
+
+
+def test_removing_a_missing_tree_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    remove_tree(tmp_path / "a")
+    remove_tree(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,244 @@
+"""BatchNorm in one process: its settings, its counts, and recomputed statistics."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raytrain_opt.config.updates import BatchNormSection
+from raytrain_opt.errors import JobError
+from raytrain_opt.train.batch_norm import (
+    count_tracked_batches,
+    count_values_per_channel,
+    pool_statistics,
+    prepare_batch_norm,
+    recalibrate,
+)
+
+
+class Net(nn.Module):
+    """Takes images [N, 3, 8, 8]; one layer in a block, one called by keyword, one for vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4))
+        self.norm = nn.BatchNorm2d(4, momentum=0.3)
+        self.dropout = nn.Dropout(0.5)
+        self.last = nn.BatchNorm1d(36)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(input=self.block(x))
+        out: Tensor = self.last(self.dropout(x.flatten(1)))
+        return out
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def images(seed: int, count: int = 6) -> Tensor:
+    return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def section(momentum: float | None = None, sync: bool = False) -> BatchNormSection:
+    return BatchNormSection(momentum=momentum, sync=sync)
+
+
+def momenta(model: nn.Module) -> list[float | None]:
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+    return [module.momentum for module in model.modules() if isinstance(module, norms)]
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("momentum", "expected"), [(None, [0.1, 0.3, 0.1]), (0.02, [0.02, 0.02, 0.02])]
+)
+def test_momentum_is_that_of_the_model_by_default(
+    net: Net, momentum: float | None, expected: list[float]
+) -> None:
+    assert prepare_batch_norm(net, section(momentum), world_size=4) is net
+    assert momenta(net) == expected
+
+
+def test_momentum_does_not_change_other_normalization_layers() -> None:
+    model = nn.Sequential(nn.InstanceNorm2d(3, momentum=0.1), nn.BatchNorm2d(3))
+    prepare_batch_norm(model, section(0.5), world_size=1)
+    assert [module.momentum for module in model] == [0.1, 0.5]
+
+
+def test_sync_converts_all_layers_and_keeps_parameters_and_names() -> None:
+    with torch.device("meta"):
+        net = Net()
+    parameters, names = list(net.parameters()), list(net.state_dict())
+    synced = prepare_batch_norm(net, section(0.05, sync=True), world_size=2)
+    assert sum(isinstance(module, nn.SyncBatchNorm) for module in synced.modules()) == 3
+    assert momenta(synced) == [0.05] * 3
+    assert list(synced.state_dict()) == names
+    assert all(a is b for a, b in zip(synced.parameters(), parameters, strict=True))
+
+
+def test_sync_with_one_worker_changes_no_layer(net: Net) -> None:
+    assert prepare_batch_norm(net, section(sync=True), world_size=1) is net
+    assert not any(isinstance(module, nn.SyncBatchNorm) for module in net.modules())
+
+
+def test_sync_on_cpu_is_refused(net: Net) -> None:
+    with pytest.raises(JobError, match=r"batch_norm\.sync: .*needs GPUs.*leave it out") as caught:
+        prepare_batch_norm(net, section(sync=True), world_size=2)
+    assert caught.value.exit_code == 2
+
+
+def test_sync_on_cpu_is_allowed_for_a_model_without_batch_norm() -> None:
+    model = nn.Linear(2, 2)
+    assert prepare_batch_norm(model, section(sync=True), world_size=2) is model
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("count", [2, 5])
+def test_values_are_counted_per_channel_and_sample(net: Net, training: bool, count: int) -> None:
+    net.train(training)
+    with count_values_per_channel(net) as values:
+        net(images(1, count))
+    assert values == {"block.1": 9, "norm": 9, "last": 1}
+
+
+def test_values_are_counted_in_a_model_that_is_one_layer() -> None:
+    layer = nn.BatchNorm1d(3)
+    with count_values_per_channel(layer) as values:
+        layer(torch.randn(4, 3, 7))
+    assert values == {"": 7}
+
+
+def test_frames_that_a_model_folds_into_the_batch_are_counted() -> None:
+    model = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm2d(3))
+    with count_values_per_channel(model) as values:
+        model(torch.randn(2, 5, 3, 4, 4))
+    assert values == {"1": 5 * 4 * 4}
+
+
+def test_counting_leaves_no_hook_even_after_an_error(net: Net) -> None:
+    with count_values_per_channel(net) as values, pytest.raises(RuntimeError):
+        net(torch.zeros(2, 5, 8, 8))
+    net(images(1))
+    assert values == {}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+def test_batches_are_counted_per_layer(net: Net) -> None:
+    for _ in range(3):
+        net(images(1))
+        net.norm.eval()
+    assert count_tracked_batches(net) == {"block.1": 3, "norm": 1, "last": 3}
+    assert count_tracked_batches(nn.Linear(2, 2)) == {}
+    assert count_tracked_batches(nn.BatchNorm1d(2, track_running_stats=False)) == {}
+
+
+def test_pooling_without_a_group_changes_nothing(net: Net) -> None:
+    since = count_tracked_batches(net)
+    net(images(1))
+    before = tensors(net)
+    pool_statistics(net, 6, {"block.1": 9, "norm": 9, "last": 1}, since)
+    assert_same(tensors(net), before)
+
+
+def test_recalibration_computes_plain_means_over_its_batches() -> None:
+    layer = nn.BatchNorm2d(3, momentum=0.1)
+    layer(40 + images(9))
+    batches = [images(seed) * (1 + seed) + seed for seed in range(4)]
+    recalibrate(layer, batches, {"": 64})
+    means = torch.stack([x.mean((0, 2, 3)) for x in batches])
+    variances = torch.stack([x.var((0, 2, 3)) for x in batches])
+    torch.testing.assert_close(layer.running_mean, means.mean(0))
+    torch.testing.assert_close(layer.running_var, variances.mean(0))
+
+
+def test_recalibration_uses_the_activations_of_training(net: Net) -> None:
+    """All other layers are in training mode: a dropout of one half doubles the square."""
+    recalibrate(net.eval(), [images(seed, 200) for seed in range(3)], {})
+    assert net.last.running_var is not None
+    # The inputs have unit variance; half of them are dropped and the others are doubled.
+    assert float(net.last.running_var.mean()) == pytest.approx(2, rel=0.05)
+
+
+def test_recalibration_changes_statistics_only(net: Net) -> None:
+    net(images(1)).sum().backward()
+    net.dropout.eval()
+    weights = {name: value.clone() for name, value in net.named_parameters()}
+    gradients = [value.grad for value in net.parameters()]
+    modes = [module.training for module in net.modules()]
+    before = tensors(net)
+    recalibrate(net, [images(2), images(3)], {})
+    assert_same(dict(net.named_parameters()), weights)
+    assert all(p.grad is g for p, g in zip(net.parameters(), gradients, strict=True))
+    assert [module.training for module in net.modules()] == modes
+    assert momenta(net) == [0.1, 0.3, 0.1]
+    assert not torch.equal(net.state_dict()["last.running_var"], before["last.running_var"])
+
+
+class Frozen(nn.BatchNorm2d):
+    """The usual way to freeze a layer of a trained model."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
+def test_recalibration_does_not_change_frozen_layers(net: Net) -> None:
+    frozen = Frozen(3)
+    assert frozen.running_mean is not None
+    frozen.running_mean.fill_(7)
+    frozen.eval()
+    model = nn.Sequential(frozen, net)
+    before = tensors(frozen)
+    recalibrate(model, [images(2)], {})
+    assert_same(tensors(frozen), before)
+    assert count_tracked_batches(model)["1.last"] == 1
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_modes_and_momenta_are_restored_after_a_failed_recalibration(
+    net: Net, fails: bool
+) -> None:
+    net.eval()
+    if fails:
+        with pytest.raises(RuntimeError):
+            recalibrate(net, [images(2), torch.zeros(2, 5, 8, 8)], {})
+    else:
+        with pytest.raises(ValueError, match="at least one batch"):
+            recalibrate(net, [], {})
+    assert not any(module.training for module in net.modules())
+    assert momenta(net) == [0.1, 0.3, 0.1]
+
+
+def test_recalibration_does_not_recompile_a_compiled_model(net: Net) -> None:
+    graphs = []
+
+    def count_graphs(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(inputs)
+        return graph
+
+    plain = deepcopy(net)
+    net.compile(backend=count_graphs)
+    net(images(1))
+    compiled = len(graphs)
+    assert compiled > 0
+    plain(images(1))
+    for model in (plain, net):
+        torch.manual_seed(5)
+        recalibrate(model, [images(2), images(3)], {})
+    assert_same(tensors(net), tensors(plain))
+    net(images(4))
+    assert len(graphs) == compiled

@@ -1,0 +1,162 @@
+"""Norms of the gradients of micro-batches and of their mean, against autograd.grad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from raytrain_opt.config.updates import ParallelSection
+from raytrain_opt.train import gradient_noise
+from raytrain_opt.train.data_parallel import distribute
+from raytrain_opt.train.gradient_noise import GradientNormMeter
+
+MICRO_BATCHES = 3
+
+
+def identity(value: Tensor) -> Tensor:
+    return value
+
+
+class Net(nn.Module):
+    """A model with a weight that is used twice, and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Linear(6, 5)
+        self.twice = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 3)
+        for parameter in self.frozen.parameters():
+            parameter.requires_grad = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(torch.relu(self.twice(torch.relu(self.frozen(x)))))
+        out: Tensor = self.last(x)
+        return out
+
+
+def batch(index: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(index)
+    return torch.randn(8, 6, generator=random), torch.randint(3, (8,), generator=random)
+
+
+def loss(model: nn.Module, index: int) -> Tensor:
+    x, y = batch(index)
+    return cross_entropy(model(x), y)
+
+
+def by_hand(model: nn.Module, indices: range) -> tuple[float, float]:
+    """Return the mean of the squared norms, and the squared norm of the mean gradient."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    flat = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(loss(model, index), trained)])
+        for index in indices
+    ]
+    mean = torch.stack(flat).mean(dim=0)
+    small = sum(float(gradient.double().square().sum()) for gradient in flat) / len(flat)
+    return small, float(mean.double().square().sum())
+
+
+def accumulate(
+    model: nn.Module, meter: GradientNormMeter, scale: Callable[[Tensor], Tensor]
+) -> None:
+    for index in range(MICRO_BATCHES):
+        with meter.micro_batch():
+            scale(loss(model, index) / MICRO_BATCHES).backward()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1024.0])
+def test_norms_are_those_of_the_micro_batches_and_of_their_mean(factor: float) -> None:
+    model = Net()
+    meter = GradientNormMeter(model)
+
+    def scale(value: Tensor) -> Tensor:
+        return value * factor
+
+    for _ in range(2):  # an update leaves nothing for the next one
+        model.zero_grad()
+        accumulate(model, meter, scale)
+        pair = meter.finish(MICRO_BATCHES, scale)
+        assert pair.dtype == torch.float64
+        assert pair.tolist() == pytest.approx(by_hand(model, range(MICRO_BATCHES)), rel=1e-5)
+
+
+def test_gradients_do_not_change_and_no_hook_is_left() -> None:
+    watched, plain = Net(), Net()
+    accumulate(watched, GradientNormMeter(watched), identity)
+    for index in range(MICRO_BATCHES):
+        (loss(plain, index) / MICRO_BATCHES).backward()
+    for watched_p, plain_p in zip(watched.parameters(), plain.parameters(), strict=True):
+        if plain_p.grad is None:
+            assert watched_p.grad is None
+        else:
+            assert torch.equal(watched_p.grad, plain_p.grad)
+        assert not watched_p._backward_hooks
+
+
+def test_no_hook_is_left_after_an_error() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match="planted"), GradientNormMeter(model).micro_batch():
+        raise ValueError("planted")
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def phase(
+    model: nn.Module, micro_batches: int, updates: int, **section: bool
+) -> list[list[float]]:
+    parallel = distribute(model, ParallelSection(**section))
+    parallel.begin_phase(micro_batches, identity)
+    for _ in range(updates):
+        model.zero_grad()
+        for index in range(micro_batches):
+            with parallel.accumulate(last=index == micro_batches - 1):
+                (loss(parallel.forward, index) / micro_batches).backward()
+        parallel.after_step()
+    return [list(pair) for pair in parallel.end_phase()]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("updates", "measured"), [(1, 1), (10, 1), (11, 2), (21, 3)])
+def test_one_update_in_ten_is_measured(updates: int, measured: int) -> None:
+    assert gradient_noise.MEASURE_EVERY == 10
+    expected = pytest.approx(by_hand(Net(), range(MICRO_BATCHES)), rel=1e-5)
+    assert phase(Net(), MICRO_BATCHES, updates) == [expected] * measured
+
+
+@pytest.mark.usefixtures("group")
+def test_a_single_micro_batch_is_not_measured() -> None:
+    assert phase(Net(), 1, 3) == []
+
+
+@pytest.mark.usefixtures("group")
+def test_the_measurement_can_be_switched_off() -> None:
+    assert phase(Net(), MICRO_BATCHES, 3, noise_scale=False) == []
+
+
+@pytest.mark.usefixtures("group")
+def test_the_measurements_of_an_interrupted_phase_are_dropped() -> None:
+    model = Net()
+    parallel = distribute(model, ParallelSection())
+    parallel.begin_phase(MICRO_BATCHES, identity)
+    with parallel.accumulate(last=False):
+        (loss(parallel.forward, 0) / MICRO_BATCHES).backward()
+    parallel.begin_phase(MICRO_BATCHES, identity)
+    model.zero_grad()
+    for index in range(MICRO_BATCHES):
+        with parallel.accumulate(last=index == MICRO_BATCHES - 1):
+            (loss(parallel.forward, index) / MICRO_BATCHES).backward()
+    assert parallel.end_phase() == (pytest.approx(by_hand(model, range(MICRO_BATCHES)), rel=1e-5),)
+    assert parallel.end_phase() == ()
