@@ -65,7 +65,7 @@ def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Pa
     expected = _run(JOB, "--set", f"storage_path={tmp_path / 'expected'}")
     (expected_dir,) = (tmp_path / "expected").iterdir()
     assert read_lines(str(expected_dir), "epochs")[-1]["test_accuracy"] >= 0.95
-    assert "candidates tried" in expected
+    assert "candidate LRs" in expected
     assert f"{expected_dir}/result.json" in expected
     assert "Trial" not in expected
     assert _leftover_processes() == []
