@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.unrecorded import NullCheckpoints, NullRecorder
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_arrays
 from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.execution.checkpoint_writer import NullCheckpoints
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import Startup
 from raytrain_opt.execution.training_run import TrainingRun
@@ -31,7 +31,6 @@ from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import StateRef
 from raytrain_opt.pools.in_process import in_process_backend
 from raytrain_opt.recording.event_log import EventLog
-from raytrain_opt.recording.null_recorder import NullRecorder
 from raytrain_opt.search.factory import build_policy, max_candidates
 from raytrain_opt.search.policy import Decision, TryCandidates
 from raytrain_opt.terminal.progress import Lines

@@ -3,42 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.train.checkpoint import Checkpoint, Checkpoints
 from raytrain_opt.train.state import TrainingState
-
-
-class CheckpointSink(Protocol):
-    """Destination of a run's checkpoints."""
-
-    @property
-    def latest(self) -> Checkpoint | None:
-        """The last checkpoint on disk."""
-        ...
-
-    def save(
-        self,
-        epoch: int,
-        state: TrainingState,
-        progress: RunProgress,
-        *,
-        rounds: int = 0,
-        test_accuracy: float | None = None,
-    ) -> None:
-        """Save the run after `epoch` full epochs and `rounds` rounds of the next one."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until the last `save` is complete. Raises StorageError if it failed."""
-        ...
-
-    def close(self) -> None:
-        """Let a `save` in progress finish, then release the thread."""
-        ...
 
 
 class CheckpointWriter:
@@ -63,9 +33,10 @@ class CheckpointWriter:
         rounds: int = 0,
         test_accuracy: float | None = None,
     ) -> None:
-        """Begin to save; wait for the save before first. Raises StorageError if that one failed.
+        """Begin to save the run after `epoch` full epochs and `rounds` rounds of the next one.
 
-        `state` must not change until the save is complete.
+        Waits for the save before; raises StorageError if that one failed. `state` must not change
+        until the save is complete.
         """
         self.wait()
 
@@ -89,26 +60,3 @@ class CheckpointWriter:
     def close(self) -> None:
         """Let a `save` in progress finish, then end the thread."""
         self._thread.shutdown(wait=True)
-
-
-class NullCheckpoints:
-    """Saves nothing: for trainings that are never resumed."""
-
-    latest: Checkpoint | None = None
-
-    def save(
-        self,
-        epoch: int,
-        state: TrainingState,
-        progress: RunProgress,
-        *,
-        rounds: int = 0,
-        test_accuracy: float | None = None,
-    ) -> None:
-        """Save nothing."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def close(self) -> None:
-        """Release nothing."""

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.execution.preflight import check_job, resolve, run_preflight
+from raytrain_opt.execution.preflight import check_job, run_preflight
 from raytrain_opt.execution.progress import Startup
 from raytrain_opt.execution.rescale import resolve_lr_scaling
-from raytrain_opt.execution.session import how_to_resume, open_run_directory
-from raytrain_opt.execution.signals import Terminated, stop_on_sigterm
+from raytrain_opt.execution.session import explain_interruption, open_run_directory
+from raytrain_opt.execution.signals import stop_on_sigterm
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
 from raytrain_opt.pools.in_process import in_process_backend, open_learner
 from raytrain_opt.search.factory import max_candidates
@@ -38,25 +38,22 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
         for note in notes:
             terminal.note(note)
         terminal.note("training in one process, without Ray: for debugging, not for speed")
-        resolved = resolve(job, preflight.info)
-        try:
-            with (
-                stop_on_sigterm(),
-                open_learner(resolved.learner, job.workers, preflight.shared) as learner,
-            ):
-                backend = in_process_backend(
-                    learner,
-                    with_slots=max_candidates(job) > 0,
-                    candidate_batch=job.learning_rate.candidate_batch,
-                )
-                with open_training_run(
-                    resolved, backend, paths, checkpoints, terminal, startup
-                ) as run:
-                    yield run
-        except KeyboardInterrupt as stop:
-            cause = "terminated" if isinstance(stop, Terminated) else "interrupted"
-            terminal.note(f"{cause}; {how_to_resume(paths)}")
-            raise
+        resolved = preflight.resolved
+        assert resolved is not None  # no batch size is to be searched
+        with (
+            explain_interruption(terminal, paths),
+            stop_on_sigterm(),
+            open_learner(resolved.learner, job.workers, preflight.shared) as learner,
+        ):
+            backend = in_process_backend(
+                learner,
+                with_slots=max_candidates(job) > 0,
+                candidate_batch=job.learning_rate.candidate_batch,
+            )
+            with open_training_run(
+                resolved, backend, paths, checkpoints, terminal, startup
+            ) as run:
+                yield run
 
 
 def _check_in_process(job: Job) -> None:

@@ -110,28 +110,36 @@ def open_session(
         pending_preflight = thread.submit(run_preflight, job)
         paths, checkpoints, notes = stack.enter_context(open_run_directory(job, resume))
         terminal.phase("starting", 0, job.epochs)
-        try:
-            # In this order: `ray.init` installs a SIGTERM handler of its own, which ours replaces.
-            with ray_session(address, verbose=verbose) as owns_ray, stop_on_sigterm():
-                startup.mark("ray_connected_s")
-                preflight = pending_preflight.result()
-                startup.mark("data_read_s")
-                announce_run_dir(paths.shown)
-                for note in notes:
-                    terminal.note(note)
-                candidates = max_candidates(job) if slots else 0
-                plan = plan_when_there_is_room(
-                    pool_request(job, candidates=candidates), job.timeouts.start_s, terminal.note
-                )
-                for note in plan.notes:
-                    terminal.note(note)
-                yield Session(
-                    job, paths, terminal, startup, checkpoints, owns_ray, preflight, plan
-                )
-        except KeyboardInterrupt as stop:
-            cause = "terminated" if isinstance(stop, Terminated) else "interrupted"
-            terminal.note(f"{cause}; {how_to_resume(paths)}")
-            raise
+        # In this order: `ray.init` installs a SIGTERM handler of its own, which ours replaces.
+        with (
+            explain_interruption(terminal, paths),
+            ray_session(address, verbose=verbose) as owns_ray,
+            stop_on_sigterm(),
+        ):
+            startup.mark("ray_connected_s")
+            preflight = pending_preflight.result()
+            startup.mark("data_read_s")
+            announce_run_dir(paths.shown)
+            for note in notes:
+                terminal.note(note)
+            candidates = max_candidates(job) if slots else 0
+            plan = plan_when_there_is_room(
+                pool_request(job, candidates=candidates), job.timeouts.start_s, terminal.note
+            )
+            for note in plan.notes:
+                terminal.note(note)
+            yield Session(job, paths, terminal, startup, checkpoints, owns_ray, preflight, plan)
+
+
+@contextmanager
+def explain_interruption(terminal: Terminal, paths: RunPaths) -> Iterator[None]:
+    """Say how to resume a run that Ctrl-C or SIGTERM ends within the block."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        cause = "terminated" if isinstance(stop, Terminated) else "interrupted"
+        terminal.note(f"{cause}; {how_to_resume(paths)}")
+        raise
 
 
 @contextmanager

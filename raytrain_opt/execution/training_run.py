@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import DivergedError, PoolError
-from raytrain_opt.execution.checkpoint_writer import CheckpointSink, CheckpointWriter
+from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import (
     EpochMetrics,
@@ -58,7 +58,7 @@ class TrainingRun:
         backend: Backend,
         paths: RunPaths,
         recorder: Recorder,
-        checkpoints: CheckpointSink,
+        checkpoints: CheckpointWriter,
         event_log: EventLog,
         terminal: Terminal,
         startup: Startup,

@@ -3,7 +3,7 @@
 Start with `records`: one model for each record file. `recorder` writes them during a run,
 `reader` reads them back, `event_log` collects what happens beside the numbers, `tensorboard`
 writes the same numbers for TensorBoard, and `reference` generates the documentation of all fields.
-`spans` are what processes report; `null_recorder` takes records and writes none.
+`spans` are what processes report.
 
 May import `search`, `storage`, `paths`, `results`, `errors` and `clock`; neither torch nor Ray.
 """

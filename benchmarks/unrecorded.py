@@ -1,14 +1,15 @@
-"""A recorder that writes nothing."""
+"""A recorder and a checkpoint writer that write nothing, for trainings without a run directory."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.recording.recorder import Recorder
 
 
 class NullRecorder(Recorder):
-    """Takes every record and writes none: for trainings without a run directory."""
+    """Takes the records of a training and writes none."""
 
     def __init__(self) -> None:
         """Open no file."""
@@ -28,15 +29,16 @@ class NullRecorder(Recorder):
     def schedule(self, *_: Any, **__: Any) -> None:
         """Write nothing."""
 
-    def result(self, *_: Any, **__: Any) -> None:
-        """Write nothing."""
 
-    def timeline_end_s(self) -> float:
-        """Return 0: the timeline is empty."""
-        return 0.0
+class NullCheckpoints(CheckpointWriter):
+    """Saves nothing: these trainings are never resumed."""
 
-    def truncate_after(self, *_: Any, **__: Any) -> None:
-        """Remove nothing."""
+    def __init__(self) -> None:
+        """Start no thread."""
 
-    def close(self) -> None:
-        """Close nothing."""
+    @property
+    def latest(self) -> None:
+        """No checkpoint."""
+
+    def save(self, *_: Any, **__: Any) -> None:
+        """Save nothing."""
