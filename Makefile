@@ -33,6 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --compile-bytecode \
 	  -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m compileall -q raytrain_opt
 	@touch $@
 
 quickstart: install
@@ -49,11 +50,12 @@ types: install
 	$(BIN)/mypy
 
 # Two processes for the tests without Ray; the tests with Ray share its sessions, one after another.
-# loadfile: a file's fixtures are set up once. No restarts: with them, xdist 3.8 hangs at the end
-# after a test has crashed its process (pytest-xdist issue 1378).
+# loadfile: a file's fixtures are set up once. No reordering: the files with the longest tests come
+# first, so that both processes end at about the same time. No restarts: with them, xdist 3.8 hangs
+# at the end after a test has crashed its process (pytest-xdist issue 1378).
 pytest: install
-	$(BIN)/pytest --durations=20 -n $(PYTEST_PROCESSES) --dist loadfile --max-worker-restart=0 \
-	  tests/unit tests/multiprocess
+	$(BIN)/pytest --durations=20 -n $(PYTEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+	  --max-worker-restart=0 tests/multiprocess tests/unit
 	$(BIN)/pytest --durations=20 tests/ray
 
 test-gpu: install

@@ -47,7 +47,7 @@ Work = Callable[[], object]
 
 
 def main() -> None:
-    args = _arguments()
+    args = arguments("lars_step")
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     steps = {name: Step(make, device) for name, make in sides().items()}
@@ -62,7 +62,7 @@ def main() -> None:
     }
     del steps, works
     if args.iteration or device.type == "cuda":
-        result |= iteration(args, device)
+        result |= iteration(args, device, sides())
     setting = {"device": args.device, "threads": args.threads, "rounds": args.rounds}
     print(json.dumps({**result, **setting, "machine": machine(), "versions": versions()}))
 
@@ -98,9 +98,11 @@ class Step:
         self.optimizer = make(self.model)
 
 
-def iteration(args: argparse.Namespace, device: torch.device) -> dict[str, object]:
+def iteration(
+    args: argparse.Namespace, device: torch.device, optimizers: dict[str, Any]
+) -> dict[str, object]:
     """Compare complete training iterations of ours and SGD."""
-    optimizers, size = sides(), args.image_size
+    size = args.image_size
     images = torch.randn(args.batch_size, 3, size, size, device=device)
     images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (args.batch_size,), device=device)
@@ -132,11 +134,15 @@ def training(
 
 
 def take_turns(
-    works: dict[str, Work], rounds: int, repetitions: int, device: torch.device
+    works: dict[str, Work],
+    rounds: int,
+    repetitions: int,
+    device: torch.device,
+    warm_ups: int = 3,
 ) -> dict[str, list[float]]:
     """Return the milliseconds of one execution, for every side and round."""
     for work in works.values():
-        for _ in range(3):
+        for _ in range(warm_ups):
             work()
     times: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
@@ -166,8 +172,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="One optimizer step on ResNet-50's parameters.")
+def arguments(
+    name: str, add_arguments: Callable[[argparse.ArgumentParser], object] = lambda _: None
+) -> argparse.Namespace:
+    """Return the arguments of the benchmark `name`, of which some are its own."""
+    parser = argparse.ArgumentParser(prog=name, description="A step on ResNet-50's parameters.")
+    add_arguments(parser)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, help="per timing; default 3, on a GPU 50")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
-from raytrain_opt.execution.batch_size import search_batch_size
-from raytrain_opt.execution.in_process import start_in_process
-from raytrain_opt.execution.result import RunResult, finish
 from raytrain_opt.execution.resume import find_unfinished_run
-from raytrain_opt.execution.session import open_session, start_run
+from raytrain_opt.execution.session import open_session
 from raytrain_opt.search.policy import (
     CandidateResult,
     Decision,
@@ -20,6 +17,9 @@ from raytrain_opt.search.policy import (
     TrainEpoch,
     TryCandidates,
 )
+
+if TYPE_CHECKING:
+    from raytrain_opt.execution.result import RunResult
 
 State = TypeVar("State")
 
@@ -103,12 +103,20 @@ def run(
     began_s = monotonic_s() if started_s is None else started_s
     resume = resume or find_unfinished_run(job)
     if in_process:
+        from raytrain_opt.execution.in_process import start_in_process
+        from raytrain_opt.execution.result import finish
+
         with start_in_process(job, began_s=began_s, resume=resume) as training_run:
             train(training_run)
             return finish(training_run)
     with open_session(
         job, address=address, verbose=verbose, began_s=began_s, resume=resume
     ) as session:
+        # Not at the top: they load torch, which is imported while Ray starts.
+        from raytrain_opt.execution.batch_size import search_batch_size
+        from raytrain_opt.execution.result import finish
+        from raytrain_opt.execution.start import start_run
+
         resolved = search_batch_size(session, fresh=fresh)
         with start_run(resolved, session) as training_run:
             train(training_run)

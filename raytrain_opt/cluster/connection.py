@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
 
-from raytrain_opt.cluster.ray_private import loopback_only
+from raytrain_opt.cluster import fork_client
+from raytrain_opt.cluster.fork_server import fork_server
+from raytrain_opt.cluster.ray_private import (
+    loopback_only,
+    start_processes_with,
+    without_helper_processes,
+)
 from raytrain_opt.errors import JobError, PoolError, Problem
 
 # A head node that is up accepts a connection within milliseconds, also across continents.
@@ -51,35 +57,60 @@ def _unreachable(address: str | None, error: Exception) -> Problem:
 
 
 @contextmanager
-def ray_session(address: str | None, *, verbose: bool) -> Iterator[bool]:
+def ray_session(
+    address: str | None, *, verbose: bool, environment: Mapping[str, str] | None = None
+) -> Iterator[bool]:
     """Connect to Ray for the time of the block; yield whether Ray was started here.
 
-    A Ray that was started here is shut down with the block; a connection that existed before
-    stays. Raises JobError when nothing answers at the address, PoolError when Ray does not start.
+    A Ray that was started here has `environment` in all its processes, and is shut down with the
+    block; a connection that existed before stays. Raises JobError when nothing answers at the
+    address, PoolError when Ray does not start.
     """
     if ray.is_initialized():
         yield False
         return
     local = not address and not os.environ.get("RAY_ADDRESS")
-    _connect(address, local, verbose)
-    try:
+    with ExitStack() as stack:
+        with _local_node(environment or {}, log_monitor=verbose) if local else nullcontext():
+            if local:
+                os.environ.update(stack.enter_context(fork_server()))
+            _connect(address, local, verbose)
+        stack.callback(ray.shutdown)
         yield local
+
+
+@contextmanager
+def _local_node(environment: Mapping[str, str], *, log_monitor: bool) -> Iterator[None]:
+    """Let a Ray that is started inside the block serve this run on this machine, and no more.
+
+    Its processes inherit `environment`. As a runtime environment of an actor, the same variables
+    would cost every process half a second, and Ray's waiting processes could not be used.
+    """
+    saved = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        with (
+            loopback_only(),
+            without_helper_processes(log_monitor=log_monitor),
+            start_processes_with(fork_client.__file__),
+        ):
+            yield
     finally:
-        ray.shutdown()
+        os.environ.clear()
+        os.environ.update(saved)
 
 
 def _connect(address: str | None, local: bool, verbose: bool) -> None:
     options: dict[str, Any] = {"address": address or None}
     if local:
-        options = {"include_dashboard": False}
+        options = {"address": "local", "include_dashboard": False}
     try:
-        with loopback_only() if local else nullcontext():
-            ray.init(
-                log_to_driver=verbose,
-                logging_level=logging.INFO if verbose else logging.ERROR,
-                configure_logging=True,
-                **options,
-            )
+        ray.init(
+            log_to_driver=verbose,
+            logging_level=logging.INFO if verbose else logging.ERROR,
+            configure_logging=True,
+            **options,
+        )
     except Exception as error:  # Ray raises a bare Exception when its own start takes over 30 s
         if local:
             raise PoolError(

@@ -6,6 +6,7 @@ version of Ray no longer has it. Checked with Ray 2.60.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from ray._private import ray_constants
 from ray._private.client_mode_hook import client_mode_wrap
+from ray._private.node import Node
 from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 if TYPE_CHECKING:
-    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 # Each keeps an idle process on the head node, which wakes many times a second; where workers
 # occupy every core, that costs them throughput. No Ray Dataset is handed to the trainer, and
@@ -67,6 +69,43 @@ def loopback_only() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = enabled
+
+
+@contextmanager
+def without_helper_processes(*, log_monitor: bool) -> Iterator[None]:
+    """Let a Ray that is started inside the block do without processes that serve a cluster.
+
+    The API server (started even without a dashboard, and waited for), the autoscaler's monitor,
+    and, unless `log_monitor`, what copies the workers' output to the driver: a third of the CPU
+    seconds of Ray's own start, and they wake many times a second afterwards.
+    """
+    names = ["start_api_server", "start_monitor"] + ([] if log_monitor else ["start_log_monitor"])
+    methods = {name: getattr(Node, name) for name in names if hasattr(Node, name)}
+    try:
+        for name in methods:
+            setattr(Node, name, _start_nothing)
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
+
+
+@contextmanager
+def start_processes_with(program: str) -> Iterator[None]:
+    """Let a Ray that is started inside the block run `program` in place of `setup_worker.py`.
+
+    Ray joins the name of that file to a folder, so an absolute path replaces both.
+    """
+    name = ray_constants.SETUP_WORKER_FILENAME
+    ray_constants.SETUP_WORKER_FILENAME = program
+    try:
+        yield
+    finally:
+        ray_constants.SETUP_WORKER_FILENAME = name
+
+
+def _start_nothing(node: Node, **options: Any) -> None:
+    """Take the place of a method of Ray's node that starts a process."""
 
 
 def actor_id(actor: Any) -> str:
@@ -137,16 +176,49 @@ def remove_placement_group_by_id(group_id: str) -> None:
     remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
 
 
-def drop_unused_callbacks(trainer: TorchTrainer) -> None:
-    """Start the trainer without the helper processes named in `UNUSED_TRAIN_CALLBACKS`.
+def run_without_helpers(trainer: DataParallelTrainer) -> None:
+    """Let `trainer.fit` run its controller in the calling process, without helper processes.
 
-    Should Ray rename `_create_default_callbacks`, training works, with the helpers.
+    Those of `UNUSED_TRAIN_CALLBACKS`, and Ray Train's coordinator of requests to the autoscaler:
+    the workers' placement group requests the same. Each of these processes costs 2 to 5 s of CPU
+    at the start of a run. Should Ray rename what this replaces, training works, with the helpers.
     """
     create = getattr(trainer, "_create_default_callbacks", None)
-    if create is None:
+    if create is None or not hasattr(trainer, "_initialize_and_run_controller"):
         return
 
     def create_used_callbacks() -> list[Any]:
         return [c for c in create() if type(c).__name__ not in UNUSED_TRAIN_CALLBACKS]
 
-    trainer._create_default_callbacks = create_used_callbacks  # type: ignore[attr-defined]
+    replaced: Any = trainer
+    replaced._create_default_callbacks = create_used_callbacks
+    replaced._initialize_and_run_controller = _run_controller_here
+
+
+def _run_controller_here(*, scaling_policy: Any, **arguments: Any) -> Any:
+    from ray.train.v2._internal.execution.controller import TrainController
+
+    scaling_policy.after_controller_start = _request_nothing
+    scaling_policy._maybe_send_resource_request = _request_nothing
+    controller: Any = TrainController(scaling_policy=scaling_policy, **arguments)
+    asyncio.run(controller.run())
+    return controller.get_result()
+
+
+def _request_nothing(*_: Any) -> None:
+    """Take the place of a request to the autoscaler."""
+
+
+def propagate_no_variables() -> None:
+    """Let Ray Tune and Ray Train start actors without runtime environments from now on.
+
+    For a Ray whose processes all have the same variables anyway: a runtime environment costs each
+    process half a second, and Ray's waiting processes have none. Tune's own default variables
+    configure TensorFlow and Lightning, which slots do not use.
+    """
+    from ray.train.v2._internal import constants
+    from ray.tune.execution import class_cache
+
+    constants.ENV_VARS_TO_PROPAGATE.clear()
+    class_cache.ENV_VARS_TO_PROPAGATE = set()
+    class_cache.DEFAULT_ENV_VARS.clear()

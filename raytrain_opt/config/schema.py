@@ -26,6 +26,7 @@ from raytrain_opt.config.section import (
     Section,
 )
 from raytrain_opt.config.updates import (
+    AverageSection,
     BatchNormSection,
     BatchRampSection,
     OptimizerSection,
@@ -125,6 +126,9 @@ class Job(Section):
     optimizer: OptimizerSection = Field(
         default_factory=OptimizerSection,
         description="The optimizer; its rate comes from learning_rate.",
+    )
+    average: AverageSection | None = Field(
+        None, description="Average the weights. Default: no average."
     )
     batch_norm: BatchNormSection = Field(
         default_factory=lambda: BatchNormSection(momentum=None),
@@ -230,6 +234,16 @@ class Job(Section):
                 f"policy {policy} scores candidates on the validation split; set it above 0",
             )
 
+        is_constant = policy == "replay" or getattr(self.learning_rate, "shape", "") == "constant"
+        if self.optimizer.is_schedule_free and not is_constant:
+            yield (
+                "learning_rate",
+                f"{self.optimizer.name} needs a constant rate after the warm-up; write "
+                "{policy: schedule, shape: constant, initial: …, warmup: {epochs: 1}} (customary "
+                "rates: ScheduleFreeSGD 1, ScheduleFreeAdamW 0.0025)",
+            )
+        if self.optimizer.is_schedule_free and self.average is not None:
+            yield "average", f"{self.optimizer.name} averages its weights itself; remove it"
         if self.learning_rate.search_weight_decay:
             # The default of torch's other optimizers is 0.
             default = 0.01 if self.optimizer.name in ("AdamW", "NAdam") else 0
@@ -274,6 +288,9 @@ class Job(Section):
                 "needs all workers together, and parallel.mode is async; remove it: the running "
                 "statistics of the workers are pooled after every epoch",
             )
+        if self.average is not None or self.optimizer.is_schedule_free:
+            path = "optimizer.name" if self.average is None else "average"
+            yield path, "averages weights that all workers share; needs parallel.mode: sync"
         if self.precision == "fp16":
             yield (
                 "precision",

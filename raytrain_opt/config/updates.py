@@ -9,7 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from raytrain_opt.config.section import (
     BrokenRule,
+    Fraction,
     NamedSection,
+    NameOrFunction,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -20,11 +22,14 @@ from raytrain_opt.config.section import (
 class OptimizerSection(NamedSection):
     """An optimizer of torch.optim or of this package; the policy sets its learning rate."""
 
-    name: str = Field(
+    name: NameOrFunction = Field(
         "SGD",
         description=(
-            "A class of torch.optim, LARS (You et al.), or RMSpropWarmup (Akiba et al.: RMSprop "
-            "at first, then momentum SGD; its times are in epochs)."
+            "A class of torch.optim, LARS (You et al.), Muon (Jordan et al.; also for "
+            "convolutions, biases and normalization), RMSpropWarmup (Akiba et al.: RMSprop at "
+            "first, then momentum SGD; its times are in epochs), ScheduleFreeSGD or "
+            "ScheduleFreeAdamW (Defazio et al.; at a constant rate), or a class of your own as "
+            "package.module:Class."
         ),
     )
     args: dict[str, Any] = Field(
@@ -35,16 +40,46 @@ class OptimizerSection(NamedSection):
         "auto",
         description=(
             "Parameters without weight decay and, with LARS, without trust ratio. bias_and_norm: "
-            "biases and normalization layers; auto: bias_and_norm with LARS, else none."
+            "biases and normalization layers; auto: bias_and_norm with LARS and Muon, else none."
         ),
     )
+    lr_multipliers: dict[str, PositiveFloat] = Field(
+        default_factory=dict,
+        description=(
+            "Factors of the learning rate by patterns of parameter names, such as "
+            '`{"fc.*": 10}`; the first that matches a parameter counts.'
+        ),
+    )
+    aux_parameters: list[str] = Field(
+        default_factory=list,
+        description=(
+            "Muon only: patterns of names of further parameters that follow its second rule "
+            "(`args.aux`) as biases, normalization and embeddings do, such as the last layer's."
+        ),
+    )
+
+    @property
+    def is_schedule_free(self) -> bool:
+        """Whether it averages its weights in place of a decay of the rate."""
+        return self.name in ("ScheduleFreeSGD", "ScheduleFreeAdamW")
 
     @property
     def excludes_bias_and_norm(self) -> bool:
         """Whether biases and normalization layers get no weight decay."""
         return self.no_weight_decay == "bias_and_norm" or (
-            self.no_weight_decay == "auto" and self.name == "LARS"
+            self.no_weight_decay == "auto" and self.name in ("LARS", "Muon")
         )
+
+    @property
+    def group_lr_multipliers(self) -> dict[str, float]:
+        """Return all factors of the rate that are not 1; `aux` is that of Muon's second rule."""
+        aux = {"aux": self.args.get("aux_lr_multiplier", 1.0)} if self.name == "Muon" else {}
+        return {k: f for k, f in {**aux, **self.lr_multipliers}.items() if f != 1}
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse a second rule's parameters for optimizers with one rule."""
+        if self.aux_parameters and self.name != "Muon":
+            yield "aux_parameters", f"belongs to Muon; {self.name} has one rule for all parameters"
 
     @field_validator("args")
     @classmethod
@@ -56,9 +91,27 @@ class OptimizerSection(NamedSection):
     @model_validator(mode="before")
     @classmethod
     def _default_args_for_sgd_only(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "args" not in value and value.get("name", "SGD") != "SGD":
-            return {**value, "args": {}}
-        return value
+        bare = isinstance(value, str) or callable(value)
+        section = {"name": value} if bare else value
+        if isinstance(section, dict) and section.get("name", "SGD") != "SGD":
+            return {"args": {}, **section}
+        return section
+
+
+class AverageSection(Section):
+    """An average of the weights, for any optimizer: it is evaluated, scored and saved.
+
+    The training continues from its own weights. BatchNorm statistics are taken at the average.
+    """
+
+    kind: Literal["ema"] = Field("ema", description="ema: exponential moving average.")
+    decay: Fraction = Field(
+        0.99,
+        description=(
+            "Weight of the average so far in each update t: at most (1 + t) / (10 + t). 0.99 "
+            "averages over about 100 updates."
+        ),
+    )
 
 
 class BatchNormSection(Section):

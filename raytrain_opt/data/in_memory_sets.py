@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,12 +53,16 @@ def load_arrays(section: ArraySetData | ArraysData) -> DatasetArrays:
 
 
 def _load_digits() -> DatasetArrays:
-    """Read scikit-learn's 1,797 digits, 8x8, as 0..255; a fifth of each class is the test set."""
-    from sklearn.datasets import load_digits
+    """Read scikit-learn's 1,797 digits, 8x8, as 0..255; a fifth of each class is the test set.
 
-    digits = load_digits()
-    x = np.rint(digits.images * (255 / 16)).astype(np.uint8)
-    y = digits.target.astype(np.int64)
+    The file is read without scikit-learn, which imports SciPy and pandas.
+    """
+    package = find_spec("sklearn")
+    assert package is not None  # a dependency of this package
+    file = Path(str(package.origin)).parent / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(file, np.int64, delimiter=",")
+    x = np.rint(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    y = table[:, -1]
     is_test = np.zeros(len(y), dtype=bool)
     order = generator(0, Purpose.DIGITS_SPLIT).permutation(len(y))
     for label in range(10):

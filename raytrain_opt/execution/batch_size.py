@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
@@ -20,8 +20,7 @@ from raytrain_opt.errors import PoolError
 from raytrain_opt.execution.batch_size_cache import Cache, CachedSearch
 from raytrain_opt.execution.preflight import ResolvedJob, resolve
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, scalable_policy
-from raytrain_opt.execution.session import Session, open_session, start_launcher
-from raytrain_opt.pools.probes import ProbeConfig, ProbeSearchResult
+from raytrain_opt.execution.session import Session, open_session
 from raytrain_opt.pools.resident_config import compute_threads
 from raytrain_opt.recording.recorder import append_records, write_record
 from raytrain_opt.recording.records import (
@@ -36,6 +35,9 @@ from raytrain_opt.search.batch_size.strategy import SizeBounds
 from raytrain_opt.storage import write_text
 from raytrain_opt.terminal.probe_tables import probe_text, probes_table
 from raytrain_opt.train.learner_config import LearnerConfig
+
+if TYPE_CHECKING:
+    from raytrain_opt.pools.probes import ProbeConfig, ProbeSearchResult
 
 # Seconds between polls for new probes: short for a probe, long for a call to the launcher.
 _POLL_S = 0.5
@@ -143,6 +145,10 @@ def _probe(
     section: BatchSizeSection, bounds: SizeBounds, session: Session, *, trace: bool
 ) -> CachedSearch:
     """Probe until the strategy has chosen; record every probe as soon as it is measured."""
+    # Not at the top: they load torch and Ray Tune, which a job without a search never needs here.
+    from raytrain_opt.execution.start import start_launcher
+    from raytrain_opt.pools.probes import ProbeConfig
+
     job, plan = session.job, session.plan
     session.terminal.phase("searching the batch size", 0, job.epochs)
     launcher = start_launcher(
@@ -210,7 +216,7 @@ def _follow(
                 f"(timeouts.no_progress_s); {len(lines)} probes are in "
                 f"{session.paths.shown}/batch_size.jsonl"
             )
-    return cast(ProbeSearchResult, ray.get(pending))
+    return cast("ProbeSearchResult", ray.get(pending))
 
 
 def _report(job: Job, result: BatchSizeResult, session: Session) -> None:

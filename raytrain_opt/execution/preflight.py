@@ -192,11 +192,13 @@ def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
 def _check_model(job: Job, info: DataInfo) -> list[Problem]:
     """Build the model on the CPU, as every worker does, and call it once."""
     from raytrain_opt.models import build_model, check_output
+    from raytrain_opt.optim.factory import group_parameters
 
     shape, classes = info.sample_shape, info.num_classes
     try:
         model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
         check_output(model, shape, classes, "cpu")
+        group_parameters(job.optimizer, model)
         if job.parallel.mode == "async":
             from raytrain_opt.async_training.weight_shard import split_parameters
 

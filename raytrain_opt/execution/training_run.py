@@ -102,9 +102,9 @@ class TrainingRun:
 
         All processes start from it: equal seeds need not give equal weights in each of them.
         """
-        self.terminal.phase("starting", 0, self.job.epochs)
         slots = self.backend.slots
         if slots is not None:
+            self.terminal.phase(f"starting {slots.size} slots", 0, self.job.epochs)
             slots.wait_until_ready(self.job.timeouts.start_s)
             self.startup.mark("slots_ready_s")
             self.backend.workers.start()
@@ -224,7 +224,12 @@ class TrainingRun:
         self.recorder.epoch(record, self.steps.before(epoch + 1))
         self.event_log.write(epoch, self.backend.pools)
         steps = tuple(self.steps(done) for done in range(1, epoch + 1))
-        schedule = RecordedSchedule(steps, self.progress.lrs, self._epoch.weight_decay_factor)
+        schedule = RecordedSchedule(
+            steps,
+            self.progress.lrs,
+            self._epoch.weight_decay_factor,
+            self.job.optimizer.group_lr_multipliers,
+        )
         self.recorder.schedule(ScheduleRecord.model_validate(schedule.to_json()))
         if epoch % self.job.checkpoint.every_epochs == 0 or epoch == self.job.epochs:
             self._save(state, epoch, test_accuracy=record.test_accuracy)
@@ -252,7 +257,9 @@ class TrainingRun:
 
     def _wait_for_workers(self) -> Pool:
         if not self._workers_ready:
-            self.backend.workers.wait_until_ready(self.job.timeouts.start_s)
+            workers, epoch = self.backend.workers, self.progress.next_epoch
+            self.terminal.phase(f"starting {workers.size} workers", epoch, self.job.epochs)
+            workers.wait_until_ready(self.job.timeouts.start_s)
             self.startup.mark("workers_ready_s")
             self._workers_ready = True
         return self.backend.workers

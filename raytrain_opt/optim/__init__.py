@@ -8,8 +8,8 @@
 
 Start with `schedules` (learning rates as functions of the step), `scaling` (rates for another
 batch size) and `epoch_steps` (updates of each epoch), which are free of torch; then `lars`,
-`rmsprop_warmup`, `parameter_groups` and `lr_scheduler`. `factory` builds what the `optimizer`
-section of a job names. May import config and errors.
+`muon`, `rmsprop_warmup`, `averaging`, `parameter_groups` and `lr_scheduler`. `factory` builds what
+the `optimizer` section of a job names. May import config and errors.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from raytrain_opt.optim.schedules import (
 if TYPE_CHECKING:
     from raytrain_opt.optim.lars import LARS
     from raytrain_opt.optim.lr_scheduler import ScheduledLR
+    from raytrain_opt.optim.muon import Muon
     from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Cosine",
     "Linear",
     "MultiStep",
+    "Muon",
     "Polynomial",
     "RMSpropWarmup",
     "ScheduledLR",
@@ -52,7 +54,12 @@ __all__ = [
 
 # Imported on first use: these need torch, which takes seconds to import, while `search` and the
 # command line import schedules and steps from this package without it.
-_NEED_TORCH = {"LARS": "lars", "RMSpropWarmup": "rmsprop_warmup", "ScheduledLR": "lr_scheduler"}
+_NEED_TORCH = {
+    "LARS": "lars",
+    "Muon": "muon",
+    "RMSpropWarmup": "rmsprop_warmup",
+    "ScheduledLR": "lr_scheduler",
+}
 
 
 def __getattr__(name: str) -> Any:

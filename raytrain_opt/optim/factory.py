@@ -1,4 +1,4 @@
-"""Build optimizers by name: torch's, `LARS` and `RMSpropWarmup`.
+"""Build optimizers by name: torch's, this package's, schedule-free ones and the user's own.
 
 The learning rate is not an argument of the optimizer: the policy decides it, and the training
 loop sets it before each update with `set_lr`.
@@ -7,10 +7,11 @@ loop sets it before each update with `set_lr`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.error_messages import nearest
+from raytrain_opt.config.functions import is_function_name, resolve_function
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem
 
@@ -22,11 +23,12 @@ _UNSUPPORTED = {
     "LBFGS": "evaluates the loss several times per step through a closure; the loop does it once",
     "SparseAdam": "needs sparse gradients; those of a data-parallel model are dense",
     "Rprop": "uses the learning rate for its first step only, so no policy could control it",
-    "Muon": "updates matrices only and rejects convolutions, biases and normalization",
 }
 _RESERVED_ARGUMENTS = {
     "lr": "is set by the learning-rate policy: use learning_rate.initial",
     "differentiable": "is for differentiating through an update, which this loop does not do",
+    "warmup_steps": "is set by the learning-rate policy: use learning_rate.warmup",
+    "distributed": "follows from the number of workers",
 }
 # Arguments of RMSpropWarmup that a job writes in epochs, with the paper's values as defaults.
 _EPOCH_ARGUMENTS = {"center_epochs": 10.0, "period_epochs": 5.0}
@@ -37,61 +39,87 @@ def check_optimizer(section: OptimizerSection) -> list[Problem]:
 
     Values are checked by constructing the class without parameters. Imports torch.
     """
-    classes = _optimizer_classes()
-    if section.name not in classes:
-        return [_unknown_class(section.name, sorted(set(classes) - set(_UNSUPPORTED)))]
     if section.name in _UNSUPPORTED:
         rule = f"cannot train here: {section.name} {_UNSUPPORTED[section.name]}"
         return [Problem("optimizer.name", rule, None, "use SGD, AdamW or another")]
-    optimizer_class = classes[section.name]
+    try:
+        optimizer_class = _resolve_class(section.name)
+    except JobError as error:
+        return error.problems
     return _check_arguments(optimizer_class, section.args) or _check_values(
         optimizer_class, section.args
     )
 
 
 def build_optimizer(
-    section: OptimizerSection, model: nn.Module, *, steps_per_epoch: int
+    section: OptimizerSection,
+    model: nn.Module,
+    *,
+    steps_per_epoch: int,
+    distributed: bool = False,
 ) -> Optimizer:
     """Build the optimizer of `model`'s parameters, at learning rate 0; see `set_lr`.
 
-    The section's `no_weight_decay` decides which parameters are left out of weight decay.
+    The section says which parameters are left out of weight decay, and which have rates of their
+    own. `distributed`: all ranks of the default process group take each step together.
     Arguments in epochs are converted to updates, `steps_per_epoch` each. The foreach
     implementation (all tensors in few kernels) is used where the class has one and the
     arguments choose no other.
     Raises JobError: anything `check_optimizer` finds, or the class rejects these parameters.
     """
-    from raytrain_opt.optim.parameter_groups import parameter_groups
-
     problems = check_optimizer(section)
     if problems:
         raise JobError(problems)
-    optimizer_class = _optimizer_classes()[section.name]
-    groups = parameter_groups(model, exclude_bias_and_norm=section.excludes_bias_and_norm)
+    optimizer_class = _resolve_class(section.name)
     args = {
         **_default_implementation(optimizer_class, section.args),
         **_constructor_arguments(optimizer_class, section.args, steps_per_epoch),
     }
+    if section.name == "Muon":
+        args["distributed"] = distributed
+    groups = group_parameters(section, model)
     try:
         optimizer: Optimizer = optimizer_class(groups, lr=0.0, **args)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # a user's class may raise anything
         rule = f"{section.name} rejects this model's parameters: {error}"
         raise JobError([Problem("optimizer", rule)]) from error
     return optimizer
 
 
+def group_parameters(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the parameter groups of the section's optimizer; see `parameter_groups`.
+
+    Raises JobError for a pattern that matches no parameter.
+    """
+    from raytrain_opt.optim.parameter_groups import parameter_groups
+
+    try:
+        return parameter_groups(
+            model,
+            exclude_bias_and_norm=section.excludes_bias_and_norm,
+            lr_multipliers=section.lr_multipliers,
+            use_muon=section.name == "Muon",
+            aux_parameters=section.aux_parameters,
+        )
+    except ValueError as error:
+        raise JobError([Problem("optimizer", str(error))]) from error
+
+
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of the next update in every parameter group.
+    """Set the learning rate of the next update: in each group `lr` times its `lr_multiplier`.
 
     A rate that is a tensor is filled in place, because captured CUDA graphs read that tensor.
     (torch's ASGD reads the rate at the end of an update: there it counts one update later.)
     """
     import torch
 
+    from raytrain_opt.optim.parameter_groups import scaled_lr
+
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
+            group["lr"].fill_(scaled_lr(group, lr))
         else:
-            group["lr"] = lr
+            group["lr"] = scaled_lr(group, lr)
 
 
 def get_weight_decays(optimizer: Optimizer) -> list[float]:
@@ -109,11 +137,30 @@ def set_weight_decays(optimizer: Optimizer, weight_decays: Sequence[float]) -> N
             group["weight_decay"] = weight_decay
 
 
+def _resolve_class(name: str | Callable[..., Any]) -> Any:
+    """Return the class of this name, or the user's. Raises JobError if it is no optimizer."""
+    from torch.optim import Optimizer
+
+    if not is_function_name(name):
+        classes = _optimizer_classes()
+        if name not in classes:
+            valid = sorted(set(classes) - set(_UNSUPPORTED))
+            raise JobError([_unknown_class(str(name), valid)])
+        return classes[str(name)]
+    own = resolve_function(name, "optimizer.name")
+    if not (isinstance(own, type) and issubclass(own, Optimizer)):
+        rule = "must be a class derived from torch.optim.Optimizer"
+        raise JobError([Problem("optimizer.name", rule, repr(name))])
+    return own
+
+
 def _optimizer_classes() -> dict[str, Any]:
     """Return all classes by name. Any: their constructors differ."""
     import torch
+    from schedulefree import AdamWScheduleFree, SGDScheduleFree
 
     from raytrain_opt.optim.lars import LARS
+    from raytrain_opt.optim.muon import Muon
     from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
 
     base = torch.optim.Optimizer
@@ -122,7 +169,14 @@ def _optimizer_classes() -> dict[str, Any]:
         for name, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, base) and value is not base
     }
-    return {**from_torch, "LARS": LARS, "RMSpropWarmup": RMSpropWarmup}
+    return {
+        **from_torch,
+        "LARS": LARS,
+        "Muon": Muon,
+        "RMSpropWarmup": RMSpropWarmup,
+        "ScheduleFreeAdamW": AdamWScheduleFree,
+        "ScheduleFreeSGD": SGDScheduleFree,
+    }
 
 
 def _constructor_arguments(
@@ -153,18 +207,23 @@ def _default_implementation(
 
 def _unknown_class(name: str, valid: list[str]) -> Problem:
     hint = nearest(name, valid, n=2, ignore_case=True) or f"valid: {', '.join(valid)}"
-    rule = "must be a class of torch.optim, LARS or RMSpropWarmup"
+    rule = (
+        "must be a class of torch.optim, LARS, Muon, RMSpropWarmup, ScheduleFreeSGD, "
+        "ScheduleFreeAdamW, or package.module:Class"
+    )
     return Problem("optimizer.name", rule, repr(name), hint)
 
 
 def _check_arguments(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:
     valid = _job_arguments(optimizer_class)
+    parameters = inspect.signature(optimizer_class).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     problems = []
     for key, value in args.items():
         path = f"optimizer.args.{key}"
         if key in _RESERVED_ARGUMENTS:
             problems.append(Problem(path, _RESERVED_ARGUMENTS[key]))
-        elif key not in valid:
+        elif key not in valid and not takes_any:
             hint = nearest(key, valid) or f"valid arguments: {', '.join(valid)}"
             rule = f"{optimizer_class.__name__} has no such argument"
             problems.append(Problem(path, rule, None, hint))
@@ -212,6 +271,6 @@ def _rejection(optimizer_class: Any, args: dict[str, Any]) -> str | None:
 def _construction_error(optimizer_class: Any, args: dict[str, Any]) -> str | None:
     try:
         optimizer_class([], lr=0.0, **_constructor_arguments(optimizer_class, args, 1))
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
         return str(error) or type(error).__name__
     return None

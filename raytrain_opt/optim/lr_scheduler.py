@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from raytrain_opt.optim.parameter_groups import scaled_lr
 from raytrain_opt.optim.schedules import Schedule
 
 
@@ -28,8 +29,9 @@ class ScheduledLR(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the schedule's rate at this step, once for each parameter group."""
-        return [self.schedule.lr(self.last_epoch)] * len(self.optimizer.param_groups)
+        """Return the rate of each parameter group at this step; see `parameter_groups`."""
+        lr = self.schedule.lr(self.last_epoch)
+        return [scaled_lr(group, lr) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without the schedule, which may hold a function that torch rejects."""

@@ -1,45 +1,87 @@
-"""Parameter groups: biases and normalization layers without weight decay and trust ratio.
+"""Parameter groups: what each parameter needs of weight decay, trust ratio, rule and rate.
 
-Their few values set scales and offsets. Weight decay, which pulls them to zero, or a trust
-ratio, which moves them in proportion to their norm, costs accuracy at large batch sizes.
-Sources: Goyal et al. 2017 (arXiv 1706.02677); You, Gitman and Ginsburg 2017
-(arXiv 1708.03888).
+The few values of biases and normalization layers set scales and offsets. Weight decay, which pulls
+them to zero, or a trust ratio, which moves them in proportion to their norm, costs accuracy at
+large batch sizes: Goyal et al. 2017 (arXiv 1706.02677); You, Gitman and Ginsburg 2017
+(arXiv 1708.03888). `Muon` orthogonalizes matrices, which these are not; nor are embeddings, of
+which a batch uses some rows only. Every group can have a rate of its own: a schedule's rate times
+the group's `lr_multiplier` (`scaled_lr`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 _NORMALIZATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
 
 
-def parameter_groups(model: nn.Module, *, exclude_bias_and_norm: bool) -> list[dict[str, Any]]:
+def scaled_lr(group: Mapping[str, Any], lr: float) -> float:
+    """Return the rate of a parameter group when a schedule's rate is `lr`."""
+    return lr * float(group.get("lr_multiplier", 1.0))
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    exclude_bias_and_norm: bool,
+    lr_multipliers: Mapping[str, float] | None = None,
+    use_muon: bool = False,
+    aux_parameters: Sequence[str] = (),
+) -> list[dict[str, Any]]:
     """Return all parameters of `model` in groups for an optimizer, shared ones once.
 
-    With `exclude_bias_and_norm`, the second group holds all parameters of normalization layers
-    and those of fewer than two dimensions, with `weight_decay` 0 and `adapt` False (which
-    `LARS` reads and other optimizers ignore); the first group holds the others. Empty groups
-    are left out.
+    With `exclude_bias_and_norm`, all parameters of normalization layers and those of fewer than
+    two dimensions get `weight_decay` 0 and `adapt` False (which `LARS` reads and other optimizers
+    ignore); their groups come last. `lr_multipliers`: factors of the rate, by patterns of
+    parameter names (`fc.*`); the first that matches counts. With `use_muon`, a group's `use_muon`
+    says whether its parameters are matrices of at least two rows and columns, without those of
+    embeddings and normalization layers, and without those whose names match `aux_parameters`.
+
+    Raises ValueError for a pattern that matches no parameter.
     """
-    if not exclude_bias_and_norm:
-        groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
-    else:
-        of_norm = {
-            id(param)
-            for module in model.modules()
-            if isinstance(module, _NORMALIZATION)
-            for param in module.parameters(recurse=False)
-        }
-        excluded = {id(p) for p in model.parameters() if p.dim() < 2 or id(p) in of_norm}
-        groups = [
-            {"params": [p for p in model.parameters() if id(p) not in excluded]},
-            {
-                "params": [p for p in model.parameters() if id(p) in excluded],
-                "weight_decay": 0.0,
-                "adapt": False,
-            },
-        ]
-    return [group for group in groups if group["params"]]
+    multipliers = lr_multipliers or {}
+    _check_patterns([*multipliers, *aux_parameters], model)
+    in_norm, in_embedding = (
+        _parameters_of(model, _NORMALIZATION),
+        _parameters_of(model, _EMBEDDING),
+    )
+    groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        settings: dict[str, Any] = {}
+        if exclude_bias_and_norm and (param.dim() < 2 or id(param) in in_norm):
+            settings |= {"weight_decay": 0.0, "adapt": False}
+        if use_muon:
+            settings["use_muon"] = (
+                _is_matrix(param)
+                and id(param) not in in_norm | in_embedding
+                and not any(fnmatchcase(name, pattern) for pattern in aux_parameters)
+            )
+        factors = [f for pattern, f in multipliers.items() if fnmatchcase(name, pattern)]
+        if factors:
+            settings["lr_multiplier"] = factors[0]
+        groups.setdefault(tuple(settings.items()), []).append(param)
+    excluded_last = sorted(groups.items(), key=lambda item: ("adapt", False) in item[0])
+    return [{"params": params, **dict(settings)} for settings, params in excluded_last]
+
+
+def _parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[int]:
+    modules = (module for module in model.modules() if isinstance(module, kinds))
+    return {id(param) for module in modules for param in module.parameters(recurse=False)}
+
+
+def _is_matrix(param: nn.Parameter) -> bool:
+    return param.dim() >= 2 and min(len(param), param[0].numel()) >= 2
+
+
+def _check_patterns(patterns: Sequence[str], model: nn.Module) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            some = ", ".join(names[:3])
+            raise ValueError(f"{pattern!r} matches no parameter of this model ({some}, ...)")

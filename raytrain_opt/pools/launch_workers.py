@@ -15,7 +15,7 @@ from ray.train import (
 from ray.util import placement_group, remove_placement_group
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.cluster.ray_private import drop_unused_callbacks
+from raytrain_opt.cluster.ray_private import run_without_helpers
 from raytrain_opt.pools.commands import WORKER_POOL
 from raytrain_opt.pools.resident import Handler, peer_failure_grace_s, serve
 from raytrain_opt.pools.resident_config import ResidentConfig, WorkerPlace, compute_threads
@@ -94,7 +94,7 @@ def _fit(config: ResidentConfig, suffix: str, size: int, failures: FailureConfig
             callbacks=config.workers.callbacks(config) or None,
         ),
     )
-    drop_unused_callbacks(trainer)
+    run_without_helpers(trainer)
     trainer.fit()
 
 

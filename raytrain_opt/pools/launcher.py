@@ -10,6 +10,9 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from raytrain_opt.bytecode import bytecode_environment
+from raytrain_opt.cluster.ray_private import propagate_no_variables
+
 if TYPE_CHECKING:
     from raytrain_opt.pools.probes import ProbeConfig, ProbeRecord, ProbeSearchResult
     from raytrain_opt.pools.resident_config import ResidentConfig
@@ -46,17 +49,24 @@ def environment(*, local: bool, start_s: float) -> dict[str, str]:
     """
     defaults = _ENVIRONMENT | (_LOCAL_ENVIRONMENT if local else {})
     defaults["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(start_s)
-    return {name: os.environ.get(name, value) for name, value in defaults.items()}
+    chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return chosen | bytecode_environment()
 
 
 class PoolLauncher:
     """Runs the pools. Each method returns when its pool has ended, and raises why."""
 
-    def __init__(self, *, import_all: bool) -> None:
-        """`import_all`: import what both pools need now, beside the driver's own start."""
+    def __init__(self, *, local: bool, import_all: bool) -> None:
+        """Import what the pools need.
+
+        `local`: Ray runs on this machine alone, and all its processes have `environment`.
+        `import_all`: import what both pools need now, beside the driver's own start.
+        """
         # Modules that import each other in circles must not be imported by two threads.
         self._importing = threading.Lock()
         self._records: list[ProbeRecord] = []
+        if local:
+            propagate_no_variables()
         if import_all:
             import ray.train.torch  # noqa: F401
 

@@ -103,7 +103,7 @@ class Slot(LearnerHandler):
     ) -> TrainTotals:
         computed, count = len(self._micro_batches.indices), self._micro_batches.count
         lrs = [linear_scaling(lr, computed, count) for lr in candidate.lrs(plan)[first:end]]
-        return self.learner.train(
+        totals = self.learner.train(
             plan.epoch,
             first,
             lrs,
@@ -111,6 +111,9 @@ class Slot(LearnerHandler):
             lambda done: on_step(first + done),
             candidate.weight_decay_factor * plan.weight_decay_scale,
         )
+        if self.learner.averages_weights:
+            self.learner.sync_batch_norm_stats()
+        return totals
 
     def _send_candidate_state(
         self, command: SendCandidateState, _on_step: OnStep

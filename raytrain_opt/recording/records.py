@@ -297,6 +297,12 @@ class ScheduleRecord(Record):
     epoch_steps: tuple[int, ...] = Field(description="Steps of each epoch.")
     steps: int = Field(description="Steps in all.")
     weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
+    lr_multipliers: dict[str, float] = Field(
+        description=(
+            "Factors other than 1 on the learning rate, by patterns of parameter names; `aux`: of "
+            "the parameters that follow Muon's second rule."
+        )
+    )
     segments: tuple[ScheduleSegment, ...] = Field(description="Learning rates in order.")
 
 

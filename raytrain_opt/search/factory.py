@@ -27,7 +27,12 @@ def build_policy(job: Job, steps: EpochSteps) -> Policy:
     if isinstance(section, HorizonPolicy):
         return HorizonStpt(section, job.epochs, steps)
     if isinstance(section, ReplayPolicy):
-        return read_schedule(section.schedule).policy(job.epochs, steps)
+        recorded = read_schedule(section.schedule)
+        multipliers = job.optimizer.group_lr_multipliers
+        if recorded.lr_multipliers != multipliers:
+            rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
+            raise JobError([Problem("optimizer.lr_multipliers", rule, str(multipliers))])
+        return recorded.policy(job.epochs, steps)
     schedule = build_schedule(section, epochs=job.epochs, steps_per_epoch=steps.first)
     return FixedSchedule(schedule, steps)
 

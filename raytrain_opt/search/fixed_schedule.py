@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
@@ -36,11 +36,15 @@ class FixedSchedule(NoCandidates):
 
 @dataclass(frozen=True)
 class RecordedSchedule:
-    """The contents of schedule.json: each step's rate, and the factor of the weight decay."""
+    """The contents of schedule.json: each step's rate, and the factor of the weight decay.
+
+    `lr_multipliers`: factors of the rate, by the parameters that have one other than 1.
+    """
 
     epoch_steps: tuple[int, ...]
     lrs: tuple[float, ...]
     weight_decay_factor: float = 1.0
+    lr_multipliers: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object: equal rates in a row make one segment, which keeps it small."""
@@ -55,6 +59,7 @@ class RecordedSchedule:
             "epoch_steps": list(self.epoch_steps),
             "steps": len(self.lrs),
             "weight_decay_factor": self.weight_decay_factor,
+            "lr_multipliers": dict(self.lr_multipliers),
             "segments": segments,
         }
 
@@ -66,8 +71,10 @@ class RecordedSchedule:
                 raise TypeError("not a JSON object")
             segments = [(float(item["lr"]), int(item["steps"])) for item in value["segments"]]
             factor = float(value.get("weight_decay_factor", 1.0))
-            schedule = cls(tuple(int(steps) for steps in value["epoch_steps"]), (), factor)
-        except (KeyError, TypeError, ValueError) as error:
+            multipliers = {k: float(f) for k, f in value.get("lr_multipliers", {}).items()}
+            epoch_steps = tuple(int(steps) for steps in value["epoch_steps"])
+            schedule = cls(epoch_steps, (), factor, multipliers)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             rule = f"{source} is not a schedule.json of a run ({error!r})"
             raise JobError([Problem("learning_rate.schedule", rule)]) from error
         steps = sum(count for _, count in segments)

@@ -11,13 +11,17 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.recording.records import EpochRecord
 
 
@@ -72,13 +76,22 @@ class Lines:
         self.note(epoch_text(record, epochs))
 
 
+class PhaseColumn(ProgressColumn):
+    """The current activity with its seconds, so that a long one is not taken for a hang."""
+
+    def render(self, task: Task) -> Text:
+        """Return the text; rich calls this many times a second."""
+        seconds = int(monotonic_s() - task.fields["phase_began_s"])
+        return Text(f"{task.description}  {seconds} s" if seconds else task.description)
+
+
 class Bar:
-    """A progress bar with epoch, phase, accuracy, speed and remaining time."""
+    """A progress bar with epoch, phase and its seconds, accuracy, speed and remaining time."""
 
     def __init__(self, console: Console, epochs: int) -> None:
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            PhaseColumn(),
             BarColumn(),
             TaskProgressColumn(),
             TimeRemainingColumn(),
@@ -86,7 +99,9 @@ class Bar:
             console=console,
             transient=True,
         )
-        self._task = self._progress.add_task("starting", total=float(epochs), last_epoch="")
+        self._task = self._progress.add_task(
+            "starting", total=float(epochs), last_epoch="", phase_began_s=monotonic_s()
+        )
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -102,7 +117,9 @@ class Bar:
     def phase(self, text: str, epoch: int, epochs: int) -> None:
         """Set the text left of the bar."""
         prefix = f"epoch {epoch}/{epochs}  " if epoch else ""
-        self._progress.update(self._task, description=f"{prefix}{text}")
+        self._progress.update(
+            self._task, description=f"{prefix}{text}", phase_began_s=monotonic_s()
+        )
 
     def advance(self, epochs_done: float) -> None:
         """Move the bar."""

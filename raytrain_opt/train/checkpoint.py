@@ -6,7 +6,8 @@
     checkpoints/index.json                       the complete checkpoints, oldest first
 
 A checkpoint exists once the index names it, with the SHA-256 of its files. The index is
-replaced atomically.
+replaced atomically. Torch is imported where files are read or written: the driver looks for
+checkpoints before it has loaded torch.
 """
 
 from __future__ import annotations
@@ -15,22 +16,18 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import CheckpointError, StorageError
 from raytrain_opt.storage import remove_tree, write_atomic, write_json
-from raytrain_opt.train.state import (
-    TrainingState,
-    model_tensors,
-    optimizer_state_dict,
-    to_cpu_state,
-)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from raytrain_opt.train.state import TrainingState
 
 _WEIGHTS, _REST = "weights.safetensors", "rest.pt"
 
@@ -167,6 +164,11 @@ def write_checkpoint(
     folder: Path, state: TrainingState, progress: dict[str, Any]
 ) -> dict[str, str]:
     """Write the files of a checkpoint; return the SHA-256 of each. Raises StorageError."""
+    import torch
+    from safetensors.torch import save_file
+
+    from raytrain_opt.train.state import model_tensors, optimizer_state_dict
+
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
@@ -196,6 +198,8 @@ def _write(path: Path, write: Callable[[Path], None]) -> str:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read the model's tensors, for `model.load_state_dict`. Raises CheckpointError."""
+    from safetensors.torch import load_file
+
     try:
         return load_file(folder / _WEIGHTS)
     except Exception as error:
@@ -204,6 +208,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 def read_rest(folder: Path) -> dict[str, Any]:
     """Read optimizer, scaler and progress without executing code. Raises CheckpointError."""
+    import torch
+
     file = folder / _REST
     try:
         rest: dict[str, Any] = torch.load(file, weights_only=True)
@@ -216,6 +222,8 @@ def read_rest(folder: Path) -> dict[str, Any]:
 
 def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
     """Read the state and the progress of a checkpoint. Raises CheckpointError."""
+    from raytrain_opt.train.state import to_cpu_state
+
     rest, weights = read_rest(folder), read_weights(folder)
     try:
         state = to_cpu_state(weights, rest["optimizer"], rest["scaler"], copy=False)

@@ -46,7 +46,12 @@ TIMED_STEPS = 5
 
 
 class Parallel(Protocol):
-    """What the training loop needs from its process group."""
+    """What the training loop needs from its process group.
+
+    `distributed`: whether all ranks of a group take each step together.
+    """
+
+    distributed: bool
 
     @property
     def forward(self) -> nn.Module:
@@ -80,6 +85,8 @@ class Parallel(Protocol):
 class SingleProcess:
     """One process without communication."""
 
+    distributed = False
+
     def __init__(self, model: nn.Module) -> None:
         self.forward = model
 
@@ -111,6 +118,8 @@ class DataParallel:
     every plan; with more workers, a ring all-reduce starts each part of a message at another
     rank, and the last bits may change.
     """
+
+    distributed = True
 
     def __init__(self, model: nn.Module, section: ParallelSection) -> None:
         self._model, self._section = model, section

@@ -24,6 +24,12 @@ from raytrain_opt.data import TrainingData, open_data
 from raytrain_opt.data.base import Batch, DataInfo, Split
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.models import build_model, check_output
+from raytrain_opt.optim.averaging import (
+    attach_ema,
+    averages_weights,
+    use_averaged_weights,
+    use_training_weights,
+)
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.optim.factory import (
     build_optimizer,
@@ -51,6 +57,9 @@ from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.loss import build_loss
 from raytrain_opt.train.state import TrainingState, capture, restore
 
+# Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
+# points of accuracy in the AlgoPerf benchmark.
+_STATISTICS_BATCHES = 10
 _AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Called before each step with the number of completed steps; may raise to stop the phase.
@@ -128,7 +137,10 @@ class Learner:
             config.optimizer,
             self.model,
             steps_per_epoch=self.info.steps_per_epoch(config.global_batch_size),
+            distributed=self.parallel.distributed,
         )
+        if config.average is not None:
+            attach_ema(self.optimizer, config.average.decay)
         self._weight_decays = get_weight_decays(self.optimizer)
         self.loss = build_loss(config.loss)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
@@ -138,6 +150,11 @@ class Learner:
     def info(self) -> DataInfo:
         """Sizes of the data set."""
         return self.data.info
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether the model has averaged weights, outside of `train`."""
+        return averages_weights(self.optimizer)
 
     def state(self, *, copy: bool) -> TrainingState:
         """Capture the current state; see `train.state.capture`."""
@@ -161,7 +178,8 @@ class Learner:
         The gradients of several micro-batches are accumulated into one update: the result is
         the same as if one worker per micro-batch computed it. The same arguments from the same
         state give the same result, whatever ran before. The configured weight decay is
-        multiplied by `weight_decay_factor`.
+        multiplied by `weight_decay_factor`. With averaging, the model has the averaged weights
+        afterwards; `sync_batch_norm_stats` takes the statistics that belong to them.
         """
         started_s, wait_s, samples, skipped = monotonic_s(), 0.0, 0, 0
         micro_batches = self._grown(epoch, micro_batches)
@@ -170,6 +188,7 @@ class Learner:
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         self._seed(f"{self.config.seed} {epoch} {first_step} {micro_batches.indices.start}")
         set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
+        use_training_weights(self.optimizer)
         self.parallel.forward.train()
         self.parallel.begin_phase(divisor, self.scaler.scale)
         batches = self._batches(range(first_step, first_step + len(lrs)))
@@ -188,6 +207,7 @@ class Learner:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.parallel.after_step()
+        use_averaged_weights(self.optimizer)
         loss_sum, correct = sums.tolist()
         return TrainTotals(
             steps=len(lrs),
@@ -303,11 +323,13 @@ class Learner:
         """Give all workers the same BatchNorm statistics, after a phase of synchronous training.
 
         The statistics are combined from those of the phase or, with
-        `batch_norm.recalibrate_batches`, recomputed from the epoch's first batches
-        (`train.batch_norm`).
+        `batch_norm.recalibrate_batches` or averaged weights, recomputed from the epoch's first
+        batches (`train.batch_norm`).
         """
         epoch, indices = self._phase.epoch, self._phase.micro_batches.indices
         recalibrate_batches = self.config.batch_norm.recalibrate_batches
+        if self.averages_weights and self._values_per_channel:
+            recalibrate_batches = recalibrate_batches or _STATISTICS_BATCHES
         if not recalibrate_batches:
             size, before = self._micro_batch_size(), self._phase.tracked_before
             pool_statistics(self.model, size, self._values_per_channel, before)

@@ -8,6 +8,7 @@ from typing import Literal
 from raytrain_opt.config.data import DataSection
 from raytrain_opt.config.schema import Job, LossSection, ModelSection
 from raytrain_opt.config.updates import (
+    AverageSection,
     BatchNormSection,
     BatchRampSection,
     OptimizerSection,
@@ -30,6 +31,7 @@ class LearnerConfig:
     data: DataSection
     loss: LossSection
     optimizer: OptimizerSection
+    average: AverageSection | None
     batch_norm: BatchNormSection
     batch_ramp: BatchRampSection
     parallel: ParallelSection
@@ -49,6 +51,7 @@ class LearnerConfig:
             data=job.data,
             loss=job.loss,
             optimizer=job.optimizer,
+            average=job.average,
             batch_norm=job.batch_norm,
             batch_ramp=job.batch_ramp,
             parallel=job.parallel,

@@ -28,6 +28,7 @@ from raytrain_opt.monitoring.samplers import (
     UtilizationMonitor,
     open_sampler,
 )
+from raytrain_opt.optim.averaging import use_training_weights
 from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.train.gradient_noise import GradientNormMeter
 from raytrain_opt.train.learner import Learner
@@ -132,6 +133,7 @@ def measure(
     """
     try:
         with preserve_state(training.model, training.optimizer, training.scaler, training.device):
+            use_training_weights(training.optimizer)
             return _measure(training, batch_size, section, sampler, steps_factor, trace)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

@@ -22,8 +22,11 @@ from torch import Tensor, nn
 
 # Threads that hash a state. Part of the digest, so it must not depend on the machine.
 _LANES = 4
-# Optimizer settings that the training loop overwrites before each step or phase.
-_SET_BY_LOOP = ("lr", "weight_decay")
+# Settings of an optimizer's groups that change during training: by the loop, by the average of
+# weights, or by schedule-free optimizers, which count there.
+_CHANGING = {"lr", "weight_decay", "averaged_updates", "train_mode"} | {
+    "k", "lr_max", "weight_sum", "scheduled_lr",
+}  # fmt: skip
 _TO_MEMORY_ORDER = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4, 1)}
 _TO_LOGICAL_ORDER = {"channels_last": (0, 3, 1, 2), "channels_last_3d": (0, 4, 1, 2, 3)}
 
@@ -192,15 +195,13 @@ def _copy_in_place(state: TrainingState, optimizer: torch.optim.Optimizer) -> bo
         for name, tensor in targets.items():
             tensor.copy_(sources[name])
         for group, saved in zip(optimizer.param_groups, state.plain["param_groups"], strict=True):
-            group.update({key: saved[key] for key in _SET_BY_LOOP if key in saved})
+            group.update({key: saved[key] for key in _CHANGING if key in saved})
     return same
 
 
 def _fixed_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings that do not change during training, comparable as text."""
-    return [
-        {key: str(value) for key, value in g.items() if key not in _SET_BY_LOOP} for g in groups
-    ]
+    return [{key: str(value) for key, value in g.items() if key not in _CHANGING} for g in groups]
 
 
 def model_tensors(state: TrainingState) -> dict[str, Tensor]:

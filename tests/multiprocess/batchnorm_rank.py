@@ -1,13 +1,12 @@
-"""One process of `test_batchnorm`: python batchnorm_rank.py RANK WORLD_SIZE FOLDER.
+"""One process of `test_batchnorm`.
 
-Runs every case once and writes the results to FOLDER/rank-RANK.pt. In the result of a case, "own"
-are the buffers of this worker, "pooled" those after pooling, and "reference" those of one process
-that computes the full batch.
+Runs every case once and writes the results to `folder`/rank-RANK.pt. In the result of a case,
+"own" are the buffers of this worker, "pooled" those after pooling, and "reference" those of one
+process that computes the full batch.
 """
 
 from __future__ import annotations
 
-import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -216,7 +215,3 @@ def main(rank: int, world_size: int, folder: Path) -> None:
             "frozen": frozen(rank, world_size),
         }
     torch.save(results, folder / f"rank-{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,11 +1,10 @@
-"""One process of `test_buckets`: python bucket_rank.py RANK WORLD_SIZE FOLDER.
+"""One process of `test_buckets`.
 
-Trains with each plan of gradient buckets and writes the results to FOLDER/rank-RANK.pt.
+Trains with each plan of gradient buckets and writes the results to `folder`/rank-RANK.pt.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -172,7 +171,3 @@ def main(rank: int, world_size: int, folder: Path) -> None:
             },
         }
     torch.save(results, folder / f"rank-{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

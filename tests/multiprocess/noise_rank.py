@@ -1,12 +1,11 @@
-"""One process of `test_noise`: python noise_rank.py RANK WORLD_SIZE FOLDER.
+"""One process of `test_noise`.
 
 Trains with and without measuring gradient norms, and writes the results and this rank's gradients
-to FOLDER/rank-RANK.pt.
+to `folder`/rank-RANK.pt.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,3 @@ def main(rank: int, world_size: int, folder: Path) -> None:
 def data_section() -> Any:
     values = {"model": "small_cnn", "data": "digits", "epochs": 1, "global_batch_size": 8}
     return Job.model_validate(values).data
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

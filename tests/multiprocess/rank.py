@@ -1,12 +1,11 @@
-"""One process of `test_data_parallel`: python rank.py RANK WORLD_SIZE FOLDER.
+"""One process of `test_data_parallel`.
 
-Runs every phase once and writes the results to FOLDER/rank-RANK.pt. One process without a
+Runs every phase once and writes the results to `folder`/rank-RANK.pt. One process without a
 group computes the expected results.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,15 @@ from torch import Tensor, nn
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_arrays
 from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.execution.rescale import resolve_lr_scaling
+from raytrain_opt.optim.epoch_steps import epoch_steps
+from raytrain_opt.search.factory import build_policy
+from raytrain_opt.search.policy import History, TrainEpoch
 from raytrain_opt.train.data_parallel import distribute, single_process, use_threads
 from raytrain_opt.train.learner import Learner, MicroBatches, reduce_sums
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.process_group import gloo_group
+from tests.support.small_jobs import large_batch_job
 
 CPU = torch.device("cpu")
 WORKERS = 2
@@ -40,7 +44,16 @@ def plain_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     )
 
 
-def job(model: Any, batch: int = 32, workers: int = WORKERS) -> Job:
+AVERAGING: dict[str, dict[str, Any]] = {
+    "ema": {"average": {"decay": 0.5}, "optimizer": "Muon"},
+    "schedule_free": {
+        "optimizer": "ScheduleFreeSGD",
+        "learning_rate": {"policy": "schedule", "shape": "constant"},
+    },
+}
+
+
+def job(model: Any, batch: int = 32, workers: int = WORKERS, **changes: Any) -> Job:
     return Job.model_validate(
         {
             "model": model,
@@ -49,6 +62,7 @@ def job(model: Any, batch: int = 32, workers: int = WORKERS) -> Job:
             "global_batch_size": batch,
             "workers": {"count": workers},
             "evaluate": {"batch_size_per_worker": 5},
+            **changes,
         }
     )
 
@@ -72,11 +86,11 @@ def evaluate_test_split(learner: Learner, rank: int, world_size: int) -> dict[st
 
 
 def train_two_phases(
-    model: Any, arrays: DatasetArrays, rank: int, world_size: int
+    model: Any, arrays: DatasetArrays, rank: int, world_size: int, **changes: Any
 ) -> dict[str, Any]:
     """Train two phases, the second one twice from the same state, and evaluate."""
     learner = Learner(
-        LearnerConfig.from_job(job(model)),
+        LearnerConfig.from_job(job(model, **changes)),
         arrays,
         CPU,
         distribute if world_size > 1 else single_process,
@@ -126,6 +140,25 @@ def train_three_micro_batches(arrays: DatasetArrays, rank: int, world_size: int)
     return {"samples": totals.samples, "weights": weights}
 
 
+def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict[str, Any]:
+    """Train three epochs with all parts for large batches together, and evaluate."""
+    large = resolve_lr_scaling(large_batch_job(Path()))
+    connect = distribute if world_size > 1 else single_process
+    learner = Learner(LearnerConfig.from_job(large), arrays, CPU, connect)
+    steps = epoch_steps(learner.info.train_size, large.global_batch_size, large.batch_ramp.steps)
+    policy = build_policy(large, steps)
+    for epoch in range(1, large.epochs + 1):
+        plan = policy.next(epoch, History())
+        assert isinstance(plan, TrainEpoch)
+        learner.train(epoch, 0, plan.lrs, MicroBatches.for_rank(rank, world_size, WORKERS))
+        learner.sync_batch_norm_stats()
+    return {
+        "digest": learner.state(copy=True).digest(),
+        "report": learner.parallel.report(),
+        "evaluated": evaluate_test_split(learner, rank, world_size),
+    }
+
+
 def main(rank: int, world_size: int, folder: Path) -> None:
     use_threads(1)
     arrays = digits()
@@ -133,11 +166,12 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         results = {
             "plain": train_two_phases(plain_net, arrays, rank, world_size),
             "small_cnn": train_two_phases("small_cnn", arrays, rank, world_size),
+            **{
+                name: train_two_phases("small_cnn", arrays, rank, world_size, **changes)
+                for name, changes in AVERAGING.items()
+            },
             "three_micro_batches": train_three_micro_batches(arrays, rank, world_size),
+            "large_batch": train_large_batch(arrays, rank, world_size),
             "reduced": reduce_sums([rank + 1.0, 1e15 + rank], CPU),
         }
     torch.save(results, folder / f"rank-{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

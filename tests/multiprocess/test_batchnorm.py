@@ -6,7 +6,6 @@ results.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tests.support.process_group import run_ranks
 
-RANK_PY = Path(__file__).with_name("batchnorm_rank.py")
+RANKS = "tests.multiprocess.batchnorm_rank"
 LAYERS = ["flat", "row", "image", "after_conv", "volume"]
 SAMPLES = 24
 # Values per channel of one sample, derived by hand from the layers' shapes.
@@ -28,7 +27,7 @@ RankResults = dict[str, Any]
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[RankResults]:
-    return run_ranks(RANK_PY, request.param, tmp_path_factory.mktemp("ranks") / "run")
+    return run_ranks(RANKS, request.param, tmp_path_factory.mktemp("ranks") / "run")
 
 
 def statistics(buffers: dict[str, Tensor]) -> dict[str, Tensor]:

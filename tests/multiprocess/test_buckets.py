@@ -6,7 +6,6 @@ results.
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from tests.support.process_group import run_ranks
 
-RANK_PY = Path(__file__).with_name("bucket_rank.py")
+RANKS = "tests.multiprocess.bucket_rank"
 MIB = 2**20
 LAYER = (512 * 512 + 512) * 4
 STEPS, MICRO_BATCHES, LR = 20, 2, 2.0**-6
@@ -32,7 +31,7 @@ RankResults = dict[str, Any]
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[RankResults]:
-    return run_ranks(RANK_PY, request.param, tmp_path_factory.mktemp("ranks") / "run")
+    return run_ranks(RANKS, request.param, tmp_path_factory.mktemp("ranks") / "run")
 
 
 def assert_bit_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -5,7 +5,6 @@ All phases run once, in `rank.py`; the tests read its results.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,24 +12,25 @@ import torch
 
 from tests.support.process_group import run_ranks
 
-RANK_PY = Path(__file__).with_name("rank.py")
+RANKS = "tests.multiprocess.rank"
 MODELS = ["plain", "small_cnn"]
+AVERAGING = ["ema", "schedule_free"]
 
 RankResults = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[RankResults]:
-    return run_ranks(RANK_PY, 2, tmp_path_factory.mktemp("two") / "run")
+    return run_ranks(RANKS, 2, tmp_path_factory.mktemp("two") / "run")
 
 
 @pytest.fixture(scope="module")
 def single_process(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
-    [results] = run_ranks(RANK_PY, 1, tmp_path_factory.mktemp("one") / "run")
+    [results] = run_ranks(RANKS, 1, tmp_path_factory.mktemp("one") / "run")
     return results
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS + AVERAGING)
 def test_both_ranks_hold_the_same_state_after_training(
     ranks: list[RankResults], model: str
 ) -> None:
@@ -40,7 +40,7 @@ def test_both_ranks_hold_the_same_state_after_training(
     assert first["middle"] != first["end_digests"][0]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS + AVERAGING)
 def test_a_phase_repeats_from_a_loaded_state(ranks: list[RankResults], model: str) -> None:
     """DDP continues with the parameters into which a state was copied."""
     once, again = ranks[0][model]["end_digests"]
@@ -103,6 +103,19 @@ def test_running_statistics_are_pooled_over_the_ranks(ranks: list[RankResults]) 
             torch.testing.assert_close(averaged, expected, rtol=rtol, atol=1e-7)
 
 
+@pytest.mark.parametrize("case", AVERAGING)
+def test_averaged_weights_have_the_statistics_of_one_process(
+    ranks: list[RankResults], single_process: RankResults, case: str
+) -> None:
+    """They are recomputed at the averaged weights, on 20 batches or on 10 of each worker."""
+    for name, expected in single_process[case]["averaged_buffers"].items():
+        first, second = (results[case]["averaged_buffers"][name] for results in ranks)
+        assert torch.equal(first, second)
+        assert not torch.equal(first, ranks[0][case]["own_buffers"][name])
+        if name.endswith("running_mean"):
+            torch.testing.assert_close(first, expected, rtol=0.2, atol=0.1)
+
+
 def test_counters_stay_exact(ranks: list[RankResults]) -> None:
     for results in ranks:
         averaged = results["small_cnn"]["averaged_buffers"]
@@ -135,3 +148,12 @@ def test_two_ranks_count_what_one_process_counts(
     sums = ranks[0]["plain"]["evaluated"]["sum"]
     assert sums[:3] == expected[:3]
     assert sums[3] == pytest.approx(expected[3], rel=1e-4)
+
+
+def test_the_parts_for_large_batches_train_together(ranks: list[RankResults]) -> None:
+    first, second = (results["large_batch"] for results in ranks)
+    assert first["digest"] == second["digest"]
+    report = first["report"]
+    assert (report["buckets"], report["compression"]) == ("growing", "bf16")
+    samples, correct, *_ = first["evaluated"]["sum"]
+    assert correct > 0.8 * samples

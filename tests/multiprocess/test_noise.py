@@ -6,7 +6,6 @@ Measuring them changes no bit of the training. All cases run once for each numbe
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 from tests.support.process_group import run_ranks
 
-RANK_PY = Path(__file__).with_name("noise_rank.py")
+RANKS = "tests.multiprocess.noise_rank"
 CONSTANT_STEPS = 2
 
 RankResults = dict[str, Any]
@@ -24,7 +23,7 @@ RankResults = dict[str, Any]
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[RankResults]:
-    return run_ranks(RANK_PY, request.param, tmp_path_factory.mktemp("ranks") / "run")
+    return run_ranks(RANKS, request.param, tmp_path_factory.mktemp("ranks") / "run")
 
 
 @pytest.mark.parametrize(

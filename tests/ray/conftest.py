@@ -1,4 +1,4 @@
-"""One local Ray per test file."""
+"""One local Ray and one finished run for all files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._common.utils import reset_ray_address
+from ray.cluster_utils import Cluster
+
+from raytrain_opt import RunResult, run
+from tests.support.small_jobs import quickstart
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,9 +30,19 @@ def environment() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    """Start Ray with two logical CPUs, whatever the machine has."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
+@pytest.fixture(scope="session")
+def local_ray(environment: None) -> Iterator[Cluster]:
+    """Start Ray with two logical CPUs, whatever the machine has; tests may add nodes."""
+    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 512 * 1024**2}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    reset_ray_address()  # or other drivers on this machine would find it and join
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
     ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def finished(local_ray: Cluster, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """Train the quickstart; many tests examine this run or compare with it."""
+    return run(quickstart(str(tmp_path_factory.mktemp("finished"))))

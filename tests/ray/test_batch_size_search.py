@@ -1,23 +1,27 @@
-"""The batch-size search on a real local Ray: probes, processes, records, the run after it."""
+"""The batch-size search on a real local Ray: probes, processes, records, the job after it."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.cluster_utils import Cluster
 
-from raytrain_opt import find_batch_size, load_job, run
+from raytrain_opt import Job, find_batch_size, load_job
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import ResidentError
-from raytrain_opt.execution.batch_size import BatchSizeResult
+from raytrain_opt.execution.batch_size import BatchSizeResult, search_batch_size
+from raytrain_opt.execution.session import open_session
 from tests.support.small_jobs import read_lines, small_job
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
 
 SEARCH = {
     "strategy": "throughput_knee",
-    "initial": 16,
+    "initial": 8,
     "max_batch_size": 64,
     "relative_error": 0.3,
     "max_probe_s": 0.3,
@@ -31,38 +35,45 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def job(storage: Path, settings: dict[str, Any] | None = None, **changes: Any) -> Any:
+def job(storage: Path, **changes: Any) -> Job:
     plain = {"policy": "schedule", "initial": 0.1, "shape": "constant"}
-    changes = {"epochs": 1, "learning_rate": plain, **changes}
-    return small_job(storage, batch_size_search={**SEARCH, **(settings or {})}, **changes)
+    model = "tests.support.small_jobs:make_model_for_16_samples"
+    changes = {"epochs": 1, "learning_rate": plain, "model": model, **changes}
+    return small_job(storage, batch_size_search=SEARCH, **changes)
 
 
 @pytest.fixture(scope="module")
-def search(local_ray: None, storage: Path) -> BatchSizeResult:
+def search(local_ray: Cluster, storage: Path) -> BatchSizeResult:
     """Run one search for many tests."""
     return find_batch_size(job(storage), trace=True)
 
 
-def test_one_process_probes_and_a_fresh_one_checks(search: BatchSizeResult) -> None:
-    lines = read_lines(search.run_dir, "batch_size")
-    *probes, check = lines
-    assert len(probes) > 1
-    assert len({line["pid"] for line in probes}) == 1
+def test_a_process_probes_until_it_runs_out_of_memory_and_a_fresh_one_checks(
+    search: BatchSizeResult,
+) -> None:
+    *probes, check = read_lines(search.run_dir, "batch_size")
+    assert len(probes) > 2
+    assert probes[0]["pid"] == probes[1]["pid"]
+    failed = [i for i, line in enumerate(probes) if line["status"] == "out_of_memory"]
+    assert failed
+    for i, (line, following) in enumerate(pairwise(probes)):
+        assert (line["pid"] == following["pid"]) == (i not in failed)
     assert check["check"]
-    assert check["pid"] != probes[0]["pid"]
-    assert check["batch_size"] == search.batch_size
+    assert check["pid"] not in {line["pid"] for line in probes}
+    assert check["batch_size"] == search.batch_size <= 16
     assert search.batch_size in {line["batch_size"] for line in probes}
     assert check["steps"] >= 3 * 5
 
 
 def test_probes_are_recorded_with_their_timings(search: BatchSizeResult) -> None:
     for line in read_lines(search.run_dir, "batch_size"):
-        assert line["status"] == "ok"
-        assert line["samples_per_s"] > 0
-        timings_s = sum(line["timings_s"].values()) * line["steps"]
-        assert timings_s == pytest.approx(line["duration_s"])
-        assert 0 < line["utilization_pct"] <= 100
         assert line["reason"]
+        assert line["status"] == ("ok" if line["batch_size"] <= 16 else "out_of_memory")
+        if line["status"] == "ok":
+            assert line["samples_per_s"] > 0
+            timings_s = sum(line["timings_s"].values()) * line["steps"]
+            assert timings_s == pytest.approx(line["duration_s"])
+            assert 0 < line["utilization_pct"] <= 100
 
 
 def test_the_written_job_trains_with_the_choice(search: BatchSizeResult) -> None:
@@ -83,24 +94,13 @@ def test_the_trace_shows_the_training_steps(search: BatchSizeResult) -> None:
 def test_a_run_uses_the_cached_result(
     search: BatchSizeResult, storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run(job(storage))
+    with open_session(job(storage), address=None, verbose=False, began_s=monotonic_s()) as session:
+        resolved = search_batch_size(session, fresh=False)
     assert "--fresh" in capsys.readouterr().out
-    assert len(read_lines(result.run_dir, "batch_size")) == len(search.answer.probes)
-    assert load_job(Path(result.run_dir) / "job.yaml").global_batch_size == 2 * search.batch_size
-    epoch = read_lines(result.run_dir, "epochs")[0]
-    assert epoch["samples"] % (2 * search.batch_size) == 0
-
-
-def test_a_process_that_ran_out_of_memory_is_not_used_again(storage: Path) -> None:
-    model = "tests.support.small_jobs:make_model_for_16_samples"
-    result = find_batch_size(job(storage, {"max_probes": 3, "initial": 8}, model=model))
-    assert result.batch_size <= 16
-    *probes, _ = read_lines(result.run_dir, "batch_size")
-    failed = [i for i, line in enumerate(probes) if line["status"] == "out_of_memory"]
-    assert failed
-    for i in failed:
-        later_pids = [line["pid"] for line in probes[i + 1 :]]
-        assert probes[i]["pid"] not in later_pids
+    run_dir = session.paths.local
+    assert len(read_lines(str(run_dir), "batch_size")) == len(search.answer.probes)
+    for written in (resolved.job, load_job(run_dir / "job.yaml")):
+        assert written.global_batch_size == 2 * search.batch_size
 
 
 def test_an_error_of_the_users_code_is_reported(storage: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from raytrain_opt import RunResult
 from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.train.checkpoint import read_index, read_weights
 from tests.support.small_jobs import read_lines, without_times
@@ -24,24 +25,28 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 JOB, EPOCHS = "jobs/quickstart.yaml", 8
-# Every process that a command starts inherits this mark.
-MARK = "RAYTRAIN_OPT_TEST"
-ENVIRONMENT = {**os.environ, MARK: uuid.uuid4().hex}
+ONE_THREAD = ["--set", "workers.threads=1"]  # as the run that is compared with
+# Every process that a command starts inherits its mark: one of these tests, and of the command.
+MARK, TESTS = "RAYTRAIN_OPT_TEST", uuid.uuid4().hex
+
+
+def environment(name: str) -> dict[str, str]:
+    return {**os.environ, MARK: f"{TESTS} {name}"}
 
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "raytrain_opt", "run", *arguments]
 
 
-def start(*arguments: str, hang_in: int) -> subprocess.Popen[str]:
-    """Start a run that hangs in the main training of an epoch, after its round is saved."""
+def start(name: str, *arguments: str, hang_in: int) -> subprocess.Popen[str]:
+    """Start a command that hangs in the main training of an epoch, after its round is saved."""
     fault = {"role": "worker", "phase": "main_train", "epoch": hang_in, "step": 2}
     faults = json.dumps([{**fault, "action": "hang"}])
     # A session of its own, so that Ctrl-C reaches all of its processes as from a terminal.
     return subprocess.Popen(
         command(*arguments),
         cwd=ROOT,
-        env={**ENVIRONMENT, VARIABLE: faults},
+        env={**environment(name), VARIABLE: faults},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -56,44 +61,41 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 @pytest.mark.timeout(1800)
-def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    """Run the quickstart twice.
-
-    The second run is interrupted in the middle of an epoch, its driver is killed in another, and
-    the same command resumes it each time.
+def test_a_killed_interrupted_and_resumed_run_equals_an_uninterrupted_one(
+    tmp_path: Path, finished: RunResult
+) -> None:
+    """The driver of the quickstart is killed in the middle of an epoch, and Ctrl-C ends it in
+    another; the same command resumes it each time.
     """
-    expected = _run(JOB, "--set", f"storage_path={tmp_path / 'expected'}")
-    (expected_dir,) = (tmp_path / "expected").iterdir()
-    assert read_lines(str(expected_dir), "epochs")[-1]["test_accuracy"] >= 0.95
-    assert "candidate LRs" in expected
-    assert f"{expected_dir}/result.json" in expected
-    assert "Trial" not in expected
-    assert _leftover_processes() == []
-
-    arguments = [JOB, "--set", f"storage_path={tmp_path / 'cut'}", "--set", "resume=auto"]
-    with start(*arguments, hang_in=3) as process:
-        cut_dir = _wait_for_the_round(process, tmp_path / "cut", epoch=3)
+    arguments = [JOB, "--set", f"storage_path={tmp_path}", "--set", "resume=auto", *ONE_THREAD]
+    with start("killed", *arguments, hang_in=1) as process:
+        run_dir = _wait_for_the_round(process, tmp_path, epoch=1)
+        process.kill()
+        process.wait(60)
+    # At once, while Ray's own agents are still ending.
+    with start("interrupted", *arguments, hang_in=4) as process:
+        assert _wait_for_the_round(process, tmp_path, epoch=4) == run_dir
         assert _processes_listening_beyond_loopback() <= {"ray::RayTrainWorker"}  # torch's store
         os.killpg(process.pid, signal.SIGINT)
         output = "".join(lines_of(process))
         assert process.wait(60) == 130
-    assert "saved through round 1 of epoch 3" in output
-    assert f"raytrain-opt run --resume {cut_dir}" in output
+    assert f"resuming {run_dir}" in output
+    assert "resumed after round 1 of epoch 1" in output
+    assert "saved through round 1 of epoch 4" in output
+    assert f"raytrain-opt run --resume {run_dir}" in output
     assert "Traceback" not in output
-    assert _leftover_processes() == []
+    assert _leftover_processes("interrupted") == []
 
-    with start(*arguments, hang_in=6) as process:
-        _wait_for_the_round(process, tmp_path / "cut", epoch=6)
-        process.kill()
-        process.wait(60)
-    # At once, while Ray's own agents are still ending.
     resumed = _run(*arguments)
     assert _leftover_processes() == []
-    assert f"resuming {cut_dir}" in resumed
-    assert "resumed after round 1 of epoch 6" in resumed
-    assert _numbers(cut_dir) == _numbers(expected_dir)
+    assert "resumed after round 1 of epoch 4" in resumed
+    assert "candidate LRs" in resumed
+    assert f"{run_dir}/result.json" in resumed
+    assert "Trial" not in resumed
+    expected_dir = Path(finished.run_dir)
+    assert _numbers(run_dir) == _numbers(expected_dir)
     end = f"checkpoints/epoch-{EPOCHS:04d}"
-    weights = read_weights(cut_dir / end)
+    weights = read_weights(run_dir / end)
     expected_weights = read_weights(expected_dir / end)
     assert all(weights[name].equal(expected_weights[name]) for name in expected_weights)
 
@@ -111,7 +113,7 @@ def test_a_wrong_job_ends_with_2_and_no_traceback(tmp_path: Path) -> None:
 
 def _run(*arguments: str) -> str:
     done = subprocess.run(
-        command(*arguments), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+        command(*arguments), cwd=ROOT, env=environment("resumed"), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -126,17 +128,17 @@ def _wait_for_the_round(process: subprocess.Popen[str], storage: Path, epoch: in
             if latest and (latest.rounds, latest.epoch) == (1, epoch - 1):
                 return folder.parent
         time.sleep(0.05)
-    pytest.fail(f"the run ended without the round of epoch {epoch} in {storage}")
+    pytest.fail(f"no round of epoch {epoch}; the run ended with:\n" + "".join(lines_of(process)))
 
 
 def _numbers(run_dir: Path) -> list[dict[str, object]]:
     return without_times(read_lines(str(run_dir), "rounds"))
 
 
-def _leftover_processes() -> list[str]:
-    """Return processes of the commands that do not end within two minutes."""
+def _leftover_processes(name: str = "") -> list[str]:
+    """Return processes of a command, or of all, that do not end within two minutes."""
     deadline_s = time.monotonic() + 120  # agents of Ray take a minute
-    while left := [p.name() for p in psutil.process_iter() if _is_ours(p)]:
+    while left := [p.name() for p in psutil.process_iter() if _is_ours(p, name)]:
         if time.monotonic() > deadline_s:
             return left
         time.sleep(0.2)
@@ -160,9 +162,9 @@ def _is_loopback(ip: str) -> bool:
     return ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback
 
 
-def _is_ours(process: psutil.Process) -> bool:
+def _is_ours(process: psutil.Process, name: str = "") -> bool:
     try:
         ended = process.status() == psutil.STATUS_ZOMBIE
-        return not ended and process.environ().get(MARK) == ENVIRONMENT[MARK]
+        return not ended and process.environ().get(MARK, "").startswith(f"{TESTS} {name}")
     except psutil.Error:
         return False

@@ -1,13 +1,13 @@
-"""Start several processes of a script for a test, and join them in a gloo process group.
+"""Run a module's `main` in several processes for a test, and join them in a gloo process group.
 
-A script is called as python SCRIPT RANK WORLD_SIZE FOLDER and writes FOLDER/rank-RANK.pt.
+`main(rank, world_size, folder)` writes FOLDER/rank-RANK.pt.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import importlib
+import multiprocessing
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,40 +17,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Starting a process takes about ten seconds of CPU time, on machines that may be busy.
-LIMIT_S = 240
+LIMIT_S = 240  # on machines that may be busy
+
+# Processes are forked from one that has imported torch, which takes seconds of CPU time. Not from
+# the test's own process, whose torch may have threads.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.support.process_group", "torch._dynamo"])
 
 
-def run_ranks(script: Path, world_size: int, folder: Path) -> list[dict[str, Any]]:
-    """Run the script on all ranks; return what each wrote. Fails with the output of a failure."""
+def run_ranks(module: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
+    """Run the module on all ranks; return what each wrote. Fails with the errors of all ranks."""
     folder.mkdir()
-    search_path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
-    }
     processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(world_size), folder],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        _CONTEXT.Process(target=_run_rank, args=(module, rank, world_size, folder))
         for rank in range(world_size)
     ]
+    for process in processes:
+        process.start()
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=LIMIT_S)
-            assert process.returncode == 0, output
+            process.join(LIMIT_S)
+        errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
+        assert [process.exitcode for process in processes] == [0] * world_size, "".join(errors)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            process.join()
+            process.close()
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(world_size)]
+
+
+def _run_rank(module: str, rank: int, world_size: int, folder: Path) -> None:
+    try:
+        importlib.import_module(module).main(rank, world_size, folder)
+    except BaseException:
+        (folder / f"rank-{rank}.error").write_text(traceback.format_exc())
+        raise
 
 
 @contextmanager

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytrain_opt import Job
+from raytrain_opt import Job, load_job
+from raytrain_opt.models.small_cnn import small_cnn
+
+QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart.yaml"
 
 
 def small_job(folder: Path, **changes: Any) -> Job:
@@ -34,6 +37,31 @@ def small_job(folder: Path, **changes: Any) -> Job:
         "storage_path": str(folder),
     }
     return Job.model_validate(values | changes)
+
+
+def quickstart(storage: str, **changes: Any) -> Job:
+    """Return the job of the quickstart, one thread per process on any machine."""
+    values = load_job(QUICKSTART).model_dump(exclude_unset=True)
+    threads = {"workers": {**values["workers"], "threads": 1}, "storage_path": storage}
+    return Job.model_validate(values | threads | changes)
+
+
+def large_batch_job(folder: Path) -> Job:
+    """Return a job with all parts for large batches together."""
+    kit = {
+        "optimizer": {"name": "LARS", "args": {"momentum": 0.9, "trust_coefficient": 0.01}},
+        "learning_rate": {
+            "policy": "schedule",
+            "shape": "arc_cotangent",
+            "initial": 0.5,
+            "scaling": {"reference_batch_size": 32},
+        },
+        "batch_norm": {"momentum": 0.2, "recalibrate_batches": 4},
+        "batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]},
+        "parallel": {"gradient_buckets": "growing", "compression": "bf16"},
+        "loss": {"name": "cross_entropy", "label_smoothing": 0.1},
+    }
+    return small_job(folder, **kit)
 
 
 def read_lines(run_dir: str, name: str) -> list[dict[str, Any]]:
@@ -74,12 +102,12 @@ class _OutOfMemoryAbove16(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(64, 10)
+        self.network = small_cnn(num_classes=10, sample_shape=(1, 8, 8))
 
     def forward(self, x: Tensor) -> Any:
         if self.training and len(x) > 16:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return self.linear(x.flatten(1))
+        return self.network(x)
 
 
 def make_model_for_16_samples() -> nn.Module:

@@ -258,6 +258,7 @@ def write_run(
         "epoch_steps": [STEPS] * epochs,
         "steps": STEPS * epochs,
         "weight_decay_factor": 1.0,
+        "lr_multipliers": {},
         "segments": [{"steps": STEPS, "lr": 0.1 + 0.01 * (epoch % 3)} for epoch in numbers],
     }
     (folder / "schedule.json").write_text(json.dumps(schedule))

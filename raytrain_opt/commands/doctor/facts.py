@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from raytrain_opt import storage
+from raytrain_opt.bytecode import packages_without_bytecode
 from raytrain_opt.config.data import DatasetData, ImageFolderData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import StorageError
@@ -29,7 +30,10 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node. `versions` are by package; `driver` is NVIDIA's, None without a GPU."""
+    """One node. `versions` are by package; `driver` is NVIDIA's, None without a GPU.
+
+    `without_bytecode`: packages that every process compiles at its start.
+    """
 
     host: str
     versions: dict[str, str]
@@ -37,6 +41,7 @@ class NodeFacts:
     gpus: tuple[GpuFacts, ...] = ()
     driver: str | None = None
     data_problems: tuple[str, ...] = ()
+    without_bytecode: tuple[str, ...] = ()
     # From Ray, or measured from the driver's node.
     ray_gpus: float = 0.0
     object_store_mib: int = 0
@@ -65,6 +70,7 @@ class NodeInspector:
             gpus=tuple(GpuFacts(*state) for state in gpus),
             driver=driver,
             data_problems=_data_problems(job),
+            without_bytecode=tuple(packages_without_bytecode()),
         )
 
     def now(self) -> float:

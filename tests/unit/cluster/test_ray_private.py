@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import ray
 from ray._private import ray_constants, state
+from ray._private.node import Node
 from ray.core.generated.gcs_pb2 import ActorTableData, PlacementGroupTableData
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -28,6 +31,21 @@ def test_the_switch_to_the_loopback_address_exists_and_is_put_back() -> None:
     from ray._private import services
 
     assert "ENABLE_RAY_CLUSTER" in inspect.getsource(services)
+
+
+def test_the_program_that_starts_processes_is_replaced_and_put_back() -> None:
+    """Ray joins its name to a folder, and an absolute path replaces both."""
+    assert ray_constants.SETUP_WORKER_FILENAME == "setup_worker.py"
+    with ray_private.start_processes_with("/folder/program.py"):
+        assert ray_constants.SETUP_WORKER_FILENAME == "/folder/program.py"
+    assert ray_constants.SETUP_WORKER_FILENAME == "setup_worker.py"
+    from ray._private import node
+
+    joined = r"os\.path\.join\([^=]*ray_constants\.SETUP_WORKER_FILENAME,\s*\)"
+    assert re.search("setup_worker_path=" + joined, inspect.getsource(node))
+    workers = Path(node.__file__).parent / "workers"
+    assert (workers / "setup_worker.py").is_file(), "what `fork_client` runs where it cannot fork"
+    assert (workers / "default_worker.py").is_file()
 
 
 def test_the_tables_of_actors_and_groups_have_the_fields_that_are_read() -> None:
@@ -66,7 +84,7 @@ def test_ray_train_starts_the_helpers_that_are_left_out() -> None:
     assert "_create_default_callbacks()" in inspect.getsource(DataParallelTrainer.fit)
 
 
-def test_a_trainer_is_left_with_the_other_callbacks() -> None:
+def test_a_trainer_runs_here_with_the_other_callbacks() -> None:
     class DatasetsCallback: ...
 
     class Other: ...
@@ -75,19 +93,43 @@ def test_a_trainer_is_left_with_the_other_callbacks() -> None:
         def _create_default_callbacks(self) -> list[object]:
             return [DatasetsCallback(), Other()]
 
+        def _initialize_and_run_controller(self) -> None: ...
+
     trainer = Trainer()
-    ray_private.drop_unused_callbacks(trainer)  # type: ignore[arg-type]
+    before = trainer._initialize_and_run_controller
+    ray_private.run_without_helpers(trainer)  # type: ignore[arg-type]
     assert [type(callback).__name__ for callback in trainer._create_default_callbacks()] == [
         "Other"
     ]
-    ray_private.drop_unused_callbacks(object())  # type: ignore[arg-type]
+    assert trainer._initialize_and_run_controller != before
+    ray_private.run_without_helpers(object())  # type: ignore[arg-type]
+
+
+def test_ray_train_runs_a_controller_that_can_run_in_any_process() -> None:
+    assert "_initialize_and_run_controller(" in inspect.getsource(DataParallelTrainer.fit)
+    arguments = inspect.signature(TrainController.__init__).parameters
+    assert {"scaling_policy", "callbacks", "train_fn_ref", "train_run_context"} <= set(arguments)
+    assert inspect.iscoroutinefunction(TrainController.run)
+    for name in ("after_controller_start", "_maybe_send_resource_request"):
+        assert callable(getattr(ScalingPolicy, name))
+
+
+def test_a_local_node_starts_without_helper_processes() -> None:
+    names = ("start_api_server", "start_monitor", "start_log_monitor")
+    before = [getattr(Node, name) for name in names]
+    with ray_private.without_helper_processes(log_monitor=True):
+        replaced = [getattr(Node, name) != old for name, old in zip(names, before, strict=True)]
+    assert replaced == [True, True, False]
+    assert [getattr(Node, name) for name in names] == before
+    source = inspect.getsource(Node)
+    assert all(f"self.{name}(" in source for name in names)
 
 
 def test_no_other_module_uses_what_ray_does_not_document() -> None:
     """Import-linter does not see the modules of an external package."""
     package = Path(raytrain_opt.__file__).parent
     undocumented = re.compile(
-        r"\bray\._(?!_)|ray\.core\.generated|_create_default_callbacks|\._actor_id\b"
+        r"\bray\._(?!_)|ray\.core\.generated|_create_default_callbacks|_initialize_and_run_controller|v2\._internal|class_cache|\._actor_id\b"
     )
     users = {
         path.relative_to(package).as_posix()

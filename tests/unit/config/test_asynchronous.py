@@ -20,6 +20,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "are pooled after every epoch",
     ),
     ({"precision": "fp16"}, "precision", "use bf16"),
+    ({"average": {"kind": "ema"}}, "average", "needs parallel.mode: sync"),
+    (
+        {
+            "optimizer": "ScheduleFreeSGD",
+            "learning_rate": {"policy": "schedule", "shape": "constant"},
+        },
+        "optimizer.name",
+        "needs parallel.mode: sync",
+    ),
     (
         {"workers": {"count": 2, "min_count": 1}},
         "workers.min_count",

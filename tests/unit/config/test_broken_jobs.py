@@ -57,6 +57,36 @@ def test_all_errors_are_reported_at_once() -> None:
     assert len(reported) == 8
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "{policy: stpt}",
+        "{policy: stpt_horizon}",
+        "{policy: schedule}",
+        "{policy: schedule, shape: step}",
+    ],
+)
+def test_a_schedule_free_optimizer_needs_a_constant_rate(policy: str) -> None:
+    [problem] = problems("optimizer: ScheduleFreeAdamW", f"learning_rate: {policy}")
+    assert problem.path == "learning_rate"
+    assert "ScheduleFreeAdamW needs a constant rate after the warm-up" in problem.rule
+    assert "shape: constant" in problem.rule
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "{policy: schedule, shape: constant, warmup: {epochs: 1}}",
+        "{policy: replay, schedule: runs/it/schedule.json}",
+    ],
+)
+def test_a_schedule_free_optimizer_averages_by_itself(policy: str) -> None:
+    lines = ["optimizer: ScheduleFreeSGD", f"learning_rate: {policy}"]
+    assert parse_job("\n".join([*GOOD.values(), *lines])).average is None
+    [problem] = problems(*lines, "average: {decay: 0.9}")
+    assert problem.path == "average"
+
+
 def test_all_broken_rules_between_sections_are_reported_at_once() -> None:
     reported = problems(
         "workers: {count: 3, use_gpu: false, resources: {GPU: 1.5}}",

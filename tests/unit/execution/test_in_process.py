@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,14 @@ import ray
 from click.testing import CliRunner
 
 from raytrain_opt.cli import main
+from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.load import dump_job
-from raytrain_opt.config.schema import Job
+from raytrain_opt.config.schema import CheckpointSection, Job
 from raytrain_opt.driver import run
-from raytrain_opt.errors import JobError
-from tests.support.small_jobs import read_lines, small_job, without_times
+from raytrain_opt.errors import DivergedError, JobError
+from raytrain_opt.execution.signals import Terminated
+from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint
+from tests.support.small_jobs import large_batch_job, read_lines, small_job, without_times
 
 TINY = {"model": {"name": "small_cnn", "args": {"width": 2}}, "epochs": 2}
 STPT = {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 3}
@@ -48,6 +55,114 @@ def test_a_run_in_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     rounds = [without_times(read_lines(r.run_dir, "rounds")) for r in (uninterrupted, resumed)]
     assert rounds[0] == rounds[1]
     assert uninterrupted.lrs == resumed.lrs
+
+
+def test_muon_with_rates_by_group_resumes_and_is_replayed_bit_for_bit(tmp_path: Path) -> None:
+    muon = {"name": "Muon", "args": {"aux": "adamw", "aux_lr_multiplier": 0.05}}
+    optimizer = {**muon, "lr_multipliers": {"0.*": 0.5}}
+
+    def weights(storage: str, epochs: int = 3, **changes: Any) -> tuple[bytes, str]:
+        job = tiny_job(tmp_path / storage, epochs=epochs, optimizer=optimizer)
+        result = run(job.model_copy(update=changes.pop("job", {})), in_process=True, **changes)
+        folder = Path(result.run_dir)
+        file = folder / "checkpoints" / f"epoch-{epochs:04d}" / "weights.safetensors"
+        return file.read_bytes(), str(folder)
+
+    uninterrupted, folder = weights("a")
+    _, interrupted = weights("b", epochs=2)
+    assert weights("b", resume=interrupted)[0] == uninterrupted
+    schedule = Path(folder) / "schedule.json"
+    multipliers = json.loads(schedule.read_text())["lr_multipliers"]
+    assert multipliers == {"aux": 0.05, "0.*": 0.5}
+    replay = ReplayPolicy(policy="replay", schedule=str(schedule))
+    assert weights("c", job={"learning_rate": replay})[0] == uninterrupted
+
+
+EMA = {"average": {"decay": 0.9}}
+SCHEDULE_FREE = {
+    "optimizer": {"name": "ScheduleFreeSGD", "args": {"weight_decay": 1e-4}},
+    "learning_rate": {"policy": "schedule", "shape": "constant", "warmup": {"epochs": 1}},
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [EMA, {**EMA, "optimizer": "AdamW"}, SCHEDULE_FREE],
+    ids=["ema", "ema of AdamW", "schedule-free"],
+)
+def test_averaged_and_training_weights_survive_a_resume(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    first = run(tiny_job(tmp_path / "b", **changes), in_process=True)
+    folders = [
+        run(tiny_job(tmp_path / "a", epochs=3, **changes), in_process=True).run_dir,
+        run(
+            tiny_job(tmp_path / "b", epochs=3, **changes), in_process=True, resume=first.run_dir
+        ).run_dir,
+    ]
+    states = [read_checkpoint(Path(f) / "checkpoints" / "epoch-0003")[0] for f in folders]
+    assert states[0].digest() == states[1].digest()
+    assert states[0].plain["param_groups"] == states[1].plain["param_groups"]
+    assert any(name.endswith((".other_weights", ".z")) for name in states[0].tensors)
+    accuracies = [
+        [line["test_accuracy"] for line in read_lines(folder, "epochs")] for folder in folders
+    ]
+    assert accuracies[0] == accuracies[1]
+
+
+def test_the_large_batch_kit_trains_together(tmp_path: Path) -> None:
+    """On two processes too: see tests/multiprocess."""
+    result = run(large_batch_job(tmp_path), in_process=True)
+    first, *later = json.loads((Path(result.run_dir) / "schedule.json").read_text())["epoch_steps"]
+    assert later == [first // 2] * 2
+    assert max(result.lrs) <= 1.0 < 2 * max(result.lrs)
+    assert not (Path(result.run_dir) / "rounds.jsonl").exists()
+    assert result.summary["search"]["samples"] == 0
+    assert result.test_accuracy is not None
+    assert result.test_accuracy > 0.8
+
+
+def test_when_all_candidates_diverge_the_base_is_halved_then_given_up(tmp_path: Path) -> None:
+    learning_rate = {**STPT, "initial": 1e30, "max_halvings": 1}
+    with pytest.raises(DivergedError, match=r"1e\+30, 5e\+29"):
+        run(tiny_job(tmp_path, learning_rate=learning_rate), in_process=True)
+    (run_dir,) = tmp_path.iterdir()
+    [event] = read_lines(str(run_dir), "events")
+    assert event["kind"] == "failed"
+    assert "1e+30, 5e+29" in event["text"]
+    rounds = read_lines(str(run_dir), "rounds")
+    assert [line["winner"] for line in rounds] == [None, None]
+    assert rounds[1]["base_lr"] == rounds[0]["base_lr"] / 2
+    assert {c["status"] for line in rounds for c in line["candidates"]} == {"diverged"}
+
+
+def test_sigterm_ends_a_run_and_keeps_its_checkpoints(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A thread sends it as soon as there is a checkpoint."""
+    ended = threading.Event()
+
+    def terminate() -> None:
+        while not ended.wait(0.02):
+            if list(tmp_path.glob("*/checkpoints/index.json")):
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    schedule = {"policy": "schedule", "shape": "linear"}
+    try:
+        with pytest.raises(Terminated):
+            run(tiny_job(tmp_path, epochs=2000, learning_rate=schedule), in_process=True)
+    finally:  # or a run that fails early would keep the tests from ending
+        ended.set()
+        thread.join()
+    (run_dir,) = tmp_path.iterdir()
+    checkpoints = Checkpoints(run_dir / "checkpoints", CheckpointSection())
+    assert checkpoints.latest is not None
+    assert checkpoints.drop_damaged() == []
+    output = " ".join(capfd.readouterr().out.split())
+    assert f"terminated; saved through {checkpoints.latest.reached}; resume with" in output
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How an interrupted run is opened again, before Ray starts."""
+"""How an interrupted run is opened again, before any pool starts."""
 
 from __future__ import annotations
 
@@ -35,19 +35,21 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ray_sessions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace Ray; return a list with an entry for each start."""
-    started: list[str] = []
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[PoolPlan]:
+    """Replace Ray; return a list with an entry for each planning of pools."""
+    planned: list[PoolPlan] = []
 
     @contextmanager
-    def fake_ray(address: object, verbose: bool) -> Iterator[bool]:
-        started.append("started")
+    def fake_ray(*_: object, **__: object) -> Iterator[bool]:
         yield True
 
+    def plan(*_: object) -> PoolPlan:
+        planned.append(PoolPlan(False, 2, 2, {"CPU": 0.6}, 2, {"CPU": 0.4}, 2))
+        return planned[-1]
+
     monkeypatch.setattr(session, "ray_session", fake_ray)
-    plan = PoolPlan(False, 2, 2, {"CPU": 0.6}, 2, {"CPU": 0.4}, 2)
-    monkeypatch.setattr(session, "plan_when_there_is_room", lambda *_: plan)
-    return started
+    monkeypatch.setattr(session, "plan_when_there_is_room", plan)
+    return planned
 
 
 def opened(run_dir: Path) -> Checkpoints:
@@ -59,7 +61,7 @@ def opened(run_dir: Path) -> Checkpoints:
 
 
 def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
-    run_dir: Path, ray_sessions: list[str], capsys: pytest.CaptureFixture[str]
+    run_dir: Path, plans: list[PoolPlan], capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = run_dir / "checkpoints"
     (checkpoints / "epoch-0002-round-01" / "rest.pt").unlink()
@@ -77,10 +79,10 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
 
 @pytest.mark.parametrize("damaged", ["index.json", "*/rest.pt"])
 def test_without_a_complete_checkpoint_nothing_starts(
-    run_dir: Path, ray_sessions: list[str], damaged: str
+    run_dir: Path, plans: list[PoolPlan], damaged: str
 ) -> None:
     for file in (run_dir / "checkpoints").glob(damaged):
         file.write_bytes(b"{")
     with pytest.raises(StorageError, match=r"(?s)(index\.json is|rest\.pt was changed).*new run"):
         opened(run_dir)
-    assert ray_sessions == []
+    assert plans == []

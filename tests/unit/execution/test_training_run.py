@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import Command, Pretrain
 from raytrain_opt.pools.in_process import InProcessPool, in_process_backend
+from raytrain_opt.pools.main_training import SynchronousTraining
+from raytrain_opt.pools.protocol import Backend
+from raytrain_opt.pools.slot import Slot
+from raytrain_opt.pools.worker import Worker
 from raytrain_opt.search.factory import build_policy, max_candidates
 from raytrain_opt.terminal.progress import Lines
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
@@ -100,27 +105,31 @@ class Process:
     finished: bool
 
 
-def execute(job: Job, paths: RunPaths, interrupt: Interrupt) -> Process:
+def execute(
+    job: Job, paths: RunPaths, interrupt: Interrupt, kills: random.Random | None = None
+) -> Process:
     """Execute the run until it is interrupted.
 
-    Like every new process, it knows nothing but the run directory.
+    Like every new process, it knows nothing but the run directory. `kills`: kill the resident in
+    each command, at a random step.
     """
     output = io.StringIO()
     checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
     checkpoints.drop_damaged()
-    learner = Learner(
-        LearnerConfig.from_job(job), load_shared_arrays(job.data), torch.device("cpu")
+    learner = open_learner(job)
+    backend = in_process_backend(
+        learner,
+        with_slots=max_candidates(job) > 0,
+        candidate_batch=job.learning_rate.candidate_batch,
     )
+    if kills is not None:
+        backend = mortal_backend(job, backend, kills)
     steps = epoch_steps(learner.info.train_size, job.global_batch_size, job.batch_ramp.steps)
     process = Process([], "", finished=False)
     try:
         with open_training_run(
             ResolvedJob(job, steps, build_policy(job, steps)),
-            in_process_backend(
-                learner,
-                with_slots=max_candidates(job) > 0,
-                candidate_batch=job.learning_rate.candidate_batch,
-            ),
+            backend,
             paths,
             checkpoints,
             Lines(Console(file=output)),
@@ -136,6 +145,48 @@ def execute(job: Job, paths: RunPaths, interrupt: Interrupt) -> Process:
         learner.close()
     process.output = output.getvalue()
     return process
+
+
+def open_learner(job: Job) -> Learner:
+    shared = load_shared_arrays(job.data)
+    return Learner(LearnerConfig.from_job(job), shared, torch.device("cpu"))
+
+
+class MortalPool(InProcessPool):
+    """Its resident dies in every command; as on Ray, a new one repeats the command."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Slot | Worker], chance: random.Random
+    ) -> None:
+        super().__init__(name, make())
+        self._make, self._chance = make, chance
+
+    def command(self, command: Command, expected: Any = None) -> dict[int, Any]:
+        last = self._chance.randrange(6)
+
+        def die(done: int, _total: int) -> None:
+            if done >= last:
+                raise Interrupted
+
+        with suppress(Interrupted):  # or it dies before its reply is sent
+            self._resident.handle(command, die)
+        self._resident.learner.close()
+        self._resident = self._make()  # it knows nothing of the commands before
+        return super().command(command, expected)
+
+
+def mortal_backend(job: Job, backend: Backend, chance: random.Random) -> Backend:
+    def make_worker() -> Worker:
+        return Worker(open_learner(job), 0, 1, 0.0, backend.states)
+
+    def make_slot() -> Slot:
+        learner = open_learner(job)
+        return Slot(learner, 0, backend.states, job.learning_rate.candidate_batch)
+
+    workers = MortalPool("worker", make_worker, chance)
+    slots = backend.slots and MortalPool("slot", make_slot, chance)
+    training = SynchronousTraining(workers)
+    return replace(backend, workers=workers, slots=slots, main_training=training)
 
 
 def interrupt_moves(run: TrainingRun, moves: list[str], interrupt: Interrupt) -> None:
@@ -237,6 +288,16 @@ def test_a_run_that_is_interrupted_after_every_checkpoint_ends_as_one_that_was_n
         assert moves == uninterrupted.moves
 
 
+def test_residents_that_die_in_every_command_change_no_number(
+    uninterrupted: Uninterrupted, tmp_path: Path
+) -> None:
+    chance = random.Random(seed := random.randrange(10**9))
+    print(f"seed of the random steps: {seed}")
+    paths = RunPaths.create(str(tmp_path), "killed")
+    assert execute(uninterrupted.job, paths, never, chance).finished
+    assert outcome(paths) == uninterrupted.outcome
+
+
 def test_the_output_says_where_a_run_resumes(tmp_path: Path) -> None:
     job, paths = tiny_job(tmp_path, **JOBS["stpt"]), RunPaths.create(str(tmp_path), "interrupted")
     processes = resume_until_finished(job, paths, lambda moves: moves[-1] in CHECKPOINTS)
@@ -336,6 +397,28 @@ def test_a_round_in_which_every_slot_died_ends_the_run(
     paths = RunPaths.create(str(tmp_path), "run")
     with pytest.raises(PoolError, match="epoch 1: every slot died more often than max_restarts"):
         execute(tiny_job(tmp_path, **JOBS["stpt"]), paths, never)
+
+
+def test_a_round_goes_on_without_the_candidates_of_a_slot_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute_command = InProcessPool.command
+
+    def command(pool: InProcessPool, command: Command, expected: Any = None) -> dict[int, Any]:
+        replies = execute_command(pool, command, expected)
+        if isinstance(command, Pretrain) and command.plan.epoch == 2:
+            replies[0] = replace(replies[0], results=replies[0].results[:1])
+        return replies
+
+    monkeypatch.setattr(InProcessPool, "command", command)
+    paths = RunPaths.create(str(tmp_path), "run")
+    process = execute(tiny_job(tmp_path, **JOBS["stpt"]), paths, never)
+    first, second, third = outcome(paths)["rounds"]
+    for line in (first, third):
+        assert [c["status"] for c in line["candidates"]] == ["ok", "ok"]
+    assert [c["status"] for c in second["candidates"]] == ["ok", "lost"]
+    assert (second["winner"], second["candidates"][1]["score"]) == (0, None)
+    assert "is left out: its slot died more often" in " ".join(process.output.split())
 
 
 # The search cost.

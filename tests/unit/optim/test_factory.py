@@ -11,7 +11,7 @@ from torch import nn
 from raytrain_opt import optim
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError
-from raytrain_opt.optim import LARS, RMSpropWarmup
+from raytrain_opt.optim import LARS, Muon, RMSpropWarmup
 from raytrain_opt.optim.factory import (
     build_optimizer,
     check_optimizer,
@@ -33,6 +33,17 @@ WORKING = [
     "RMSprop",
     "SGD",
 ]
+
+
+class OwnSGD(torch.optim.SGD):
+    """An optimizer of the user's own."""
+
+    def __init__(self, params: Any, lr: float, *, double: bool = False) -> None:
+        assert double in (True, False), "double is a flag"
+        super().__init__(params, lr=2 * lr if double else lr)
+
+
+def not_an_optimizer() -> None: ...
 
 
 def section(name: str = "SGD", **args: Any) -> OptimizerSection:
@@ -150,6 +161,90 @@ def test_biases_and_normalization_are_excluded_as_the_job_says(
         assert [group["adapt"] for group in groups] == [True, False][: len(groups)]
 
 
+@pytest.mark.parametrize("name", [f"{__name__}:OwnSGD", OwnSGD])
+def test_an_optimizer_of_ones_own_is_named_by_module_and_class(name: Any) -> None:
+    own = OptimizerSection(name=name, args={"double": True})
+    assert check_optimizer(own) == []
+    weight = new_weight()
+    optimizer = build(own, weight)
+    assert isinstance(optimizer, OwnSGD)
+    train(optimizer, weight, [0.25])
+    torch.testing.assert_close(weight, new_weight() * 0.5)
+    assert str(OptimizerSection(name=name).model_dump()["name"]).endswith("test_factory:OwnSGD")
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        ("not_an_optimizer", {}, "optimizer.name: must be a class derived from torch.optim"),
+        ("OwnSDG", {}, "optimizer.name: .* has no 'OwnSDG'.*OwnSGD"),
+        ("OwnSGD", {"twice": 1}, "optimizer.args.twice: OwnSGD has no such argument"),
+        ("OwnSGD", {"double": 3}, "optimizer.args.double: OwnSGD rejects it: double is a flag"),
+    ],
+)
+def test_mistakes_in_an_optimizer_of_ones_own_are_explained(
+    function: str, args: dict[str, Any], message: str
+) -> None:
+    own = OptimizerSection(name=f"{__name__}:{function}", args=args)
+    with pytest.raises(JobError, match=message):
+        build(own, new_weight())
+
+
+@pytest.mark.parametrize("name", ["ScheduleFreeSGD", "ScheduleFreeAdamW"])
+def test_schedule_free_optimizers_are_those_of_the_package(name: str) -> None:
+    assert check(name, weight_decay=0.1) == {}
+    assert "learning_rate.warmup" in check(name, warmup_steps=5)["optimizer.args.warmup_steps"]
+    assert type(build(section(name), new_weight())).__module__.startswith("schedulefree.")
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon", OwnSGD])
+def test_a_bare_name_has_the_arguments_of_its_class(name: Any) -> None:
+    assert OptimizerSection.model_validate(name).args == {}
+    assert OptimizerSection.model_validate("SGD") == OptimizerSection()
+
+
+def test_muon_is_the_packages_own_class_with_the_groups_it_needs() -> None:
+    assert check("Muon", momentum=0.9, aux="adamw", aux_lr_multiplier=0.02) == {}
+    muon = OptimizerSection(name="Muon", args={"weight_decay": 0.1, "aux_lr_multiplier": 0.5})
+    optimizer = build_optimizer(muon, norm_and_matrix(), steps_per_epoch=7)
+    assert isinstance(optimizer, Muon)
+    assert not optimizer.distributed
+    set_lr(optimizer, 0.3)
+    summary = [
+        (len(g["params"]), g["use_muon"], g["weight_decay"], g["lr"])
+        for g in optimizer.param_groups
+    ]
+    assert summary == [(1, True, 0.1, 0.3), (3, False, 0.0, 0.15)]
+
+
+def test_any_optimizer_has_rates_by_parameter_name() -> None:
+    section = OptimizerSection(name="AdamW", lr_multipliers={"0.bias": 4.0, "0.*": 2.0})
+    optimizer = build_optimizer(section, norm_and_matrix(), steps_per_epoch=7)
+    for lr in (0.5, 0.25):
+        set_lr(optimizer, lr)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == [2.0 * lr, 4.0 * lr, lr]
+
+
+@pytest.mark.parametrize(
+    ("values", "pattern"),
+    [
+        ({"lr_multipliers": {"head.*": 2.0}}, "head"),
+        ({"name": "Muon", "aux_parameters": ["fc.weight"]}, "fc.weight"),
+    ],
+)
+def test_a_pattern_that_matches_no_parameter_is_an_error(
+    values: dict[str, Any], pattern: str
+) -> None:
+    with pytest.raises(JobError, match=rf"'{pattern}.*' matches no parameter.*0\.weight"):
+        build_optimizer(OptimizerSection(**values), norm_and_matrix(), steps_per_epoch=7)
+
+
+def test_a_second_rules_parameters_belong_to_muon() -> None:
+    with pytest.raises(ValueError, match="aux_parameters: belongs to Muon; SGD has one rule"):
+        OptimizerSection(aux_parameters=["fc.*"])
+
+
 def test_lars_is_the_packages_own_class() -> None:
     assert check("LARS", momentum=0.8, nesterov=True, clip=True) == {}
     optimizer = build(section("LARS", momentum=0.8), new_weight())
@@ -178,6 +273,9 @@ def test_a_job_writes_the_times_of_rmsprop_warmup_in_epochs(
         ("LARS", {"nesterov": True, "dampening": 0.5}, "", "nesterov"),
         ("LARS", {"trust_coeff": 0.01}, "trust_coeff", "did you mean 'trust_coefficient'"),
         ("LARS", {"adapt": False}, "adapt", "no such argument"),
+        ("Muon", {"momentum": 1.0}, "momentum", "below 1"),
+        ("Muon", {"aux": "lion"}, "aux", "one of"),
+        ("Muon", {"distributed": True}, "distributed", "number of workers"),
         ("RMSpropWarmup", {"center_steps": 5}, "center_steps", "did you mean 'center_epochs'"),
         ("RMSpropWarmup", {"period_epochs": 0}, "period_epochs", "above 0"),
         ("RMSpropWarmup", {"period_epochs": None}, "period_epochs", "rejects"),
@@ -203,7 +301,6 @@ def test_wrong_arguments_of_the_packages_classes_are_named(
         ("LBFGS", "closure"),
         ("SparseAdam", "sparse gradients"),
         ("Rprop", "first step only"),
-        ("Muon", "matrices only"),
     ],
 )
 def test_unknown_and_unsupported_classes_are_errors(name: str, message: str) -> None:

@@ -88,3 +88,37 @@ def test_torchs_optimizers_do_not_decay_excluded_parameters(optimizer_class: Any
     for name, param in model.named_parameters():
         decays = name in ("0.weight", "3.weight")
         torch.testing.assert_close(param, before[name] * (0.75 if decays else 1.0))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.position = nn.Parameter(torch.zeros(1, 4, 8))
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.norm = nn.LayerNorm((4, 8))
+        self.head = nn.Linear(8, 9)
+
+
+def muon_names(model: nn.Module, *aux_parameters: str) -> list[str]:
+    by_id = {id(param): name for name, param in model.named_parameters()}
+    groups = parameter_groups(
+        model, exclude_bias_and_norm=True, use_muon=True, aux_parameters=aux_parameters
+    )
+    assert sum(len(group["params"]) for group in groups) == len(by_id)
+    return [by_id[id(p)] for group in groups if group["use_muon"] for p in group["params"]]
+
+
+def test_muon_takes_matrices_without_embeddings_normalization_and_single_rows() -> None:
+    attention = ["attention.in_proj_weight", "attention.out_proj.weight"]
+    assert muon_names(Transformer()) == [*attention, "head.weight"]
+    assert muon_names(Transformer(), "head.*") == attention
+    assert muon_names(convolutional()) == ["0.weight", "3.weight"]
+
+
+def test_the_first_pattern_that_matches_sets_the_multiplier() -> None:
+    groups = parameter_groups(
+        convolutional(), exclude_bias_and_norm=True, lr_multipliers={"*.bias": 2.0, "0.*": 3.0}
+    )
+    sizes = [(len(g["params"]), g.get("lr_multiplier"), "adapt" in g) for g in groups]
+    assert sizes == [(1, 3.0, False), (1, None, False), (2, 2.0, True), (1, None, True)]

@@ -237,6 +237,9 @@ def fields_below(node: Any, definitions: dict[str, Any]) -> set[str]:
     return names
 
 
+JOB_SCHEMA = job_schema()
+
+
 def job_fields() -> list[Any]:
     """Return every field of a job that a page names as `section.field`."""
     return [
@@ -250,8 +253,8 @@ def job_fields() -> list[Any]:
 
 @pytest.mark.parametrize(("page", "field"), job_fields())
 def test_every_field_of_a_job_exists(page: Path, field: str) -> None:
-    schema = job_schema()
     section, *rest = field.split(".")
+    schema = JOB_SCHEMA
     assert set(rest) <= fields_below(schema["properties"][section], schema["$defs"])
 
 

@@ -70,6 +70,19 @@ def test_replay_reads_the_file_of_an_earlier_run(tmp_path: Path) -> None:
     assert action.lrs == (0.3, 0.3)
 
 
+def test_replay_refuses_other_rates_of_parameter_groups(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    schedule = RecordedSchedule((2, 2), (0.1, 0.2, 0.3, 0.3), 1.0, {"fc.*": 2.0})
+    write_json(path, schedule.to_json())
+    replay = job(epochs=2, policy="replay", schedule=str(path))
+    with pytest.raises(
+        JobError, match=r"optimizer\.lr_multipliers: .*belongs to {'fc\.\*': 2\.0}"
+    ):
+        build_policy(replay, EpochSteps(2))
+    multiplied = replay.optimizer.model_copy(update={"lr_multipliers": {"fc.*": 2.0}})
+    assert build_policy(replay.model_copy(update={"optimizer": multiplied}), EpochSteps(2))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "cannot be read"), ("{", "cannot be read"), ("[1]", r"not a schedule\.json")],

@@ -18,7 +18,7 @@ from raytrain_opt.errors import StorageError
 from raytrain_opt.storage import remove_tree
 from raytrain_opt.train import checkpoint as checkpoint_module
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
-from raytrain_opt.train.state import TrainingState, capture
+from raytrain_opt.train.state import TrainingState, capture, model_tensors
 from tests.support.full_disk import limit_file_size
 
 PROGRESS = {"next_epoch": 4, "lrs": [0.1, 0.2], "history": ({"winner": None, "x": float("-inf")},)}
@@ -70,7 +70,7 @@ def test_the_files_are_plain_safetensors_without_code(tmp_path: Path) -> None:
     folder = tmp_path / open_checkpoints(tmp_path).save(1, state, PROGRESS, None).folder
     assert sorted(path.name for path in folder.iterdir()) == ["rest.pt", "weights.safetensors"]
     weights = load_file(folder / "weights.safetensors")
-    assert sorted(weights) == sorted(checkpoint_module.model_tensors(state))
+    assert sorted(weights) == sorted(model_tensors(state))
     rest = torch.load(folder / "rest.pt", weights_only=True)
     assert rest["scaler"]["scale"] == 4.0
     assert rest["optimizer"]["param_groups"][0]["lr"] == 0.1
@@ -136,8 +136,8 @@ def test_a_folder_that_the_index_does_not_name_is_no_checkpoint(tmp_path: Path) 
     again.save(2, trained(2), {}, 0.6)
     back, _ = read_checkpoint(tmp_path / "epoch-0002")
     assert torch.equal(
-        checkpoint_module.model_tensors(back)["0.weight"],
-        checkpoint_module.model_tensors(trained(2))["0.weight"],
+        model_tensors(back)["0.weight"],
+        model_tensors(trained(2))["0.weight"],
     )
 
 

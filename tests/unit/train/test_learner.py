@@ -397,6 +397,50 @@ def test_statistics_are_recomputed_from_training_batches() -> None:
     assert norm.momentum == 0.1
 
 
+CONSTANT = {"policy": "schedule", "shape": "constant"}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"average": {"decay": 0.5}},
+        {"optimizer": "ScheduleFreeSGD", "learning_rate": CONSTANT},
+    ],
+    ids=["ema", "schedule-free"],
+)
+def test_averaged_weights_have_the_statistics_that_belong_to_them(job: dict[str, Any]) -> None:
+    trained = learner(net_with_norm, **job)
+    training: list[Tensor] = []
+    trained.train(1, 0, LRS, all_of(1), lambda _: training.append(weights(trained)[0]))
+    assert not torch.equal(weights(trained)[0], training[-1])
+    averaged = weights(trained)
+    trained.sync_batch_norm_stats()
+    assert_close(averaged, weights(trained))
+    convolution, norm = trained.model[0], trained.model[1]  # type: ignore[index]
+    batches = list(trained.data.train_batches(1, range(4), range(1), 1, 16))
+    means = [convolution(batch.x).mean((0, 2, 3)) for batch in batches]
+    assert_close([norm.running_mean], [torch.stack(means).mean(0)])
+
+
+def test_a_phase_that_was_stopped_leaves_nothing_behind_a_loaded_state() -> None:
+    once, again = (learner(net_with_norm, average={"decay": 0.5}) for _ in range(2))
+    for trained in (once, again):
+        trained.train(1, 0, LRS, all_of(1))
+    state = again.state(copy=True)
+
+    def stop(step: int) -> None:
+        if step == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        again.train(2, 0, LRS, all_of(1), stop)
+    again.load(state)
+    for trained in (once, again):
+        trained.train(1, 2, LRS[:2], all_of(1))
+        trained.sync_batch_norm_stats()
+    assert once.state(copy=True).digest() == again.state(copy=True).digest()
+
+
 def test_block_losses_add_up_to_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain_opt.train.learner.LOSS_BLOCK_SIZE", 3)
     trained = learner()

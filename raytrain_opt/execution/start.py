@@ -1,0 +1,175 @@
+"""Start the pools of a run on Ray, and end everything afterwards.
+
+`start_run` yields the `TrainingRun` that `driver.train` moves. Imported while Ray starts, because
+it loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from raytrain_opt.async_training.actors import ServerHandles, parameter_server
+from raytrain_opt.async_training.main_training import AsynchronousTraining
+from raytrain_opt.async_training.program import AsynchronousWorkers
+from raytrain_opt.cluster.connection import alive_nodes, cpu_count
+from raytrain_opt.cluster.resources import PoolPlan
+from raytrain_opt.execution.preflight import ResolvedJob
+from raytrain_opt.execution.session import Session
+from raytrain_opt.execution.training_run import TrainingRun, open_training_run
+from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
+from raytrain_opt.pools.faults import planned_faults
+from raytrain_opt.pools.launcher import PoolLauncher, environment
+from raytrain_opt.pools.mailbox import Mailbox
+from raytrain_opt.pools.mailbox_client import share_data
+from raytrain_opt.pools.main_training import SynchronousTraining
+from raytrain_opt.pools.protocol import Backend
+from raytrain_opt.pools.ray_pool import RayPool, running
+from raytrain_opt.pools.resident_config import ResidentConfig, SynchronousWorkers
+from raytrain_opt.pools.state_store import RayStateStore
+
+# Seconds for the pools to leave a Ray that we started: it is shut down anyway.
+_OWN_RAY_STOP_S = 1.0
+
+
+def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
+    """Start the actor on this node that keeps the pools and probes batch sizes."""
+    return (
+        ray.remote(PoolLauncher)
+        .options(
+            num_cpus=0,
+            max_concurrency=2,
+            label_selector=_driver_node(),
+            # A Ray that was started here has these variables in all its processes.
+            runtime_env=({} if local else {"env_vars": environment(local=False, start_s=start_s)}),
+        )
+        .remote(local=local, import_all=import_all)
+    )
+
+
+def start_mailbox() -> Any:
+    """Start the actor through which driver and pools communicate, on the driver's node.
+
+    The death of another node then never ends it.
+    """
+    return (
+        ray.remote(Mailbox)
+        .options(num_cpus=0, max_concurrency=10_000, label_selector=_driver_node())
+        .remote()
+    )
+
+
+@contextmanager
+def start_run(resolved: ResolvedJob, session: Session) -> Iterator[TrainingRun]:
+    """Start both pools, and the parameter server of an asynchronous job; end them afterwards."""
+    with (
+        parameter_server(
+            resolved.learner, session.preflight.info, resolved.job.max_restarts
+        ) as server,
+        _start_pools(resolved, session, server) as run,
+    ):
+        yield run
+
+
+@contextmanager
+def _start_pools(
+    resolved: ResolvedJob, session: Session, server: ServerHandles | None
+) -> Iterator[TrainingRun]:
+    job, plan = resolved.job, session.plan
+    mailbox: Any = start_mailbox()
+    oversubscribed = _is_oversubscribed(plan)
+    launcher = start_launcher(
+        local=session.owns_ray, start_s=job.timeouts.start_s, import_all=not oversubscribed
+    )
+    config = _resident_config(resolved, session, mailbox, server)
+    store = RayStateStore()
+    workers, slots = _make_pools(config, launcher, store)
+    pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
+    stop_s = _OWN_RAY_STOP_S if session.owns_ray else job.timeouts.stop_s
+    with running(*pools, launcher=launcher, stop_s=stop_s):
+        pools[0].start()
+        if not oversubscribed:
+            workers.start()
+        share_data(mailbox, session.preflight.shared)
+        backend = Backend(
+            workers,
+            slots if plan.slots else None,
+            store,
+            SynchronousTraining(workers)
+            if server is None
+            else AsynchronousTraining(config.learner, config.timeouts, workers, store, server),
+            plan.use_gpu,
+            lambda: [node["Resources"] for node in alive_nodes()],
+        )
+        with open_training_run(
+            resolved,
+            backend,
+            session.paths,
+            session.checkpoints,
+            session.terminal,
+            session.startup,
+        ) as run:
+            yield run
+
+
+def _resident_config(
+    resolved: ResolvedJob, session: Session, mailbox: Any, server: ServerHandles | None
+) -> ResidentConfig:
+    """Return the settings that workers and slots get from the job and the session."""
+    job = resolved.job
+    return ResidentConfig(
+        learner=resolved.learner,
+        candidate_batch=job.learning_rate.candidate_batch,
+        plan=session.plan,
+        min_workers=job.workers.min_workers,
+        threads=job.workers.threads,
+        max_restarts=job.max_restarts,
+        timeouts=job.timeouts,
+        run_id=session.paths.run_id,
+        mailbox=mailbox,
+        ray_storage_path=session.paths.ray_storage,
+        faults=planned_faults(),
+        workers=SynchronousWorkers() if server is None else AsynchronousWorkers(server),
+    )
+
+
+def _make_pools(
+    config: ResidentConfig, launcher: Any, store: RayStateStore
+) -> tuple[RayPool, RayPool]:
+    """Return the pools of workers and of slots, not started yet."""
+    plan, limit_s = config.plan, config.timeouts.no_progress_s
+    workers = RayPool(
+        WORKER_POOL,
+        plan.workers,
+        lambda: launcher.run_workers.remote(config),
+        config.mailbox,
+        store,
+        limit_s,
+        can_lose_residents=not config.workers.forms_group,
+    )
+    slots = RayPool(
+        SLOT_POOL,
+        plan.slots,
+        lambda: launcher.run_slots.remote(config),
+        config.mailbox,
+        store,
+        limit_s,
+        can_lose_residents=True,
+    )
+    return workers, slots
+
+
+def _is_oversubscribed(plan: PoolPlan) -> bool:
+    """Return whether there are fewer cores than processes.
+
+    Starting a process costs ten seconds of CPU, most of it imports. With too few cores the slots
+    start first, since they take the first steps; the workers start beside the first round.
+    """
+    return cpu_count() < plan.slots + plan.workers
+
+
+def _driver_node() -> dict[str, str]:
+    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}

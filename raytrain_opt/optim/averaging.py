@@ -1,0 +1,92 @@
+"""Averaged weights: trained with one set of weights, evaluated with another.
+
+    w_t    weights after update t, counted from 0        a    average
+    a_0 = w_0,   a_t = d_t a_(t-1) + (1 - d_t) w_t,   d_t = min(decay, (1 + t) / (10 + t))
+
+d_t rises to `decay`, so that the first weights are forgotten in short trainings too (as in
+TensorFlow's and timm's EMA). Schedule-free optimizers (Defazio et al., The Road Less Scheduled,
+NeurIPS 2024) average within their own update.
+
+For both, the parameters hold the averaged weights at all times but within a phase of training:
+whatever reads, scores or saves the model sees the average. The weights that training continues
+from are in the optimizer's state, so they go wherever that goes, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# The average during a phase of training, the training's weights otherwise.
+_OTHER_WEIGHTS = "other_weights"
+
+
+def attach_ema(optimizer: Optimizer, decay: float) -> None:
+    """Let the optimizer average its weights after each update."""
+    for group in optimizer.param_groups:
+        group |= {"ema_decay": decay, "averaged_updates": 0, "train_mode": False}
+    # Not called for updates that a gradient scaler leaves out.
+    optimizer.register_step_post_hook(_update)
+
+
+def averages_weights(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer averages its weights."""
+    return "ema_decay" in optimizer.param_groups[0] or _has_modes(optimizer)
+
+
+def use_training_weights(optimizer: Optimizer) -> None:
+    """Give the parameters the weights to train; does nothing without averaging."""
+    _set_mode(optimizer, train=True)
+
+
+def use_averaged_weights(optimizer: Optimizer) -> None:
+    """Give the parameters the averaged weights; does nothing without averaging."""
+    _set_mode(optimizer, train=False)
+
+
+def _has_modes(optimizer: Any) -> bool:
+    return callable(getattr(optimizer, "train", None)) and callable(
+        getattr(optimizer, "eval", None)
+    )
+
+
+@torch.no_grad()
+def _set_mode(optimizer: Any, *, train: bool) -> None:
+    if _has_modes(optimizer):
+        (optimizer.train if train else optimizer.eval)()
+        return
+    for group in optimizer.param_groups:
+        if group.get("train_mode", train) == train:
+            continue
+        group["train_mode"] = train
+        for param, other in _pairs(optimizer, group):
+            weights = param.clone()
+            param.copy_(other)
+            other.copy_(weights)
+
+
+def _pairs(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    for param in group["params"]:
+        # Not indexed: that would add an entry, which some optimizers take for their own.
+        other = optimizer.state.get(param, {}).get(_OTHER_WEIGHTS)
+        if other is not None:
+            yield param, other
+
+
+@torch.no_grad()
+def _update(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        updates = group["averaged_updates"]
+        decay = min(group["ema_decay"], (1 + updates) / (10 + updates))
+        group["averaged_updates"] = updates + 1
+        trained = [param for param in group["params"] if param.grad is not None]
+        for param in trained:
+            if _OTHER_WEIGHTS not in optimizer.state[param]:
+                optimizer.state[param][_OTHER_WEIGHTS] = param.detach().clone()
+        if trained:
+            averages = [optimizer.state[param][_OTHER_WEIGHTS] for param in trained]
+            torch._foreach_lerp_(averages, trained, 1 - decay)

@@ -1,0 +1,296 @@
+"""Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024).
+
+    G        gradient of a weight as a matrix [rows, columns]: a filter bank [out, in, k, k] is
+             [out, in k k], as in Jordan's implementation
+    M        momentum buffer, initially 0          m      momentum
+    W        weight                                d      decoupled weight decay
+    |X|      Frobenius norm                        a b c  coefficients, 3.4445 -4.7750 2.0315
+
+    M = m M + (1 - m) G                                                                (1)
+    U = (1 - m) G + m M        with Nesterov's momentum; else U = M                    (2)
+    X = U / max(|U|, eps)                                                              (3)
+    X = a X + (b A + c A A) X, A = X X^T           `ns_steps` times (Newton-Schulz)    (4)
+    W = (1 - lr d) W - lr sqrt(max(1, rows / columns)) X                               (5)
+
+(4) moves all singular values of U to about 1: the update moves all directions alike, also those
+in which the gradient is small. A matrix with more rows than columns is transposed for it.
+This is `torch.optim.Muon`, which takes matrices only. Parameters that are not matrices (biases,
+normalization) follow a second rule, with a rate of their own if wanted: torch's SGD with momentum,
+or AdamW; their weight decay is decoupled too.
+
+Matrices of equal shape are computed together, by few kernels. In a process group each rank
+computes (3) and (4) of a part of the matrices only, and the results are exchanged, as parts of the
+update are in ZeRO (Rajbhandari et al. 2020, stage 1); (1), (2) and (5) are cheap, and every rank
+computes them for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
+
+# Jordan's, which raise small singular values fastest; they end between 0.7 and 1.2, not at 1.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(Optimizer):
+    """Momentum with orthogonalized updates, for any network. See `parameter_groups` for groups.
+
+    Groups with `"use_muon": False` follow the second rule, `aux`: "sgd" (with `momentum` and
+    `nesterov`) or "adamw" (with `betas` and `aux_eps`). Their rate is `lr` times
+    `aux_lr_multiplier`: it becomes the group's `lr_multiplier`, by which schedules multiply.
+    `ns_dtype` is the type of (4), "bfloat16" or "float32"; by default bfloat16 on a GPU, and on
+    CPU, where bfloat16 is slow, at least float32. With `distributed`, the ranks of the default
+    process group share the work: all take each step together, with equal weights and gradients.
+
+    Raises ValueError: a value out of its range, or a parameter of a Muon group without two
+    dimensions. RuntimeError: sparse or complex gradients.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        momentum: float = 0.6,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        ns_steps: int = 5,
+        eps: float = 1e-7,
+        ns_dtype: Literal["bfloat16", "float32"] | None = None,
+        aux: Literal["sgd", "adamw"] = "sgd",
+        aux_lr_multiplier: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        aux_eps: float = 1e-8,
+        distributed: bool = False,
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        settings |= {"ns_steps": ns_steps, "eps": eps, "aux_eps": aux_eps}
+        for name, value in {**settings, "aux_lr_multiplier": aux_lr_multiplier}.items():
+            _check(name, value)
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Muon: betas must be two numbers of at least 0 and below 1: {betas}")
+        _check_choice("ns_dtype", ns_dtype, ("bfloat16", "float32", None))
+        _check_choice("aux", aux, ("sgd", "adamw"))
+        settings |= {"nesterov": nesterov, "ns_dtype": ns_dtype, "aux": aux, "betas": tuple(betas)}
+        self._aux_lr_multiplier, self.distributed = aux_lr_multiplier, distributed
+        super().__init__(params, {**settings, "use_muon": True, "lr_multiplier": 1.0})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see `torch.optim.Optimizer`."""
+        use_muon = param_group.get("use_muon", True)
+        multiplier = param_group.get("lr_multiplier", 1.0)
+        multiplier *= 1.0 if use_muon else self._aux_lr_multiplier
+        lr = self.defaults["lr"] * multiplier
+        super().add_param_group({"lr": lr, **param_group, "lr_multiplier": multiplier})
+        for param in self.param_groups[-1]["params"] if use_muon else ():
+            if param.dim() < 2:
+                raise ValueError(
+                    f"Muon: a parameter of shape {list(param.shape)} is no matrix; put it into a "
+                    'group with "use_muon": False'
+                )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state; a copy of the optimizer computes alone."""
+        super().__setstate__(state)
+        self.__dict__.setdefault("_aux_lr_multiplier", 1.0)
+        self.__dict__.setdefault("distributed", False)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; return the loss of `closure`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            update = self._update_matrices if group["use_muon"] else self._update_others
+            with_grad = [p for p in group["params"] if p.grad is not None]
+            if not with_grad:
+                continue
+            if any(p.grad.is_sparse or p.grad.is_complex() for p in with_grad):
+                raise RuntimeError("Muon needs dense real gradients")
+            columns = cast(list[list[Tensor | None]], [with_grad])
+            for (batch,), _ in Optimizer._group_tensors_by_device_and_dtype(columns).values():
+                params = cast(list[Tensor], batch)
+                if group["weight_decay"] != 0:
+                    factor = 1.0 - float(group["lr"]) * group["weight_decay"]
+                    torch._foreach_mul_(params, factor)
+                update(params, group)
+        return loss
+
+    def _update_matrices(self, params: list[Any], group: dict[str, Any]) -> None:
+        grads, momentum = [p.grad for p in params], group["momentum"]
+        buffers = self._buffers("momentum_buffer", params)
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
+        matrices = [_to_matrix(u, p) for u, p in zip(updates, params, strict=True)]
+        shapes = [matrix.shape for matrix in matrices]
+        results = self._orthogonalize(matrices, _ns_dtype(params[0], group["ns_dtype"]), group)
+        for indices in _equal_shapes(range(len(shapes)), shapes):
+            rows, columns = shapes[indices[0]]
+            lr = float(group["lr"]) * math.sqrt(max(1, rows / columns))
+            changes = [_from_matrix(results[i], params[i]).to(params[i].dtype) for i in indices]
+            torch._foreach_add_([params[i] for i in indices], changes, alpha=-lr)
+
+    def _orthogonalize(
+        self, matrices: Sequence[Tensor], dtype: torch.dtype, group: dict[str, Any]
+    ) -> dict[int, Tensor]:
+        """Return the results of (4), by index; of all matrices, whoever computed them."""
+        shapes = [matrix.shape for matrix in matrices]
+        owned = split_work(shapes, dist.get_world_size() if self.distributed else 1)
+        own = owned[dist.get_rank() if self.distributed else 0]
+        results: dict[int, Tensor] = {}
+        for indices in _equal_shapes(own, shapes):
+            batch = torch.stack([matrices[i] for i in indices]).to(dtype)
+            batch = orthogonalize(batch, steps=group["ns_steps"], eps=group["eps"])
+            results |= zip(indices, batch, strict=True)
+        if self.distributed:
+            return _exchange(results, shapes, owned, matrices[0].new_empty(0, dtype=dtype))
+        return results
+
+    def _update_others(self, params: list[Any], group: dict[str, Any]) -> None:
+        lr, grads = float(group["lr"]), [p.grad for p in params]
+        if group["aux"] == "sgd":
+            sgd(
+                params,
+                grads,
+                cast(list[Tensor | None], self._buffers("momentum_buffer", params)),
+                foreach=True,
+                weight_decay=0.0,
+                momentum=group["momentum"],
+                lr=lr,
+                dampening=0.0,
+                nesterov=group["nesterov"],
+                maximize=False,
+            )
+            return
+        adamw(
+            params,
+            grads,
+            self._buffers("exp_avg", params),
+            self._buffers("exp_avg_sq", params),
+            [],
+            self._step_counts(params),
+            foreach=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=lr,
+            weight_decay=0.0,
+            eps=group["aux_eps"],
+            maximize=False,
+        )
+
+    def _buffers(self, name: str, params: list[Any]) -> list[Tensor]:
+        for param in params:
+            if name not in self.state[param]:
+                self.state[param][name] = torch.zeros_like(param)
+        return [self.state[param][name] for param in params]
+
+    def _step_counts(self, params: list[Any]) -> list[Tensor]:
+        zero = torch.zeros((), dtype=torch.float32)
+        return [self.state[param].setdefault("step", zero.clone()) for param in params]
+
+
+def orthogonalize(matrices: Tensor, *, steps: int, eps: float) -> Tensor:
+    """Compute (3) and (4) for matrices of one shape, [n, rows, columns], in their type."""
+    a, b, c = _COEFFICIENTS
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def split_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[int]]:
+    """Return the indices of the matrices that each rank orthogonalizes, about equal in work.
+
+    The most expensive matrix comes first, each goes to the rank with the least work so far.
+    """
+    costs = [min(shape) * shape.numel() for shape in shapes]
+    loads, owned = [0] * ranks, [list[int]() for _ in range(ranks)]
+    for index in sorted(range(len(shapes)), key=lambda i: -costs[i]):
+        rank = loads.index(min(loads))
+        loads[rank] += costs[index]
+        owned[rank].append(index)
+    return [sorted(indices) for indices in owned]
+
+
+def _exchange(
+    own: Mapping[int, Tensor],
+    shapes: Sequence[torch.Size],
+    owned: Sequence[Sequence[int]],
+    like: Tensor,
+) -> dict[int, Tensor]:
+    """Return the results of all ranks, in the type of `like`, with one all-gather.
+
+    Ranks with fewer elements fill up. Bytes are sent, as not every backend knows bfloat16.
+    """
+    lengths = [[shapes[i].numel() for i in indices] for indices in owned]
+    longest = max(map(sum, lengths))
+    flat = [own[i].reshape(-1) for i in sorted(own)]
+    message = torch.cat([*flat, like.new_zeros(longest - sum(map(len, flat)))])
+    gathered = like.new_empty(len(owned) * longest)
+    dist.all_gather_into_tensor(gathered.view(torch.uint8), message.view(torch.uint8))
+    return {
+        index: part.view(shapes[index])
+        for indices, sizes, row in zip(owned, lengths, torch.split(gathered, longest), strict=True)
+        for index, part in zip(indices, torch.split(row[: sum(sizes)], sizes), strict=True)
+    }
+
+
+def _equal_shapes(indices: Iterable[int], shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Return the indices in lists, each with those of one shape."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index in indices:
+        by_shape.setdefault(shapes[index], []).append(index)
+    return list(by_shape.values())
+
+
+def _memory_order(param: Tensor) -> list[int]:
+    """Return the first dimension, then the others as they lie in memory (channels_last)."""
+    return [0, *sorted(range(1, param.dim()), key=param.stride, reverse=True)]
+
+
+def _to_matrix(tensor: Tensor, param: Tensor) -> Tensor:
+    """Return the matrix of a gradient or update; the order of its columns does not matter."""
+    return tensor.permute(_memory_order(param)).flatten(1)
+
+
+def _from_matrix(matrix: Tensor, param: Tensor) -> Tensor:
+    order = _memory_order(param)
+    inverse = [order.index(d) for d in range(param.dim())]
+    return matrix.reshape([param.shape[d] for d in order]).permute(inverse)
+
+
+def _ns_dtype(param: Tensor, name: str | None) -> torch.dtype:
+    if name is not None:
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    on_cpu = param.device.type == "cpu"
+    return torch.promote_types(param.dtype, torch.float32) if on_cpu else torch.bfloat16
+
+
+def _check(name: str, value: float) -> None:
+    """Raise ValueError unless `value` is in the range of the setting `name`."""
+    below_one = name == "momentum"
+    if not (value >= 0 and (value < 1 if below_one else True) and math.isfinite(value)):
+        allowed = "at least 0 and below 1" if below_one else "at least 0 and finite"
+        raise ValueError(f"Muon: {name} must be {allowed}, not {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        raise ValueError(f"Muon: {name} must be one of {choices}, not {value!r}")

@@ -1,0 +1,83 @@
+"""One process of `test_muon`: python muon_rank.py RANK WORLD_SIZE FOLDER."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.optim import muon
+from raytrain_opt.train.data_parallel import distribute, single_process, use_threads
+from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner_config import LearnerConfig
+from tests.support.process_group import gloo_group
+
+MICRO_BATCHES = 4
+LRS = (0.02, 0.05, 0.05)
+
+
+def network(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build three filter banks of one shape, another one and a matrix, without BatchNorm."""
+    layers: list[nn.Module] = [nn.Conv2d(sample_shape[0], 8, 3, stride=2), nn.GroupNorm(2, 8)]
+    for _ in range(3):
+        layers += [nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AvgPool2d(3), nn.Flatten(), nn.Linear(8, num_classes))
+
+
+def job(ns_dtype: str) -> Job:
+    muon_args = {"ns_dtype": ns_dtype, "weight_decay": 0.1, "aux_lr_multiplier": 0.5}
+    return Job.model_validate(
+        {
+            "model": network,
+            "data": "digits",
+            "epochs": 2,
+            "global_batch_size": 32,
+            "optimizer": {"name": "Muon", "args": muon_args},
+            "workers": {"count": MICRO_BATCHES},
+        }
+    )
+
+
+def counted(work: list[int]) -> Callable[..., Tensor]:
+    """Return `orthogonalize`, which adds the number of its matrices to `work`."""
+    original = muon.orthogonalize
+
+    def orthogonalize(matrices: Tensor, **settings: Any) -> Tensor:
+        work.append(len(matrices))
+        return original(matrices, **settings)
+
+    return orthogonalize
+
+
+def train(ns_dtype: str, rank: int, world_size: int) -> dict[str, Any]:
+    """Train a phase, then a second one twice from the same state."""
+    config = LearnerConfig.from_job(job(ns_dtype))
+    parallel = distribute if world_size > 1 else single_process
+    learner = Learner(config, load_shared_arrays(config.data), torch.device("cpu"), parallel)
+    micro_batches = MicroBatches.for_rank(rank, world_size, MICRO_BATCHES)
+    work: list[int] = []
+    with mock.patch.object(muon, "orthogonalize", counted(work)):
+        learner.train(1, 0, LRS, micro_batches)
+    middle, ends = learner.state(copy=True), []
+    for _ in range(2):
+        learner.load(middle)
+        learner.train(1, len(LRS), LRS, micro_batches)
+        ends.append(learner.state(copy=True).digest())
+    return {
+        "matrices_per_step": sum(work) / len(LRS),
+        "ends": ends,
+        "weights": {name: p.detach().clone() for name, p in learner.model.named_parameters()},
+    }
+
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    use_threads(1)
+    with gloo_group(rank, world_size, folder):
+        results = {dtype: train(dtype, rank, world_size) for dtype in ("float32", "bfloat16")}
+    torch.save(results, folder / f"rank-{rank}.pt")

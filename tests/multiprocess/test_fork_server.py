@@ -1,0 +1,136 @@
+"""Processes that the fork server starts: what they have, what they share, and when there are none.
+
+No Ray: the program that a fork runs stands in for Ray's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from raytrain_opt.cluster import fork_client
+from raytrain_opt.cluster.fork_server import fork_server
+
+REPORT = """
+import json, os, sys
+loaded = [name for name in ("torch", "ray") if name in sys.modules]
+report = {"arguments": sys.argv, "parent": os.getppid(), "group": os.getpgrp(), "loaded": loaded,
+          "directory": os.getcwd(), "variable": os.environ.get("RAY_A"), "niceness": os.nice(0)}
+import numpy, random
+print(json.dumps(report | {"drawn": [numpy.random.rand(), random.random()]}))
+"""
+
+
+@pytest.fixture(scope="module")
+def variables() -> Iterator[dict[str, str]]:
+    with fork_server() as variables:
+        yield variables
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "default_worker.py"
+    path.write_text(REPORT)
+    (tmp_path / "setup_worker.py").write_text("print('\"as Ray does\"')")
+    return path
+
+
+def start(variables: dict[str, str], program: Path, **env_vars: str) -> Any:
+    context = json.dumps({"env_vars": env_vars})
+    command = [sys.executable, fork_client.__file__, str(program), "--node-id=1"]
+    command += ["--language=PYTHON", f"--serialized-runtime-env-context={context}"]
+    process = subprocess.Popen(
+        ["nice", "-n", "15", *command],
+        cwd=program.parent,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        process_group=0,
+    )
+    output, _ = process.communicate()  # ends when the fork has closed it
+    report = json.loads(output)
+    if isinstance(report, dict):
+        assert report["group"] == process.pid
+    return report
+
+
+@pytest.mark.timeout(60)
+def test_a_fork_is_the_process_that_was_asked_for(
+    variables: dict[str, str], program: Path
+) -> None:
+    report = start(variables, program, RAY_A="1")
+    assert report["parent"] != os.getpid()
+    assert report["loaded"] == ["torch"], "Ray reads settings of its process when it is imported"
+    assert report["arguments"] == [str(program), "--node-id=1"]
+    assert report["directory"] == str(program.parent)
+    assert report["variable"] == "1"
+    assert report["niceness"] == min(19, os.nice(0) + 15)
+
+
+@pytest.mark.timeout(60)
+def test_forks_draw_different_random_numbers(variables: dict[str, str], program: Path) -> None:
+    first, second = (start(variables, program)["drawn"] for _ in range(2))
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+@pytest.mark.timeout(60)
+def test_other_variables_need_a_new_process(variables: dict[str, str], program: Path) -> None:
+    assert start(variables, program, OMP_NUM_THREADS="1") == "as Ray does"
+
+
+@pytest.mark.timeout(60)
+def test_processes_start_without_a_server_that_was_killed(program: Path) -> None:
+    with fork_server() as variables:
+        server = _server()
+        server.send_signal(signal.SIGKILL)
+        assert start(variables, program) == "as Ray does"
+
+
+@pytest.mark.timeout(60)
+def test_the_server_ends_with_the_block_and_with_its_driver() -> None:
+    with fork_server() as variables:
+        server = _server()
+    assert not server.is_running()
+    assert not Path(variables[fork_client.SOCKET_VARIABLE]).exists()
+    program = """
+import time
+from raytrain_opt.cluster.fork_server import fork_server
+with fork_server():
+    print(flush=True)
+    time.sleep(60)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as driver:
+        assert driver.stdout is not None
+        driver.stdout.readline()
+        server = _server(driver.pid)
+        driver.kill()
+    server.wait(timeout=30)
+
+
+def test_a_user_can_do_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fork_client.SOCKET_VARIABLE, "0")
+    with fork_server() as variables:
+        assert variables == {}
+
+
+def _server(pid: int | None = None, limit_s: float = 30) -> psutil.Process:
+    """Return the newest server of a process; its command line shows a moment after its start."""
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        children = psutil.Process(pid).children()
+        servers = [p for p in children if "raytrain_opt.cluster.fork_server" in p.cmdline()]
+        if servers:
+            return servers[-1]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

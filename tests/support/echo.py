@@ -1,0 +1,85 @@
+"""Residents that compute nothing, for failures of processes.
+
+Importing this imports no torch, so that such a process starts in a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raytrain_opt.pools.commands import (
+    Command,
+    Evaluate,
+    MainTrain,
+    Pretrain,
+    SendCandidateState,
+    StateRef,
+)
+from raytrain_opt.pools.resident import OnStep
+from raytrain_opt.pools.resident_config import ResidentConfig, WorkerPlace
+
+# Of each command.
+STEPS = 8
+# Contents of states: of the driver's, which commands start from, of one that workers trained from
+# it, and of a slot's candidate.
+DRIVERS, TRAINED, CANDIDATE = b"the driver's", b"the driver's, trained", b"a candidate's"
+
+
+@dataclass(frozen=True)
+class Done:
+    """The reply to a command: its name, and the content of the state that it started from."""
+
+    name: str
+    content: bytes
+
+
+class Echo:
+    """Makes the steps of each command and replies with a state, or the content of its state.
+
+    Raises in `send_initial_state`, as a user's function would.
+    """
+
+    def handle(self, command: Command, on_step: OnStep) -> Any:
+        for done in range(STEPS):
+            on_step(done, STEPS)
+        match command:
+            case SendCandidateState():
+                return StateRef("candidate", ray.put(CANDIDATE))
+            case MainTrain():
+                trained = ray.get(command.state.ref) + b", trained"
+                return StateRef(f"{command.epoch}", ray.put(trained))
+            case Pretrain() | Evaluate():
+                return Done(command.name, ray.get(command.state.ref))
+        raise ValueError("planted failure")
+
+    def close(self) -> None: ...
+
+
+class EchoWorkers:
+    """Implements `pools.resident_config.WorkerProgram`."""
+
+    forms_group = True  # one death restarts all, as in a process group
+
+    def import_modules(self) -> None:
+        import ray.train.v2.api.data_parallel_trainer  # noqa: F401
+
+    def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
+        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+        return DataParallelTrainer(**arguments)
+
+    def callbacks(self, config: ResidentConfig) -> list[Any]:
+        return []
+
+    def make_handler(self, config: ResidentConfig, place: WorkerPlace) -> Echo:
+        return Echo()
+
+
+class EchoSlots:
+    """Implements `pools.resident_config.SlotProgram`."""
+
+    def make_handler(self, config: ResidentConfig, index: int) -> Echo:
+        return Echo()

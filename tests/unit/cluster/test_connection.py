@@ -1,0 +1,51 @@
+"""What a Ray that is started for a run gets, without starting one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+
+from raytrain_opt.cluster import connection
+from raytrain_opt.cluster.fork_client import SOCKET_VARIABLE
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replace Ray and the fork server by records of what happened, in order."""
+    calls: list[Any] = []
+
+    @contextmanager
+    def fork_server() -> Iterator[dict[str, str]]:
+        yield {SOCKET_VARIABLE: "/socket"}
+        calls.append("server ended")
+
+    def init(**options: Any) -> None:
+        calls.append((options["address"], os.environ.get(SOCKET_VARIABLE), os.environ.get("A")))
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    monkeypatch.setattr(connection, "fork_server", fork_server)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    return calls
+
+
+def test_a_ray_of_our_own_starts_beside_others_and_forks_its_processes(calls: list[Any]) -> None:
+    """Without an address Ray would connect to a cluster that `ray start` left on this machine."""
+    with connection.ray_session(None, verbose=False, environment={"A": "1"}) as local:
+        assert local
+        assert calls == [("local", "/socket", "1")]
+        assert SOCKET_VARIABLE not in os.environ
+    assert calls[1:] == ["shutdown", "server ended"]
+
+
+def test_a_cluster_starts_its_processes_by_itself(calls: list[Any]) -> None:
+    with connection.ray_session("auto", verbose=False) as local:
+        assert not local
+    assert calls == [("auto", None, None), "shutdown"]

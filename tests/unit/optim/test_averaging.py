@@ -1,0 +1,132 @@
+"""Averaged weights: the formula, the exchange with the training's weights, saved states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raytrain_opt.config.updates import OptimizerSection
+from raytrain_opt.optim.averaging import (
+    attach_ema,
+    averages_weights,
+    use_averaged_weights,
+    use_training_weights,
+)
+from raytrain_opt.optim.factory import build_optimizer, set_lr
+from raytrain_opt.train.state import capture, restore
+
+NAMES = ["SGD", "AdamW", "Muon", "LARS", "Adafactor"]
+SCHEDULE_FREE = ["ScheduleFreeSGD", "ScheduleFreeAdamW"]
+SCALER = torch.amp.GradScaler(enabled=False)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 4)).to(
+        memory_format=torch.channels_last
+    )
+
+
+def make(name: str, model: nn.Module, decay: float = 0.5, **args: Any) -> torch.optim.Optimizer:
+    section = OptimizerSection(name=name, args=args)
+    optimizer = build_optimizer(section, model, steps_per_epoch=5)
+    if name not in SCHEDULE_FREE:
+        attach_ema(optimizer, decay)
+    return optimizer
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
+) -> list[list[torch.Tensor]]:
+    """Train a phase; return the weights after each update."""
+    use_training_weights(optimizer)
+    after = []
+    for step in steps:
+        random = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            gradient = torch.randn(param.shape, generator=random)
+            param.grad = torch.empty_like(param).copy_(gradient)
+        set_lr(optimizer, 0.1)
+        optimizer.step()
+        after.append(weights(model))
+    use_averaged_weights(optimizer)
+    return after
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.25, 0.999])
+def test_the_average_is_that_of_the_formula(decay: float) -> None:
+    model = network()
+    optimizer = make("SGD", model, decay, momentum=0.9)
+    trained = train(model, optimizer, range(3)) + train(model, optimizer, range(3, 20))
+    expected = trained[0]
+    for t, updated in enumerate(trained):
+        d = min(decay, (1 + t) / (10 + t))
+        expected = [d * a + (1 - d) * w for a, w in zip(expected, updated, strict=True)]
+    torch.testing.assert_close(weights(model), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_goes_on_as_without_an_average(name: str) -> None:
+    model, plain_model = network(), network()
+    plain = build_optimizer(OptimizerSection(name=name, args={}), plain_model, steps_per_epoch=5)
+    averaging = make(name, model)
+    assert (averages_weights(averaging), averages_weights(plain)) == (True, False)
+    for phase in (range(4), range(4, 8)):
+        trained, expected = train(model, averaging, phase), train(plain_model, plain, phase)
+        for one, other in zip(trained, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        assert not torch.equal(weights(model)[0], trained[-1][0])
+
+
+@pytest.mark.parametrize("name", [*NAMES, *SCHEDULE_FREE])
+@pytest.mark.parametrize("fresh", [True, False], ids=["into a new optimizer", "in place"])
+def test_a_saved_state_continues_bit_for_bit(name: str, fresh: bool) -> None:
+    model = network()
+    optimizer = make(name, model)
+    train(model, optimizer, range(3))
+    state = capture(model, optimizer, SCALER, copy=True)
+    averaged = weights(model)
+    resumed = network()
+    other = make(name, resumed)
+    if not fresh:
+        train(resumed, other, range(50, 55))
+        use_training_weights(other)  # as after a phase that was interrupted
+    restore(state, resumed, other, SCALER)
+    for one, two in zip(averaged, weights(resumed), strict=True):
+        assert torch.equal(one, two)
+    for one_step, other_step in zip(
+        train(model, optimizer, range(3, 6)), train(resumed, other, range(3, 6)), strict=True
+    ):
+        for one, two in zip(one_step, other_step, strict=True):
+            assert torch.equal(one, two)
+    ends = [capture(m, o, SCALER, copy=True) for m, o in ((model, optimizer), (resumed, other))]
+    assert ends[0].digest() == ends[1].digest()
+
+
+def test_updates_that_a_gradient_scaler_leaves_out_are_not_averaged() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = make("AdamW", model)
+    scaler = torch.amp.GradScaler("cpu")
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.param_groups[0]["averaged_updates"] == 1
+
+
+def test_without_an_average_nothing_is_exchanged() -> None:
+    model = network()
+    optimizer = build_optimizer(OptimizerSection(), model, steps_per_epoch=5)
+    before = weights(model)
+    use_training_weights(optimizer)
+    use_averaged_weights(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+    assert not optimizer.state
