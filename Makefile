@@ -8,18 +8,18 @@ STAMP := $(VENV)/.installed
 PYTEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-gpu lint types pytest test-cluster docs clean
+.PHONY: help install quickstart test test-ray test-without-ray test-gpu lint types test-cluster docs \
+  clean
 
 help:
 	@echo "make install     environment in $(VENV) with the versions of constraints.txt"
 	@echo "make quickstart  train the first job: handwritten digits, 2 workers, 4 candidates, CPU"
-	@echo "make test        style, types, import contracts and all tests that need no GPU;"
-	@echo "                 tests without Ray in 2 processes (PYTEST_PROCESSES=N for more)"
+	@echo "make test        style, types, import contracts and all tests that need no GPU; parts of"
+	@echo "                 it: make lint, types, test-ray, and test-without-ray, which uses two"
+	@echo "                 processes (PYTEST_PROCESSES=N for more)"
 	@echo "make test-gpu    the tests that need an NVIDIA GPU"
 	@echo "make test-cluster  ray up to ray down on your own machines, simulated by network namespaces;"
 	@echo "                 needs root, openssh-server, rsync and iproute2"
-	@echo "make lint        style and import contracts only"
-	@echo "make types       types only"
 	@echo "make docs        the generated parts of docs/: job file and records"
 	@echo "make clean       remove the environment, builds and caches; keeps runs/"
 
@@ -39,7 +39,9 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/raytrain-opt run jobs/quickstart.yaml
 
-test: lint types pytest
+# The tests with Ray mostly wait for processes; the others use the cores meanwhile.
+test: install
+	@$(MAKE) -j3 test-ray-runs test-ray-failures lint types test-without-ray
 
 lint: install
 	$(BIN)/ruff check .
@@ -49,14 +51,17 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# Two processes for the tests without Ray; the tests with Ray share its sessions, one after another.
+test-ray: test-ray-runs test-ray-failures
+
+test-ray-%: install
+	$(BIN)/pytest --durations=20 tests/ray/$*
+
 # loadfile: a file's fixtures are set up once. No reordering: the files with the longest tests come
 # first, so that both processes end at about the same time. No restarts: with them, xdist 3.8 hangs
 # at the end after a test has crashed its process (pytest-xdist issue 1378).
-pytest: install
-	$(BIN)/pytest --durations=20 -n $(PYTEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
-	  --max-worker-restart=0 tests/multiprocess tests/unit
-	$(BIN)/pytest --durations=20 tests/ray
+test-without-ray: install
+	nice $(BIN)/pytest --durations=20 -n $(PYTEST_PROCESSES) --dist loadfile \
+	  --no-loadscope-reorder --max-worker-restart=0 tests/multiprocess tests/unit
 
 test-gpu: install
 	$(BIN)/pytest -m gpu tests/gpu

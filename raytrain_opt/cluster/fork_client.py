@@ -26,7 +26,7 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], dict[str, str]] | 
     """Return the arguments of the process and the variables of its runtime environment.
 
     None when a fork cannot have that runtime environment: another interpreter or language, or
-    variables that may be read when a process starts, such as LD_PRELOAD or OMP_NUM_THREADS.
+    other values of variables that may be read when a process starts, such as LD_PRELOAD.
     """
     own: list[str] = []
     setup = {"--language": "", "--serialized-runtime-env-context": ""}
@@ -42,7 +42,9 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], dict[str, str]] | 
         value and value != sys.executable for value in context.values()
     ):
         return None
-    if not all(name.startswith("RAY_") for name in variables):
+    if not all(
+        name.startswith("RAY_") or os.environ.get(name) == variables[name] for name in variables
+    ):
         return None
     return own, variables
 

@@ -63,7 +63,7 @@ def start(variables: dict[str, str], program: Path, **env_vars: str) -> Any:
     return report
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_a_fork_is_the_process_that_was_asked_for(
     variables: dict[str, str], program: Path
 ) -> None:
@@ -76,19 +76,19 @@ def test_a_fork_is_the_process_that_was_asked_for(
     assert report["niceness"] == min(19, os.nice(0) + 15)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_forks_draw_different_random_numbers(variables: dict[str, str], program: Path) -> None:
     first, second = (start(variables, program)["drawn"] for _ in range(2))
     assert first[0] != second[0]
     assert first[1] != second[1]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_other_variables_need_a_new_process(variables: dict[str, str], program: Path) -> None:
-    assert start(variables, program, OMP_NUM_THREADS="1") == "as Ray does"
+    assert start(variables, program, OMP_NUM_THREADS="7") == "as Ray does"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_processes_start_without_a_server_that_was_killed(program: Path) -> None:
     with fork_server() as variables:
         server = _server()
@@ -96,7 +96,7 @@ def test_processes_start_without_a_server_that_was_killed(program: Path) -> None
         assert start(variables, program) == "as Ray does"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_the_server_ends_with_the_block_and_with_its_driver() -> None:
     with fork_server() as variables:
         server = _server()
@@ -115,7 +115,7 @@ with fork_server():
         driver.stdout.readline()
         server = _server(driver.pid)
         driver.kill()
-    server.wait(timeout=30)
+    server.wait(timeout=120)  # it looks after it has imported torch
 
 
 def test_a_user_can_do_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_a_user_can_do_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None
         assert variables == {}
 
 
-def _server(pid: int | None = None, limit_s: float = 30) -> psutil.Process:
+def _server(pid: int | None = None, limit_s: float = 120) -> psutil.Process:
     """Return the newest server of a process; its command line shows a moment after its start."""
     deadline_s = time.monotonic() + limit_s
     while True:

@@ -32,6 +32,15 @@ def test_variables_of_ray_are_set_in_the_fork() -> None:
     assert split_arguments(with_context(context)) == (WORKER, {"RAY_A": "1"})
 
 
+def test_variables_that_the_process_has_anyway_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    same, other = ({"env_vars": {"MALLOC_ARENA_MAX": value}} for value in "12")
+    assert split_arguments(with_context(same)) == (WORKER, {"MALLOC_ARENA_MAX": "1"})
+    assert split_arguments(with_context(other)) is None
+
+
 @pytest.mark.parametrize(
     "context",
     [

@@ -3,7 +3,7 @@
 Residents compute nothing here, so that they start without torch (`tests.support.echo_pools`). That
 a command which is repeated from the same state gives the same bits is tested in one process, for
 every command (tests/unit/execution/test_training_run.py), and once with real ones on Ray
-(test_main_job.py).
+(tests/ray/runs/test_main_job.py).
 """
 
 from __future__ import annotations

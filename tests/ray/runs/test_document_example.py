@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-PAGE = Path(__file__).parents[2] / "docs" / "own-model-and-data.md"
+PAGE = Path(__file__).parents[3] / "docs" / "own-model-and-data.md"
 
 
 @pytest.mark.timeout(600)

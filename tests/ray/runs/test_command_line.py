@@ -23,7 +23,7 @@ from tests.support.small_jobs import read_lines, without_times
 
 pytestmark = pytest.mark.timeout(600)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 JOB, EPOCHS = "jobs/quickstart.yaml", 8
 ONE_THREAD = ["--set", "workers.threads=1"]  # as the run that is compared with
 # Every process that a command starts inherits its mark: one of these tests, and of the command.
