@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -66,6 +65,14 @@ def wait_for_groups(tree: ActorTree, limit_s: float = 120) -> None:
         time.sleep(0.01)
 
 
+def wait_for_end(tree: ActorTree, limit_s: float = 20) -> None:
+    """Until no process is left. A worker whose actor died before the end may still be ending."""
+    deadline_s = time.monotonic() + limit_s
+    while left := tree.leftovers():
+        assert time.monotonic() < deadline_s, str(left)
+        time.sleep(0.05)
+
+
 def wait_for_all_cpus(limit_s: float = 20) -> None:
     """Until no CPU is taken. The head node hears of what a node gave back up to 0.1 s later."""
     deadline_s = time.monotonic() + limit_s
@@ -112,5 +119,5 @@ def test_ray_trains_own_controller_leaves_nothing_while_it_restarts_its_workers(
     wait_for_groups(tree)
     assert not end_actor_tree(launcher)
     assert placement_groups() == set()
-    assert not any(psutil.pid_exists(pid) for pid in tree.pids)
+    wait_for_end(tree)
     wait_for_all_cpus()
