@@ -103,11 +103,13 @@ class ActivityLog:
         """Record progress. Returns whether it is the first training step of this pool.
 
         A report without any step since the last one is no sign of life: a hung process may send
-        the same number again and again.
+        the same number again and again. One with fewer steps was overtaken by a later one: Ray
+        does not keep the order of calls to this actor.
         """
-        if progress != self.progress.get(index):
+        known = self.progress.get(index)
+        if known is None or progress.done > known.done:
             self.hear(index)
-        self.progress[index] = progress
+            self.progress[index] = progress
         is_first = progress.done > 0 and not self.has_trained
         self.has_trained = self.has_trained or is_first
         return is_first
@@ -145,6 +147,7 @@ class ActivityLog:
         """Record a restart. It cost the time since the resident's last sign of life."""
         now_s = monotonic_s()
         silent_s = now_s - self.heard_s.get(resident.index, self.posted_s)
+        self.progress.pop(resident.index, None)  # it begins the command anew
         text = f"{resident.name} was restarted during {command}"
         self.events.append(
             Event(

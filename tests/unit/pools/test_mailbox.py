@@ -305,6 +305,20 @@ def test_a_command_is_recorded_once_with_its_start(monkeypatch: pytest.MonkeyPat
     play(scene)
 
 
+def test_a_report_that_a_later_one_has_overtaken_is_no_step_back() -> None:
+    async def scene(box: Mailbox) -> None:
+        await box.join(resident(1))
+        await box.post("slot", SendInitialState())
+        await box.report_progress("slot", 1, Progress(4, 9))
+        await box.report_progress("slot", 1, Progress(0, 9))
+        assert await box.progress("slot") == Progress(4, 9)
+        await box.join(resident(1, pid=2))  # restarted: it begins anew
+        await box.report_progress("slot", 1, Progress(0, 9))
+        assert await box.progress("slot") == Progress(0, 9)
+
+    play(scene)
+
+
 def test_a_restart_costs_the_time_since_the_last_sign_of_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
