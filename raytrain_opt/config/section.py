@@ -39,6 +39,10 @@ class BrokenRulesError(ValueError):
         super().__init__("; ".join(f"{path}: {text}" for path, text in rules))
         self.rules = rules
 
+    def __reduce__(self) -> tuple[type[BrokenRulesError], tuple[Sequence[BrokenRule]]]:
+        """Return what another process makes the error of."""
+        return BrokenRulesError, (self.rules,)
+
 
 class Section(BaseModel):
     """A part of the job file: unknown keys are refused, values never change after loading."""

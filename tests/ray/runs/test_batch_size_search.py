@@ -19,7 +19,7 @@ from tests.support.small_jobs import read_lines, small_job
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
 
-SEARCH = {
+SEARCH: dict[str, Any] = {
     "strategy": "throughput_knee",
     "initial": 8,
     "max_batch_size": 64,
@@ -62,7 +62,8 @@ def test_a_process_probes_until_it_runs_out_of_memory_and_a_fresh_one_checks(
     assert check["pid"] not in {line["pid"] for line in probes}
     assert check["batch_size"] == search.batch_size <= 16
     assert search.batch_size in {line["batch_size"] for line in probes}
-    assert check["steps"] >= 3 * 5
+    # Three times the steps of a probe, or its time on a machine that is busy.
+    assert check["steps"] >= 3 * 5 or check["duration_s"] >= 3 * SEARCH["max_probe_s"]
 
 
 def test_probes_are_recorded_with_their_timings(search: BatchSizeResult) -> None:

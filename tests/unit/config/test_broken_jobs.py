@@ -5,9 +5,12 @@ The errors themselves are in tests/unit/behavior/test_bad_input.py, one by one.
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from raytrain_opt.config.load import parse_job
+from raytrain_opt.config.section import BrokenRulesError
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_sections
 
@@ -173,3 +176,10 @@ def test_a_section_that_breaks_the_schema_is_reported_once() -> None:
         "model.nam",
         "data.name",
     ]
+
+
+def test_a_broken_rule_reaches_another_process() -> None:
+    """Pickled, as pools of processes hand errors on."""
+    error = BrokenRulesError([("optimizer", "is wrong")])
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.rules) == (str(error), error.rules)
