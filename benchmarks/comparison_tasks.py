@@ -30,6 +30,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
     "SGD": ({"name": "SGD", "args": {"momentum": 0.9, "weight_decay": 5e-4}}, 0.1),
     "AdamW": ({"name": "AdamW", "args": {"weight_decay": 0.01}}, 0.001),
     "LARS": ({"name": "LARS", "args": {"momentum": 0.9, "weight_decay": 5e-4}}, 1.0),
+    "Muon": ({"name": "Muon"}, 0.1),
+    "auto": ({"name": "auto"}, 0.1),
 }
 
 

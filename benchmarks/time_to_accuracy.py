@@ -103,8 +103,11 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     units = [
         unit
         for setting in settings
-        for row in (*chosen.values(), baseline)
-        for unit in row.units(setting)
+        for units in (
+            *(row.units(setting) for row in chosen.values()),
+            baseline.units(_of_baseline(setting)),
+        )
+        for unit in units
     ]
     compute_missing(cache, units, args.processes)
     table: dict[str, dict[str, Any]] = {}
@@ -128,8 +131,13 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def _of_baseline(setting: Setting) -> Setting:
+    """Return the setting of the fixed schedule to compare with; it needs a named optimizer."""
+    return replace(setting, optimizer="SGD") if setting.optimizer == "auto" else setting
+
+
 def _outcome(row: Row, baseline: Row, setting: Setting, cache: Cache) -> Result:
-    [default] = baseline.units(setting)
+    [default] = baseline.units(_of_baseline(setting))
     results = [cache[unit] for unit in row.units(setting)]
     return outcome(row, results, target_of(cache[default]), setting.training_samples)
 

@@ -301,7 +301,7 @@ def _summary(job: Job) -> str:
         "model": sections["model"]["name"],
         "data": sections["data"]["name"],
         "learning rate": _learning_rate(job),
-        "optimizer": job.optimizer.name,
+        "optimizer": " or ".join(str(optimizer.name) for optimizer in job.optimizers),
         "training": f"{job.epochs} epochs, {job.precision}, seed {job.seed}",
         "global batch": f"{job.global_batch_size} = {job.workers.count} workers x "
         f"{job.batch_size_per_worker}"

@@ -319,7 +319,7 @@ def _build(config: LearnerConfig, info: DataInfo, index: int, count: int) -> Wei
     if config.channels_last and len(info.sample_shape) == 3:
         model = model.to(memory_format=torch.channels_last)
     steps = info.steps_per_epoch(config.global_batch_size)
-    return WeightShard(config.optimizer, model, index, count, steps)
+    return WeightShard(config.optimizers[0], model, index, count, steps)
 
 
 @dataclass(frozen=True)

@@ -239,5 +239,6 @@ def assemble_state(
         "optimizer_state": dict(sorted(optimizer_state.items())),
         "param_groups": parts[0].plain["param_groups"],
         "scaler": start.plain["scaler"],
+        "optimizer_index": start.optimizer_index,
     }
     return TrainingState(tensors, plain)

@@ -29,6 +29,7 @@ from raytrain_opt.config.updates import (
     AverageSection,
     BatchNormSection,
     BatchRampSection,
+    OptimizerChoiceSection,
     OptimizerSection,
     ParallelSection,
 )
@@ -123,8 +124,8 @@ class Job(Section):
             "and learning_rate.initial accordingly. Default: no search."
         ),
     )
-    optimizer: OptimizerSection = Field(
-        default_factory=OptimizerSection,
+    optimizer: OptimizerChoiceSection = Field(
+        default_factory=OptimizerChoiceSection,
         description="The optimizer; its rate comes from learning_rate.",
     )
     average: AverageSection | None = Field(
@@ -187,6 +188,11 @@ class Job(Section):
     )
 
     @property
+    def optimizers(self) -> tuple[OptimizerSection, ...]:
+        """The optimizers that the search chooses from; without such a choice, the only one."""
+        return self.optimizer.choices
+
+    @property
     def batch_size_per_worker(self) -> int:
         """Samples per update in each worker."""
         return self.global_batch_size // self.workers.count
@@ -234,23 +240,34 @@ class Job(Section):
                 f"policy {policy} scores candidates on the validation split; set it above 0",
             )
 
-        is_constant = policy == "replay" or getattr(self.learning_rate, "shape", "") == "constant"
-        if self.optimizer.is_schedule_free and not is_constant:
-            yield (
-                "learning_rate",
-                f"{self.optimizer.name} needs a constant rate after the warm-up; write "
-                "{policy: schedule, shape: constant, initial: …, warmup: {epochs: 1}} (customary "
-                "rates: ScheduleFreeSGD 1, ScheduleFreeAdamW 0.0025)",
-            )
-        if self.optimizer.is_schedule_free and self.average is not None:
-            yield "average", f"{self.optimizer.name} averages its weights itself; remove it"
-        if self.learning_rate.search_weight_decay:
+        yield from self._optimizer_rules()
+
+    def _optimizer_rules(self) -> Iterator[BrokenRule]:
+        policy = self.learning_rate.policy
+        is_constant = getattr(self.learning_rate, "shape", "") == "constant"
+        can_be_constant = is_constant or policy in ("replay", "stpt_horizon")
+        if self.optimizer.name == "auto" and policy != "stpt_horizon":
+            yield "optimizer", f"auto is chosen by policy stpt_horizon; with {policy}, name one"
+            return
+        for optimizer in self.optimizers:
+            if optimizer.is_schedule_free and not can_be_constant:
+                yield (
+                    "learning_rate",
+                    f"{optimizer.name} needs a constant rate after the warm-up; write "
+                    "{policy: stpt_horizon}, or {policy: schedule, shape: constant, initial: …, "
+                    "warmup: {epochs: 1}} (customary rates: ScheduleFreeSGD 1, ScheduleFreeAdamW "
+                    "0.0025)",
+                )
+            if optimizer.is_schedule_free and self.average is not None:
+                yield "average", f"{optimizer.name} averages its weights itself; remove it"
             # The default of torch's other optimizers is 0.
-            default = 0.01 if self.optimizer.name in ("AdamW", "NAdam") else 0
-            if not self.optimizer.args.get("weight_decay", default):
+            default = 0.01 if optimizer.name in ("AdamW", "NAdam") else 0
+            if self.learning_rate.search_weight_decay and not optimizer.args.get(
+                "weight_decay", default
+            ):
                 yield (
                     "learning_rate.search_weight_decay",
-                    "varies optimizer.args.weight_decay, which must be above 0",
+                    f"varies args.weight_decay of {optimizer.name}, which must be above 0",
                 )
 
     def _ramp_rules(self) -> Iterator[BrokenRule]:
@@ -288,6 +305,8 @@ class Job(Section):
                 "needs all workers together, and parallel.mode is async; remove it: the running "
                 "statistics of the workers are pooled after every epoch",
             )
+        if self.optimizer.name == "auto":
+            yield "optimizer", "auto needs parallel.mode: sync; name one optimizer"
         if self.average is not None or self.optimizer.is_schedule_free:
             path = "optimizer.name" if self.average is None else "average"
             yield path, "averages weights that all workers share; needs parallel.mode: sync"
@@ -311,7 +330,7 @@ CHECKED_SECTIONS: dict[str, Any] = {
     "data": DataSection,
     "learning_rate": LearningRateSection,
     "batch_size_search": BatchSizeSection | None,
-    "optimizer": OptimizerSection,
+    "optimizer": OptimizerChoiceSection,
     "loss": LossSection,
     "workers": WorkersSection,
     "storage_path": str,

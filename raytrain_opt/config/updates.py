@@ -18,6 +18,16 @@ from raytrain_opt.config.section import (
     Section,
 )
 
+# Where the search of a rate starts when it chooses among several optimizers.
+_USUAL_LRS = {
+    "Adam": 0.001,
+    "AdamW": 0.001,
+    "NAdam": 0.001,
+    "ScheduleFreeAdamW": 0.0025,
+    "ScheduleFreeSGD": 1.0,
+}
+_USUAL_LR = 0.1  # of SGD with momentum, and of Muon
+
 
 class OptimizerSection(NamedSection):
     """An optimizer of torch.optim or of this package; the policy sets its learning rate."""
@@ -28,8 +38,9 @@ class OptimizerSection(NamedSection):
             "A class of torch.optim, LARS (You et al.), Muon (Jordan et al.; also for "
             "convolutions, biases and normalization), RMSpropWarmup (Akiba et al.: RMSprop at "
             "first, then momentum SGD; its times are in epochs), ScheduleFreeSGD or "
-            "ScheduleFreeAdamW (Defazio et al.; at a constant rate), or a class of your own as "
-            "package.module:Class."
+            "ScheduleFreeAdamW (Defazio et al.; at a constant rate), a class of your own as "
+            "package.module:Class, or auto: the search of policy stpt_horizon chooses among "
+            "`candidates`."
         ),
     )
     args: dict[str, Any] = Field(
@@ -57,6 +68,11 @@ class OptimizerSection(NamedSection):
             "(`args.aux`) as biases, normalization and embeddings do, such as the last layer's."
         ),
     )
+
+    @property
+    def usual_lr(self) -> float:
+        """The rate that this optimizer usually has in small networks."""
+        return _USUAL_LRS.get(str(self.name), _USUAL_LR)
 
     @property
     def is_schedule_free(self) -> bool:
@@ -96,6 +112,42 @@ class OptimizerSection(NamedSection):
         if isinstance(section, dict) and section.get("name", "SGD") != "SGD":
             return {"args": {}, **section}
         return section
+
+
+class OptimizerChoiceSection(OptimizerSection):
+    """An optimizer, or several among which the search chooses."""
+
+    candidates: list[OptimizerSection] = Field(
+        default_factory=list,
+        description=(
+            "auto only: optimizers to choose from; where there are too few steps for a search, "
+            "the first one trains. Default: Muon, SGD, ScheduleFreeSGD, AdamW."
+        ),
+    )
+
+    @property
+    def choices(self) -> tuple[OptimizerSection, ...]:
+        """The optimizers to choose from; this one alone unless it is `auto`."""
+        if self.name != "auto":
+            return (self,)
+        return tuple(self.candidates) or _USUAL_OPTIMIZERS
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse settings of one optimizer for `auto`, and the reverse."""
+        yield from super().broken_rules()
+        if self.name == "auto":
+            for name in ("args", "no_weight_decay", "lr_multipliers"):
+                if name in self.model_fields_set and getattr(self, name):
+                    yield name, "belongs to one optimizer: write it in optimizer.candidates"
+            if any(candidate.name == "auto" for candidate in self.candidates):
+                yield "candidates", "must be optimizers; auto cannot contain auto"
+        elif self.candidates:
+            yield "candidates", f"belongs to name: auto; {self.name} is one optimizer"
+
+
+_USUAL_OPTIMIZERS = tuple(
+    OptimizerSection(name=name) for name in ("Muon", "SGD", "ScheduleFreeSGD", "AdamW")
+)
 
 
 class AverageSection(Section):

@@ -8,7 +8,7 @@ turns a valid job into the one value that the rest of the run works from.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from raytrain_opt.config.data import (
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.schema import Job
+from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.storage import find_credentials
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -82,14 +83,13 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
     A job file with an error in one section still gets its other sections checked.
     """
     from raytrain_opt.models import check_model
-    from raytrain_opt.optim.factory import check_optimizer
     from raytrain_opt.train.loss import check_loss
 
     checks: dict[str, Callable[[Any], list[Problem]]] = {
         "model": check_model,
         "data": check_data,
         "learning_rate": _check_schedule,
-        "optimizer": check_optimizer,
+        "optimizer": _check_optimizers,
         "loss": check_loss,
         "storage_path": find_credentials,
     }
@@ -198,7 +198,8 @@ def _check_model(job: Job, info: DataInfo) -> list[Problem]:
     try:
         model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
         check_output(model, shape, classes, "cpu")
-        group_parameters(job.optimizer, model)
+        for optimizer in job.optimizers:
+            group_parameters(optimizer, model)
         if job.parallel.mode == "async":
             from raytrain_opt.async_training.weight_shard import split_parameters
 
@@ -214,6 +215,18 @@ def _check_loss(job: Job, info: DataInfo) -> list[Problem]:
     from raytrain_opt.train.loss import check_loss_value
 
     return check_loss_value(job.loss, info.num_classes)
+
+
+def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
+    from raytrain_opt.optim.factory import check_optimizer
+
+    if section.name != "auto":
+        return check_optimizer(section)
+    return [
+        replace(problem, path=problem.path.replace("optimizer", f"optimizer.candidates.{i}", 1))
+        for i, candidate in enumerate(section.candidates)
+        for problem in check_optimizer(candidate)
+    ]
 
 
 def _check_schedule(section: Any) -> list[Problem]:

@@ -108,6 +108,7 @@ class EpochMetrics:
     round_record: RoundRecord | None = None
     lrs: list[float] = field(default_factory=list)
     weight_decay_factor: float = 1.0
+    optimizer: int = 0
     train: TrainTotals | None = None
     test: EvalTotals | None = None
     staleness: dict[str, object] | None = None

@@ -141,9 +141,9 @@ class TrainingRun:
 
         Without a winner or kept steps, return `state`.
         """
-        winner, results = decision.winner, self.round_results
+        winner = decision.winner
         if winner is None or action.kept_steps == 0:
-            self._write_round(RoundRecord.from_decision(action, results, decision, None))
+            self._write_round(self._round_record(action, decision, None))
             self.terminal.note(f"epoch {action.epoch}: {decision.reason}")
             return state
         with self._epoch.stopwatch.measure("take_state_s"):
@@ -157,9 +157,7 @@ class TrainingRun:
         samples = winner.samples * action.kept_steps // action.pretrain_steps
         self.progress = self.progress.add_samples(search=-samples, kept=samples)
         self._epoch.lrs = list(winner.candidate.lrs(action)[: action.kept_steps])
-        self._epoch.round_record = RoundRecord.from_decision(
-            action, results, decision, kept.sha256
-        )
+        self._epoch.round_record = self._round_record(action, decision, kept.sha256)
         return kept
 
     def checkpoint_round(self, state: StateRef, history: History) -> None:
@@ -180,7 +178,12 @@ class TrainingRun:
         self._show_phase(action.epoch, "main train")
         first_step = self.steps(action.epoch) - len(action.lrs)
         command = MainTrain(
-            state, action.epoch, first_step, action.lrs, action.weight_decay_factor
+            state,
+            action.epoch,
+            first_step,
+            action.lrs,
+            action.weight_decay_factor,
+            action.optimizer,
         )
         with self._epoch.stopwatch.measure("main_train_s"):
             outcome = self.backend.main_training.train(
@@ -191,6 +194,7 @@ class TrainingRun:
         self._epoch.train, self.parallel = outcome.totals, outcome.parallel
         self._epoch.staleness = outcome.staleness
         self._epoch.weight_decay_factor = action.weight_decay_factor
+        self._epoch.optimizer = action.optimizer
         self._epoch.lrs.extend(action.lrs)
         seconds = {f"main_{name}": value for name, value in outcome.timings_s.items()}
         self._epoch.stopwatch.timings_s.update(seconds)
@@ -224,11 +228,13 @@ class TrainingRun:
         self.recorder.epoch(record, self.steps.before(epoch + 1))
         self.event_log.write(epoch, self.backend.pools)
         steps = tuple(self.steps(done) for done in range(1, epoch + 1))
+        optimizer = self.job.optimizers[self._epoch.optimizer]
         schedule = RecordedSchedule(
             steps,
             self.progress.lrs,
             self._epoch.weight_decay_factor,
-            self.job.optimizer.group_lr_multipliers,
+            optimizer.group_lr_multipliers,
+            str(optimizer.name),
         )
         self.recorder.schedule(ScheduleRecord.model_validate(schedule.to_json()))
         if epoch % self.job.checkpoint.every_epochs == 0 or epoch == self.job.epochs:
@@ -341,6 +347,14 @@ class TrainingRun:
                 f"epoch {epoch}: running on {workers} of {self.backend.workers.size} workers; "
                 "global batch size unchanged",
             )
+
+    def _round_record(
+        self, action: TryCandidates, decision: Decision, winner_sha256: str | None
+    ) -> RoundRecord:
+        names = [str(optimizer.name) for optimizer in self.job.optimizers]
+        return RoundRecord.from_decision(
+            action, self.round_results, decision, winner_sha256, names
+        )
 
     def _write_round(self, record: RoundRecord, loaded_sha256: Sequence[str | None] = ()) -> None:
         complete = record.complete(loaded_sha256, self._epoch.stopwatch.timings_s)

@@ -70,7 +70,8 @@ class SendCandidateState:
 class MainTrain:
     """Ask all workers to train len(lrs) steps of `epoch` from `state` together.
 
-    `weight_decay_factor` multiplies the weight decay of the job.
+    `weight_decay_factor` multiplies the weight decay of the job. `optimizer`: position among those
+    of the job.
     """
 
     name: ClassVar[str] = "main_train"
@@ -79,6 +80,7 @@ class MainTrain:
     first_step: int
     lrs: tuple[float, ...]
     weight_decay_factor: float = 1.0
+    optimizer: int = 0
 
 
 @dataclass(frozen=True)

@@ -110,9 +110,11 @@ class Slot(LearnerHandler):
             self._micro_batches,
             lambda done: on_step(first + done),
             candidate.weight_decay_factor * plan.weight_decay_scale,
+            candidate.optimizer,
         )
-        if self.learner.averages_weights:
-            self.learner.sync_batch_norm_stats()
+        is_scored = end == plan.pretrain_steps
+        if self.learner.averages_weights or (plan.fresh_statistics and is_scored):
+            self.learner.sync_batch_norm_stats(fresh=plan.fresh_statistics)
         return totals
 
     def _send_candidate_state(

@@ -51,6 +51,7 @@ class Worker(LearnerHandler):
             MicroBatches.for_rank(self.index, self.world_size, self.learner.config.worker_count),
             on_step=lambda done: self._before_step(done, total, on_step),
             weight_decay_factor=command.weight_decay_factor,
+            optimizer=command.optimizer,
         )
         timings_s["data_wait_s"] = totals.data_wait_s
         timings_s["compute_s"] = totals.duration_s - totals.data_wait_s

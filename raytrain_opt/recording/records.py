@@ -47,6 +47,7 @@ class CandidateRecord(RecordPart):
     index: int = Field(description="Position in the round's set of candidates, from 0.")
     multiplier: float = Field(description="Factor on the round's base learning rate.")
     lr: float = Field(description="Learning rate.")
+    optimizer: str = Field(description="Name of the optimizer.")
     weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
     score: Number = Field(description="Score that the policy compares; higher is better.")
     val_accuracy: Number = Field(description="Top-1 accuracy on the validation split, 0..1.")
@@ -59,13 +60,14 @@ class CandidateRecord(RecordPart):
     )
 
     @classmethod
-    def from_result(cls, result: CandidateResult, score: float) -> CandidateRecord:
+    def from_result(cls, result: CandidateResult, score: float, optimizer: str) -> CandidateRecord:
         """Return the record of one candidate's result."""
         return cls.model_validate(
             {
                 "index": result.candidate.index,
                 "multiplier": result.candidate.multiplier,
                 "lr": result.candidate.lr,
+                "optimizer": optimizer,
                 "weight_decay_factor": result.candidate.weight_decay_factor,
                 "score": score,
                 "val_accuracy": result.val_accuracy,
@@ -118,8 +120,12 @@ class RoundRecord(Record):
         results: Sequence[CandidateResult],
         decision: Decision,
         winner_sha256: str | None,
+        optimizers: Sequence[str],
     ) -> RoundRecord:
-        """Return the record of a round, without the fields that only the workers know."""
+        """Return the record of a round, without the fields that only the workers know.
+
+        `optimizers`: names of those of the job.
+        """
         return cls(
             epoch=action.epoch,
             stage=action.stage,
@@ -127,7 +133,7 @@ class RoundRecord(Record):
             pretrain_steps=action.pretrain_steps,
             kept_steps=action.kept_steps,
             candidates=tuple(
-                CandidateRecord.from_result(result, score)
+                CandidateRecord.from_result(result, score, optimizers[result.candidate.optimizer])
                 for result, score in zip(results, decision.scores, strict=True)
             ),
             validation_samples=max((result.val_samples for result in results), default=0),
@@ -296,6 +302,7 @@ class ScheduleRecord(Record):
 
     epoch_steps: tuple[int, ...] = Field(description="Steps of each epoch.")
     steps: int = Field(description="Steps in all.")
+    optimizer: str = Field(description="Name of the optimizer.")
     weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
     lr_multipliers: dict[str, float] = Field(
         description=(

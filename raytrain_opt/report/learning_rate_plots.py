@@ -236,7 +236,9 @@ def rounds_table(run: RunRecords) -> Table:
         Column("candidates: LR, accuracy", wide=True),
         Column("reason", wide=True),
     ]
-    rows = [_row(record, with_stage=with_stage) for record in run.rounds]
+    optimizers = {c.optimizer for record in run.rounds for c in record.candidates}
+    several = len(optimizers) > 1
+    rows = [_row(record, with_stage=with_stage, several=several) for record in run.rounds]
     caption = (
         "All rounds with all candidates (★: winner). Accuracy: on the validation split. Ahead: "
         "the winner's accuracy minus that of the best other candidate, in points."
@@ -244,7 +246,8 @@ def rounds_table(run: RunRecords) -> Table:
     return Table("rounds", caption, columns, rows)
 
 
-def _row(record: RoundRecord, *, with_stage: bool) -> list[Cell]:
+def _row(record: RoundRecord, *, with_stage: bool, several: bool) -> list[Cell]:
+    """Return the cells of a round. `several`: candidates differ in their optimizers."""
     chosen = record.chosen
     accuracy = None if chosen is None else chosen.val_accuracy
     others = [c.val_accuracy for c in record.candidates if c is not chosen]
@@ -258,13 +261,15 @@ def _row(record: RoundRecord, *, with_stage: bool) -> list[Cell]:
         Cell(rate(record.next_base_lr)),
         Cell(percent(accuracy)),
         Cell("–" if ahead is None else f"{ahead:+.1f}", mark="low" if (ahead or 0) < 0 else ""),
-        Cell(";  ".join(_candidate(c, c is chosen) for c in record.candidates)),
+        Cell(
+            ";  ".join(_candidate(c, several=several, won=c is chosen) for c in record.candidates)
+        ),
         Cell(record.reason),
     ]
 
 
-def _candidate(candidate: CandidateRecord, won: bool) -> str:
-    name = rate(candidate.lr)
+def _candidate(candidate: CandidateRecord, *, several: bool, won: bool) -> str:
+    name = f"{candidate.optimizer if several else ''} {rate(candidate.lr)}".strip()
     if candidate.weight_decay_factor != 1:
         name += f" (weight decay × {plain(candidate.weight_decay_factor)})"
     result = percent(candidate.val_accuracy) if candidate.status == "ok" else candidate.status

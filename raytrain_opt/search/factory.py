@@ -25,9 +25,12 @@ def build_policy(job: Job, steps: EpochSteps) -> Policy:
     if isinstance(section, StptPolicy):
         return Stpt(section, job.epochs, steps)
     if isinstance(section, HorizonPolicy):
-        return HorizonStpt(section, job.epochs, steps)
+        return HorizonStpt(section, job.epochs, steps, job.optimizers)
     if isinstance(section, ReplayPolicy):
         recorded = read_schedule(section.schedule)
+        if recorded.optimizer != job.optimizer.name:
+            rule = f"the replayed schedule belongs to {recorded.optimizer}"
+            raise JobError([Problem("optimizer", rule, str(job.optimizer.name))])
         multipliers = job.optimizer.group_lr_multipliers
         if recorded.lr_multipliers != multipliers:
             rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"

@@ -39,12 +39,14 @@ class RecordedSchedule:
     """The contents of schedule.json: each step's rate, and the factor of the weight decay.
 
     `lr_multipliers`: factors of the rate, by the parameters that have one other than 1.
+    `optimizer`: its name.
     """
 
     epoch_steps: tuple[int, ...]
     lrs: tuple[float, ...]
     weight_decay_factor: float = 1.0
     lr_multipliers: Mapping[str, float] = field(default_factory=dict)
+    optimizer: str = "SGD"
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object: equal rates in a row make one segment, which keeps it small."""
@@ -58,6 +60,7 @@ class RecordedSchedule:
             "schema_version": 1,
             "epoch_steps": list(self.epoch_steps),
             "steps": len(self.lrs),
+            "optimizer": self.optimizer,
             "weight_decay_factor": self.weight_decay_factor,
             "lr_multipliers": dict(self.lr_multipliers),
             "segments": segments,
@@ -73,7 +76,9 @@ class RecordedSchedule:
             factor = float(value.get("weight_decay_factor", 1.0))
             multipliers = {k: float(f) for k, f in value.get("lr_multipliers", {}).items()}
             epoch_steps = tuple(int(steps) for steps in value["epoch_steps"])
-            schedule = cls(epoch_steps, (), factor, multipliers)
+            schedule = cls(
+                epoch_steps, (), factor, multipliers, str(value.get("optimizer", "SGD"))
+            )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             rule = f"{source} is not a schedule.json of a run ({error!r})"
             raise JobError([Problem("learning_rate.schedule", rule)]) from error

@@ -114,22 +114,46 @@ class _Trials:
 
 
 @dataclass(frozen=True)
-class PeakSearch:
-    """The search of one training, which starts at the rate `initial`.
+class CandidateSteps:
+    """The steps of a candidate's schedule in each stage."""
 
-    `epoch_steps`: steps of the first epoch; `horizon` in epochs; `budget_steps`: steps that all
-    candidates may have together.
+    coarse: int
+    fine: int
+
+    @classmethod
+    def within(
+        cls, budget_steps: float, *, horizon: float, epoch_steps: int, optimizers: int = 1
+    ) -> CandidateSteps:
+        """Divide a budget, the steps that all candidates may have together.
+
+        `horizon` in epochs; `epoch_steps`: steps of the first epoch. Of several `optimizers`, all
+        have a coarse stage, and two a fine one. The initial rate must not change the length of
+        the fine candidates, so what extensions would cost is set aside, used or not.
+        """
+        coarse_count = _COARSE_CANDIDATES + (optimizers - 1) * len(_FIRST_OFFSETS)
+        fine_count = _FINE_CANDIDATES + (len(_FIRST_OFFSETS) if optimizers > 1 else 0)
+        longest = min(max(_FINE_STEPS, horizon * epoch_steps), epoch_steps)
+        affordable = budget_steps / (_COARSE_FRACTION * coarse_count + fine_count)
+        coarse = max(_MIN_STEPS, int(_COARSE_FRACTION * min(longest, affordable)))
+        left = budget_steps - coarse_count * coarse
+        return cls(coarse, int(min(longest, left / fine_count)))
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether a search with so few steps shows anything."""
+        return self.fine >= self.coarse
+
+
+@dataclass(frozen=True)
+class PeakSearch:
+    """The search of one optimizer's rate, which starts at `initial`.
+
+    `budget_steps`: steps that all its candidates may have together.
     """
 
     initial: float
-    horizon: float
-    epoch_steps: int
+    steps: CandidateSteps
     budget_steps: float
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether the budget gives candidates enough steps."""
-        return self._fine_steps >= self._coarse_steps
 
     def all_diverged(self, rounds: Sequence[Decision]) -> bool:
         """Return whether all candidates of the last stage diverged, so that it is extended."""
@@ -145,7 +169,7 @@ class PeakSearch:
             start = _PER_DECADE * round(math.log10(self.initial))
             points = _around(start, COARSE)
             return PeakRequest(
-                COARSE, points, self._coarse_steps, f"{_span(points)}, around the start"
+                COARSE, points, self.steps.coarse, f"{_span(points)}, around the start"
             )
         stage = rounds[-1].stage
         trials = _Trials.of(rounds, stage)
@@ -173,26 +197,10 @@ class PeakSearch:
         worse = [point for point in coarse.tried if point > coarse.largest(_TOLERANCE)]
         return None if beyond in worse else beyond
 
-    @property
-    def _max_steps(self) -> float:
-        return min(max(_FINE_STEPS, self.horizon * self.epoch_steps), self.epoch_steps)
-
-    @property
-    def _coarse_steps(self) -> int:
-        affordable = self.budget_steps / (_COARSE_FRACTION * _COARSE_CANDIDATES + _FINE_CANDIDATES)
-        return max(_MIN_STEPS, int(_COARSE_FRACTION * min(self._max_steps, affordable)))
-
-    @property
-    def _fine_steps(self) -> int:
-        # Of what the coarse stage and its extensions leave, whether they are used or not: the
-        # initial rate must not change the length of the fine candidates.
-        left = self.budget_steps - _COARSE_CANDIDATES * self._coarse_steps
-        return int(min(self._max_steps, left / _FINE_CANDIDATES))
-
     def _fine(self, coarse: _Trials, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice:
         center, coarse_steps = coarse.largest(_TOLERANCE), rounds[-1].steps
         points = _around(center, FINE)
-        steps = min(self._fine_steps, int(self.steps_left(rounds) / len(points)))
+        steps = min(self.steps.fine, int(self.steps_left(rounds) / len(points)))
         if steps < coarse_steps:
             return _choose_peak(coarse, rounds)
         reason = (

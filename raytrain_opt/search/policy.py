@@ -19,13 +19,15 @@ from raytrain_opt.results import EvalTotals, TrainTotals
 class Candidate:
     """One learning rate in a round: `lr` is the base rate times `multiplier`.
 
-    The optimizer's weight decay is multiplied by `weight_decay_factor`.
+    The optimizer's weight decay is multiplied by `weight_decay_factor`. `optimizer`: its position
+    among those of the job.
     """
 
     index: int
     multiplier: float
     lr: float
     weight_decay_factor: float = 1.0
+    optimizer: int = 0
 
     def lrs(self, action: TryCandidates) -> tuple[float, ...]:
         """Return the rate of each step of its pre-training."""
@@ -40,7 +42,8 @@ class TryCandidates:
     state after its first `kept_steps` steps; the others only serve the score. With `paired`,
     candidates are scored block by block of the validation split, so that they can be compared
     on the same samples. `stage` says which question of the policy the round answers. All weight
-    decays are multiplied by `weight_decay_scale` during pre-training.
+    decays are multiplied by `weight_decay_scale` during pre-training. With `fresh_statistics`,
+    BatchNorm statistics are taken anew before the score.
     """
 
     epoch: int
@@ -52,6 +55,7 @@ class TryCandidates:
     paired: bool = False
     stage: str = ""
     weight_decay_scale: float = 1.0
+    fresh_statistics: bool = False
 
     @property
     def pretrain_steps(self) -> int:
@@ -61,12 +65,16 @@ class TryCandidates:
 
 @dataclass(frozen=True)
 class TrainEpoch:
-    """Train the rest of the epoch: `lrs` has the rate of each of its last len(lrs) steps."""
+    """Train the rest of the epoch: `lrs` has the rate of each of its last len(lrs) steps.
+
+    `optimizer`: position among those of the job. One that did not train so far starts anew.
+    """
 
     epoch: int
     lrs: tuple[float, ...]
     reason: str
     weight_decay_factor: float = 1.0
+    optimizer: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,7 @@ class Decision:
     tried: tuple[CandidateResult, ...] = ()
     averaged: tuple[CandidateResult, ...] = ()
     next_weight_decay_factor: float = 1.0
+    next_optimizer: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ A rate that looks best after a few steps is too small: right after it drops, the
 because the noise does (Wu et al., ICLR 2018). So candidates are compared at the end of full
 schedules, compressed into few steps:
 
-    before epoch 1   search the peak (see `peak_search`). None of these steps are kept.
+    before epoch 1   search the peak (see `peak_search`), of several optimizers where the job names
+                     none (`optimizer_race`). None of these steps are kept.
     then             train with this peak: warm-up and decay to zero over all epochs.
     on request       try 0.1, 1 and 10 times the weight decay, with that peak.
     later, rarely    try 0.5, 1 and 2 times the rest of the schedule: some real steps, then the
@@ -26,13 +27,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raytrain_opt.config.learning_rate import HorizonPolicy
+from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.relative_schedule import RelativeSchedule
 from raytrain_opt.search.loss_trend import PLATEAU_EPOCHS, has_spiked, has_stalled
+from raytrain_opt.search.optimizer_race import OptimizerRace
 from raytrain_opt.search.paired_comparison import group_losses, losses_of, z_score
 from raytrain_opt.search.peak_search import (
     MAX_CANDIDATES,
+    CandidateSteps,
     PeakChoice,
     PeakRequest,
     PeakSearch,
@@ -54,6 +58,8 @@ LATER, WEIGHT_DECAY = "later", "weight_decay"
 # Factors of the rest of the schedule and of the weight decay.
 _FACTORS = (0.5, 1.0, 2.0)
 _WEIGHT_DECAY_FACTORS = (0.1, 1.0, 10.0)
+# Of several optimizers, each starts at its usual rate times initial / this, SGD's usual rate.
+_SGD_LR = 0.1
 # A change has to be better by this many standard errors: one in about forty is by chance.
 _MIN_Z_SCORE = 2.0
 # When all diverged the rate is divided by 4, in at most 3 rounds: then by 64 in all.
@@ -75,17 +81,36 @@ class HorizonStpt:
     section: HorizonPolicy
     epochs: int
     steps: EpochSteps
+    optimizers: tuple[OptimizerSection, ...]
+
+    def schedule(self, optimizer: int) -> RelativeSchedule:
+        """Return the schedule of the full training, relative to the peak."""
+        is_constant = self.optimizers[optimizer].is_schedule_free
+        shape = "constant" if is_constant else self.section.shape
+        return RelativeSchedule(shape, self.section.warmup_fraction)
 
     @property
-    def schedule(self) -> RelativeSchedule:
-        """The schedule of the full training, relative to the peak."""
-        return RelativeSchedule(self.section.shape, self.section.warmup_fraction)
-
-    @property
-    def search(self) -> PeakSearch:
+    def race(self) -> OptimizerRace:
         """The search before epoch 1."""
-        steps, budget = self.steps.first, self.section.max_search_cost * self.epochs
-        return PeakSearch(self.section.initial, self.section.horizon, steps, budget * steps)
+        budget = self.section.max_search_cost * self.epochs * self.steps.first
+        count = len(self.optimizers)
+        steps = CandidateSteps.within(
+            budget,
+            horizon=self.section.horizon,
+            epoch_steps=self.steps.first,
+            optimizers=count,
+        )
+        return OptimizerRace(
+            tuple(str(optimizer.name) for optimizer in self.optimizers),
+            tuple(PeakSearch(self._initial(i), steps, budget) for i in range(count)),
+            budget,
+        )
+
+    def _initial(self, optimizer: int) -> float:
+        """Return the rate at which the search starts; the job's is that of SGD among several."""
+        if len(self.optimizers) == 1:
+            return self.section.initial
+        return self.section.initial * self.optimizers[optimizer].usual_lr / _SGD_LR
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
         """Return a round of the search before epoch 1, a later round, or the rest of the epoch.
@@ -95,11 +120,11 @@ class HorizonStpt:
         if history.is_decided(epoch):
             kept, _ = self._later_steps(epoch) if epoch > 1 else (0, 0)
             return self._train(epoch, history, kept)
-        if epoch == 1 and self.search.is_possible:
-            following = self.search.next(history.decisions)
+        if epoch == 1 and self.race.is_possible:
+            optimizer, following = self.race.next(history.decisions)
             if isinstance(following, PeakChoice):
-                return self._try_weight_decays(following, history)
-            return self._try_peaks(following, history)
+                return self._try_weight_decays(optimizer, following, history)
+            return self._try_peaks(optimizer, following, history)
         why = self._reason_for_round(epoch, history)
         if why and self._can_afford_round(epoch, history):
             return self._try_factors(epoch, history, why)
@@ -125,9 +150,10 @@ class HorizonStpt:
             steps=action.pretrain_steps,
             tried=tuple(replace(r, val_losses=group_losses(r.val_losses)) for r in results),
             next_weight_decay_factor=_weight_decay_factor(history),
+            next_optimizer=_optimizer(history),
         )
         if action.stage == WEIGHT_DECAY:
-            peak = self.search.next(history.decisions)
+            _, peak = self.race.next(history.decisions)
             assert isinstance(peak, PeakChoice)
             return _decide_weight_decay(undecided, peak.result)
         if action.stage == LATER:
@@ -142,51 +168,57 @@ class HorizonStpt:
 
     # Before epoch 1.
 
-    def _try_peaks(self, request: PeakRequest, history: History) -> TryCandidates:
-        base_lr, first = self.section.initial, _count_candidates(history)
+    def _try_peaks(self, optimizer: int, request: PeakRequest, history: History) -> TryCandidates:
+        base_lr, first = self._initial(optimizer), _count_candidates(history)
         candidates = tuple(
             # Numbered through the epoch: a winner may come from an earlier round.
-            Candidate(first + index, lr / base_lr, lr)
+            Candidate(first + index, lr / base_lr, lr, optimizer=optimizer)
             for index, lr in enumerate(map(point_to_lr, request.points))
         )
+        is_race = len(self.optimizers) > 1
+        name = f"{self.optimizers[optimizer].name}, " if is_race else ""
         return TryCandidates(
             1,
             base_lr,
-            f"{request.stage}: {request.reason}",
+            f"{name}{request.stage}: {request.reason}",
             candidates,
-            self.schedule.compressed(request.steps),
+            self.schedule(optimizer).compressed(request.steps),
             paired=True,
             stage=request.stage,
+            fresh_statistics=is_race,  # momentum and averages change weights at other speeds
         )
 
     def _decide_peak(self, undecided: Decision, history: History) -> Decision:
         rounds = (*history.decisions, undecided)
-        if self.search.all_diverged(rounds):
+        if self.race.all_diverged(rounds):
             return replace(undecided, reason=f"all {len(undecided.scores)} candidates diverged")
-        following = self.search.next(rounds)
+        optimizer, following = self.race.next(rounds)
         if isinstance(following, PeakRequest):
             return replace(undecided, reason=following.reason)
         if self._can_afford_weight_decays(rounds):
             return replace(undecided, reason=f"{following.reason}: next its weight decay")
-        reason = f"peak {following.lr:.3g}: {following.reason}"
+        name = f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
+        reason = f"{name}peak {following.lr:.3g}: {following.reason}"
         return _decided(undecided, following.result, following.lr, reason)
 
     def _can_afford_weight_decays(self, rounds: Sequence[Decision]) -> bool:
         """Return whether the job asks for it and the budget covers as many steps as the peak's."""
         cost = len(_WEIGHT_DECAY_FACTORS) * rounds[-1].steps
-        return self.section.search_weight_decay and cost <= self.search.steps_left(rounds)
+        return self.section.search_weight_decay and cost <= self.race.steps_left(rounds)
 
-    def _try_weight_decays(self, peak: PeakChoice, history: History) -> TryCandidates:
+    def _try_weight_decays(
+        self, optimizer: int, peak: PeakChoice, history: History
+    ) -> TryCandidates:
         first, steps = _count_candidates(history), history.decisions[-1].steps
         return TryCandidates(
             1,
             peak.lr,
             f"try {_listed(_WEIGHT_DECAY_FACTORS)} times the weight decay",
             tuple(
-                Candidate(first + index, 1.0, peak.lr, factor)
+                Candidate(first + index, 1.0, peak.lr, factor, optimizer)
                 for index, factor in enumerate(_WEIGHT_DECAY_FACTORS)
             ),
-            self.schedule.compressed(steps),
+            self.schedule(optimizer).compressed(steps),
             paired=True,
             stage=WEIGHT_DECAY,
             weight_decay_scale=self.steps.before(self.epochs + 1) / steps,
@@ -238,18 +270,19 @@ class HorizonStpt:
     def _try_factors(self, epoch: int, history: History, why: str) -> TryCandidates:
         self._raise_if_all_diverged(epoch, history)
         base_lr, (kept, compressed) = self._peak(history), self._later_steps(epoch)
-        weight_decay_factor = _weight_decay_factor(history)
+        weight_decay_factor, optimizer = _weight_decay_factor(history), _optimizer(history)
+        schedule = self.schedule(optimizer)
         done = (epoch - 1 + kept / self.steps(epoch)) / self.epochs
-        real = self.schedule.of_epoch(epoch, self.epochs, self.steps)[:kept]
+        real = schedule.of_epoch(epoch, self.epochs, self.steps)[:kept]
         return TryCandidates(
             epoch,
             base_lr,
             f"{why}: try {_listed(_FACTORS)} times the rest of the schedule",
             tuple(
-                Candidate(index, factor, base_lr * factor, weight_decay_factor)
+                Candidate(index, factor, base_lr * factor, weight_decay_factor, optimizer)
                 for index, factor in enumerate(_FACTORS)
             ),
-            (*real, *self.schedule.compressed(compressed, done)),
+            (*real, *schedule.compressed(compressed, done)),
             kept_steps=kept,
             paired=True,
             stage=LATER,
@@ -269,16 +302,18 @@ class HorizonStpt:
     # Training.
 
     def _peak(self, history: History) -> float:
-        return history.latest.next_base_lr if history.latest else self.section.initial
+        return history.latest.next_base_lr if history.latest else self._initial(0)
 
     def _train(self, epoch: int, history: History, kept: int) -> TrainEpoch:
-        peak = self._peak(history)
-        fractions = self.schedule.of_epoch(epoch, self.epochs, self.steps)[kept:]
-        reason = f"{self.section.shape} decay from {peak:.3g}"
+        peak, optimizer = self._peak(history), _optimizer(history)
+        schedule = self.schedule(optimizer)
+        fractions = schedule.of_epoch(epoch, self.epochs, self.steps)[kept:]
+        how = "constant rate" if schedule.shape == "constant" else f"{schedule.shape} decay from"
+        reason = f"{how} {peak:.3g}"
         if not history.decisions:
             reason += ": too few steps for a search within learning_rate.max_search_cost"
         lrs = tuple(peak * fraction for fraction in fractions)
-        return TrainEpoch(epoch, lrs, reason, _weight_decay_factor(history))
+        return TrainEpoch(epoch, lrs, reason, _weight_decay_factor(history), optimizer)
 
 
 def _decide_factor(undecided: Decision) -> Decision:
@@ -314,6 +349,7 @@ def _decided(undecided: Decision, winner: CandidateResult, lr: float, reason: st
         winner=replace(winner, val_losses=()),
         next_base_lr=lr,
         next_weight_decay_factor=winner.candidate.weight_decay_factor,
+        next_optimizer=winner.candidate.optimizer,
         reason=reason,
         tried=(),
     )
@@ -321,6 +357,10 @@ def _decided(undecided: Decision, winner: CandidateResult, lr: float, reason: st
 
 def _weight_decay_factor(history: History) -> float:
     return history.latest.next_weight_decay_factor if history.latest else 1.0
+
+
+def _optimizer(history: History) -> int:
+    return history.latest.next_optimizer if history.latest else 0
 
 
 def _count_candidates(history: History) -> int:

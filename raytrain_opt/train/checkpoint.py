@@ -176,6 +176,7 @@ def write_checkpoint(
     weights = {name: tensor.contiguous() for name, tensor in model_tensors(state).items()}
     rest = {
         "optimizer": optimizer_state_dict(state),
+        "optimizer_index": state.optimizer_index,
         "scaler": state.plain["scaler"],
         "progress": progress,
     }
@@ -226,7 +227,13 @@ def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
 
     rest, weights = read_rest(folder), read_weights(folder)
     try:
-        state = to_cpu_state(weights, rest["optimizer"], rest["scaler"], copy=False)
+        state = to_cpu_state(
+            weights,
+            rest["optimizer"],
+            rest["scaler"],
+            copy=False,
+            optimizer_index=rest["optimizer_index"],
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _unreadable(folder / _REST, error) from error
     return state, rest["progress"]

@@ -133,15 +133,7 @@ class Learner:
         )
         self.model, self._values_per_channel = _build_model(config, self.info, device)
         self.parallel = distribute(self.model, config.parallel)
-        self.optimizer = build_optimizer(
-            config.optimizer,
-            self.model,
-            steps_per_epoch=self.info.steps_per_epoch(config.global_batch_size),
-            distributed=self.parallel.distributed,
-        )
-        if config.average is not None:
-            attach_ema(self.optimizer, config.average.decay)
-        self._weight_decays = get_weight_decays(self.optimizer)
+        self._build_optimizer(0)
         self.loss = build_loss(config.loss)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         self._begin_phase(1, MicroBatches(range(1), 1))
@@ -158,11 +150,31 @@ class Learner:
 
     def state(self, *, copy: bool) -> TrainingState:
         """Capture the current state; see `train.state.capture`."""
-        return capture(self.model, self.optimizer, self.scaler, copy=copy)
+        index = self._optimizer_index
+        return capture(self.model, self.optimizer, self.scaler, copy=copy, optimizer_index=index)
 
     def load(self, state: TrainingState) -> None:
-        """Copy a state into the model, the optimizer and the scaler."""
+        """Copy a state into the model, its optimizer and the scaler."""
+        self._use_optimizer(state.optimizer_index)
         restore(state, self.model, self.optimizer, self.scaler)
+
+    def _use_optimizer(self, index: int) -> None:
+        """Let another optimizer of the job continue, without a memory of earlier steps."""
+        if index != self._optimizer_index:
+            use_training_weights(self.optimizer)
+            self._build_optimizer(index)
+
+    def _build_optimizer(self, index: int) -> None:
+        self._optimizer_index = index
+        self.optimizer = build_optimizer(
+            self.config.optimizers[index],
+            self.model,
+            steps_per_epoch=self.info.steps_per_epoch(self.config.global_batch_size),
+            distributed=self.parallel.distributed,
+        )
+        if self.config.average is not None:
+            attach_ema(self.optimizer, self.config.average.decay)
+        self._weight_decays = get_weight_decays(self.optimizer)
 
     def train(
         self,
@@ -172,13 +184,15 @@ class Learner:
         micro_batches: MicroBatches,
         on_step: OnStep = lambda _: None,
         weight_decay_factor: float = 1.0,
+        optimizer: int = 0,
     ) -> TrainTotals:
         """Train one step of `epoch` per learning rate, starting at `first_step`.
 
         The gradients of several micro-batches are accumulated into one update: the result is
         the same as if one worker per micro-batch computed it. The same arguments from the same
         state give the same result, whatever ran before. The configured weight decay is
-        multiplied by `weight_decay_factor`. With averaging, the model has the averaged weights
+        multiplied by `weight_decay_factor`. `optimizer`: position among those of the job; one
+        that did not train before starts anew. With averaging, the model has the averaged weights
         afterwards; `sync_batch_norm_stats` takes the statistics that belong to them.
         """
         started_s, wait_s, samples, skipped = monotonic_s(), 0.0, 0, 0
@@ -187,6 +201,7 @@ class Learner:
         self._begin_phase(epoch, micro_batches)
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         self._seed(f"{self.config.seed} {epoch} {first_step} {micro_batches.indices.start}")
+        self._use_optimizer(optimizer)
         set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
         use_training_weights(self.optimizer)
         self.parallel.forward.train()
@@ -319,16 +334,16 @@ class Learner:
         duration_s = monotonic_s() - started_s
         return EvalTotals(samples, loss_sum, int(correct), int(top5), duration_s, tuple(losses))
 
-    def sync_batch_norm_stats(self) -> None:
+    def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
         """Give all workers the same BatchNorm statistics, after a phase of synchronous training.
 
         The statistics are combined from those of the phase or, with
-        `batch_norm.recalibrate_batches` or averaged weights, recomputed from the epoch's first
-        batches (`train.batch_norm`).
+        `batch_norm.recalibrate_batches`, averaged weights or `fresh`, recomputed from the epoch's
+        first batches (`train.batch_norm`).
         """
         epoch, indices = self._phase.epoch, self._phase.micro_batches.indices
         recalibrate_batches = self.config.batch_norm.recalibrate_batches
-        if self.averages_weights and self._values_per_channel:
+        if (fresh or self.averages_weights) and self._values_per_channel:
             recalibrate_batches = recalibrate_batches or _STATISTICS_BATCHES
         if not recalibrate_batches:
             size, before = self._micro_batch_size(), self._phase.tracked_before

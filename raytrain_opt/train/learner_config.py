@@ -30,7 +30,7 @@ class LearnerConfig:
     model: ModelSection
     data: DataSection
     loss: LossSection
-    optimizer: OptimizerSection
+    optimizers: tuple[OptimizerSection, ...]
     average: AverageSection | None
     batch_norm: BatchNormSection
     batch_ramp: BatchRampSection
@@ -50,7 +50,7 @@ class LearnerConfig:
             model=job.model,
             data=job.data,
             loss=job.loss,
-            optimizer=job.optimizer,
+            optimizers=job.optimizers,
             average=job.average,
             batch_norm=job.batch_norm,
             batch_ramp=job.batch_ramp,

@@ -78,6 +78,12 @@ class TrainingState:
     plain: dict[str, Any]
 
     @property
+    def optimizer_index(self) -> int:
+        """Position of the optimizer that it belongs to, among those of the job."""
+        index: int = self.plain["optimizer_index"]
+        return index
+
+    @property
     def nbytes(self) -> int:
         """The size of all tensors in bytes."""
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
@@ -113,13 +119,20 @@ def capture(
     scaler: torch.amp.GradScaler,
     *,
     copy: bool,
+    optimizer_index: int = 0,
 ) -> TrainingState:
     """Capture the current state of a training.
 
     Without `copy`, CPU tensors share the live model's memory: use the state (hash it, pass it
     to `ray.put`) before training continues.
     """
-    return to_cpu_state(model.state_dict(), optimizer.state_dict(), scaler.state_dict(), copy=copy)
+    return to_cpu_state(
+        model.state_dict(),
+        optimizer.state_dict(),
+        scaler.state_dict(),
+        copy=copy,
+        optimizer_index=optimizer_index,
+    )
 
 
 def to_cpu_state(
@@ -128,6 +141,7 @@ def to_cpu_state(
     scaler: Mapping[str, Any],
     *,
     copy: bool,
+    optimizer_index: int = 0,
 ) -> TrainingState:
     """Pack three `state_dict`s as a state."""
     tensors = {
@@ -138,6 +152,7 @@ def to_cpu_state(
         "optimizer_state": _plain_state(optimizer),
         "param_groups": optimizer["param_groups"],
         "scaler": dict(scaler),
+        "optimizer_index": optimizer_index,
     }
     return TrainingState(tensors, plain)
 

@@ -324,7 +324,7 @@ def test_real_tasks_need_their_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--data-root" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"auto"}))  # a schedule needs a name
 def test_rows_train_with_the_optimizer_and_a_grid_around_its_customary_rate(
     name: str, setting: Setting
 ) -> None:

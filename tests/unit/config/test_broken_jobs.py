@@ -64,7 +64,6 @@ def test_all_errors_are_reported_at_once() -> None:
     "policy",
     [
         "{policy: stpt}",
-        "{policy: stpt_horizon}",
         "{policy: schedule}",
         "{policy: schedule, shape: step}",
     ],
@@ -81,6 +80,7 @@ def test_a_schedule_free_optimizer_needs_a_constant_rate(policy: str) -> None:
     [
         "{policy: schedule, shape: constant, warmup: {epochs: 1}}",
         "{policy: replay, schedule: runs/it/schedule.json}",
+        "{policy: stpt_horizon}",
     ],
 )
 def test_a_schedule_free_optimizer_averages_by_itself(policy: str) -> None:
@@ -88,6 +88,45 @@ def test_a_schedule_free_optimizer_averages_by_itself(policy: str) -> None:
     assert parse_job("\n".join([*GOOD.values(), *lines])).average is None
     [problem] = problems(*lines, "average: {decay: 0.9}")
     assert problem.path == "average"
+
+
+HORIZON = "learning_rate: {policy: stpt_horizon}"
+
+
+def test_the_optimizers_to_choose_from_are_given_or_usual_ones() -> None:
+    for written, names in [
+        ("auto", ["Muon", "SGD", "ScheduleFreeSGD", "AdamW"]),
+        ("{name: auto, candidates: [SGD, {name: AdamW, args: {betas: [0.9, 0.95]}}]}", None),
+        ("SGD", ["SGD"]),
+    ]:
+        job = parse_job("\n".join([*GOOD.values(), HORIZON, f"optimizer: {written}"]))
+        assert [o.name for o in job.optimizers] == (names or ["SGD", "AdamW"])
+    assert job.optimizers[0].args["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "path", "words"),
+    [
+        ("{name: auto, args: {momentum: 0.9}}", "optimizer.args", "optimizer.candidates"),
+        ("{name: auto, candidates: [SGD, auto]}", "optimizer.candidates", "cannot contain auto"),
+        ("{name: SGD, candidates: [AdamW]}", "optimizer.candidates", "SGD is one optimizer"),
+        (
+            "{name: auto, candidates: [{name: SGD, args: {lr: 1}}]}",
+            "optimizer.candidates.0.args",
+            "policy",
+        ),
+    ],
+)
+def test_a_wrong_choice_of_optimizers_is_refused(optimizer: str, path: str, words: str) -> None:
+    [problem] = problems(HORIZON, f"optimizer: {optimizer}")
+    assert problem.path == path
+    assert words in f"{problem.rule} {problem.hint}"
+
+
+def test_only_the_policy_that_searches_chooses_an_optimizer() -> None:
+    [problem] = problems("learning_rate: {policy: schedule}", "optimizer: auto")
+    assert problem.path == "optimizer"
+    assert "stpt_horizon" in problem.rule
 
 
 def test_all_broken_rules_between_sections_are_reported_at_once() -> None:

@@ -78,6 +78,28 @@ def test_muon_with_rates_by_group_resumes_and_is_replayed_bit_for_bit(tmp_path: 
     assert weights("c", job={"learning_rate": replay})[0] == uninterrupted
 
 
+def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    auto = {"name": "auto", "candidates": ["Adagrad", "Muon"]}
+    section = {"policy": "stpt_horizon", "max_search_cost": 1.0}
+    changes = {"epochs": 3, "global_batch_size": 32}
+    job = tiny_job(tmp_path / "a", optimizer=auto, learning_rate=section, **changes)
+    searched = run(job, in_process=True)
+    rounds = read_lines(searched.run_dir, "rounds")
+    raced = {candidate["optimizer"] for line in rounds for candidate in line["candidates"]}
+    assert raced == {"Adagrad", "Muon"}
+    schedule = str(Path(searched.run_dir) / "schedule.json")
+    replay = {"policy": "replay", "schedule": schedule}
+    with pytest.raises(JobError, match=r"optimizer: the replayed schedule belongs to Muon"):
+        run(tiny_job(tmp_path / "b", learning_rate=replay, **changes), in_process=True)
+    job = tiny_job(tmp_path / "c", optimizer="Muon", learning_rate=replay, **changes)
+    replayed = run(job, in_process=True)
+    file = "checkpoints/epoch-0003/weights.safetensors"
+    weights = [(Path(r.run_dir) / file).read_bytes() for r in (searched, replayed)]
+    assert weights[0] == weights[1]
+
+
 EMA = {"average": {"decay": 0.9}}
 SCHEDULE_FREE = {
     "optimizer": {"name": "ScheduleFreeSGD", "args": {"weight_decay": 1e-4}},

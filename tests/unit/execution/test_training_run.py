@@ -68,6 +68,16 @@ JOBS: dict[str, dict[str, Any]] = {
             "recheck_at": [0.3],
         },
     },
+    "optimizers": {  # the second one is chosen
+        "epochs": 16,
+        "global_batch_size": 128,
+        "optimizer": {"name": "auto", "candidates": ["Adagrad", "Muon"]},
+        "learning_rate": {
+            "policy": "stpt_horizon",
+            "max_search_cost": 1.0,
+            "recheck_at": [0.3],
+        },
+    },
     "schedule": {
         "epochs": 4,
         "learning_rate": {"policy": "schedule", "shape": "linear"},

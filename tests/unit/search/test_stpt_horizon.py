@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from raytrain_opt.config.learning_rate import HorizonPolicy
+from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.relative_schedule import RelativeSchedule
@@ -32,7 +33,7 @@ EMPTY = History()
 
 def horizon(epochs: int = 16, steps: int = 125, ramp: Any = (), **section: Any) -> HorizonStpt:
     validated = HorizonPolicy.model_validate({"policy": "stpt_horizon", **section})
-    return HorizonStpt(validated, epochs, EpochSteps(steps, ramp))
+    return HorizonStpt(validated, epochs, EpochSteps(steps, ramp), (OptimizerSection(),))
 
 
 @dataclass
@@ -218,7 +219,7 @@ def test_epochs_with_fewer_and_larger_batches_cover_the_same_part_of_it() -> Non
     policy = horizon(epochs=4, steps=100, ramp=((3, 50),), recheck_at=[])
     training = trained(policy)
     assert [len(action.lrs) for action in training.epochs] == [100, 100, 50, 50]
-    peak, schedule = training.peak, policy.schedule
+    peak, schedule = training.peak, policy.schedule(0)
     third, fourth = training.epochs[2].lrs, training.epochs[3].lrs
     assert third[0] == pytest.approx(peak * schedule.at(0.5 + 0.25 / 100))
     assert fourth[-1] == pytest.approx(peak * schedule.at(1 - 0.25 / 100))
@@ -231,7 +232,7 @@ def test_the_first_round_tries_full_schedules_a_decade_apart() -> None:
     action = next_round(horizon(initial=0.1), 1)
     assert rates(action) == pytest.approx([0.01, 0.1, 1.0])
     assert [c.multiplier for c in action.candidates] == pytest.approx([0.1, 1, 10])
-    assert action.lr_shape == horizon().schedule.compressed(15)
+    assert action.lr_shape == horizon().schedule(0).compressed(15)
     assert (action.kept_steps, action.paired) == (0, True)
 
 
@@ -241,7 +242,7 @@ def test_the_second_round_tries_longer_schedules_to_both_sides_of_the_best() -> 
     assert (coarse.stage, fine.stage) == ("coarse", "fine")
     assert rates(fine) == pytest.approx([0.0316, 0.1, 0.316], rel=0.01)
     assert (coarse.pretrain_steps, fine.pretrain_steps) == (15, 62)
-    assert fine.lr_shape == horizon().schedule.compressed(62)
+    assert fine.lr_shape == horizon().schedule(0).compressed(62)
 
 
 def test_horizon_sets_how_long_the_candidates_train() -> None:
@@ -500,7 +501,7 @@ def test_the_factors_accumulate_and_the_rest_of_the_training_follows() -> None:
     assert [peaks[epoch - 1] for epoch in (12, 13, 25, 48, 49, 96)] == pytest.approx(
         [1, 0.5, 0.25, 0.25, 0.5, 0.5]
     )
-    schedule = policy.schedule.compressed(96 * 125)
+    schedule = policy.schedule(0).compressed(96 * 125)
     peak_of_step = [training.peak * peaks[step // 125] for step in range(96 * 125)]
     assert training.lrs(policy) == pytest.approx(
         [peak * part for peak, part in zip(peak_of_step, schedule, strict=True)]
@@ -512,7 +513,7 @@ def test_a_candidate_trains_real_steps_and_then_the_rest_of_the_decay_compressed
     (action,) = trained(policy).later
     assert [c.multiplier for c in action.candidates] == [0.5, 1.0, 2.0]
     assert rates(action) == pytest.approx([action.base_lr * f for f in (0.5, 1, 2)])
-    kept, schedule = action.kept_steps, policy.schedule.compressed(96 * 125)
+    kept, schedule = action.kept_steps, policy.schedule(0).compressed(96 * 125)
     first = 12 * 125
     assert action.lr_shape[:kept] == pytest.approx(schedule[first : first + kept])
     compressed = action.lr_shape[kept:]

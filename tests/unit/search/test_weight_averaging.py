@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain_opt.config.learning_rate import HorizonPolicy, StptPolicy
+from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.search.policy import Candidate, CandidateResult, Decision, History, TryCandidates
 from raytrain_opt.search.stpt import Stpt
@@ -68,7 +69,7 @@ def test_nothing_is_averaged_when_all_diverged() -> None:
 
 def test_later_rounds_of_the_horizon_policy_average_the_kept_steps() -> None:
     section = HorizonPolicy(policy="stpt_horizon", merge="average")
-    policy = HorizonStpt(section, epochs=96, steps=EpochSteps(125))
+    policy = HorizonStpt(section, 96, EpochSteps(125), (OptimizerSection(),))
     base = Decision(1, 0.1, (), scored(Candidate(0, 1.0, 0.1), 0.5), 0.1, "")
     history = History((base,))
     action = policy.next(13, history)

@@ -1,0 +1,107 @@
+"""Choose an optimizer and the peak of its rate before a training.
+
+Each optimizer has a search of its own (see `peak_search`), with candidates of equal lengths:
+
+    all       the coarse stage, from the optimizer's usual rate
+    the best  the fine stage of the two whose coarse candidates have the lowest losses
+    then      the one whose fine candidate has the lowest loss, with its peak
+
+Short schedules put optimizers in the order of full trainings where those do not overfit
+(`benchmarks/RESULTS.md`). An optimizer whose candidates all diverge leaves the race.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raytrain_opt.errors import DivergedError
+from raytrain_opt.search.peak_search import COARSE, PeakChoice, PeakRequest, PeakSearch
+from raytrain_opt.search.policy import CandidateResult, Decision
+
+# Optimizers that get a fine stage.
+_FINALISTS = 2
+
+
+@dataclass(frozen=True)
+class OptimizerRace:
+    """The searches of all optimizers, in the job's order, within one budget of steps."""
+
+    names: tuple[str, ...]
+    searches: tuple[PeakSearch, ...]
+    budget_steps: float
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the budget gives candidates enough steps."""
+        return self.searches[0].steps.are_enough
+
+    def next(self, rounds: Sequence[Decision]) -> tuple[int, PeakRequest | PeakChoice]:
+        """Return an optimizer and its next candidates, or the chosen one and its peak.
+
+        Raises DivergedError when all candidates of all optimizers diverged.
+        """
+        following = {i: self._next_of(i, rounds) for i in range(len(self.searches))}
+        for index, request in following.items():
+            if isinstance(request, PeakRequest) and (
+                len(self.searches) == 1 or request.stage == COARSE
+            ):
+                return index, request
+        left = [index for index, request in following.items() if request is not None]
+        if not left:
+            raise DivergedError(
+                "epoch 1: the loss of every candidate of every optimizer was not finite. Likely "
+                "causes: data or a loss that is not finite."
+            )
+        left.sort(key=lambda index: _lowest_loss(_rounds_of(index, rounds), COARSE))
+        finalists = left[:_FINALISTS]
+        for index in finalists:
+            request = following[index]
+            if isinstance(request, PeakRequest):
+                return index, request
+        losses = {index: _lowest_loss(_rounds_of(index, rounds)) for index in finalists}
+        best = min(finalists, key=lambda index: losses[index])
+        choice = following[best]
+        assert isinstance(choice, PeakChoice)
+        if len(finalists) > 1:
+            listed = ", ".join(f"{self.names[i]} {loss:.3f}" for i, loss in losses.items())
+            reason = f"{self.names[best]} has the lowest loss ({listed}); {choice.reason}"
+            choice = replace(choice, reason=reason)
+        return best, choice
+
+    def all_diverged(self, rounds: Sequence[Decision]) -> bool:
+        """Return whether all candidates of the last round's optimizer and stage diverged."""
+        index = optimizer_of(rounds[-1])
+        return self.searches[index].all_diverged(_rounds_of(index, rounds))
+
+    def steps_left(self, rounds: Sequence[Decision]) -> float:
+        """Return the steps of the budget that these rounds have not used."""
+        return self.budget_steps - sum(len(r.scores) * r.steps for r in rounds)
+
+    def _next_of(self, index: int, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice | None:
+        """Return what the search of one optimizer does next; None if it left the race."""
+        own = _rounds_of(index, rounds)
+        others = [r for r in rounds if optimizer_of(r) != index]
+        search = replace(self.searches[index], budget_steps=self.steps_left(others))
+        try:
+            return search.next(own)
+        except DivergedError:
+            if len(self.searches) == 1:
+                raise
+            return None
+
+
+def optimizer_of(decision: Decision) -> int:
+    """Return the optimizer of a round before epoch 1: all its candidates have the same."""
+    return decision.tried[0].candidate.optimizer
+
+
+def _rounds_of(index: int, rounds: Sequence[Decision]) -> tuple[Decision, ...]:
+    return tuple(r for r in rounds if optimizer_of(r) == index)
+
+
+def _lowest_loss(rounds: Sequence[Decision], stage: str | None = None) -> float:
+    """Return the lowest loss of the candidates of a stage, by default of the last one."""
+    stage = stage or rounds[-1].stage
+    tried: list[CandidateResult] = [r for d in rounds if d.stage == stage for r in d.tried]
+    return min((r.val_loss for r in tried if r.status == "ok"), default=float("inf"))

@@ -1,0 +1,173 @@
+"""The choice among optimizers on simulated trainings: who stays in the race, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from raytrain_opt.config.learning_rate import HorizonPolicy
+from raytrain_opt.config.updates import OptimizerChoiceSection, OptimizerSection
+from raytrain_opt.errors import DivergedError
+from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.search.policy import (
+    Candidate,
+    CandidateResult,
+    History,
+    TrainEpoch,
+    TryCandidates,
+)
+from raytrain_opt.search.stpt_horizon import HorizonStpt
+
+AUTO = OptimizerChoiceSection.model_validate("auto").choices
+MUON, SGD, SCHEDULE_FREE, ADAMW = range(4)
+EPOCHS, STEPS = 16, 96
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A loss that grows with the distance in decades from the best rate, and falls with steps.
+
+    `early`: part of the loss that vanishes with many steps. Every rate diverges from `limit` on.
+    """
+
+    best_lr: float
+    loss: float
+    early: float = 0.0
+    limit: float = math.inf
+
+    def result(self, candidate: Candidate, steps: int) -> CandidateResult:
+        loss = self.loss + self.early / steps + math.log10(candidate.lr / self.best_lr) ** 2
+        if candidate.lr >= self.limit:
+            loss = math.nan
+        status = "diverged" if math.isnan(loss) else "ok"
+        return CandidateResult(candidate, status, 0.5, loss, loss, 8, 1.0, 0.1, 0, (loss,), 8)
+
+
+USUAL = {
+    MUON: Optimizer(0.1, 2.0),
+    SGD: Optimizer(0.1, 2.2),
+    SCHEDULE_FREE: Optimizer(1.0, 2.1),
+    ADAMW: Optimizer(0.001, 2.3),
+}
+
+
+def policy(optimizers: tuple[OptimizerSection, ...] = AUTO, **section: object) -> HorizonStpt:
+    values = {"policy": "stpt_horizon", "max_search_cost": 0.25, "recheck_at": [], **section}
+    return HorizonStpt(HorizonPolicy.model_validate(values), EPOCHS, EpochSteps(STEPS), optimizers)
+
+
+def search(
+    policy: HorizonStpt, optimizers: Mapping[int, Optimizer]
+) -> tuple[list[TryCandidates], TrainEpoch, History]:
+    """Make the decisions before epoch 1; return the rounds and what follows."""
+    history, rounds = History(), []
+    while isinstance(action := policy.next(1, history), TryCandidates):
+        rounds.append(action)
+        results = [
+            optimizers[c.optimizer].result(c, action.pretrain_steps) for c in action.candidates
+        ]
+        history = history.after_round(policy.decide(action, results, history))
+    return rounds, action, history
+
+
+def peak(history: History) -> float:
+    assert history.latest is not None
+    return history.latest.next_base_lr
+
+
+def raced(rounds: list[TryCandidates], stage: str) -> list[int]:
+    """Return the optimizer of each round of a stage."""
+    return [r.candidates[0].optimizer for r in rounds if r.stage == stage]
+
+
+def test_all_optimizers_start_and_the_two_best_get_longer_schedules() -> None:
+    rounds, action, history = search(policy(), USUAL)
+    assert raced(rounds, "coarse") == [MUON, SGD, SCHEDULE_FREE, ADAMW]
+    assert sorted(set(raced(rounds, "fine"))) == [MUON, SCHEDULE_FREE]
+    assert action.optimizer == MUON
+    assert peak(history) == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("best", range(4))
+def test_the_optimizer_with_the_lowest_loss_trains_at_its_own_best_rate(best: int) -> None:
+    losses = {index: Optimizer(o.best_lr, 3.0) for index, o in USUAL.items()}
+    losses[best] = Optimizer(USUAL[best].best_lr * 10, 2.0)
+    _, action, history = search(policy(), losses)
+    assert action.optimizer == best
+    assert peak(history) == pytest.approx(USUAL[best].best_lr * 10, rel=0.3)
+    assert f"{AUTO[best].name} has the lowest loss" in history.decisions[-1].reason
+
+
+def test_one_that_is_only_ahead_early_loses_to_one_that_is_ahead_later() -> None:
+    """SGD has the lower loss after the coarse stage, Muon after the fine one."""
+    losses = {index: Optimizer(o.best_lr, 9.0) for index, o in USUAL.items()}
+    losses |= {SGD: Optimizer(0.1, 2.2), MUON: Optimizer(0.1, 2.0, early=4.0)}
+    rounds, action, _ = search(policy(), losses)
+    assert raced(rounds, "fine")[0] == SGD
+    assert action.optimizer == MUON
+
+
+def test_schedule_free_keeps_its_rate_and_the_others_let_it_fall() -> None:
+    rounds, _, _ = search(policy(), USUAL)
+    ends = {r.candidates[0].optimizer: r.lr_shape[-1] for r in rounds}
+    assert ends[SCHEDULE_FREE] == 1
+    assert all(end < 0.2 for index, end in ends.items() if index != SCHEDULE_FREE)
+    losses = {**USUAL, SCHEDULE_FREE: Optimizer(1.0, 1.0)}
+    _, _, history = search(policy(), losses)
+    for epoch in (2, EPOCHS):
+        action = policy().next(epoch, history)
+        assert isinstance(action, TrainEpoch)
+        assert action.optimizer == SCHEDULE_FREE
+        assert action.lrs[-1] == pytest.approx(1.0, rel=0.1)
+
+
+def test_batch_norm_statistics_are_taken_anew_where_optimizers_are_compared() -> None:
+    rounds, _, _ = search(policy(), USUAL)
+    assert all(r.fresh_statistics for r in rounds)
+    alone, _, _ = search(policy(AUTO[:1]), USUAL)
+    assert not any(r.fresh_statistics for r in alone)
+
+
+@pytest.mark.parametrize("factor", [0.01, 1.0, 100.0])
+def test_the_search_stays_within_its_budget_and_finds_the_same_peak(factor: float) -> None:
+    rounds, action, history = search(policy(initial=0.1 * factor), USUAL)
+    steps = sum(len(r.candidates) * r.pretrain_steps for r in rounds)
+    assert steps <= 0.25 * EPOCHS * STEPS
+    assert action.optimizer == MUON
+    assert peak(history) == pytest.approx(0.1, rel=0.35)
+
+
+def test_an_optimizer_that_only_diverges_leaves_the_race() -> None:
+    losses = {**USUAL, MUON: Optimizer(0.1, 2.0, limit=0.0)}
+    rounds, action, _ = search(policy(), losses)
+    assert action.optimizer == SCHEDULE_FREE
+    assert MUON not in raced(rounds, "fine")
+
+
+def test_when_all_of_all_optimizers_diverge_the_likely_cause_is_named() -> None:
+    losses = {index: Optimizer(0.1, 2.0, limit=0.0) for index in USUAL}
+    with pytest.raises(DivergedError, match="every candidate of every optimizer"):
+        search(policy(), losses)
+
+
+def test_without_steps_to_search_the_preferred_optimizer_trains_at_its_usual_rate() -> None:
+    short = HorizonStpt(HorizonPolicy(policy="stpt_horizon"), 2, EpochSteps(20), AUTO)
+    action = short.next(1, History())
+    assert isinstance(action, TrainEpoch)
+    assert action.optimizer == MUON
+    # The rise of the first two of 20 steps: 0.25 and 0.75 of the peak.
+    assert action.lrs[0] == pytest.approx(0.1 * 0.5 / 4)
+
+
+def test_weight_decay_and_later_rounds_belong_to_the_chosen_optimizer() -> None:
+    losses = {**USUAL, ADAMW: Optimizer(0.001, 1.0)}
+    searching = policy(search_weight_decay=True, max_search_cost=0.6, recheck_at=[0.5])
+    rounds, _, history = search(searching, losses)
+    assert rounds[-1].stage == "weight_decay"
+    later = searching.next(9, history)
+    assert isinstance(later, TryCandidates)
+    for action in (rounds[-1], later):
+        assert {c.optimizer for c in action.candidates} == {ADAMW}
