@@ -7,10 +7,11 @@
 Tasks: subsets of real image sets, small enough for 2 cores (comparison_tasks.py, which also
 describes FOLDER). ResNet-8, momentum SGD 0.9, weight decay 5e-4 (or AdamW or LARS: then without
 the rows of other packages), the same batch, epochs and augmentation for all contenders of a
-task. Every contender leaves a validation split out of the training images and makes all its
-choices by that split. The accuracy is that on the test split after the last epoch; only the rows
-named `oracle` choose by it, to show the result of a perfect choice. A seed sets weights, order,
-augmentation and the split of the training images.
+task; with `--optimizer auto` the row `ours` chooses the optimizer, too. Every contender leaves a
+validation split out of the training images and makes all its choices by that split. The accuracy
+is that on the test split after the last epoch; only the rows named `oracle` choose by it, to show
+the result of a perfect choice. A seed sets weights, order, augmentation and the split of the
+training images.
 
 Rows (comparison_rows.py):
 

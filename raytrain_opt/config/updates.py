@@ -38,9 +38,8 @@ class OptimizerSection(NamedSection):
             "A class of torch.optim, LARS (You et al.), Muon (Jordan et al.; also for "
             "convolutions, biases and normalization), RMSpropWarmup (Akiba et al.: RMSprop at "
             "first, then momentum SGD; its times are in epochs), ScheduleFreeSGD or "
-            "ScheduleFreeAdamW (Defazio et al.; at a constant rate), a class of your own as "
-            "package.module:Class, or auto: the search of policy stpt_horizon chooses among "
-            "`candidates`."
+            "ScheduleFreeAdamW (Defazio et al.; at a constant rate), or a class of your own as "
+            "package.module:Class."
         ),
     )
     args: dict[str, Any] = Field(
@@ -120,8 +119,9 @@ class OptimizerChoiceSection(OptimizerSection):
     candidates: list[OptimizerSection] = Field(
         default_factory=list,
         description=(
-            "auto only: optimizers to choose from; where there are too few steps for a search, "
-            "the first one trains. Default: Muon, SGD, ScheduleFreeSGD, AdamW."
+            "With name: auto, the search of policy stpt_horizon chooses among these; where there "
+            "are too few steps for a search, the first one trains. Default: Muon, SGD, "
+            "ScheduleFreeSGD, AdamW."
         ),
     )
 
