@@ -61,7 +61,7 @@ from raytrain_opt.train.state import TrainingState, to_cpu_state
 
 WORKERS, SLOWER = 4, 4.0
 MICRO_BATCH_SAMPLES = 32
-INFO = DataInfo(10, (3, 32, 32), 10_000, 0, 0)
+INFO = DataInfo(10, (3, 32, 32), 10_000, 10_000, 0, 0)
 PULL_BYTES = (50_000, 500_000, 5_000_000, 50_000_000)
 BOUNDS = [0, 1, 4, 16, None]
 WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 48)

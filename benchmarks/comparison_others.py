@@ -1,9 +1,8 @@
-"""Schedule-free SGD and Lightning's lr_find on the product's learner."""
+"""Lightning's lr_find on the product's learner."""
 
 from __future__ import annotations
 
 import logging
-import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,47 +14,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.in_process import WHOLE, Outcome, Point, Reporter, open_learner, train_in_process
+from benchmarks.in_process import Outcome, Point, open_learner, train_in_process
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.config.schema import Job
 from raytrain_opt.train.learner import Learner
-
-# Training batches that give schedule-free's averaged weights their BatchNorm statistics.
-_NORM_BATCHES = 10
-
-
-def train_schedulefree(job: Job) -> Outcome:
-    """Train with schedulefree.SGDScheduleFree at the job's rate, with its own warm-up.
-
-    It is evaluated at its averaged weights, which need fresh BatchNorm statistics: those of some
-    training batches, without gradients; no samples are counted for that.
-    """
-    from schedulefree import SGDScheduleFree
-
-    learner, section = open_learner(job), _section(job)
-    steps = learner.info.train_size // job.global_batch_size
-    optimizer = SGDScheduleFree(
-        learner.model.parameters(),
-        lr=section.initial,
-        weight_decay=float(job.optimizer.args["weight_decay"]),
-        warmup_steps=section.warmup.epochs * steps,
-    )
-    learner.optimizer = optimizer
-    reporter, samples = Reporter(learner, job.epochs), 0
-    for epoch in range(1, job.epochs + 1):
-        optimizer.train()
-        totals = learner.train(epoch, 0, (section.initial,) * steps, WHOLE)
-        samples += totals.samples
-        if not math.isfinite(totals.loss):
-            reporter.give_up(f"epoch {epoch}")
-            break
-        with reporter.pause():
-            optimizer.eval()
-            batches = _batches(learner, epoch, range(min(steps, _NORM_BATCHES)))
-            torch.optim.swa_utils.update_bn((x for x, _ in batches), learner.model)
-        reporter.look(samples, epoch)
-    return reporter.finish(samples, section.initial)
 
 
 def train_after_lr_find(job: Job, by: str) -> Outcome:

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
+from benchmarks.comparison_tasks import OPTIMIZERS
 from benchmarks.comparison_units import Result, Setting, Unit
 
 # Factors of the optimizer's customary rate; 1 is among them, so that training is computed once.
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 # Ours does not know the optimizer's customary rate and starts from this one.
 DEFAULT_LR = 0.1
-SCHEDULEFREE_DEFAULT_LR = 1.0
-# Lower rates lose by points here.
-SCHEDULEFREE_LRS = (SCHEDULEFREE_DEFAULT_LR, 3.0, 10.0)
+# Lower rates of schedule-free SGD lose by points here.
+SCHEDULEFREE_SGD_GRID = (1.0, 3.0, 10.0)
+SCHEDULEFREE_ADAMW_GRID = (1.0, 4.0)
+MUON_GRID = (0.5, 1.0, 2.0, 4.0)
 WARMUP = 0.1
 WRONG_START_FACTOR = 100.0
 # Yamada et al., table 1: 200 of 2,500 iterations of pre-training; 4 of 40 epochs at 0.005.
@@ -34,7 +36,7 @@ Choice = Callable[[Sequence[Result]], int]
 class Row:
     """One or several trainings for a setting; `choice` picks one, all count as cost.
 
-    `only_sgd`: a row of another package, which the benchmark sets up for SGD.
+    `only_sgd`: a row that is not computed when the optimizer of all rows is another.
     """
 
     title: str
@@ -55,8 +57,9 @@ def by_validation(results: Sequence[Result]) -> int:
 
 def rows(ours: Mapping[str, Any]) -> dict[str, Row]:
     """Return all rows by name; `ours` is the learning_rate section of the contender."""
-    cosine, linear = _grid("cosine"), _grid("linear")
     low, high = DEFAULT_LR / WRONG_START_FACTOR, DEFAULT_LR * WRONG_START_FACTOR
+    cosine, linear = _grid("cosine"), _grid("linear")
+    cosine_held_out, linear_held_out = _grid("cosine", True), _grid("linear", True)
     return {
         "ours": Row("ours", lambda s: [_ours(s, ours)]),
         "stpt": Row("STPT as published, Mix, alpha 8 %", lambda s: [_stpt(s)]),
@@ -64,18 +67,31 @@ def rows(ours: Mapping[str, Any]) -> dict[str, Row]:
         "linear_default": Row("linear, customary rate", lambda s: [_schedule(s, "linear", 1.0)]),
         "cosine_oracle": Row("cosine, best of 6 on test", cosine, by_test),
         "linear_oracle": Row("linear, best of 6 on test", linear, by_test),
-        "cosine_grid": Row("cosine, best of 6 on validation", cosine, by_validation),
-        "linear_grid": Row("linear, best of 6 on validation", linear, by_validation),
+        "cosine_grid": Row("cosine, best of 6 on validation", cosine_held_out, by_validation),
+        "linear_grid": Row("linear, best of 6 on validation", linear_held_out, by_validation),
         "asha": Row("Ray Tune ASHA", lambda s: [_tune(s, "asha")], only_sgd=True),
         "pbt": Row("Ray Tune PBT", lambda s: [_tune(s, "pbt")], only_sgd=True),
         "schedulefree_default": Row(
             "schedule-free SGD 1.0",
-            lambda s: [_schedulefree(s, SCHEDULEFREE_DEFAULT_LR)],
+            lambda s: [_schedulefree(s, "ScheduleFreeSGD", 1)],
             only_sgd=True,
         ),
         "schedulefree_oracle": Row(
-            "schedule-free SGD, best of 3 on test",
-            lambda s: [_schedulefree(s, lr) for lr in SCHEDULEFREE_LRS],
+            "schedule-free SGD, best of 3 on test", _schedulefree_sgd, by_test, only_sgd=True
+        ),
+        "schedulefree_adamw_default": Row(
+            "schedule-free AdamW 0.0025",
+            lambda s: [_schedulefree(s, "ScheduleFreeAdamW", 1)],
+            only_sgd=True,
+        ),
+        "schedulefree_adamw_oracle": Row(
+            "schedule-free AdamW, best of 2 on test", _schedulefree_adamw, by_test, only_sgd=True
+        ),
+        "muon_oracle": Row("Muon, linear, best of 4 on test", _muon, by_test, only_sgd=True),
+        "adamw_oracle": Row("AdamW, linear, best of 6 on test", _adamw, by_test, only_sgd=True),
+        "everything": Row(
+            "best of everything by test",
+            lambda s: [unit for units in _FAMILIES for unit in units(s)],
             by_test,
             only_sgd=True,
         ),
@@ -100,7 +116,7 @@ def rows(ours: Mapping[str, Any]) -> dict[str, Row]:
 
 def _ours(setting: Setting, section: Mapping[str, Any]) -> Unit:
     start = f" from {section['initial']:g}" if "initial" in section else ""
-    return Unit(f"ours{start}", "train", setting, section)
+    return Unit(f"ours{start}", "train", setting, section, optimizer=setting.optimizer)
 
 
 def published_stpt(setting: Setting, candidates: str, alpha: float) -> dict[str, Any]:
@@ -120,7 +136,13 @@ def published_stpt(setting: Setting, candidates: str, alpha: float) -> dict[str,
 
 
 def _stpt(setting: Setting) -> Unit:
-    return Unit("stpt", "train", setting, published_stpt(setting, "mix", STPT_ALPHA))
+    section = published_stpt(setting, "mix", STPT_ALPHA)
+    return Unit("stpt", "train", setting, section, optimizer=_of_schedules(setting))
+
+
+def _of_schedules(setting: Setting) -> str:
+    """Return the optimizer of the rows that need a name."""
+    return "SGD" if setting.optimizer == "auto" else setting.optimizer
 
 
 def _section(setting: Setting, shape: str, lr: float) -> dict[str, Any]:
@@ -128,13 +150,31 @@ def _section(setting: Setting, shape: str, lr: float) -> dict[str, Any]:
     return {"policy": "schedule", "shape": shape, "initial": lr, "warmup": warmup}
 
 
-def _schedule(setting: Setting, shape: str, times: float) -> Unit:
-    lr = round(times * setting.customary_lr, 6)
-    return Unit(f"{shape} {lr:g}", "train", setting, _section(setting, shape, lr))
+def _schedule(
+    setting: Setting,
+    shape: str,
+    times: float,
+    optimizer: str | None = None,
+    *,
+    holds_out: bool = False,
+) -> Unit:
+    """Return a training at this many times the optimizer's customary rate."""
+    optimizer = optimizer or _of_schedules(setting)
+    lr = round(times * OPTIMIZERS[optimizer][1], 6)
+    return Unit(
+        f"{optimizer} {shape} {lr:g}",
+        "train",
+        setting,
+        _section(setting, shape, lr),
+        optimizer=optimizer,
+        holds_out=holds_out,
+    )
 
 
-def _grid(shape: str) -> Units:
-    return lambda setting: [_schedule(setting, shape, times) for times in GRID]
+def _grid(shape: str, holds_out: bool = False) -> Units:
+    return lambda setting: [
+        _schedule(setting, shape, times, holds_out=holds_out) for times in GRID
+    ]
 
 
 def _tune(setting: Setting, name: str) -> Unit:
@@ -142,14 +182,40 @@ def _tune(setting: Setting, name: str) -> Unit:
     return Unit(name, name, setting, section, {"trainings": len(GRID)})
 
 
-def _schedulefree(setting: Setting, lr: float) -> Unit:
-    section = _section(setting, "constant", lr)
-    return Unit(f"schedulefree {lr:g}", "schedulefree", setting, section)
+def _schedulefree(setting: Setting, optimizer: str, times: float) -> Unit:
+    return _schedule(setting, "constant", times, optimizer)
+
+
+def _schedulefree_sgd(setting: Setting) -> list[Unit]:
+    return [_schedulefree(setting, "ScheduleFreeSGD", f) for f in SCHEDULEFREE_SGD_GRID]
+
+
+def _schedulefree_adamw(setting: Setting) -> list[Unit]:
+    return [_schedulefree(setting, "ScheduleFreeAdamW", f) for f in SCHEDULEFREE_ADAMW_GRID]
+
+
+def _muon(setting: Setting) -> list[Unit]:
+    return [_schedule(setting, "linear", times, "Muon") for times in MUON_GRID]
+
+
+def _adamw(setting: Setting) -> list[Unit]:
+    return [_schedule(setting, "linear", times, "AdamW") for times in GRID]
+
+
+# Every training of a fixed schedule: the best one by test is what a user could have found.
+_FAMILIES: tuple[Units, ...] = (
+    _grid("cosine"),
+    _grid("linear"),
+    _schedulefree_sgd,
+    _schedulefree_adamw,
+    _muon,
+    _adamw,
+)
 
 
 def _lr_find(setting: Setting, by: str) -> Unit:
     section = _section(setting, "cosine", DEFAULT_LR)
-    return Unit(f"lr_find by {by}", "lr_find", setting, section, {"by": by})
+    return Unit(f"lr_find by {by}", "lr_find", setting, section, {"by": by}, holds_out=False)
 
 
 def target_of(result: Result) -> float:
@@ -215,6 +281,8 @@ def summary(table: Table) -> dict[str, Any]:
         "ours_minus_cosine_default_points": ("cosine_default",),
         "ours_minus_asha_points": ("asha",),
         "ours_minus_pbt_points": ("pbt",),
+        "ours_minus_everything_points": ("everything",),
+        "ours_minus_sgd_grid_points": ("cosine_oracle", "linear_oracle"),
         "ours_minus_schedulefree_points": ("schedulefree_default", "schedulefree_oracle"),
         "ours_minus_lr_find_points": ("lr_find", "lr_find_by_step"),
     }
@@ -231,6 +299,13 @@ def summary(table: Table) -> dict[str, Any]:
     means["ours_samples_ratio"] = _mean(
         by_row["ours"]["trainings"] for by_row in table.values() if "ours" in by_row
     )
+    reach = {
+        task: by_row["ours"]["reach_trainings"]
+        for task, by_row in table.items()
+        if "ours" in by_row and by_row["ours"]["reach_trainings"] is not None
+    }
+    means["reach_trainings"] = _mean(reach.values())
+    by_task["reach_trainings"] = reach
     wrong = {task: _wrong_start(by_row) for task, by_row in table.items()}
     return {**means, "wrong_start": wrong, "by_task": by_task}
 

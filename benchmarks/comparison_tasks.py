@@ -25,20 +25,23 @@ from benchmarks.common import synthetic_images
 
 Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
-# Each optimizer's section of a job, and its customary rate.
+# Each optimizer's section of a job, and its customary rate. With auto a job names none.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
+    "auto": ({}, 0.1),
     "SGD": ({"name": "SGD", "args": {"momentum": 0.9, "weight_decay": 5e-4}}, 0.1),
     "AdamW": ({"name": "AdamW", "args": {"weight_decay": 0.01}}, 0.001),
     "LARS": ({"name": "LARS", "args": {"momentum": 0.9, "weight_decay": 5e-4}}, 1.0),
     "Muon": ({"name": "Muon"}, 0.1),
-    "auto": ({"name": "auto"}, 0.1),
+    "ScheduleFreeSGD": ({"name": "ScheduleFreeSGD", "args": {"weight_decay": 5e-4}}, 1.0),
+    "ScheduleFreeAdamW": ({"name": "ScheduleFreeAdamW", "args": {"weight_decay": 0.01}}, 0.0025),
 }
 
 
 @dataclass(frozen=True)
 class Task:
-    """`train` images to train on and `validation` to choose by, of `side` x `side` pixels.
+    """`train` images and `validation` more, of `side` x `side` pixels.
 
+    What chooses by a validation split holds those out; the others train on all.
     `patch`: the network's stem sees patches of `patch` x `patch` pixels, so that it computes at
     `side / patch`, as networks for large images do. `crop`: padding of the random crop; 0 means no
     augmentation, otherwise images are flipped at random too.
@@ -96,8 +99,13 @@ class Task:
         seed: int,
         learning_rate: dict[str, Any],
         optimizer: str = "SGD",
+        *,
+        holds_out: bool = True,
     ) -> dict[str, Any]:
-        """Return a job file's contents."""
+        """Return a job file's contents; without `holds_out` there is no validation split."""
+        if not holds_out:
+            data = {**data, "validation_fraction": 0}
+        section = OPTIMIZERS[optimizer][0]
         patches = {"patch": self.patch} if self.patch > 1 else {}
         return {
             "model": {
@@ -108,7 +116,7 @@ class Task:
             "epochs": epochs,
             "global_batch_size": self.batch,
             "learning_rate": learning_rate,
-            "optimizer": OPTIMIZERS[optimizer][0],
+            **({"optimizer": section} if section else {}),
             "seed": seed,
         }
 

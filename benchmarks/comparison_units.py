@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison_tasks import OPTIMIZERS, Task
+from benchmarks.comparison_tasks import Task
 
 Result = dict[str, Any]
 TUNE = ("asha", "pbt")
@@ -25,7 +25,11 @@ TUNE = ("asha", "pbt")
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders of one task and seed have in common; `data` is the job's section."""
+    """What all contenders of one task and seed have in common; `data` is the job's section.
+
+    `optimizer`: that of all rows but those named after another; auto: ours chooses it, and the
+    others train with SGD.
+    """
 
     task: Task
     seed: int
@@ -33,37 +37,40 @@ class Setting:
     data: Mapping[str, Any]
     optimizer: str = "SGD"
 
-    def job(self, learning_rate: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the job file's contents with this learning_rate section."""
-        return self.task.job(
-            dict(self.data), self.epochs, self.seed, dict(learning_rate), self.optimizer
-        )
-
-    @property
-    def customary_lr(self) -> float:
-        """The customary rate of the optimizer."""
-        return OPTIMIZERS[self.optimizer][1]
-
     @property
     def training_samples(self) -> int:
         """Samples of one training: the unit in which compute is reported."""
-        return self.epochs * (self.task.train // self.task.batch) * self.task.batch
+        size = self.task.train + self.task.validation
+        return self.epochs * (size // self.task.batch) * self.task.batch
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One training, or one search by Ray Tune; `kind` says which function computes it."""
+    """One training, or one search by Ray Tune; `kind` says which function computes it.
+
+    With `holds_out` there is a validation split, which a fixed schedule does not train on.
+    """
 
     name: str
     kind: str
     setting: Setting
     learning_rate: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "SGD"
+    holds_out: bool = True
 
     @property
     def job(self) -> dict[str, Any]:
         """The job file's contents."""
-        return self.setting.job(self.learning_rate)
+        setting = self.setting
+        return setting.task.job(
+            dict(setting.data),
+            setting.epochs,
+            setting.seed,
+            dict(self.learning_rate),
+            self.optimizer,
+            holds_out=self.holds_out,
+        )
 
     @property
     def key(self) -> str:
@@ -73,6 +80,7 @@ class Unit:
             "task": asdict(self.setting.task),
             "job": {key: value for key, value in self.job.items() if key != "data"},
             "options": dict(self.options),
+            "holds_out": self.holds_out,
             "code": _policy_digest(self.learning_rate["policy"]),
         }
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
@@ -189,10 +197,6 @@ def compute(unit: Unit) -> Result:
             from benchmarks.plateau_decay import train_with_plateau_decay
 
             return train_with_plateau_decay(job, unit.options["patience"]).to_json()
-        case "schedulefree":
-            from benchmarks.comparison_others import train_schedulefree
-
-            return train_schedulefree(job).to_json()
         case "lr_find":
             from benchmarks.comparison_others import train_after_lr_find
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.data import ArraysData, Augment
+from raytrain_opt.config.data import ArraysData, Augment, HoldOut
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory import InMemoryData
 from raytrain_opt.data.in_memory_sets import DatasetArrays
@@ -235,12 +235,16 @@ class Bench:
             name="arrays",
             train=("", ""),
             test=("", ""),
-            validation_fraction=0.0,
             augment=Augment(crop_padding=self.case.padding, flip=True),
             normalize=(list(IMAGENET_MEAN_STD[0]), list(IMAGENET_MEAN_STD[1])),
         )
         data = InMemoryData(
-            arrays, section, seed=0, device=self.device, channels_last=channels_last
+            arrays,
+            section,
+            hold_out=HoldOut(0.0),
+            seed=0,
+            device=self.device,
+            channels_last=channels_last,
         )
         steps = range(len(arrays.train_y) // self.batch_size)
         for epoch in count(1):

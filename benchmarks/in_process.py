@@ -34,8 +34,9 @@ from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.search.factory import build_policy, max_candidates
 from raytrain_opt.search.policy import Decision, TryCandidates
 from raytrain_opt.terminal.progress import Lines
-from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
 
 WHOLE = MicroBatches(range(1), 1)
 # About this many test images are evaluated after an epoch; all of them after the last.
@@ -128,7 +129,9 @@ class Reporter:
             self.outcome.curve.append(Point(samples, spent_s, accuracy))
             if epoch == epochs:
                 self.outcome.accuracy = self.learner.evaluate("test").accuracy
-                self.outcome.validation_accuracy = self.learner.evaluate("validation").accuracy
+                if self.learner.info.validation_size:
+                    validation = self.learner.evaluate("validation")
+                    self.outcome.validation_accuracy = validation.accuracy
 
     def give_up(self, why: str) -> None:
         """Report a training that diverged with the accuracy of guessing."""
@@ -148,8 +151,10 @@ class ObservedRun(TrainingRun):
     """One execution of a job on one learner, without a run directory."""
 
     def __init__(self, job: Job, learner: Learner) -> None:
-        size, began_s = learner.info.train_size, monotonic_s()
-        steps = epoch_steps(size, job.global_batch_size, job.batch_ramp.steps)
+        info, began_s = learner.info, monotonic_s()
+        steps = epoch_steps(
+            info.train_size, job.global_batch_size, job.batch_ramp.steps, info.search_size
+        )
         terminal, recorder = Lines(Console(quiet=True)), NullRecorder()
         super().__init__(
             ResolvedJob(job, steps, build_policy(job, steps)),

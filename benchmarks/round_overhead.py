@@ -98,8 +98,9 @@ def _candidate_trial(config: dict[str, Any]) -> None:
     import torch
     from ray import tune
 
-    from raytrain_opt.train.learner import Learner, MicroBatches
+    from raytrain_opt.train.learner import Learner
     from raytrain_opt.train.learner_config import LearnerConfig
+    from raytrain_opt.train.micro_batches import MicroBatches
 
     torch.set_num_threads(1)
     job: Job = config["job"]
@@ -120,8 +121,9 @@ def _main_loop(config: dict[str, Any]) -> None:
     import torch
 
     from raytrain_opt.train.data_parallel import distribute
-    from raytrain_opt.train.learner import Learner, MicroBatches
+    from raytrain_opt.train.learner import Learner
     from raytrain_opt.train.learner_config import LearnerConfig
+    from raytrain_opt.train.micro_batches import MicroBatches
 
     torch.set_num_threads(1)
     rank = ray.train.get_context().get_world_rank()

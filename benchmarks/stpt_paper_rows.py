@@ -81,6 +81,12 @@ def _warmup_epochs(setting: Setting) -> int:
     return round(STPT_WARMUP_FRACTION * setting.epochs)
 
 
+def _samples_of_one(setting: Setting) -> int:
+    """Return the samples of one training: all rows hold out the validation split."""
+    task = setting.task
+    return setting.epochs * (task.train // task.batch) * task.batch
+
+
 @dataclass(frozen=True)
 class Counted:
     """Samples of one training, counted in iterations of the global batch.
@@ -126,7 +132,7 @@ def row_of(
 ) -> dict[str, Any]:
     """Return a row of one task over its seeds: the comparison's columns and the paper's."""
     outcomes = [
-        outcome(row, [result], target_of(reference), setting.training_samples)
+        outcome(row, [result], target_of(reference), _samples_of_one(setting))
         for result, reference, setting in zip(results, references, settings, strict=True)
     ]
     iterations = [counted(r, s) for r, s in zip(results, settings, strict=True)]

@@ -63,6 +63,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for setting in settings
         for units in (
             *(row.units(setting) for row in chosen.values()),
-            baseline.units(_of_baseline(setting)),
+            baseline.units(setting),
         )
         for unit in units
     ]
@@ -132,13 +133,8 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def _of_baseline(setting: Setting) -> Setting:
-    """Return the setting of the fixed schedule to compare with; it needs a named optimizer."""
-    return replace(setting, optimizer="SGD") if setting.optimizer == "auto" else setting
-
-
 def _outcome(row: Row, baseline: Row, setting: Setting, cache: Cache) -> Result:
-    [default] = baseline.units(_of_baseline(setting))
+    [default] = baseline.units(setting)
     results = [cache[unit] for unit in row.units(setting)]
     return outcome(row, results, target_of(cache[default]), setting.training_samples)
 
@@ -174,20 +170,27 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _versions() -> dict[str, Any]:
-    from importlib.metadata import version
+    """Return the versions, without those of packages that the computed rows did not need."""
+    from importlib.metadata import PackageNotFoundError, version
 
-    return {**versions(), **{name: version(name) for name in ("lightning", "schedulefree")}}
+    found = dict(versions())
+    for name in ("lightning", "schedulefree"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command("Learning-rate searches against each other.", TASKS, list(rows(OURS)))
     parser.add_argument("--ours", type=json.loads, default=OURS, help="learning_rate, as JSON")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="SGD")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="auto")
     parser.set_defaults(rows=None)
     args = parse(parser, argv, TASKS, FULL, QUICK)
     all_rows = rows(args.ours)
     possible = [
-        name for name, row in all_rows.items() if args.optimizer == "SGD" or not row.only_sgd
+        name
+        for name, row in all_rows.items()
+        if args.optimizer in ("auto", "SGD") or not row.only_sgd
     ]
     args.rows = args.rows or possible
     if impossible := sorted({*args.rows}.difference(possible)):

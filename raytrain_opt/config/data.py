@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -29,12 +30,26 @@ class Augment(Section):
     flip: bool = Field(False, description="Mirror left-right with probability 0.5.")
 
 
+@dataclass(frozen=True)
+class HoldOut:
+    """How much of the training set is the validation split, and how long it is held out.
+
+    `fraction` of the samples, at most `max_samples`. With `only_in_search` candidates alone do
+    not train on them.
+    """
+
+    fraction: float
+    max_samples: int = 5000
+    only_in_search: bool = False
+
+
 class _DataSection(NamedSection):
-    validation_fraction: Fraction = Field(
-        0.1,
+    validation_fraction: Fraction | None = Field(
+        None,
         description=(
-            "Fraction of the training set held out of training to score candidates (the "
-            "validation split)."
+            "Fraction of the training set held out to score candidates (the validation split): "
+            "during the whole training, or with policy stpt_horizon during the search alone. "
+            "Default: 0.1, or 0 with policies without candidates."
         ),
     )
     validation_max_samples: PositiveInt = Field(

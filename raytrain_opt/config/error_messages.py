@@ -69,6 +69,8 @@ def problems_of(error: ValidationError) -> list[Problem]:
     """Return one problem for each wrong field, in the order of the schema."""
     groups: dict[tuple[str | int, ...], list[_LocatedError]] = {}
     for details in error.errors(include_url=False):
+        if details["type"] == "default_factory_not_called":
+            continue  # a default that depends on a field with an error
         located = _locate(details)
         path = located.path if located.union is None else located.union
         groups.setdefault(path, []).append(located)

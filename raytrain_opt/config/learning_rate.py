@@ -66,24 +66,7 @@ class Scaling(Section):
 _SCALING = "Scale `initial` to the global batch size. Default: no scaling."
 
 
-class CandidatePolicy(Section):
-    """The fields of all policies that try candidates."""
-
-    policy: str
-    merge: Literal["best", "average", "top_k_average"] = Field(
-        "best",
-        description=(
-            "Weights after a round whose steps are kept. best: those of the winner; average: the "
-            "mean over all candidates that did not diverge; top_k_average: the mean over the "
-            "top_k best. The learning rate is always the winner's."
-        ),
-    )
-    top_k: Annotated[int, Field(ge=2)] = Field(
-        3, description="Number of candidates to average (top_k_average)."
-    )
-
-
-class StptPolicy(CandidatePolicy):
+class StptPolicy(Section):
     """Choose the rate of each epoch by training candidates for a few steps (Yamada et al.)."""
 
     search_weight_decay: ClassVar[bool] = False
@@ -115,6 +98,17 @@ class StptPolicy(CandidatePolicy):
             "worker's part of it, at a rate that is scaled linearly."
         ),
     )
+    merge: Literal["best", "average", "top_k_average"] = Field(
+        "best",
+        description=(
+            "Weights after a round. best: those of the winner; average: the mean over all "
+            "candidates that did not diverge; top_k_average: the mean over the top_k best. The "
+            "learning rate is always the winner's."
+        ),
+    )
+    top_k: Annotated[int, Field(ge=2)] = Field(
+        3, description="Number of candidates to average (top_k_average)."
+    )
     score: Literal["val_accuracy", "val_loss"] = Field(
         "val_accuracy", description="Score of a candidate, on the validation split."
     )
@@ -134,7 +128,7 @@ class StptPolicy(CandidatePolicy):
         return value
 
 
-class HorizonPolicy(CandidatePolicy):
+class HorizonPolicy(Section):
     """Find the peak rate of a warm-up and decay by training with compressed schedules.
 
     A development of Yamada et al. against the short-horizon bias (Wu et al., ICLR 2018).
@@ -166,14 +160,6 @@ class HorizonPolicy(CandidatePolicy):
         description=(
             "Also try 0.1 and 10 times the optimizer's weight decay, once, at the peak rate that "
             "was found."
-        ),
-    )
-    recheck_at: list[Fraction] = Field(
-        default_factory=lambda: [0.125, 0.25, 0.5],
-        description=(
-            "Fractions of the training after which half and twice the rate are tried, as long "
-            "as this changes the rate and max_search_cost allows it. A training loss that stalls "
-            "or suddenly rises triggers the same; []: only such a loss does."
         ),
     )
 

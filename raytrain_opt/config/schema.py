@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.config.data import DataSection
+from raytrain_opt.config.data import DataSection, HoldOut
 from raytrain_opt.config.learning_rate import HorizonPolicy, LearningRateSection
 from raytrain_opt.config.processes import SlotsSection, TimeoutsSection, WorkersSection
 from raytrain_opt.config.section import (
@@ -33,6 +33,8 @@ from raytrain_opt.config.updates import (
     OptimizerSection,
     ParallelSection,
 )
+
+_SCORING_POLICIES = ("stpt", "stpt_horizon")
 
 
 class ModelSection(NamedSection):
@@ -98,6 +100,22 @@ class EvaluateSection(Section):
     )
 
 
+def _default_optimizer(job: dict[str, Any]) -> OptimizerChoiceSection:
+    """Return the choice that the search has among optimizers, or SGD where there is none.
+
+    `job`: the sections above, without those with an error.
+    """
+    learning_rate, parallel = job.get("learning_rate"), job.get("parallel")
+    searches = isinstance(learning_rate, HorizonPolicy) and not learning_rate.search_weight_decay
+    if not searches or parallel is None or parallel.mode != "sync":
+        return OptimizerChoiceSection()
+    choice = OptimizerChoiceSection(name="auto")
+    if job.get("average") is None:
+        return choice
+    others = [section for section in choice.choices if not section.is_schedule_free]
+    return OptimizerChoiceSection(name="auto", candidates=others)
+
+
 class Job(Section):
     """One training: model, data, method, and where the results are written."""
 
@@ -124,12 +142,18 @@ class Job(Section):
             "and learning_rate.initial accordingly. Default: no search."
         ),
     )
-    optimizer: OptimizerChoiceSection = Field(
-        default_factory=OptimizerChoiceSection,
-        description="The optimizer; its rate comes from learning_rate.",
+    parallel: ParallelSection = Field(
+        default_factory=ParallelSection, description="How workers exchange gradients."
     )
     average: AverageSection | None = Field(
         None, description="Average the weights. Default: no average."
+    )
+    optimizer: OptimizerChoiceSection = Field(
+        default_factory=_default_optimizer,
+        description=(
+            "The optimizer; its rate comes from learning_rate. Default: auto with policy "
+            "stpt_horizon and synchronous workers, else SGD."
+        ),
     )
     batch_norm: BatchNormSection = Field(
         default_factory=lambda: BatchNormSection(momentum=None),
@@ -152,9 +176,6 @@ class Job(Section):
     compile: bool = Field(False, description="Compile the model with torch.compile.")
     workers: WorkersSection = Field(
         default_factory=WorkersSection, description="The data-parallel training processes."
-    )
-    parallel: ParallelSection = Field(
-        default_factory=ParallelSection, description="How workers exchange gradients."
     )
     slots: SlotsSection = Field(
         default_factory=SlotsSection, description="The processes that train candidates."
@@ -191,6 +212,16 @@ class Job(Section):
     def optimizers(self) -> tuple[OptimizerSection, ...]:
         """The optimizers that the search chooses from; without such a choice, the only one."""
         return self.optimizer.choices
+
+    @property
+    def hold_out(self) -> HoldOut:
+        """The validation split: a tenth where a policy scores candidates, unless the job says."""
+        policy, data = self.learning_rate.policy, self.data
+        fraction = data.validation_fraction
+        if fraction is None:
+            fraction = 0.1 if policy in _SCORING_POLICIES else 0.0
+        only_in_search = policy == "stpt_horizon"
+        return HoldOut(fraction, data.validation_max_samples, only_in_search)
 
     @property
     def batch_size_per_worker(self) -> int:
@@ -234,7 +265,7 @@ class Job(Section):
                 f"{warmup.epochs} is more than the {self.epochs} epochs of the job",
             )
         policy = self.learning_rate.policy
-        if policy in ("stpt", "stpt_horizon") and self.data.validation_fraction == 0:
+        if policy in _SCORING_POLICIES and self.data.validation_fraction == 0:
             yield (
                 "data.validation_fraction",
                 f"policy {policy} scores candidates on the validation split; set it above 0",

@@ -137,7 +137,7 @@ class OptimizerChoiceSection(OptimizerSection):
         yield from super().broken_rules()
         if self.name == "auto":
             for name in ("args", "no_weight_decay", "lr_multipliers"):
-                if name in self.model_fields_set and getattr(self, name):
+                if getattr(self, name) not in ({}, "auto"):
                     yield name, "belongs to one optimizer: write it in optimizer.candidates"
             if any(candidate.name == "auto" for candidate in self.candidates):
                 yield "candidates", "must be optimizers; auto cannot contain auto"

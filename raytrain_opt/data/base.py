@@ -33,11 +33,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class DataInfo:
-    """Sizes of the splits in samples, and the shape of one sample as the model sees it."""
+    """Sizes of the splits in samples, and the shape of one sample as the model sees it.
+
+    `train_size` samples are trained on, `search_size` of them by candidates.
+    """
 
     num_classes: int
     sample_shape: tuple[int, ...]
     train_size: int
+    search_size: int
     validation_size: int
     test_size: int
 
@@ -64,15 +68,20 @@ class TrainingData(ABC):
         micro_batches: range,
         num_micro_batches: int,
         global_batch_size: int,
+        *,
+        search: bool = False,
     ) -> Iterator[Batch]:
         """Yield these micro-batches of each step, step by step.
 
-        Samples and augmentation depend only on (seed, epoch, step, index in the global batch),
-        not on the process that computes a micro-batch. Raises DataError for unreadable samples,
-        ValueError for a step or micro-batch that does not exist.
+        In a `search` the validation split is held out. Samples and augmentation depend only on
+        (seed, epoch, step, index in the global batch), not on the process that computes a
+        micro-batch. Raises DataError for unreadable samples, ValueError for a step or micro-batch
+        that does not exist.
         """
         indices = product(steps, micro_batches)
-        return self.train_batches_at(epoch, indices, num_micro_batches, global_batch_size)
+        return self.train_batches_at(
+            epoch, indices, num_micro_batches, global_batch_size, search=search
+        )
 
     @abstractmethod
     def train_batches_at(
@@ -81,6 +90,8 @@ class TrainingData(ABC):
         indices: Iterable[tuple[int, int]],
         num_micro_batches: int,
         global_batch_size: int,
+        *,
+        search: bool = False,
     ) -> Iterator[Batch]:
         """Yield the micro-batch of each (step, micro-batch) in `indices`, in that order.
 

@@ -12,7 +12,7 @@ from raytrain_opt.config.data import ArraysData, ArraySetData
 if TYPE_CHECKING:
     import torch
 
-    from raytrain_opt.config.data import DataSection
+    from raytrain_opt.config.data import DataSection, HoldOut
     from raytrain_opt.data.base import TrainingData
     from raytrain_opt.data.in_memory_sets import DatasetArrays
 
@@ -33,6 +33,7 @@ def open_data(
     section: DataSection,
     shared: DatasetArrays | None,
     *,
+    hold_out: HoldOut,
     seed: int,
     device: torch.device,
     channels_last: bool,
@@ -40,14 +41,24 @@ def open_data(
     """Open the data of a job in a process that trains or evaluates on `device`.
 
     `shared` is the result of `load_shared_arrays`; without it, an in-memory set is read here.
-    `seed` decides which training samples form the validation split. Raises DataError.
+    `hold_out` and `seed` decide which training samples form the validation split. Raises
+    DataError.
     """
     if isinstance(section, (ArraySetData, ArraysData)):
         from raytrain_opt.data.in_memory import InMemoryData
         from raytrain_opt.data.in_memory_sets import load_arrays
 
         arrays = shared if shared is not None else load_arrays(section)
-        return InMemoryData(arrays, section, seed=seed, device=device, channels_last=channels_last)
+        return InMemoryData(
+            arrays,
+            section,
+            hold_out=hold_out,
+            seed=seed,
+            device=device,
+            channels_last=channels_last,
+        )
     from raytrain_opt.data.loader import DataLoaderData
 
-    return DataLoaderData(section, seed=seed, device=device, channels_last=channels_last)
+    return DataLoaderData(
+        section, hold_out=hold_out, seed=seed, device=device, channels_last=channels_last
+    )

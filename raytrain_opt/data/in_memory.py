@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from raytrain_opt.config.data import ArraysData, ArraySetData, Augment
+from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, no_op
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
@@ -38,6 +38,7 @@ class InMemoryData(TrainingData):
         arrays: DatasetArrays,
         section: ArraySetData | ArraysData,
         *,
+        hold_out: HoldOut,
         seed: int,
         device: torch.device,
         channels_last: bool,
@@ -45,17 +46,16 @@ class InMemoryData(TrainingData):
         x = arrays.train_x
         is_image = x.dtype == np.uint8
         shape = (x.shape[3], *x.shape[1:3]) if is_image else x.shape[1:]
-        train, self._validation = sampling.split_validation(
-            len(x), section.validation_fraction, section.validation_max_samples, seed
-        )
+        self._split = sampling.TrainingSplit(len(x), hold_out, seed)
         self.info = DataInfo(
-            arrays.num_classes, shape, len(train), len(self._validation), len(arrays.test_x)
+            arrays.num_classes, shape, *self._split.sizes, test_size=len(arrays.test_x)
         )
         self.on_copy: Callable[[], None] = no_op
         self._seed = seed
         self._augment = _resolve_augment(section, is_image)
-        self._orders = sampling.EpochOrders(train, seed)
-        self._transform = _make_transform(x, train, section.normalize, device, channels_last)
+        self._transform = _make_transform(
+            x, self._split.training.samples, section.normalize, device, channels_last
+        )
         total_bytes = x.nbytes + arrays.test_x.nbytes
         on_device = device.type == "cuda" and total_bytes < _MAX_BYTES_ON_DEVICE
         store = DeviceSampleStore if on_device else CpuSampleStore
@@ -68,9 +68,11 @@ class InMemoryData(TrainingData):
         indices: Iterable[tuple[int, int]],
         num_micro_batches: int,
         global_batch_size: int,
+        *,
+        search: bool = False,
     ) -> Iterator[Batch]:
         """See `TrainingData.train_batches_at`."""
-        order = self._orders.order(epoch)
+        order = self._split.order(epoch, search=search)
         drawn_step: int | None = None
         draws: sampling.CropFlip | None = None
         for step, micro_batch in indices:
@@ -87,8 +89,9 @@ class InMemoryData(TrainingData):
         self, split: Split, rank: int, world_size: int, batch_size: int
     ) -> Iterator[Batch]:
         """See `TrainingData.eval_batches`."""
-        store = self._train_store if split == "validation" else self._test_store
-        indices = self._validation if split == "validation" else np.arange(self.info.test_size)
+        store, indices = self._test_store, np.arange(self.info.test_size)
+        if split == "validation":
+            store, indices = self._train_store, self._split.validation
         samples = sampling.rank_indices(indices, rank, world_size)
         for start in range(0, len(samples), batch_size):
             x, y = store.take(samples[start : start + batch_size], self.on_copy)

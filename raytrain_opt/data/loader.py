@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from raytrain_opt.config.data import DatasetData, ImageFolderData
+from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, no_op
 from raytrain_opt.data.batch_reader import (
@@ -39,19 +39,17 @@ class DataLoaderData(TrainingData):
         self,
         section: ImageFolderData | DatasetData,
         *,
+        hold_out: HoldOut,
         seed: int,
         device: torch.device,
         channels_last: bool,
     ) -> None:
         source, self._transform, shape = _open(section, seed, device, channels_last)
-        train, self._validation = sampling.split_validation(
-            source.size("train"), section.validation_fraction, section.validation_max_samples, seed
-        )
+        self._split = sampling.TrainingSplit(source.size("train"), hold_out, seed)
         self._test = np.arange(source.size("test"))
         self.info = DataInfo(
-            source.num_classes, shape, len(train), len(self._validation), len(self._test)
+            source.num_classes, shape, *self._split.sizes, test_size=len(self._test)
         )
-        self._orders = sampling.EpochOrders(train, seed)
         self.on_copy: Callable[[], None] = no_op
         self._device = device
         self._reader = BatchReader(source, seed, section.on_unreadable == "skip")
@@ -63,9 +61,11 @@ class DataLoaderData(TrainingData):
         indices: Iterable[tuple[int, int]],
         num_micro_batches: int,
         global_batch_size: int,
+        *,
+        search: bool = False,
     ) -> Iterator[Batch]:
         """See `TrainingData.train_batches_at`."""
-        order = self._orders.order(epoch)
+        order = self._split.order(epoch, search=search)
 
         def requests() -> Iterator[BatchRequest]:
             for step, number in indices:
@@ -88,7 +88,7 @@ class DataLoaderData(TrainingData):
         purpose, indices = Purpose.TEST_SAMPLE, self._test
         if split == "validation":
             source_split = "train"
-            purpose, indices = Purpose.VALIDATION_SAMPLE, self._validation
+            purpose, indices = Purpose.VALIDATION_SAMPLE, self._split.validation
         samples = sampling.rank_indices(indices, rank, world_size)
 
         def requests() -> Iterator[BatchRequest]:
@@ -102,7 +102,7 @@ class DataLoaderData(TrainingData):
     def check_samples(self) -> None:
         """Read a few samples, spread over each set, in this process. Raises DataError."""
         sets: tuple[tuple[SourceSplit, Purpose, Indices], ...] = (
-            ("train", Purpose.VALIDATION_SAMPLE, self._orders.train),
+            ("train", Purpose.VALIDATION_SAMPLE, self._split.training.samples),
             ("test", Purpose.TEST_SAMPLE, self._test),
         )
         for split, purpose, indices in sets:

@@ -25,6 +25,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from raytrain_opt.config.data import HoldOut
 from raytrain_opt.errors import DataError
 
 Indices = npt.NDArray[np.int64]
@@ -90,18 +91,44 @@ def epoch_order(train: Indices, seed: int, epoch: int) -> Indices:
     return generator(seed, Purpose.ORDER, epoch).permutation(train)
 
 
+class TrainingSplit:
+    """The training set of a job, cut into samples to train on and the validation split.
+
+    Candidates never train on the validation split; the training does if it is held out in the
+    search only. Raises DataError like `split_validation`.
+    """
+
+    def __init__(self, size: int, hold_out: HoldOut, seed: int) -> None:
+        searched, self.validation = split_validation(
+            size, hold_out.fraction, hold_out.max_samples, seed
+        )
+        self.search = EpochOrders(searched, seed)
+        self.training = (
+            EpochOrders(np.arange(size), seed) if hold_out.only_in_search else self.search
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Samples of the training, of the search and of the validation split."""
+        return len(self.training.samples), len(self.search.samples), len(self.validation)
+
+    def order(self, epoch: int, *, search: bool) -> Indices:
+        """Return the order of an epoch, for candidates or for the training."""
+        return (self.search if search else self.training).order(epoch)
+
+
 class EpochOrders:
     """The orders of the epochs of one training set; the last one is cached."""
 
-    def __init__(self, train: Indices, seed: int) -> None:
-        self.train = train
+    def __init__(self, samples: Indices, seed: int) -> None:
+        self.samples = samples
         self._seed = seed
         self._last: tuple[int, Indices] | None = None
 
     def order(self, epoch: int) -> Indices:
         """Return the order of an epoch; callers must not write to it."""
         if self._last is None or self._last[0] != epoch:
-            self._last = epoch, epoch_order(self.train, self._seed, epoch)
+            self._last = epoch, epoch_order(self.samples, self._seed, epoch)
         return self._last[1]
 
 

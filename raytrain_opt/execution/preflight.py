@@ -158,7 +158,9 @@ def resolve(job: Job, info: DataInfo) -> ResolvedJob:
     from raytrain_opt.optim.epoch_steps import epoch_steps
     from raytrain_opt.search.factory import build_policy
 
-    steps = epoch_steps(info.train_size, job.global_batch_size, job.batch_ramp.steps)
+    steps = epoch_steps(
+        info.train_size, job.global_batch_size, job.batch_ramp.steps, info.search_size
+    )
     return ResolvedJob(job, steps, build_policy(job, steps))
 
 
@@ -171,6 +173,7 @@ def _read_data(job: Job) -> tuple[DatasetArrays | None, DataInfo]:
     data = open_data(
         job.data,
         shared,
+        hold_out=job.hold_out,
         seed=job.seed,
         device=torch.device("cpu"),
         channels_last=job.channels_last,

@@ -137,12 +137,12 @@ class TrainingRun:
         return results
 
     def state_after(self, state: StateRef, action: TryCandidates, decision: Decision) -> StateRef:
-        """Return the winner's state after the kept steps, or the mean of averaged candidates.
+        """Return the winner's state if the round keeps it, or the mean of averaged candidates.
 
-        Without a winner or kept steps, return `state`.
+        Without a winner, or if the steps only served the score, return `state`.
         """
         winner = decision.winner
-        if winner is None or action.kept_steps == 0:
+        if winner is None or not action.keeps_winner:
             self._write_round(self._round_record(action, decision, None))
             self.terminal.note(f"epoch {action.epoch}: {decision.reason}")
             return state
@@ -154,9 +154,8 @@ class TrainingRun:
             self.backend.states.keep(kept)
         # Search cost: samples trained beyond those that remain in the weights. The winner's kept
         # steps remain; an average counts like one candidate.
-        samples = winner.samples * action.kept_steps // action.pretrain_steps
-        self.progress = self.progress.add_samples(search=-samples, kept=samples)
-        self._epoch.lrs = list(winner.candidate.lrs(action)[: action.kept_steps])
+        self.progress = self.progress.add_samples(search=-winner.samples, kept=winner.samples)
+        self._epoch.lrs = list(winner.candidate.lrs(action))
         self._epoch.round_record = self._round_record(action, decision, kept.sha256)
         return kept
 

@@ -1,6 +1,6 @@
 """A global batch that grows at given epochs, and the number of updates in each epoch.
 
-    n    training samples, without the validation split
+    n    training samples, without those that are held out
     B    global batch size of the job           f(e)    factor of epoch e (`ramp_factor`)
 
     updates in epoch e = floor(n / (B f(e)))
@@ -27,10 +27,20 @@ def ramp_factor(ramp: Sequence[RampStep], epoch: int) -> int:
 
 @dataclass(frozen=True)
 class EpochSteps:
-    """Updates in each epoch: `first` from epoch 1 on, and (epoch, updates) pairs from there on."""
+    """Updates in each epoch: `first` from epoch 1 on, and (epoch, updates) pairs from there on.
+
+    `held_out`: updates by which an epoch is shorter for candidates, which do not train on the
+    validation split.
+    """
 
     first: int
     later: tuple[tuple[int, int], ...] = ()
+    held_out: int = 0
+
+    @property
+    def search(self) -> int:
+        """Updates in the first epoch of a candidate."""
+        return self.first - self.held_out
 
     def __call__(self, epoch: int) -> int:
         """Return the number of updates in `epoch` (from 1)."""
@@ -44,11 +54,15 @@ class EpochSteps:
 
 
 def epoch_steps(
-    train_size: int, global_batch_size: int, ramp: Sequence[RampStep] = ()
+    train_size: int,
+    global_batch_size: int,
+    ramp: Sequence[RampStep] = (),
+    search_size: int | None = None,
 ) -> EpochSteps:
     """Count the full global batches in each epoch of `train_size` samples.
 
-    Raises JobError for an epoch without any.
+    `search_size`: samples that candidates train on, by default as many. Raises JobError for an
+    epoch without any.
     """
     ramp_sizes = {step.epoch: global_batch_size * step.factor for step in ramp}
     sizes = {"global_batch_size": global_batch_size}
@@ -57,9 +71,11 @@ def epoch_steps(
     for path, size in sizes.items():
         if size > train_size:
             rule = (
-                f"larger than the training set, which has {train_size} samples without the "
-                "validation split"
+                f"larger than the training set, which has {train_size} samples without those "
+                "that are held out"
             )
             raise JobError([Problem(path, rule, f"a global batch of {size}")])
     later = tuple((epoch, train_size // size) for epoch, size in ramp_sizes.items())
-    return EpochSteps(train_size // global_batch_size, later)
+    first = train_size // global_batch_size
+    search = first if search_size is None else search_size // global_batch_size
+    return EpochSteps(first, later, held_out=first - search)

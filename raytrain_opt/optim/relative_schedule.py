@@ -34,9 +34,9 @@ class RelativeSchedule:
         left = (1 - done) / (1 - self.warmup)
         return left if self.shape == "linear" else (1 - math.cos(math.pi * left)) / 2
 
-    def compressed(self, steps: int, done: float = 0.0) -> tuple[float, ...]:
-        """Return the rest of the schedule after `done`, compressed into `steps` steps."""
-        return tuple(self.at(done + (1 - done) * (i + 0.5) / steps) for i in range(steps))
+    def compressed(self, steps: int) -> tuple[float, ...]:
+        """Return the schedule compressed into `steps` steps."""
+        return tuple(self.at((i + 0.5) / steps) for i in range(steps))
 
     def of_epoch(self, epoch: int, epochs: int, steps: EpochSteps) -> tuple[float, ...]:
         """Return the steps of `epoch` (from 1) in a training of `epochs` epochs.

@@ -18,7 +18,8 @@ from raytrain_opt.pools.handler import LearnerHandler, OnStep
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
-from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.state import TrainingState
 
 
@@ -61,59 +62,40 @@ class Slot(LearnerHandler):
             with stopwatch.measure("load_s"):
                 self.learner.load(start)
             offset = number * plan.pretrain_steps
-            results.append(self._try(plan, candidate, _shifted(on_step, offset, total), stopwatch))
-            if plan.kept_steps == plan.pretrain_steps:
+            results.append(self._try(plan, candidate, _shifted(on_step, offset, total)))
+            if plan.keeps_winner:
                 self._live_candidate = candidate.index
                 if number + 1 < len(candidates):  # the last state stays in the learner
-                    self._keep_state(candidate, stopwatch)
+                    with stopwatch.measure("stash_s"):
+                        self._kept_states[candidate.index] = self.learner.state(copy=True)
         timings_s = stopwatch.timings_s
         timings_s["compute_s"] = sum(result.train_s for result in results)
         timings_s["score_s"] = sum(result.score_s for result in results)
         return PretrainReply(tuple(results), timings_s)
 
     def _try(
-        self,
-        plan: TryCandidates,
-        candidate: Candidate,
-        on_step: Callable[[int], None],
-        stopwatch: Stopwatch,
+        self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], None]
     ) -> CandidateResult:
-        """Train the kept steps, then the steps that only serve the score, and score."""
-        phases = []
-        for first, end in ((0, plan.kept_steps), (plan.kept_steps, plan.pretrain_steps)):
-            if first == end:
-                continue
-            if first:
-                self._keep_state(candidate, stopwatch)
-            phases.append(self._train(plan, candidate, first, end, on_step))
+        """Train the candidate and score it."""
+        trained = self._train(plan, candidate, on_step)
         score = self.learner.evaluate("validation", blocks=plan.paired)
-        return CandidateResult.of(candidate, phases, score, self.index)
-
-    def _keep_state(self, candidate: Candidate, stopwatch: Stopwatch) -> None:
-        with stopwatch.measure("stash_s"):
-            self._kept_states[candidate.index] = self.learner.state(copy=True)
+        return CandidateResult.of(candidate, trained, score, self.index)
 
     def _train(
-        self,
-        plan: TryCandidates,
-        candidate: Candidate,
-        first: int,
-        end: int,
-        on_step: Callable[[int], None],
+        self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], None]
     ) -> TrainTotals:
         computed, count = len(self._micro_batches.indices), self._micro_batches.count
-        lrs = [linear_scaling(lr, computed, count) for lr in candidate.lrs(plan)[first:end]]
         totals = self.learner.train(
             plan.epoch,
-            first,
-            lrs,
+            0,
+            [linear_scaling(lr, computed, count) for lr in candidate.lrs(plan)],
             self._micro_batches,
-            lambda done: on_step(first + done),
+            on_step,
             candidate.weight_decay_factor * plan.weight_decay_scale,
             candidate.optimizer,
+            search=True,
         )
-        is_scored = end == plan.pretrain_steps
-        if self.learner.averages_weights or (plan.fresh_statistics and is_scored):
+        if self.learner.averages_weights or plan.fresh_statistics:
             self.learner.sync_batch_norm_stats(fresh=plan.fresh_statistics)
         return totals
 
@@ -142,7 +124,7 @@ class Slot(LearnerHandler):
         else:
             plan = command.round.plan
             self.learner.load(self.states.get(command.round.state))
-            self._train(plan, candidate, 0, plan.kept_steps, lambda _: None)
+            self._train(plan, candidate, lambda _: None)
         self._live_candidate = candidate.index
 
     def _store_and_hash(self, state_id: str) -> StateRef:

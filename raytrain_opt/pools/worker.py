@@ -15,7 +15,8 @@ from raytrain_opt.pools.commands import Evaluate, EvaluateReply, MainTrain, Main
 from raytrain_opt.pools.handler import LearnerHandler, OnStep
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import TrainTotals
-from raytrain_opt.train.learner import Learner, MicroBatches, reduce_sums
+from raytrain_opt.train.learner import Learner, reduce_sums
+from raytrain_opt.train.micro_batches import MicroBatches
 
 
 class Worker(LearnerHandler):

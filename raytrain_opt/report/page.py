@@ -23,6 +23,7 @@ from raytrain_opt.report.formatting import count, duration, percent, plain
 from raytrain_opt.report.learning_rate_plots import learning_rate_plots, rounds_table
 from raytrain_opt.report.plots import Cell, Column, Plot, Table
 from raytrain_opt.report.run_reader import RunRecords
+from raytrain_opt.report.search_plot import search_plot
 from raytrain_opt.report.staleness_plot import staleness_plot
 from raytrain_opt.report.summary import RunSummary, summarize
 from raytrain_opt.report.timeline_plot import timeline_plot
@@ -158,10 +159,15 @@ def _tiles(summary: RunSummary) -> list[tuple[str, str, str]]:
 
 def _sections(run: RunRecords) -> list[Section]:
     rounds = [rounds_table(run)] if run.rounds else []
-    staleness = staleness_plot(run)
+    search, staleness = search_plot(run), staleness_plot(run)
     events = [_events_table(run)] if run.events else []
     return [
-        Section("learning-rate", "Learning rate", learning_rate_plots(run), rounds),
+        Section(
+            "learning-rate",
+            "Learning rate",
+            [*([search] if search else []), *learning_rate_plots(run)],
+            rounds,
+        ),
         Section(
             "batch-size",
             "Batch size",

@@ -151,19 +151,27 @@ def _search_gain_sentences(run: RunRecords) -> Iterator[str]:
     stpt = [record for record in run.rounds if not record.stage and record.chosen is not None]
     if stpt:
         yield _stpt_gain_sentence(stpt)
-    peaks = [record for record in run.rounds if record.stage and record.epoch == 1]
-    peaks = [record for record in peaks if record.winner] or peaks
-    if peaks:
-        initial = run.job["learning_rate"].get("initial") or math.nan
-        peak = peaks[-1].next_base_lr
-        yield (
-            f"The search before the first epoch found a peak learning rate of {rate(peak)}, "
-            f"{plain(peak / initial, 3)} times the initial guess of {rate(initial)}."
+    searched = [record for record in run.rounds if record.stage and record.epoch == 1]
+    if searched and searched[-1].winner is not None:
+        yield _found_sentence(searched, run.job["learning_rate"].get("initial"))
+
+
+def _found_sentence(searched: Sequence[RoundRecord], initial: float | None) -> str:
+    """State the peak, and which optimizer won if there were several."""
+    peak = searched[-1].next_base_lr
+    candidates = [candidate for record in searched for candidate in record.candidates]
+    optimizers = list(dict.fromkeys(candidate.optimizer for candidate in candidates))
+    if len(optimizers) > 1:
+        [winner] = [c.optimizer for c in candidates if c.index == searched[-1].winner]
+        others = ", ".join(name for name in optimizers if name != winner)
+        return (
+            f"The search before the first epoch chose {winner} with a peak learning rate of "
+            f"{rate(peak)}, against {others}."
         )
-    later = [record for record in run.rounds if record.stage == "later"]
-    if later:
-        changed = sum(_changes_rate(record) for record in later)
-        yield f"{changed} of {times(len(later), 'later round')} changed the rest of the schedule."
+    text = f"The search before the first epoch found a peak learning rate of {rate(peak)}"
+    if initial:
+        text += f", {plain(peak / initial, 3)} times the initial guess of {rate(initial)}"
+    return f"{text}."
 
 
 def _stpt_gain_sentence(rounds: Sequence[RoundRecord]) -> str:

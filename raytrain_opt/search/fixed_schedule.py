@@ -100,7 +100,8 @@ class RecordedSchedule:
             rule = (
                 f"the schedule is for {len(self.epoch_steps)} epochs of "
                 f"{_span(self.epoch_steps)} steps, this job has {epochs} of {steps.first}; use "
-                "the same data, validation_fraction, global_batch_size, batch_ramp and epochs"
+                "the same data, global_batch_size, batch_ramp and epochs (and, for a run of "
+                "policy stpt, data.validation_fraction: 0.1, its default)"
             )
             raise JobError([Problem("learning_rate.schedule", rule)])
         return Replay(self, steps)

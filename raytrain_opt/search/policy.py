@@ -36,10 +36,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TryCandidates:
-    """A round: pre-train each candidate from the same state, score them, keep the winner.
+    """A round: pre-train each candidate from the same state, and score them.
 
-    Step i of a candidate has `lr_shape[i]` times its rate. The run continues from the winner's
-    state after its first `kept_steps` steps; the others only serve the score. With `paired`,
+    Step i of a candidate has `lr_shape[i]` times its rate. If the round `keeps_winner`, the run
+    continues from the winner's state; else the steps only serve the score. With `paired`,
     candidates are scored block by block of the validation split, so that they can be compared
     on the same samples. `stage` says which question of the policy the round answers. All weight
     decays are multiplied by `weight_decay_scale` during pre-training. With `fresh_statistics`,
@@ -51,7 +51,7 @@ class TryCandidates:
     reason: str
     candidates: tuple[Candidate, ...]
     lr_shape: tuple[float, ...]
-    kept_steps: int = 0
+    keeps_winner: bool = False
     paired: bool = False
     stage: str = ""
     weight_decay_scale: float = 1.0
@@ -61,6 +61,11 @@ class TryCandidates:
     def pretrain_steps(self) -> int:
         """Optimizer updates of each candidate."""
         return len(self.lr_shape)
+
+    @property
+    def kept_steps(self) -> int:
+        """Updates of the winner that the training keeps."""
+        return self.pretrain_steps if self.keeps_winner else 0
 
 
 @dataclass(frozen=True)
@@ -99,19 +104,17 @@ class CandidateResult:
 
     @classmethod
     def of(
-        cls, candidate: Candidate, trained: Sequence[TrainTotals], scored: EvalTotals, slot: int
+        cls, candidate: Candidate, trained: TrainTotals, scored: EvalTotals, slot: int
     ) -> CandidateResult:
-        """Build the result from the candidate's training phases and its evaluation."""
-        samples = sum(phase.samples for phase in trained)
-        train_loss = sum(phase.loss_sum for phase in trained) / max(samples, 1)
+        """Build the result from the candidate's training and its evaluation."""
         return cls(
             candidate,
-            "ok" if is_finite(train_loss, scored.loss) else "diverged",
+            "ok" if is_finite(trained.loss, scored.loss) else "diverged",
             val_accuracy=scored.accuracy,
             val_loss=scored.loss,
-            train_loss=train_loss,
-            samples=samples,
-            train_s=sum(phase.duration_s for phase in trained),
+            train_loss=trained.loss,
+            samples=trained.samples,
+            train_s=trained.duration_s,
             score_s=scored.duration_s,
             slot=slot,
             val_losses=scored.block_losses,

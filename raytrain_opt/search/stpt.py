@@ -101,7 +101,7 @@ class Stpt:
         )
         alpha = self.alpha_steps(epoch)
         reason = f"pre-train {len(candidates)} candidates for {alpha} iterations"
-        return TryCandidates(epoch, base_lr, reason, candidates, (1.0,) * alpha, kept_steps=alpha)
+        return TryCandidates(epoch, base_lr, reason, candidates, (1.0,) * alpha, keeps_winner=True)
 
     def _train_without_search(self, epoch: int) -> TrainEpoch:
         """Return an epoch with a single candidate (m = 1): its multiplier still accumulates."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raytrain_opt.config.learning_rate import CandidatePolicy
+from raytrain_opt.config.learning_rate import StptPolicy
 from raytrain_opt.search.policy import CandidateResult
 
 
 def candidates_to_average(
-    section: CandidatePolicy,
+    section: StptPolicy,
     winner: CandidateResult,
     results: Sequence[CandidateResult],
     scores: Sequence[float],

@@ -55,6 +55,7 @@ from raytrain_opt.train.batch_norm import (
 from raytrain_opt.train.data_parallel import Parallel, single_process
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.loss import build_loss
+from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.state import TrainingState, capture, restore
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
@@ -67,46 +68,13 @@ OnStep = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class MicroBatches:
-    """The micro-batches of a global batch that this process computes.
-
-    A global batch is split into `count` micro-batches of equal size; this process computes
-    those at `indices`. It sums their gradients and divides by `per_worker`, the mean number of
-    micro-batches per worker (None: the number of indices), so that the mean over the workers,
-    which DDP takes, is the mean over all micro-batches.
-    """
-
-    indices: range
-    count: int
-    per_worker: float | None = None
-
-    @classmethod
-    def for_rank(cls, rank: int, world_size: int, count: int) -> MicroBatches:
-        """Return the micro-batches of one rank, when `count` are split as evenly as possible.
-
-        `count` is at least `world_size`; the ranks' numbers of micro-batches differ by at most 1.
-        """
-        indices = range(rank * count // world_size, (rank + 1) * count // world_size)
-        return cls(indices, count, count / world_size)
-
-    @property
-    def divisor(self) -> float:
-        """What the sum of the gradients of this process is divided by."""
-        return len(self.indices) if self.per_worker is None else self.per_worker
-
-    def split(self, factor: int) -> MicroBatches:
-        """Return the same samples in `factor` times as many micro-batches."""
-        indices = range(self.indices.start * factor, self.indices.stop * factor)
-        return MicroBatches(indices, self.count * factor, self.divisor * factor)
-
-
-@dataclass(frozen=True)
 class _Phase:
     """The latest phase of training, and the BatchNorm layers' batch counts at its start."""
 
     epoch: int
     micro_batches: MicroBatches
     tracked_before: dict[str, int]
+    search: bool
 
 
 class Learner:
@@ -127,6 +95,7 @@ class Learner:
         self.data: TrainingData = open_data(
             config.data,
             shared,
+            hold_out=config.hold_out,
             seed=config.seed,
             device=device,
             channels_last=config.channels_last,
@@ -185,6 +154,8 @@ class Learner:
         on_step: OnStep = lambda _: None,
         weight_decay_factor: float = 1.0,
         optimizer: int = 0,
+        *,
+        search: bool = False,
     ) -> TrainTotals:
         """Train one step of `epoch` per learning rate, starting at `first_step`.
 
@@ -192,13 +163,14 @@ class Learner:
         the same as if one worker per micro-batch computed it. The same arguments from the same
         state give the same result, whatever ran before. The configured weight decay is
         multiplied by `weight_decay_factor`. `optimizer`: position among those of the job; one
-        that did not train before starts anew. With averaging, the model has the averaged weights
+        that did not train before starts anew. In a `search` the validation split is held out.
+        With averaging, the model has the averaged weights
         afterwards; `sync_batch_norm_stats` takes the statistics that belong to them.
         """
         started_s, wait_s, samples, skipped = monotonic_s(), 0.0, 0, 0
         micro_batches = self._grown(epoch, micro_batches)
         divisor = micro_batches.divisor
-        self._begin_phase(epoch, micro_batches)
+        self._begin_phase(epoch, micro_batches, search=search)
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         self._seed(f"{self.config.seed} {epoch} {first_step} {micro_batches.indices.start}")
         self._use_optimizer(optimizer)
@@ -265,8 +237,10 @@ class Learner:
         size, before = self._micro_batch_size(), self._phase.tracked_before
         return collect_buffers(self.model, size, self._values_per_channel, before, batches)
 
-    def _begin_phase(self, epoch: int, micro_batches: MicroBatches) -> None:
-        self._phase = _Phase(epoch, micro_batches, count_tracked_batches(self.model))
+    def _begin_phase(
+        self, epoch: int, micro_batches: MicroBatches, *, search: bool = False
+    ) -> None:
+        self._phase = _Phase(epoch, micro_batches, count_tracked_batches(self.model), search)
 
     def _gradient_norms(self) -> GradientNorms | None:
         """End the phase for the process group; return the norms, if any were measured."""
@@ -350,7 +324,8 @@ class Learner:
             pool_statistics(self.model, size, self._values_per_channel, before)
             return
         self._seed(f"{self.config.seed} {epoch} recalibrate {indices.start}")
-        steps = self.info.steps_per_epoch(self._global_batch_size(epoch))
+        size = self.info.search_size if self._phase.search else self.info.train_size
+        steps = size // self._global_batch_size(epoch)
         batches = islice(self._batches(range(steps)), recalibrate_batches)
         with self.autocast():
             recalibrate(self.model, (batch.x for batch in batches), self._values_per_channel)
@@ -360,7 +335,12 @@ class Learner:
         epoch, micro_batches = self._phase.epoch, self._phase.micro_batches
         size = self._global_batch_size(epoch)
         return self.data.train_batches(
-            epoch, steps, micro_batches.indices, micro_batches.count, size
+            epoch,
+            steps,
+            micro_batches.indices,
+            micro_batches.count,
+            size,
+            search=self._phase.search,
         )
 
     def _micro_batch_size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raytrain_opt.config.data import DataSection
+from raytrain_opt.config.data import DataSection, HoldOut
 from raytrain_opt.config.schema import Job, LossSection, ModelSection
 from raytrain_opt.config.updates import (
     AverageSection,
@@ -29,6 +29,7 @@ class LearnerConfig:
 
     model: ModelSection
     data: DataSection
+    hold_out: HoldOut
     loss: LossSection
     optimizers: tuple[OptimizerSection, ...]
     average: AverageSection | None
@@ -49,6 +50,7 @@ class LearnerConfig:
         return cls(
             model=job.model,
             data=job.data,
+            hold_out=job.hold_out,
             loss=job.loss,
             optimizers=job.optimizers,
             average=job.average,

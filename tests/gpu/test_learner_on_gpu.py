@@ -13,8 +13,9 @@ import torch
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_arrays
-from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
 
 pytestmark = pytest.mark.gpu
 

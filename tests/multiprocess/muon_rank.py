@@ -14,8 +14,9 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_arrays
 from raytrain_opt.optim import muon
 from raytrain_opt.train.data_parallel import distribute, single_process, use_threads
-from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
 from tests.support.process_group import gloo_group
 
 MICRO_BATCHES = 4

@@ -17,8 +17,9 @@ from raytrain_opt.data import load_shared_arrays
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.train import gradient_noise
 from raytrain_opt.train.data_parallel import distribute, use_threads
-from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
 from tests.support.process_group import gloo_group
 
 CPU = torch.device("cpu")

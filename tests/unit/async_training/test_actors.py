@@ -155,7 +155,7 @@ class Handle:
         return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(method(*args)))
 
 
-INFO = DataInfo(10, (1, 8, 8), 64, 0, 0)
+INFO = DataInfo(10, (1, 8, 8), 64, 64, 0, 0)
 
 
 @pytest.mark.parametrize(("snapshot_every", "lost_updates"), [(2, 1), (100, 3)])

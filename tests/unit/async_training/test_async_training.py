@@ -21,8 +21,9 @@ from raytrain_opt.data import load_shared_arrays
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
 from raytrain_opt.results import AsyncWorkerMetrics
-from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.state import TrainingState
 from tests.support.local_server import LocalClient, LocalServer, open_shards
 
@@ -52,6 +53,7 @@ def job(**changes: Any) -> Job:
         "data": "digits",
         "epochs": 2,
         "global_batch_size": 48,
+        "optimizer": "SGD",
         "workers": {"count": WORKERS},
     }
     return Job.model_validate(values | changes)

@@ -38,7 +38,7 @@ SCHEMA = [
     (CIFAR + "augment: {flips: true}}", "data.augment.flips", "did you mean 'flip'?"),
     (CIFAR + "augment: {mirror: true}}", "data.augment.mirror", "here: crop_padding, flip"),
     (CIFAR + "image_size: 3}", "data.image_size", "normalize, name, root, download, augment"),
-    (STPT + "gamma: 3}", "learning_rate.gamma", "valid here: policy, merge, "),
+    (STPT + "gamma: 3}", "learning_rate.gamma", "valid here: policy, initial, "),
     (STPT + "warmup: {epoch: 1}}", "learning_rate.warmup.epoch", "did you mean 'epochs'?"),
     (SCHEDULE + "candidates: mix}", "learning_rate.candidates", "is not a known key"),
     ("timeouts: {start: 3}", "timeouts.start", "did you mean 'start_s'?"),

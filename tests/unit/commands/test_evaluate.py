@@ -18,8 +18,9 @@ from raytrain_opt.data import load_shared_arrays
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.ensemble import Predictions, average_predictions, error_rates
-from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
 from tests.support.cli_errors import command_error
 from tests.support.small_jobs import small_job
 

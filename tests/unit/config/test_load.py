@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.config.data import ArraySetData
+from raytrain_opt.config.data import ArraySetData, HoldOut
 from raytrain_opt.config.learning_rate import HorizonPolicy, SchedulePolicy, Warmup
 from raytrain_opt.config.load import dump_job, job_schema, load_job, parse_job
 from raytrain_opt.config.schema import Job
@@ -37,6 +37,46 @@ def test_a_short_file_becomes_a_job_with_defaults(tmp_path: Path) -> None:
     assert isinstance(job.data, ArraySetData)
     assert job.learning_rate == HorizonPolicy(policy="stpt_horizon")
     assert job == parse_job(BASE) == load_job(str(file))
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, ["Muon", "SGD", "ScheduleFreeSGD", "AdamW"]),
+        ({"learning_rate": {"policy": "stpt_horizon", "initial": 1}}, None),
+        ({"average": {"decay": 0.9}}, ["Muon", "SGD", "AdamW"]),
+        ({"parallel": {"mode": "async"}}, ["SGD"]),
+        ({"learning_rate": {"policy": "schedule"}}, ["SGD"]),
+        ({"learning_rate": {"policy": "stpt"}}, ["SGD"]),
+        ({"learning_rate": {"policy": "stpt_horizon", "search_weight_decay": True}}, ["SGD"]),
+        ({"optimizer": {"args": {"momentum": 0.5}}}, ["SGD"]),
+    ],
+)
+def test_without_an_optimizer_the_search_chooses_one_where_it_can(
+    changes: dict[str, Any], names: list[str] | None
+) -> None:
+    job = parse_job({**BASE, **changes})
+    usual = ["Muon", "SGD", "ScheduleFreeSGD", "AdamW"]
+    assert [optimizer.name for optimizer in job.optimizers] == (names or usual)
+    assert parse_job(dump_job(job)) == job
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "expected"),
+    [
+        ("stpt_horizon", None, HoldOut(0.1, only_in_search=True)),
+        ("stpt_horizon", 0.3, HoldOut(0.3, only_in_search=True)),
+        ("stpt", None, HoldOut(0.1)),
+        ("schedule", None, HoldOut(0.0)),
+        ("schedule", 0.1, HoldOut(0.1)),
+    ],
+)
+def test_a_validation_split_is_held_out_where_candidates_are_scored(
+    policy: str, given: float | None, expected: HoldOut
+) -> None:
+    data = {"name": "digits", "validation_fraction": given}
+    job = parse_job({**BASE, "data": data, "learning_rate": {"policy": policy}})
+    assert job.hold_out == expected
 
 
 @pytest.mark.parametrize(

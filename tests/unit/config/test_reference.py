@@ -24,7 +24,7 @@ def test_every_field_of_the_job_has_a_row_with_its_default() -> None:
         assert str(field.description).split("<")[0] in reference
     assert "| `global_batch_size` | integer > 0 | required |" in reference
     assert "| `precision` | `fp32`, `bf16`, `fp16` | `fp32` |" in reference
-    assert "| `data.validation_fraction` | number >= 0, < 1 | `0.1` |" in reference
+    assert "| `data.validation_max_samples` | integer > 0 | `5000` |" in reference
 
 
 def test_every_section_has_its_meaning() -> None:

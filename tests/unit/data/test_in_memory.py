@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from raytrain_opt.config.data import ArraysData, ArraySetData, Augment
+from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
 from raytrain_opt.data import load_shared_arrays, open_data, sampling
 from raytrain_opt.data.in_memory import CpuSampleStore, DeviceSampleStore, InMemoryData
 from raytrain_opt.data.in_memory_sets import DatasetArrays
@@ -28,14 +28,23 @@ def numbered_images(train: int = 53, test: int = 11) -> DatasetArrays:
     return DatasetArrays(x[:train], y[:train], x[train:], y[train:], max(train, test))
 
 
+TENTH = HoldOut(0.1)
+
+
 def open_arrays(
     section: ArraySetData | ArraysData = CIFAR,
     arrays: DatasetArrays | None = None,
     seed: int = 0,
     channels_last: bool = True,
+    hold_out: HoldOut = TENTH,
 ) -> InMemoryData:
     return InMemoryData(
-        arrays or numbered_images(), section, seed=seed, device=CPU, channels_last=channels_last
+        arrays or numbered_images(),
+        section,
+        hold_out=hold_out,
+        seed=seed,
+        device=CPU,
+        channels_last=channels_last,
     )
 
 
@@ -151,8 +160,8 @@ def test_training_images_are_cropped_and_mirrored_as_drawn() -> None:
 
 
 def test_auto_normalizes_by_the_training_split() -> None:
-    section = FILES.model_copy(update={"normalize": "auto", "validation_fraction": 0.5})
-    data = open_arrays(section, numbered_images(train=48))
+    section = FILES.model_copy(update={"normalize": "auto"})
+    data = open_arrays(section, numbered_images(train=48), hold_out=HoldOut(0.5))
     x = read_epoch(data, 0, 1)[0]
     assert x.dtype == torch.float32
     torch.testing.assert_close(x.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
@@ -221,10 +230,24 @@ def test_the_jobs_augmentation_replaces_the_default() -> None:
 
 
 def test_without_a_validation_split_all_samples_are_trained_on() -> None:
-    data = open_arrays(CIFAR.model_copy(update={"validation_fraction": 0.0}))
+    data = open_arrays(hold_out=HoldOut(0.0))
     assert (data.info.train_size, data.info.validation_size) == (53, 0)
     with pytest.raises(DataError, match=r"data\.validation_fraction"):
         next(data.eval_batches("validation", 0, 1, 4))
+
+
+def test_a_split_held_out_in_the_search_only_joins_the_training() -> None:
+    data, searched = open_arrays(hold_out=HoldOut(0.1, only_in_search=True)), open_arrays()
+    info = data.info
+    assert (info.train_size, info.search_size, info.validation_size) == (53, 48, 5)
+    [validation] = data.eval_batches("validation", 0, 1, 5)
+    steps, one = range(6), range(1)
+    labels = torch.cat([b.y for b in data.train_batches(2, steps, one, 1, 8, search=True)])
+    expected = torch.cat([b.y for b in searched.train_batches(2, steps, one, 1, 8)])
+    assert torch.equal(labels, expected)
+    assert not set(labels.tolist()) & set(validation.y.tolist())
+    whole = torch.cat([b.y for b in data.train_batches(2, one, one, 1, 53)])
+    assert sorted(whole.tolist()) == list(range(53))
 
 
 def test_wrong_steps_and_micro_batches_are_errors() -> None:
@@ -257,7 +280,7 @@ def test_shared_arrays_can_be_opened() -> None:
     section = ArraySetData(name="digits")
     shared = load_shared_arrays(section)
     assert shared is not None
-    data = open_data(section, shared, seed=0, device=CPU, channels_last=True)
+    data = open_data(section, shared, hold_out=TENTH, seed=0, device=CPU, channels_last=True)
     info = data.info
     assert info.num_classes == 10
     assert info.sample_shape == (1, 8, 8)

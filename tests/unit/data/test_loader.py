@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
 
-from raytrain_opt.config.data import DatasetData, ImageFolderData
+from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
 from raytrain_opt.data import load_shared_arrays, open_data
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.loader import DataLoaderData
@@ -28,11 +28,31 @@ CPU = torch.device("cpu")
 Section = ImageFolderData | DatasetData
 
 
+def new_data(
+    section: Section,
+    seed: int = 0,
+    channels_last: bool = True,
+    hold_out: HoldOut | None = None,
+) -> DataLoaderData:
+    """Hold out a tenth unless the section or `hold_out` says otherwise."""
+    fraction = 0.1 if section.validation_fraction is None else section.validation_fraction
+    return DataLoaderData(
+        section,
+        hold_out=hold_out or HoldOut(fraction),
+        seed=seed,
+        device=CPU,
+        channels_last=channels_last,
+    )
+
+
 @contextmanager
 def open_section(
-    section: Section, seed: int = 0, channels_last: bool = True
+    section: Section,
+    seed: int = 0,
+    channels_last: bool = True,
+    hold_out: HoldOut | None = None,
 ) -> Iterator[DataLoaderData]:
-    data = DataLoaderData(section, seed=seed, device=CPU, channels_last=channels_last)
+    data = new_data(section, seed, channels_last, hold_out)
     try:
         yield data
     finally:
@@ -256,6 +276,18 @@ def test_evaluation_reads_each_sample_once(split: Any, size: int, world_size: in
     assert len(labels) == len(set(labels)) == size
 
 
+def test_a_split_held_out_in_the_search_only_joins_the_training() -> None:
+    hold_out = HoldOut(0.1, only_in_search=True)
+    with open_section(dataset_section(), hold_out=hold_out) as data:
+        info = data.info
+        assert (info.train_size, info.search_size, info.validation_size) == (26, 24, 2)
+        trained = concatenate(read_epoch(data, size=13))[1].tolist()
+        one = range(1)
+        [searched] = data.train_batches(0, one, one, 1, 24, search=True)
+        validation = concatenate(list(data.eval_batches("validation", 0, 1, 8)))[1].tolist()
+    assert sorted(trained) == sorted([*searched.y.tolist(), *validation]) == list(range(26))
+
+
 def test_without_a_validation_split_it_cannot_be_evaluated() -> None:
     with (
         open_section(dataset_section(validation_fraction=0.0)) as data,
@@ -294,7 +326,7 @@ def test_wrong_steps_and_micro_batches_are_errors(workers: int) -> None:
 def test_info_of_an_image_folder(image_tree: Path) -> None:
     section = folder_section(image_tree)
     assert load_shared_arrays(section) is None
-    data = open_data(section, None, seed=0, device=CPU, channels_last=True)
+    data = open_data(section, None, hold_out=HoldOut(0.1), seed=0, device=CPU, channels_last=True)
     info = data.info
     assert (info.num_classes, info.sample_shape) == (2, (3, 8, 8))
     assert (info.train_size, info.validation_size, info.test_size) == (18, 2, 6)
@@ -392,7 +424,7 @@ def test_after_an_error_the_data_can_be_used_again(image_tree: Path) -> None:
 def test_a_missing_folder_is_named(image_tree: Path) -> None:
     shutil.rmtree(image_tree / "val")
     with pytest.raises(DataError, match=rf"data\.test_split: there is no folder {image_tree}/val"):
-        DataLoaderData(folder_section(image_tree), seed=0, device=CPU, channels_last=True)
+        new_data(folder_section(image_tree))
 
 
 @pytest.mark.parametrize("emptied", ["train", "train/cat"])
@@ -400,13 +432,13 @@ def test_an_empty_folder_is_named(image_tree: Path, emptied: str) -> None:
     shutil.rmtree(image_tree / emptied)
     (image_tree / emptied).mkdir()
     with pytest.raises(DataError, match=r"data\.train_split: .*/train has no usable images: "):
-        DataLoaderData(folder_section(image_tree), seed=0, device=CPU, channels_last=True)
+        new_data(folder_section(image_tree))
 
 
 def test_classes_of_both_splits_must_be_the_same(image_tree: Path) -> None:
     (image_tree / "val/dog").rename(image_tree / "val/wolf")
     with pytest.raises(DataError, match="same class folders; only one of them has: dog, wolf"):
-        DataLoaderData(folder_section(image_tree), seed=0, device=CPU, channels_last=True)
+        new_data(folder_section(image_tree))
 
 
 # --- Datasets of the user ------------------------------------------------------------------------
@@ -504,7 +536,7 @@ def test_number_of_classes(
 
 def test_an_unknown_number_of_classes_names_the_field() -> None:
     with pytest.raises(DataError, match=r"data\.num_classes: .* neither num_classes nor classes"):
-        DataLoaderData(dataset_section(with_attribute()), seed=0, device=CPU, channels_last=True)
+        new_data(dataset_section(with_attribute()))
 
 
 def test_arguments_reach_the_function() -> None:
@@ -553,7 +585,7 @@ GOOD = (torch.zeros(2), 0)
 )
 def test_wrong_datasets_are_errors_when_opened(section: DatasetData, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        DataLoaderData(section, seed=0, device=CPU, channels_last=True)
+        new_data(section)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

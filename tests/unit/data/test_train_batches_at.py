@@ -27,7 +27,9 @@ def open_section(section: Any) -> TrainingData:
     values = {"model": "small_cnn", "epochs": 1, "global_batch_size": BATCH_SIZE}
     job = Job.model_validate({**values, "data": section})
     shared, cpu = load_shared_arrays(job.data), torch.device("cpu")
-    return open_data(job.data, shared, seed=5, device=cpu, channels_last=False)
+    return open_data(
+        job.data, shared, hold_out=job.hold_out, seed=5, device=cpu, channels_last=False
+    )
 
 
 @pytest.fixture(params=["in memory", "no loader process", "two loader processes"])

@@ -90,7 +90,7 @@ def test_wrong_settings_are_named(search: Any, path: str) -> None:
 def test_a_resumed_run_keeps_its_batch_size(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.batch_size.write_text(json.dumps(batch_size(batch_size_per_worker=48)))
-    preflight = SimpleNamespace(info=SimpleNamespace(train_size=1000))
+    preflight = SimpleNamespace(info=SimpleNamespace(train_size=1000, search_size=900))
     session: Any = SimpleNamespace(job=job(), paths=paths, preflight=preflight)
     resolved = search_batch_size(session, fresh=True)
     assert resolved.job.global_batch_size == 96

@@ -75,7 +75,10 @@ def test_muon_with_rates_by_group_resumes_and_is_replayed_bit_for_bit(tmp_path: 
     multipliers = json.loads(schedule.read_text())["lr_multipliers"]
     assert multipliers == {"aux": 0.05, "0.*": 0.5}
     replay = ReplayPolicy(policy="replay", schedule=str(schedule))
-    assert weights("c", job={"learning_rate": replay})[0] == uninterrupted
+    with pytest.raises(JobError, match="policy stpt, data.validation_fraction: 0.1"):
+        weights("c", job={"learning_rate": replay})
+    data = tiny_job(tmp_path).data.model_copy(update={"validation_fraction": 0.1})
+    assert weights("c", job={"learning_rate": replay, "data": data})[0] == uninterrupted
 
 
 def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(

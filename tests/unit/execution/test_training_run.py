@@ -65,7 +65,6 @@ JOBS: dict[str, dict[str, Any]] = {
             "initial": 1.0,
             "horizon": 0.4,
             "max_search_cost": 1.0,
-            "recheck_at": [0.3],
         },
     },
     "optimizers": {  # the second one is chosen
@@ -75,7 +74,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "learning_rate": {
             "policy": "stpt_horizon",
             "max_search_cost": 1.0,
-            "recheck_at": [0.3],
         },
     },
     "schedule": {
@@ -134,7 +132,8 @@ def execute(
     )
     if kills is not None:
         backend = mortal_backend(job, backend, kills)
-    steps = epoch_steps(learner.info.train_size, job.global_batch_size, job.batch_ramp.steps)
+    info, ramp = learner.info, job.batch_ramp.steps
+    steps = epoch_steps(info.train_size, job.global_batch_size, ramp, info.search_size)
     process = Process([], "", finished=False)
     try:
         with open_training_run(
@@ -263,9 +262,9 @@ def uninterrupted(
     process = execute(job, paths, never)
     run = Uninterrupted(job, process.moves, outcome(paths))
     assert run.moves.count("checkpoint_epoch") == job.epochs
-    # Steps of a round are kept, with stpt_horizon in a later one.
     kept = [line for line in run.outcome["rounds"] if line["kept_steps"]]
-    assert bool(kept) == bool(max_candidates(job))
+    assert bool(kept) == (job.learning_rate.policy == "stpt")
+    assert bool(run.outcome["rounds"]) == bool(max_candidates(job))
     return run
 
 

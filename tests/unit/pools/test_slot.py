@@ -13,8 +13,9 @@ from raytrain_opt.pools.commands import Pretrain, SendCandidateState
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.search.policy import Candidate, TryCandidates
-from raytrain_opt.train.learner import Learner, MicroBatches
+from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
 from tests.support.small_jobs import small_job
 
 WORKERS, STEPS, LR = 4, 3, 0.1
@@ -43,7 +44,7 @@ def test_a_local_candidate_trains_one_micro_batch_at_the_rate_that_belongs_to_it
 
     slot = Slot(open_learner(tmp_path), 0, states, candidate_batch)
     candidate = Candidate(0, 1.0, LR)
-    plan = TryCandidates(1, LR, "", (candidate,), (1.0,) * STEPS, kept_steps=STEPS)
+    plan = TryCandidates(1, LR, "", (candidate,), (1.0,) * STEPS, keeps_winner=True)
     command = Pretrain(start, plan, (0,))
     (result,) = slot.handle(command, lambda _done, _total: None).results
     ref = slot.handle(SendCandidateState(command, candidate, 0), lambda _done, _total: None)

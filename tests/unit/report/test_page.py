@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -239,3 +240,28 @@ def test_the_page_of_ten_thousand_rounds_is_below_15_mb(tmp_path: Path) -> None:
     page = Path(write_report([str(run)]))
     assert page.stat().st_size < 15e6
     assert page.read_text().count("<tr>") > 20_000
+
+
+def race_line(first: int, optimizer: str, steps: int, **changes: Any) -> dict[str, Any]:
+    """Return a round before the first epoch: three candidates of one optimizer."""
+    fields = {"stage": "coarse", "kept_steps": 0, "pretrain_steps": steps, **changes}
+    line = {**round_line(1, None), **fields}
+    for candidate in line["candidates"]:
+        candidate.update(index=first + candidate["index"], optimizer=optimizer)
+        candidate["val_loss"] = 10 * candidate["lr"] if optimizer == "AdamW" else candidate["lr"]
+    return line
+
+
+def test_a_race_of_optimizers_is_shown_with_who_left_and_when(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", rounds=False)
+    races = [
+        race_line(0, "AdamW", 9),
+        race_line(3, "Muon", 9),
+        race_line(6, "Muon", 36, winner=4, next_base_lr=0.2),
+    ]
+    write_lines(run_dir / "rounds.jsonl", races)
+    page = Page(Path(write_report([str(run_dir)])).read_text())
+    assert "AdamW left after 9 steps: lowest loss 0.5 at 0.05, 27 steps in all." in page.text
+    assert "Muon was chosen: lowest loss 0.05 at 0.05, 135 steps in all." in page.text
+    assert "chose Muon with a peak learning rate of 0.2, against AdamW." in page.text
+    assert {"AdamW, 9 steps", "Muon, 9 steps", "Muon, 36 steps"} <= set(page.texts)

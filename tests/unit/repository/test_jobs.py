@@ -79,7 +79,7 @@ def test_the_replay_script_takes_job_and_rates_of_a_run(tmp_path: Path) -> None:
     replay = script("replay_schedule").make_job(str(tmp_path))
     assert check_job(replay) == []
     assert replay.learning_rate.policy == "replay"
-    assert (replay.data, replay.seed, replay.epochs) == (job.data, job.seed, 1)
+    assert (replay.hold_out, replay.seed, replay.epochs) == (job.hold_out, job.seed, 1)
 
 
 def test_the_network_of_the_asynchronous_paper_has_eleven_convolutions() -> None:

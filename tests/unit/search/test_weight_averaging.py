@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.config.learning_rate import HorizonPolicy, StptPolicy
-from raytrain_opt.config.updates import OptimizerSection
+from raytrain_opt.config.learning_rate import StptPolicy
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.search.policy import Candidate, CandidateResult, Decision, History, TryCandidates
 from raytrain_opt.search.stpt import Stpt
-from raytrain_opt.search.stpt_horizon import HorizonStpt
 
 NAN = math.nan
 
@@ -65,18 +63,3 @@ def test_the_winner_is_first_then_the_others_by_their_scores(
 def test_nothing_is_averaged_when_all_diverged() -> None:
     decision = published([NAN, NAN], merge="average")
     assert (decision.winner, decision.averaged) == (None, ())
-
-
-def test_later_rounds_of_the_horizon_policy_average_the_kept_steps() -> None:
-    section = HorizonPolicy(policy="stpt_horizon", merge="average")
-    policy = HorizonStpt(section, 96, EpochSteps(125), (OptimizerSection(),))
-    base = Decision(1, 0.1, (), scored(Candidate(0, 1.0, 0.1), 0.5), 0.1, "")
-    history = History((base,))
-    action = policy.next(13, history)
-    assert isinstance(action, TryCandidates)
-    assert action.kept_steps > 0
-    results = [scored(c, 0.1 * c.index) for c in action.candidates]
-    decision = policy.decide(action, results, history)
-    assert sorted(result.candidate.index for result in decision.averaged) == [0, 1, 2]
-    assert decision.winner is not None
-    assert decision.averaged[0].candidate == decision.winner.candidate

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data.in_memory_sets import DatasetArrays
-from raytrain_opt.train.learner import Learner, MicroBatches, reduce_sums
+from raytrain_opt.train.learner import Learner, reduce_sums
 from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
 
 CPU = torch.device("cpu")
 LRS = (0.1, 0.05, 0.02)
@@ -63,6 +64,7 @@ def learner(
             "data": {"name": "digits", "augment": {"crop_padding": 1, "flip": True}},
             "epochs": 2,
             "global_batch_size": 16,
+            "optimizer": "SGD",
             "workers": {"count": workers},
             **job,
         }
@@ -417,7 +419,7 @@ def test_averaged_weights_have_the_statistics_that_belong_to_them(job: dict[str,
     trained.sync_batch_norm_stats()
     assert_close(averaged, weights(trained))
     convolution, norm = trained.model[0], trained.model[1]  # type: ignore[index]
-    batches = list(trained.data.train_batches(1, range(4), range(1), 1, 16))
+    batches = list(trained.data.train_batches(1, range(5), range(1), 1, 16))
     means = [convolution(batch.x).mean((0, 2, 3)) for batch in batches]
     assert_close([norm.running_mean], [torch.stack(means).mean(0)])
 
@@ -456,7 +458,7 @@ def test_block_losses_add_up_to_the_loss(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_validation_split_is_not_the_test_set() -> None:
     trained = learner()
     assert trained.evaluate("validation").samples == trained.info.validation_size == 8
-    assert trained.info.train_size == SIZE - 8
+    assert (trained.info.train_size, trained.info.search_size) == (SIZE, SIZE - 8)
 
 
 def test_with_fewer_than_five_classes_every_label_is_among_the_best() -> None:

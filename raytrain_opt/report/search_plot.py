@@ -1,0 +1,98 @@
+"""The search before the first epoch: losses of all candidates, by optimizer and length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from raytrain_opt.recording.records import CandidateRecord, RoundRecord
+from raytrain_opt.report.formatting import plain, rate, times
+from raytrain_opt.report.plots import SERIES, Plot, color, draw, legend, plain_log
+from raytrain_opt.report.run_reader import RunRecords
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Lines of candidates by their number of steps, shortest first; longer ones are all solid.
+_STYLES = (":", "--", "-")
+
+
+def search_plot(run: RunRecords) -> Plot | None:
+    """Plot the candidates of policy stpt_horizon; None without any."""
+    rounds = [record for record in run.rounds if record.stage and record.epoch == 1]
+    optimizers = list(dict.fromkeys(c.optimizer for r in rounds for c in r.candidates))
+    if not optimizers:
+        return None
+    lengths = sorted({record.pretrain_steps for record in rounds})
+    peak = None if rounds[-1].winner is None else rounds[-1].next_base_lr
+
+    def paint(axes: Axes) -> None:
+        for name, optimizer in zip(SERIES, optimizers, strict=False):
+            for steps in lengths:
+                points = _points(rounds, optimizer, steps)
+                axes.plot(
+                    [lr for lr, _ in points],
+                    [loss for _, loss in points],
+                    _STYLES[min(lengths.index(steps), len(_STYLES) - 1)],
+                    color=color(name),
+                    marker="o",
+                    markersize=4,
+                    label=f"{optimizer}, {times(steps, 'step')}" if points else None,
+                )
+        if peak is not None:
+            axes.axvline(peak, color=color("ink"), linewidth=1, label="chosen peak")
+        plain_log(axes, "x")
+        axes.set(xlabel="peak learning rate", ylabel="validation loss")
+        legend(axes)
+
+    caption = (
+        "Validation loss of every candidate after a full schedule, compressed into few steps. "
+        + " ".join(_outcomes(rounds, optimizers))
+        + " All values are in the table of rounds."
+    )
+    return draw("search", "Search before the first epoch", caption, paint)
+
+
+def _points(
+    rounds: Sequence[RoundRecord], optimizer: str, steps: int
+) -> list[tuple[float, float]]:
+    """Return the rate and the loss of the candidates that did not diverge, by rate."""
+    return sorted(
+        (candidate.lr, candidate.val_loss)
+        for candidate in _candidates(rounds, optimizer, steps)
+        if candidate.val_loss is not None
+    )
+
+
+def _candidates(
+    rounds: Sequence[RoundRecord], optimizer: str, steps: int
+) -> list[CandidateRecord]:
+    return [
+        candidate
+        for record in rounds
+        if record.pretrain_steps == steps
+        for candidate in record.candidates
+        if candidate.optimizer == optimizer
+    ]
+
+
+def _outcomes(rounds: Sequence[RoundRecord], optimizers: Sequence[str]) -> list[str]:
+    """Return a sentence for each optimizer of a race: how far it came, and with which loss."""
+    winner = rounds[-1].winner  # may be a candidate of an earlier round
+    chosen = {c.optimizer for r in rounds for c in r.candidates if c.index == winner}
+    sentences = []
+    for optimizer in optimizers if len(optimizers) > 1 else ():
+        steps = max(
+            r.pretrain_steps for r in rounds if optimizer in {c.optimizer for c in r.candidates}
+        )
+        points = _points(rounds, optimizer, steps)
+        trained = sum(
+            r.pretrain_steps for r in rounds for c in r.candidates if c.optimizer == optimizer
+        )
+        lr, loss = min(points, key=lambda point: point[1], default=(None, None))
+        what = "was chosen" if optimizer in chosen else f"left after {times(steps, 'step')}"
+        sentences.append(
+            f"{optimizer} {what}: lowest loss {plain(loss)} at {rate(lr)}, "
+            f"{times(trained, 'step')} in all."
+        )
+    return sentences
