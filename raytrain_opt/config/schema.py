@@ -291,6 +291,14 @@ class Job(Section):
                 )
             if optimizer.is_schedule_free and self.average is not None:
                 yield "average", f"{optimizer.name} averages its weights itself; remove it"
+            if optimizer.has_auto_weight_decay and (
+                policy not in ("stpt_horizon", "replay") or self.learning_rate.search_weight_decay
+            ):
+                yield (
+                    "optimizer.args.weight_decay",
+                    "auto is chosen by policy stpt_horizon, without search_weight_decay; else "
+                    "give a number",
+                )
             # The default of torch's other optimizers is 0.
             default = 0.01 if optimizer.name in ("AdamW", "NAdam") else 0
             if self.learning_rate.search_weight_decay and not optimizer.args.get(

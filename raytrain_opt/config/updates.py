@@ -44,7 +44,11 @@ class OptimizerSection(NamedSection):
     )
     args: dict[str, Any] = Field(
         default_factory=lambda: {"momentum": 0.9, "weight_decay": 1e-4},
-        description="Keyword arguments of the optimizer, without lr.",
+        description=(
+            "Keyword arguments of the optimizer, without lr. With Muon and AdamW, `weight_decay: "
+            "auto` lets policy stpt_horizon choose the decay of each epoch by how well the "
+            "network fits its training samples."
+        ),
     )
     no_weight_decay: Literal["auto", "bias_and_norm", "none"] = Field(
         "auto",
@@ -74,6 +78,16 @@ class OptimizerSection(NamedSection):
         return _USUAL_LRS.get(str(self.name), _USUAL_LR)
 
     @property
+    def has_auto_weight_decay(self) -> bool:
+        """Whether the policy chooses the weight decay of each epoch."""
+        return bool(self.args.get("weight_decay") == "auto")
+
+    @property
+    def constructor_args(self) -> dict[str, Any]:
+        """The arguments, with a weight decay of 1 for auto: the policy's factor is the decay."""
+        return {**self.args, "weight_decay": 1.0} if self.has_auto_weight_decay else self.args
+
+    @property
     def is_schedule_free(self) -> bool:
         """Whether it averages its weights in place of a decay of the rate."""
         return self.name in ("ScheduleFreeSGD", "ScheduleFreeAdamW")
@@ -92,7 +106,9 @@ class OptimizerSection(NamedSection):
         return {k: f for k, f in {**aux, **self.lr_multipliers}.items() if f != 1}
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse a second rule's parameters for optimizers with one rule."""
+        """Refuse what other optimizers have: decoupled decay, a second rule."""
+        if self.has_auto_weight_decay and self.name not in ("Muon", "AdamW"):
+            yield "args.weight_decay", f"auto is for Muon and AdamW; give {self.name} a number"
         if self.aux_parameters and self.name != "Muon":
             yield "aux_parameters", f"belongs to Muon; {self.name} has one rule for all parameters"
 
@@ -145,8 +161,9 @@ class OptimizerChoiceSection(OptimizerSection):
             yield "candidates", f"belongs to name: auto; {self.name} is one optimizer"
 
 
-_USUAL_OPTIMIZERS = tuple(
-    OptimizerSection(name=name) for name in ("Muon", "SGD", "ScheduleFreeSGD", "AdamW")
+_USUAL_OPTIMIZERS = (
+    OptimizerSection(name="Muon", args={"weight_decay": "auto"}),
+    *(OptimizerSection(name=name) for name in ("SGD", "ScheduleFreeSGD", "AdamW")),
 )
 
 

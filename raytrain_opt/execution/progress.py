@@ -47,7 +47,8 @@ class PartialEpoch:
 class RunProgress:
     """What a resume starts from, besides the state.
 
-    `lrs`: the rate of each step of the finished epochs. `kept_samples`: samples trained on the
+    `lrs`: the rate of each step of the finished epochs. `weight_decay_factors`: of each finished
+    epoch. `kept_samples`: samples trained on the
     way to the present weights. `search_samples`: all other samples trained (the search cost);
     the winner's kept steps are not counted.
     """
@@ -55,6 +56,7 @@ class RunProgress:
     next_epoch: int = 1
     history: History = History()
     lrs: tuple[float, ...] = ()
+    weight_decay_factors: tuple[float, ...] = ()
     search_samples: int = 0
     kept_samples: int = 0
     partial_epoch: PartialEpoch = PartialEpoch()
@@ -146,6 +148,7 @@ def epoch_record(epoch: int, metrics: EpochMetrics, workers: int) -> EpochRecord
         epoch=epoch,
         lr=metrics.lrs[-1],
         lr_first=metrics.lrs[0],
+        weight_decay_factor=metrics.weight_decay_factor,
         train_loss=metrics.train_loss,
         train_accuracy=train.accuracy if train.samples else math.nan,
         test_loss=test.loss if test else None,

@@ -222,6 +222,10 @@ class TrainingRun:
             next_epoch=epoch + 1,
             history=history,
             lrs=self.lrs,
+            weight_decay_factors=(
+                *self.progress.weight_decay_factors,
+                self._epoch.weight_decay_factor,
+            ),
             partial_epoch=PartialEpoch(),
         )
         self.recorder.epoch(record, self.steps.before(epoch + 1))
@@ -231,7 +235,7 @@ class TrainingRun:
         schedule = RecordedSchedule(
             steps,
             self.progress.lrs,
-            self._epoch.weight_decay_factor,
+            self.progress.weight_decay_factors,
             optimizer.group_lr_multipliers,
             str(optimizer.name),
         )

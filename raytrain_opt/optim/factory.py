@@ -46,8 +46,8 @@ def check_optimizer(section: OptimizerSection) -> list[Problem]:
         optimizer_class = _resolve_class(section.name)
     except JobError as error:
         return error.problems
-    return _check_arguments(optimizer_class, section.args) or _check_values(
-        optimizer_class, section.args
+    return _check_arguments(optimizer_class, section.constructor_args) or _check_values(
+        optimizer_class, section.constructor_args
     )
 
 
@@ -72,8 +72,8 @@ def build_optimizer(
         raise JobError(problems)
     optimizer_class = _resolve_class(section.name)
     args = {
-        **_default_implementation(optimizer_class, section.args),
-        **_constructor_arguments(optimizer_class, section.args, steps_per_epoch),
+        **_default_implementation(optimizer_class, section.constructor_args),
+        **_constructor_arguments(optimizer_class, section.constructor_args, steps_per_epoch),
     }
     if section.name == "Muon":
         args["distributed"] = distributed
@@ -128,12 +128,9 @@ def get_weight_decays(optimizer: Optimizer) -> list[float]:
 
 
 def set_weight_decays(optimizer: Optimizer, weight_decays: Sequence[float]) -> None:
-    """Set the weight decay of each parameter group; a group whose value is 0 stays unchanged.
-
-    That spares optimizers without weight decay, and groups that are excluded from it.
-    """
+    """Set the weight decay of each parameter group; an optimizer without it stays unchanged."""
     for group, weight_decay in zip(optimizer.param_groups, weight_decays, strict=True):
-        if weight_decay:
+        if "weight_decay" in group:
             group["weight_decay"] = weight_decay
 
 

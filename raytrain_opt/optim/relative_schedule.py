@@ -34,6 +34,12 @@ class RelativeSchedule:
         left = (1 - done) / (1 - self.warmup)
         return left if self.shape == "linear" else (1 - math.cos(math.pi * left)) / 2
 
+    @property
+    def mean(self) -> float:
+        """The mean rate relative to the peak."""
+        after = 1.0 if self.shape == "constant" else 0.5
+        return self.warmup / 2 + after * (1 - self.warmup)
+
     def compressed(self, steps: int) -> tuple[float, ...]:
         """Return the schedule compressed into `steps` steps."""
         return tuple(self.at((i + 0.5) / steps) for i in range(steps))

@@ -170,6 +170,7 @@ class EpochRecord(Record):
     epoch: int = Field(description="Epoch, from 1.")
     lr: float = Field(description="Learning rate of the last step.")
     lr_first: float = Field(description="Learning rate of the first step.")
+    weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
     train_loss: Number = Field(description="Mean training loss of the main training.")
     train_accuracy: Number = Field(description="Top-1 accuracy while training, 0..1.")
     test_loss: Number = Field(description="Mean test loss; null when not evaluated.")
@@ -303,7 +304,12 @@ class ScheduleRecord(Record):
     epoch_steps: tuple[int, ...] = Field(description="Steps of each epoch.")
     steps: int = Field(description="Steps in all.")
     optimizer: str = Field(description="Name of the optimizer.")
-    weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
+    weight_decay_factors: tuple[float, ...] = Field(
+        description=(
+            "Factor on the optimizer's weight decay in each epoch; with `weight_decay: auto` the "
+            "decay itself."
+        )
+    )
     lr_multipliers: dict[str, float] = Field(
         description=(
             "Factors other than 1 on the learning rate, by patterns of parameter names; `aux`: of "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
 from raytrain_opt.report.formatting import plain, rate, times
-from raytrain_opt.report.plots import SERIES, Plot, color, draw, legend, plain_log
+from raytrain_opt.report.plots import SERIES, Plot, color, draw, legend
 from raytrain_opt.report.run_reader import RunRecords
 
 if TYPE_CHECKING:
@@ -27,30 +27,41 @@ def search_plot(run: RunRecords) -> Plot | None:
     peak = None if rounds[-1].winner is None else rounds[-1].next_base_lr
 
     def paint(axes: Axes) -> None:
-        for name, optimizer in zip(SERIES, optimizers, strict=False):
-            for steps in lengths:
-                points = _points(rounds, optimizer, steps)
-                axes.plot(
-                    [lr for lr, _ in points],
-                    [loss for _, loss in points],
-                    _STYLES[min(lengths.index(steps), len(_STYLES) - 1)],
-                    color=color(name),
-                    marker="o",
-                    markersize=4,
-                    label=f"{optimizer}, {times(steps, 'step')}" if points else None,
-                )
+        lines = {(o, n): _points(rounds, o, n) for o in optimizers for n in lengths}
+        highest = _highest_shown(list(lines.values()))
+        for (optimizer, steps), line in lines.items():
+            points = [(lr, loss) for lr, loss in line if loss <= highest]
+            axes.plot(
+                [lr for lr, _ in points],
+                [loss for _, loss in points],
+                _STYLES[min(lengths.index(steps), len(_STYLES) - 1)],
+                color=color(SERIES[optimizers.index(optimizer) % len(SERIES)]),
+                marker="o",
+                markersize=4,
+                label=optimizer if steps == lengths[0] else None,
+            )
         if peak is not None:
             axes.axvline(peak, color=color("ink"), linewidth=1, label="chosen peak")
-        plain_log(axes, "x")
+        axes.set_xscale("log")
         axes.set(xlabel="peak learning rate", ylabel="validation loss")
         legend(axes)
 
     caption = (
-        "Validation loss of every candidate after a full schedule, compressed into few steps. "
+        "Validation loss of candidates after a full schedule, compressed into few steps: "
+        f"{', '.join(map(str, lengths))} steps, the shortest dotted, the longest solid. Much "
+        "higher losses are not shown. "
         + " ".join(_outcomes(rounds, optimizers))
         + " All values are in the table of rounds."
     )
     return draw("search", "Search before the first epoch", caption, paint)
+
+
+def _highest_shown(lines: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Return a little more than the highest of the lines' lowest losses.
+
+    Candidates that hardly trained are about there, and those that nearly diverged far above.
+    """
+    return 1.15 * max((min(loss for _, loss in line) for line in lines if line), default=1.0)
 
 
 def _points(

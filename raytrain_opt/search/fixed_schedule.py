@@ -36,7 +36,7 @@ class FixedSchedule(NoCandidates):
 
 @dataclass(frozen=True)
 class RecordedSchedule:
-    """The contents of schedule.json: each step's rate, and the factor of the weight decay.
+    """The contents of schedule.json: each step's rate, each epoch's factor of the weight decay.
 
     `lr_multipliers`: factors of the rate, by the parameters that have one other than 1.
     `optimizer`: its name.
@@ -44,7 +44,7 @@ class RecordedSchedule:
 
     epoch_steps: tuple[int, ...]
     lrs: tuple[float, ...]
-    weight_decay_factor: float = 1.0
+    weight_decay_factors: tuple[float, ...] = ()
     lr_multipliers: Mapping[str, float] = field(default_factory=dict)
     optimizer: str = "SGD"
 
@@ -61,7 +61,7 @@ class RecordedSchedule:
             "epoch_steps": list(self.epoch_steps),
             "steps": len(self.lrs),
             "optimizer": self.optimizer,
-            "weight_decay_factor": self.weight_decay_factor,
+            "weight_decay_factors": list(self.weight_decay_factors),
             "lr_multipliers": dict(self.lr_multipliers),
             "segments": segments,
         }
@@ -73,15 +73,18 @@ class RecordedSchedule:
             if not isinstance(value, dict):
                 raise TypeError("not a JSON object")
             segments = [(float(item["lr"]), int(item["steps"])) for item in value["segments"]]
-            factor = float(value.get("weight_decay_factor", 1.0))
+            factors = tuple(float(factor) for factor in value.get("weight_decay_factors", ()))
             multipliers = {k: float(f) for k, f in value.get("lr_multipliers", {}).items()}
             epoch_steps = tuple(int(steps) for steps in value["epoch_steps"])
             schedule = cls(
-                epoch_steps, (), factor, multipliers, str(value.get("optimizer", "SGD"))
+                epoch_steps, (), factors, multipliers, str(value.get("optimizer", "SGD"))
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             rule = f"{source} is not a schedule.json of a run ({error!r})"
             raise JobError([Problem("learning_rate.schedule", rule)]) from error
+        if factors and len(factors) != len(epoch_steps):
+            rule = f"{source}: {len(factors)} weight_decay_factors for {len(epoch_steps)} epochs"
+            raise JobError([Problem("learning_rate.schedule", rule)])
         steps = sum(count for _, count in segments)
         if steps > _MAX_STEPS or any(count < 1 for _, count in segments):
             rule = f"{source} has {steps} steps; each segment needs at least 1, all at most 10^9"
@@ -118,7 +121,8 @@ class Replay(NoCandidates):
         """Return the epoch with its recorded rates."""
         first = self.steps.before(epoch)
         lrs = self.recorded.lrs[first : first + self.steps(epoch)]
-        return TrainEpoch(epoch, lrs, "replay", self.recorded.weight_decay_factor)
+        factors = self.recorded.weight_decay_factors
+        return TrainEpoch(epoch, lrs, "replay", factors[epoch - 1] if factors else 1.0)
 
 
 def _span(steps: Sequence[int]) -> str:

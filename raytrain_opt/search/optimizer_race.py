@@ -2,12 +2,14 @@
 
 Each optimizer has a search of its own (see `peak_search`), with candidates of equal lengths:
 
-    all       the coarse stage, from the optimizer's usual rate
-    the best  the fine stage of the two whose coarse candidates have the lowest losses
-    then      the one whose fine candidate has the lowest loss, with its peak
+    all   the coarse stage, from the optimizer's usual rate
+    two   the fine stage: the first of the list, and the other one with the lowest coarse loss
+    then  the one whose fine candidate has the lowest loss, with its peak
 
-Short schedules put optimizers in the order of full trainings where those do not overfit
-(`benchmarks/RESULTS.md`). An optimizer whose candidates all diverge leaves the race.
+Schedules of the fine stage put optimizers in the order of full trainings where those do not
+overfit (`benchmarks/RESULTS.md`); differences after the coarse stage are small, so the first of
+the list, which is the preferred one, is not excluded by them. An optimizer whose candidates all
+diverge leaves the race.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from raytrain_opt.errors import DivergedError
 from raytrain_opt.search.peak_search import COARSE, PeakChoice, PeakRequest, PeakSearch
 from raytrain_opt.search.policy import CandidateResult, Decision
 
-# Optimizers that get a fine stage.
+# Optimizers that get a fine stage, the first of the list among them.
 _FINALISTS = 2
 
 
@@ -53,7 +55,7 @@ class OptimizerRace:
                 "epoch 1: the loss of every candidate of every optimizer was not finite. Likely "
                 "causes: data or a loss that is not finite."
             )
-        left.sort(key=lambda index: _lowest_loss(_rounds_of(index, rounds), COARSE))
+        left.sort(key=lambda i: (i > 0, _lowest_loss(_rounds_of(i, rounds), COARSE)))
         finalists = left[:_FINALISTS]
         for index in finalists:
             request = following[index]

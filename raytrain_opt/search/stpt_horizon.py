@@ -44,6 +44,7 @@ from raytrain_opt.search.policy import (
     TrainEpoch,
     TryCandidates,
 )
+from raytrain_opt.search.weight_decay import decay_by_fit
 
 # The stage of the weight-decay round, beside those of the peak search.
 WEIGHT_DECAY = "weight_decay"
@@ -138,9 +139,11 @@ class HorizonStpt:
 
     def _try_peaks(self, optimizer: int, request: PeakRequest, history: History) -> TryCandidates:
         base_lr, first = self._initial(optimizer), _count_candidates(history)
+        is_auto = self.optimizers[optimizer].has_auto_weight_decay
+        weight_decay_factor = 0.0 if is_auto else 1.0
         candidates = tuple(
             # Numbered through the epoch: a winner may come from an earlier round.
-            Candidate(first + index, lr / base_lr, lr, optimizer=optimizer)
+            Candidate(first + index, lr / base_lr, lr, weight_decay_factor, optimizer)
             for index, lr in enumerate(map(point_to_lr, request.points))
         )
         is_race = len(self.optimizers) > 1
@@ -203,6 +206,9 @@ class HorizonStpt:
             reason += ": too few steps for a search within learning_rate.max_search_cost"
         lrs = tuple(peak * part for part in schedule.of_epoch(epoch, self.epochs, self.steps))
         weight_decay_factor = found.next_weight_decay_factor if found else 1.0
+        if self.optimizers[optimizer].has_auto_weight_decay:
+            sum_of_lrs = peak * schedule.mean * self.steps.before(self.epochs + 1)
+            weight_decay_factor = decay_by_fit(history, optimizer, sum_of_lrs)
         return TrainEpoch(epoch, lrs, reason, weight_decay_factor, optimizer)
 
 

@@ -46,6 +46,7 @@ def epoch_line(epoch: int, **changes: Any) -> dict[str, Any]:
         "epoch": epoch,
         "lr": 0.1,
         "lr_first": 0.1,
+        "weight_decay_factor": 1.0,
         "train_loss": 2.0 / epoch,
         "train_accuracy": accuracy(epoch),
         "test_loss": 2.1 / epoch,
@@ -259,7 +260,7 @@ def write_run(
         "epoch_steps": [STEPS] * epochs,
         "steps": STEPS * epochs,
         "optimizer": "SGD",
-        "weight_decay_factor": 1.0,
+        "weight_decay_factors": [1.0] * epochs,
         "lr_multipliers": {},
         "segments": [{"steps": STEPS, "lr": 0.1 + 0.01 * (epoch % 3)} for epoch in numbers],
     }

@@ -123,6 +123,26 @@ def test_a_wrong_choice_of_optimizers_is_refused(optimizer: str, path: str, word
     assert words in f"{problem.rule} {problem.hint}"
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["optimizer: {name: SGD, args: {weight_decay: auto}}", HORIZON],
+        [
+            "optimizer: {name: Muon, args: {weight_decay: auto}}",
+            "learning_rate: {policy: schedule}",
+        ],
+        [
+            "optimizer: {name: Muon, args: {weight_decay: auto}}",
+            "learning_rate: {policy: stpt_horizon, search_weight_decay: true}",
+        ],
+    ],
+)
+def test_a_weight_decay_is_chosen_where_policy_and_optimizer_can(lines: list[str]) -> None:
+    [problem] = problems(*lines)
+    assert problem.path == "optimizer.args.weight_decay"
+    assert "number" in problem.rule
+
+
 def test_only_the_policy_that_searches_chooses_an_optimizer() -> None:
     [problem] = problems("learning_rate: {policy: schedule}", "optimizer: auto")
     assert problem.path == "optimizer"

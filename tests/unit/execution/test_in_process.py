@@ -84,7 +84,8 @@ def test_muon_with_rates_by_group_resumes_and_is_replayed_bit_for_bit(tmp_path: 
 def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     tmp_path: Path,
 ) -> None:
-    auto = {"name": "auto", "candidates": ["Adagrad", "Muon"]}
+    muon = {"name": "Muon", "args": {"weight_decay": "auto"}}
+    auto = {"name": "auto", "candidates": ["Adagrad", muon]}
     section = {"policy": "stpt_horizon", "max_search_cost": 1.0}
     changes = {"epochs": 3, "global_batch_size": 32}
     job = tiny_job(tmp_path / "a", optimizer=auto, learning_rate=section, **changes)
@@ -96,8 +97,10 @@ def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     replay = {"policy": "replay", "schedule": schedule}
     with pytest.raises(JobError, match=r"optimizer: the replayed schedule belongs to Muon"):
         run(tiny_job(tmp_path / "b", learning_rate=replay, **changes), in_process=True)
-    job = tiny_job(tmp_path / "c", optimizer="Muon", learning_rate=replay, **changes)
+    job = tiny_job(tmp_path / "c", optimizer=muon, learning_rate=replay, **changes)
     replayed = run(job, in_process=True)
+    decays = [line["weight_decay_factor"] for line in read_lines(searched.run_dir, "epochs")]
+    assert decays[0] == 0 < decays[1] < decays[2]
     file = "checkpoints/epoch-0003/weights.safetensors"
     weights = [(Path(r.run_dir) / file).read_bytes() for r in (searched, replayed)]
     assert weights[0] == weights[1]

@@ -42,6 +42,7 @@ from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.full_disk import limit_file_size
 from tests.support.small_jobs import read_lines, small_job, without_times
 
+MUON = {"name": "Muon", "args": {"weight_decay": "auto"}}
 JOBS: dict[str, dict[str, Any]] = {
     "stpt": {
         "epochs": 3,
@@ -70,7 +71,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "optimizers": {  # the second one is chosen
         "epochs": 16,
         "global_batch_size": 128,
-        "optimizer": {"name": "auto", "candidates": ["Adagrad", "Muon"]},
+        "optimizer": {"name": "auto", "candidates": ["Adagrad", MUON]},
         "learning_rate": {
             "policy": "stpt_horizon",
             "max_search_cost": 1.0,

@@ -24,6 +24,7 @@ def epoch(number: int = 1, **values: Any) -> EpochRecord:
     record: dict[str, Any] = {
         "lr": 0.1,
         "lr_first": 0.2,
+        "weight_decay_factor": 1.0,
         "train_loss": 0.5,
         "train_accuracy": 0.8,
         "test_loss": 0.6,

@@ -264,4 +264,4 @@ def test_a_race_of_optimizers_is_shown_with_who_left_and_when(tmp_path: Path) ->
     assert "AdamW left after 9 steps: lowest loss 0.5 at 0.05, 27 steps in all." in page.text
     assert "Muon was chosen: lowest loss 0.05 at 0.05, 135 steps in all." in page.text
     assert "chose Muon with a peak learning rate of 0.2, against AdamW." in page.text
-    assert {"AdamW, 9 steps", "Muon, 9 steps", "Muon, 36 steps"} <= set(page.texts)
+    assert {"AdamW", "Muon", "chosen peak"} <= set(page.texts)

@@ -72,7 +72,7 @@ def test_replay_reads_the_file_of_an_earlier_run(tmp_path: Path) -> None:
 
 def test_replay_refuses_other_rates_of_parameter_groups(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
-    schedule = RecordedSchedule((2, 2), (0.1, 0.2, 0.3, 0.3), 1.0, {"fc.*": 2.0})
+    schedule = RecordedSchedule((2, 2), (0.1, 0.2, 0.3, 0.3), (1.0, 1.0), {"fc.*": 2.0})
     write_json(path, schedule.to_json())
     replay = job(epochs=2, policy="replay", schedule=str(path))
     with pytest.raises(

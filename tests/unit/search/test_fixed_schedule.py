@@ -33,7 +33,7 @@ def test_it_has_no_candidates_to_decide() -> None:
 
 
 def test_a_recorded_schedule_is_short_json_and_is_read_exactly() -> None:
-    recorded = RecordedSchedule((3, 3), (1 / 3, *LRS[1:]), 0.1)
+    recorded = RecordedSchedule((3, 3), (1 / 3, *LRS[1:]), (0.1, 1 / 3))
     value = json.loads(json.dumps(recorded.to_json()))
     assert [segment["steps"] for segment in value["segments"]] == [1, 1, 3, 1]
     assert (value["schema_version"], value["steps"], value["epoch_steps"]) == (1, 6, [3, 3])
@@ -45,8 +45,10 @@ def test_an_empty_schedule_is_valid() -> None:
 
 
 def test_replay_trains_at_the_recorded_rates() -> None:
-    policy = RecordedSchedule((3, 3), LRS).policy(epochs=2, steps=EpochSteps(3))
-    assert policy.next(1, EMPTY).lrs + policy.next(2, EMPTY).lrs == LRS
+    policy = RecordedSchedule((3, 3), LRS, (0.5, 2.0)).policy(epochs=2, steps=EpochSteps(3))
+    epochs = [policy.next(epoch, EMPTY) for epoch in (1, 2)]
+    assert epochs[0].lrs + epochs[1].lrs == LRS
+    assert [epoch.weight_decay_factor for epoch in epochs] == [0.5, 2.0]
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(3, 3), (1, 3), (2, 4), (3, 2), (1, 6)])
@@ -79,6 +81,12 @@ def test_a_file_that_is_no_schedule_is_refused_by_name(value: Any) -> None:
 def test_segments_of_impossible_length_are_refused(steps: int) -> None:
     value = {"epoch_steps": [3], "segments": [{"steps": steps, "lr": 0.1}]}
     with pytest.raises(JobError, match="each segment needs at least 1"):
+        RecordedSchedule.from_json(value, "run.json")
+
+
+def test_every_epoch_needs_its_weight_decay_factor() -> None:
+    value = {"epoch_steps": [3, 3], "segments": [], "weight_decay_factors": [1.0]}
+    with pytest.raises(JobError, match="1 weight_decay_factors for 2 epochs"):
         RecordedSchedule.from_json(value, "run.json")
 
 

@@ -18,6 +18,7 @@ def record(**values: Any) -> EpochRecord:
         "epoch": 3,
         "lr": 0.0125,
         "lr_first": 0.1,
+        "weight_decay_factor": 1.0,
         "train_loss": 0.51234,
         "train_accuracy": 0.8,
         "test_loss": 0.6,

@@ -243,6 +243,8 @@ def test_the_factor_multiplies_the_weight_decay() -> None:
 
     assert_close(trained_weights(0.01, 10.0), trained_weights(0.1, 1.0))
     assert not torch.equal(trained_weights(0.01, 10.0)[0], trained_weights(0.01, 1.0)[0])
+    for expected, weight in zip(trained_weights(0.0, 1.0), trained_weights(0.1, 0.0), strict=True):
+        assert torch.equal(expected, weight)
 
 
 def test_the_weight_decay_factor_lasts_one_phase_and_keeps_zeros() -> None:

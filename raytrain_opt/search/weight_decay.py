@@ -1,0 +1,45 @@
+"""Weight decay that follows the fit: none at first, more as the network fits its samples.
+
+    f    1 - loss of the last epoch / loss of a network that has hardly trained, 0 .. 1
+    S    sum of the rates of all steps of the training
+
+    decay of the next epoch = 10 f / S
+
+With a decoupled weight decay d, weights forget what they were in 1 / (rate x d) steps, so a
+training has S d such times (Wang and Aitchison, arXiv 2405.13698), whatever its length and rate.
+A network that fits its training samples closely is about to overfit, and needs a strong decay; one
+that does not is slowed by it (our trials, benchmarks/RESULTS.md).
+"""
+
+from __future__ import annotations
+
+from raytrain_opt.search.policy import History
+
+# Times 1 / (rate x decay) in a training of a network that fits its samples perfectly.
+_TIMES = 10.0
+
+
+def decay_by_fit(history: History, optimizer: int, sum_of_lrs: float) -> float:
+    """Return the decoupled weight decay of the next epoch.
+
+    `optimizer`: position of the training's optimizer among those of the job.
+    """
+    losses = history.epoch_losses
+    if not losses:
+        return 0.0
+    fit = 1 - losses[-1] / _untrained_loss(history, optimizer)
+    return _TIMES * min(max(fit, 0.0), 1.0) / sum_of_lrs
+
+
+def _untrained_loss(history: History, optimizer: int) -> float:
+    """Return the loss at the lowest rate of the search, or of the first epoch without one."""
+    tried = [
+        result
+        for decision in history.decisions
+        for result in decision.tried
+        if result.status == "ok" and result.candidate.optimizer == optimizer
+    ]
+    if not tried:
+        return history.epoch_losses[0]
+    lowest = min(tried, key=lambda result: (result.candidate.lr, result.val_loss))
+    return lowest.val_loss

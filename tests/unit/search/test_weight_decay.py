@@ -1,0 +1,92 @@
+"""The weight decay that follows the fit: its formula, and in the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raytrain_opt.config.learning_rate import HorizonPolicy
+from raytrain_opt.config.updates import OptimizerSection
+from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.search.policy import (
+    Candidate,
+    CandidateResult,
+    Decision,
+    History,
+    TrainEpoch,
+    TryCandidates,
+)
+from raytrain_opt.search.stpt_horizon import HorizonStpt
+from raytrain_opt.search.weight_decay import decay_by_fit
+
+AUTO = OptimizerSection(name="Muon", args={"weight_decay": "auto"})
+
+
+def result(lr: float, loss: float, optimizer: int = 0) -> CandidateResult:
+    candidate = Candidate(0, 1.0, lr, optimizer=optimizer)
+    return CandidateResult(candidate, "ok", 0.5, loss, loss, 8, 1.0, 0.1, 0, (loss,), 8)
+
+
+def round_of(*results: CandidateResult) -> Decision:
+    return Decision(1, 0.1, (), None, 0.1, "", tried=results)
+
+
+SEARCHED = History((round_of(result(0.01, 2.0), result(0.1, 1.5), result(0.001, 9.0, 1)),))
+
+
+@pytest.mark.parametrize(
+    ("losses", "fit"),
+    [((), 0.0), ((2.0,), 0.0), ((2.5,), 0.0), ((1.5, 1.0), 0.5), ((0.0,), 1.0), ((-1.0,), 1.0)],
+)
+def test_it_is_the_fit_of_the_last_epoch_in_times_of_the_training(
+    losses: tuple[float, ...], fit: float
+) -> None:
+    """The loss of a network that hardly trained is 2, at the lowest rate of this optimizer."""
+    history = replace(SEARCHED, epoch_losses=losses)
+    assert decay_by_fit(history, 0, sum_of_lrs=50.0) == pytest.approx(10 * fit / 50)
+
+
+def test_without_a_search_the_fit_is_relative_to_the_first_epoch() -> None:
+    assert decay_by_fit(History((), (4.0, 1.0)), 0, sum_of_lrs=10.0) == pytest.approx(0.75)
+
+
+def policy(*optimizers: OptimizerSection) -> HorizonStpt:
+    section = HorizonPolicy(policy="stpt_horizon")
+    return HorizonStpt(section, 16, EpochSteps(96), optimizers)
+
+
+def test_candidates_train_without_it_and_epochs_with_their_own() -> None:
+    searching = policy(AUTO, OptimizerSection())
+    factors: dict[int, set[float]] = {0: set(), 1: set()}
+    history = History()
+    while isinstance(action := searching.next(1, history), TryCandidates):
+        for candidate in action.candidates:
+            factors[candidate.optimizer].add(candidate.weight_decay_factor)
+        results = [
+            replace(result(c.lr, 2 - c.lr if c.lr < 1 else 3.0), candidate=c)
+            for c in action.candidates
+        ]
+        history = history.after_round(searching.decide(action, results, history))
+    assert factors == {0: {0.0}, 1: {1.0}}
+    decays = []
+    for epoch, loss in enumerate((1.6, 1.2, 0.4), start=1):
+        action = searching.next(epoch, history)
+        assert isinstance(action, TrainEpoch)
+        assert action.optimizer == 0
+        decays.append(action.weight_decay_factor)
+        history = history.after_epoch(loss)
+    assert decays[0] == 0
+    # The sum of all rates: 16 x 96 steps, half the peak in the mean.
+    peak = history.decisions[-1].next_base_lr
+    lowest = 2 - min(r.candidate.lr for d in history.decisions for r in d.tried)
+    expected = [10 * (1 - loss / lowest) / (peak * 0.5 * 16 * 96) for loss in (1.6, 1.2)]
+    assert decays[1:] == pytest.approx(expected, rel=0.01)
+
+
+def test_a_weight_decay_that_is_a_number_stays() -> None:
+    given = policy(OptimizerSection(name="Muon", args={"weight_decay": 0.03}))
+    history = History((replace(round_of(), winner=result(0.1, 1.0)),), (0.1,))
+    action = given.next(2, history)
+    assert isinstance(action, TrainEpoch)
+    assert action.weight_decay_factor == 1
