@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.monitoring.nvml import NvmlSampler
 from raytrain_opt.monitoring.samplers import CpuSampler, Sampler
 
 _MIB = 2**20
@@ -66,13 +65,13 @@ class UsageMeter:
             return None
 
 
-def _gpu_sampler() -> NvmlSampler | None:
+def _gpu_sampler() -> Sampler | None:
     """Return None when NVML cannot monitor this GPU (MIG): training does not depend on it."""
     import torch
 
-    ordinal = torch.cuda.current_device()
+    from raytrain_opt.monitoring.nvml import NvmlSampler
+
     try:
-        uuid = str(torch.cuda.get_device_properties(ordinal).uuid)
-        return NvmlSampler.open(ordinal, uuid)
+        return NvmlSampler(str(torch.cuda.get_device_properties().uuid))
     except ResourcesError:
         return None

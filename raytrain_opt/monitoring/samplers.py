@@ -7,65 +7,59 @@ of MBSO's GpuUsageMaximize.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from math import ceil, nan
 from statistics import fmean
 from types import TracebackType
-from typing import Protocol
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import UtilizationSection
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.monitoring.nvml import NvmlSampler
 
 
-class Sampler(Protocol):
+class Sampler(ABC):
     """Source of utilization samples. Used by one thread at a time; its owner closes it."""
 
-    def restart(self) -> None:
-        """Start the interval of the next sample now."""
-
+    @abstractmethod
     def sample(self) -> float:
         """Return percent, 0..100, since the last call, or now if the device reports only that."""
-        ...
+
+    def restart(self) -> None:  # noqa: B027 - not all devices let us choose the interval
+        """Start the interval of the next sample now."""
 
     def energy_j(self) -> float | None:
         """Return the device's energy counter in joule; None when it has none."""
-        ...
+        return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - not all samplers have resources
         """Release resources; a second call does nothing."""
 
 
 def open_sampler(
-    section: UtilizationSection,
-    *,
-    use_gpu: bool,
-    threads: int,
-    gpu_uuid: str | None = None,
-    ordinal: int = 0,
+    section: UtilizationSection, *, threads: int, gpu_uuid: str | None = None
 ) -> Sampler:
     """Open the sampler that the job requests.
 
     Args:
         section: batch_size_search.utilization.
-        use_gpu: whether the process trains on a GPU.
         threads: compute threads of the process; when all are busy, the CPU sampler returns 100 %.
-        gpu_uuid: UUID of its GPU, from torch; needed when the GPUs of a node differ.
-        ordinal: index of its GPU under CUDA_VISIBLE_DEVICES.
+        gpu_uuid: UUID of the GPU on which the process trains, from torch; None without a GPU.
 
     Raises:
         JobError: the job requests nvml without a GPU.
         ResourcesError: NVML cannot monitor this GPU.
     """
-    if section.sampler == "nvml" and not use_gpu:
+    if section.sampler == "nvml" and gpu_uuid is None:
         rule = "must be cpu or auto when the job trains without a GPU"
         raise JobError([Problem("batch_size_search.utilization.sampler", rule, "'nvml'")])
-    if section.sampler == "cpu" or not use_gpu:
+    if section.sampler == "cpu" or gpu_uuid is None:
         return CpuSampler(threads)
-    return NvmlSampler.open(ordinal, gpu_uuid)
+    from raytrain_opt.monitoring.nvml import NvmlSampler
+
+    return NvmlSampler(gpu_uuid)
 
 
-class CpuSampler:
+class CpuSampler(Sampler):
     """CPU time of all threads of this process, relative to the time of its compute threads.
 
     The system counts CPU time in ticks, mostly of 10 ms: with one thread, a sample over 50 ms is
@@ -88,32 +82,17 @@ class CpuSampler:
         available_s = (self._wall_s - wall_s) * self._threads
         return min(100.0, 100.0 * (self._busy_s - busy_s) / available_s) if available_s else 0.0
 
-    def energy_j(self) -> float | None:
-        return None
-
-    def close(self) -> None:
-        return None
-
     def _cpu_s(self) -> float:
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
 
-class NullSampler:
+class NullSampler(Sampler):
     """A sampler for a device whose utilization is not known."""
-
-    def restart(self) -> None:
-        return None
 
     def sample(self) -> float:
         """Return NaN."""
         return nan
-
-    def energy_j(self) -> float | None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 class UtilizationMonitor:

@@ -148,10 +148,10 @@ def measure(
 def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads: int) -> Sampler:
     """Open a sampler for probes on `device`. Raises JobError or ResourcesError."""
     if device.type != "cuda":
-        return open_sampler(section.utilization, use_gpu=False, threads=threads)
+        return open_sampler(section.utilization, threads=threads)
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     try:
-        return open_sampler(section.utilization, use_gpu=True, threads=threads, gpu_uuid=uuid)
+        return open_sampler(section.utilization, threads=threads, gpu_uuid=uuid)
     except ResourcesError:
         # NVML cannot watch this GPU (MIG). Only a strategy that needs utilization must fail.
         if section.strategy == "gpu_usage_maximize" or section.utilization.sampler != "auto":

@@ -28,7 +28,7 @@ def uuid_of(ordinal: int) -> str:
 
 @pytest.fixture
 def sampler() -> Iterator[NvmlSampler]:
-    opened = NvmlSampler.open(0, uuid_of(0))
+    opened = NvmlSampler(uuid_of(0))
     yield opened
     opened.close()
 
@@ -45,18 +45,9 @@ def keep_busy(seconds: float) -> None:
 
 def test_the_device_is_that_of_cuda() -> None:
     for ordinal in range(torch.cuda.device_count()):
-        sampler = NvmlSampler.open(ordinal, uuid_of(ordinal))
+        sampler = NvmlSampler(uuid_of(ordinal))
         assert sampler.uuid == f"GPU-{uuid_of(ordinal)}"
         sampler.close()
-
-
-def test_the_only_kind_of_gpu_is_found_without_its_uuid() -> None:
-    count = torch.cuda.device_count()
-    if len({torch.cuda.get_device_name(ordinal) for ordinal in range(count)}) > 1:
-        pytest.skip("unequal GPUs")
-    sampler = NvmlSampler.open(count - 1)
-    assert sampler.uuid == f"GPU-{uuid_of(count - 1)}"
-    sampler.close()
 
 
 def test_load_raises_the_utilization_and_the_energy(sampler: NvmlSampler) -> None:
@@ -73,7 +64,7 @@ def test_load_raises_the_utilization_and_the_energy(sampler: NvmlSampler) -> Non
 
 def test_a_job_on_a_gpu_gets_nvml() -> None:
     section = UtilizationSection(sampler="auto")
-    sampler = open_sampler(section, use_gpu=True, threads=1, gpu_uuid=uuid_of(0))
+    sampler = open_sampler(section, threads=1, gpu_uuid=uuid_of(0))
     assert isinstance(sampler, NvmlSampler)
     assert 0 <= sampler.sample() <= 100
     sampler.close()
@@ -83,6 +74,6 @@ def test_the_cuda_devices_are_among_the_reported_gpus() -> None:
     driver, states = gpu_states()
     assert driver is not None
     properties = torch.cuda.get_device_properties(0)
-    (memory_mib, used_mib) = next(s[1:3] for s in states if s[0] == properties.name)
-    assert memory_mib >= properties.total_memory // 1024**2 * 0.95
-    assert 0 < used_mib <= memory_mib
+    state = next(state for state in states if state.name == properties.name)
+    assert state.memory_mib >= properties.total_memory // 1024**2 * 0.95
+    assert 0 < state.used_mib <= state.memory_mib

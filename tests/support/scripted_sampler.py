@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raytrain_opt.monitoring.samplers import Sampler
 
-class ScriptedSampler:
+
+class ScriptedSampler(Sampler):
     """Returns the given values in order and repeats the last one; raises given exceptions."""
 
     def __init__(
@@ -13,9 +15,6 @@ class ScriptedSampler:
     ) -> None:
         self._values, self._energies_j = list(values), list(energies_j)
         self.closed = False
-
-    def restart(self) -> None:
-        return None
 
     def sample(self) -> float:
         value = self._values.pop(0) if len(self._values) > 1 else self._values[0]

@@ -14,18 +14,9 @@ from raytrain_opt.bytecode import packages_without_bytecode
 from raytrain_opt.config.data import DatasetData, ImageFolderData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import StorageError
+from raytrain_opt.monitoring.nvml import GpuState, gpu_states
 
 _MIB = 1024**2
-
-
-@dataclass(frozen=True)
-class GpuFacts:
-    """One GPU as NVML sees it; `processes` are the ones that compute on it now."""
-
-    name: str
-    memory_mib: int
-    used_mib: int
-    processes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class NodeFacts:
     host: str
     versions: dict[str, str]
     shm_mib: int
-    gpus: tuple[GpuFacts, ...] = ()
+    gpus: tuple[GpuState, ...] = ()
     driver: str | None = None
     data_problems: tuple[str, ...] = ()
     without_bytecode: tuple[str, ...] = ()
@@ -59,15 +50,13 @@ class NodeInspector:
 
     def facts(self, job: Job | None) -> NodeFacts:
         """Return what the node itself knows."""
-        from raytrain_opt.monitoring.nvml import gpu_states
-
         driver, gpus = gpu_states()
         shm = os.statvfs("/dev/shm")
         return NodeFacts(
             host=socket.gethostname(),
             versions=_versions(),
             shm_mib=shm.f_frsize * shm.f_blocks // _MIB,
-            gpus=tuple(GpuFacts(*state) for state in gpus),
+            gpus=tuple(gpus),
             driver=driver,
             data_problems=_data_problems(job),
             without_bytecode=tuple(packages_without_bytecode()),

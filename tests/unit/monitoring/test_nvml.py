@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -14,30 +13,22 @@ from typing import Any
 import pytest
 
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.monitoring.nvml import NvmlSampler, gpu_states
+from raytrain_opt.monitoring.nvml import GpuState, NvmlSampler, gpu_states
 
 CPU_INSTEAD = "batch_size_search.utilization.sampler: cpu"
-H100, A100 = "NVIDIA H100", "NVIDIA A100"
+H100 = "NVIDIA H100"
 A, B, C = (
     "GPU-aaaa1111-0000-0000-0000-000000000000",
     "GPU-aaaa2222-0000-0000-0000-000000000000",
     "GPU-cccc3333-0000-0000-0000-000000000000",
 )
-MIG = "MIG-dddd4444-0000-0000-0000-000000000000"
 
 
 class NVMLError(Exception):
     """As in pynvml: every error of NVML is one of these."""
 
 
-_KINDS = (
-    "LibraryNotFound",
-    "NotSupported",
-    "NotFound",
-    "InvalidArgument",
-    "NoPermission",
-    "GpuIsLost",
-)
+_KINDS = ("LibraryNotFound", "NotSupported", "NotFound", "NoPermission", "GpuIsLost")
 ERRORS = {kind: type(f"NVMLError_{kind}", (NVMLError,), {}) for kind in _KINDS}
 
 
@@ -77,13 +68,11 @@ class FakeNvml(ModuleType):
             raise ERRORS["NoPermission"]
         return self.gpus[index]
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object:
-        if uuid != MIG:
-            raise ERRORS["NotFound"]
-        return object()
-
-    def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
-        return gpu.uuid
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
+        for gpu in self.gpus:
+            if gpu.uuid == uuid:
+                return gpu
+        raise ERRORS["NotFound"]
 
     def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:
         return gpu.name
@@ -117,7 +106,7 @@ Machine = Callable[..., FakeNvml]
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     def install(*gpus: FakeGpu, **values: Any) -> FakeNvml:
         nvml = FakeNvml(*gpus, **values)
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monkeypatch.setattr("raytrain_opt.monitoring.nvml.pynvml", nvml)
         return nvml
 
     return install
@@ -133,139 +122,57 @@ def test_the_fake_has_only_what_the_library_has() -> None:
         assert issubclass(getattr(pynvml, error.__name__), pynvml.NVMLError)
 
 
-@pytest.mark.parametrize(
-    ("visible", "ordinal", "expected"),
-    [
-        (None, 0, A),
-        (None, 2, C),
-        ("2,0", 0, C),
-        ("2,0", 1, A),
-        (" 1 , 2", 1, C),
-        ("1,-1,2", 0, B),
-        (f"{C},{A}", 0, C),
-        (f"{C},{A}", 1, A),
-        ("GPU-aaaa2", 0, B),
-        ("GPU-cccc,GPU-aaaa1", 1, A),
-        ("GPU-CCCC", 0, C),
-    ],
-)
-def test_cudas_device_is_found_among_equal_gpus(
-    machine: Machine, visible: str | None, ordinal: int, expected: str
-) -> None:
-    machine(FakeGpu(A), FakeGpu(B), FakeGpu(C))
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert NvmlSampler.open(ordinal, environ=environ).uuid == expected
-
-
-def test_the_environment_is_that_of_the_process(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(FakeGpu(A), FakeGpu(B))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert NvmlSampler.open().uuid == B
-
-
 @pytest.mark.parametrize("uuid", [C, C.removeprefix("GPU-")])
-@pytest.mark.parametrize("visible", ["0,1", "", "GPU-aaaa1"])
-def test_a_uuid_decides_whatever_the_numbers_say(
-    machine: Machine, visible: str, uuid: str
-) -> None:
-    machine(FakeGpu(A, A100), FakeGpu(B, A100), FakeGpu(C, H100))
-    environ = {"CUDA_VISIBLE_DEVICES": visible}
-    assert NvmlSampler.open(0, uuid, environ).uuid == C
+def test_a_gpu_is_found_by_its_uuid(machine: Machine, uuid: str) -> None:
+    machine(FakeGpu(A), FakeGpu(B), FakeGpu(C, busy=12))
+    sampler = NvmlSampler(uuid)
+    assert (sampler.uuid, sampler.sample()) == (C, 12.0)
 
 
 def test_the_sample_and_the_energy_are_of_that_gpu(machine: Machine) -> None:
     machine(FakeGpu(A, busy=5, energy_mj=1), FakeGpu(B, busy=83, energy_mj=12_500))
-    sampler = NvmlSampler.open(uuid=B)
+    sampler = NvmlSampler(B)
     assert sampler.sample() == 83.0
     assert sampler.energy_j() == 12.5
 
 
-def test_the_number_of_unequal_gpus_counts_only_in_the_order_of_the_bus(machine: Machine) -> None:
-    machine(FakeGpu(A, A100), FakeGpu(B, H100))
-    with pytest.raises(ResourcesError, match=f"CUDA_DEVICE_ORDER=PCI_BUS_ID.*{CPU_INSTEAD}"):
-        NvmlSampler.open(0, environ={"CUDA_VISIBLE_DEVICES": "1,0"})
-    environ = {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert NvmlSampler.open(0, environ=environ).uuid == B
-    assert NvmlSampler.open(0, environ={"CUDA_VISIBLE_DEVICES": B}).uuid == B
-
-
-def test_gpus_that_the_process_may_not_use_do_not_count(machine: Machine) -> None:
-    machine(FakeGpu(A, A100, allowed=False), FakeGpu(B))
-    assert NvmlSampler.open(environ={}).uuid == B
-
-
-@pytest.mark.parametrize(
-    ("visible", "ordinal", "words"),
-    [
-        ("", 0, "CUDA device 0 is not among"),
-        ("-1", 0, "CUDA device 0 is not among CUDA_VISIBLE_DEVICES=-1"),
-        ("1,-1,0", 1, "CUDA device 1 is not among"),
-        ("0", 1, "CUDA device 1 is not among"),
-        ("0x,0", 0, "CUDA device 0 is not among"),
-        ("7", 0, "no GPU number 7, only .*aaaa1111.*aaaa2222"),
-        (None, 2, "no GPU number 2"),
-        ("GPU-aaaa", 0, "several GPUs of .* match GPU-aaaa;"),
-        ("GPU-ffff", 0, "no GPU of .* match"),
-    ],
-)
-def test_a_device_that_is_not_there_is_named(
-    machine: Machine, visible: str | None, ordinal: int, words: str
-) -> None:
-    nvml = machine(FakeGpu(A), FakeGpu(B))
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    with pytest.raises(ResourcesError, match=f"{words}.*{CPU_INSTEAD}"):
-        NvmlSampler.open(ordinal, environ=environ)
+def test_what_nvml_does_not_know_is_refused(machine: Machine) -> None:
+    """A MIG instance has a UUID of its own, which torch writes like that of a GPU."""
+    nvml = machine(FakeGpu(A))
+    with pytest.raises(ResourcesError, match=f"open {B}.*MIG instance.*{CPU_INSTEAD}"):
+        NvmlSampler(B)
     assert nvml.started == 0
-
-
-@pytest.mark.parametrize(
-    ("visible", "uuid"),
-    [
-        (MIG, None),
-        (f"MIG-{A}/1/0", None),
-        (MIG, A),
-        ("0", MIG),
-        ("0", MIG.removeprefix("MIG-")),
-    ],
-)
-def test_a_mig_instance_is_refused(machine: Machine, visible: str, uuid: str | None) -> None:
-    machine(FakeGpu(A))
-    with pytest.raises(ResourcesError, match=f"MIG instance.*{CPU_INSTEAD}.*GPU without MIG"):
-        NvmlSampler.open(0, uuid, {"CUDA_VISIBLE_DEVICES": visible})
 
 
 def test_a_gpu_that_does_not_report_is_refused_at_once(machine: Machine) -> None:
     nvml = machine(FakeGpu(A, reports=False))
-    with pytest.raises(ResourcesError, match=f"does not support it.*MIG.*{CPU_INSTEAD}") as caught:
-        NvmlSampler.open(environ={})
-    assert H100 in str(caught.value)
+    with pytest.raises(ResourcesError, match=f"utilization of {A}.*MIG instance.*{CPU_INSTEAD}"):
+        NvmlSampler(A)
     assert nvml.started == 0
 
 
 def test_energy_is_none_where_the_gpu_does_not_count_it(machine: Machine) -> None:
     machine(FakeGpu(A, energy_mj=None))
-    assert NvmlSampler.open(environ={}).energy_j() is None
+    assert NvmlSampler(A).energy_j() is None
 
 
 def test_without_a_driver_the_message_is_clear(machine: Machine) -> None:
     machine(driver=False)
     with pytest.raises(ResourcesError, match=f"NVIDIA driver.*{CPU_INSTEAD}"):
-        NvmlSampler.open(environ={})
+        NvmlSampler(A)
 
 
 def test_an_error_on_the_way_is_explained(machine: Machine) -> None:
     nvml = machine(FakeGpu(A))
-    sampler = NvmlSampler.open(environ={})
+    sampler = NvmlSampler(A)
     nvml.lost = True
-    with pytest.raises(ResourcesError, match=f"utilization of {H100} .*GPU is lost"):
+    with pytest.raises(ResourcesError, match=f"utilization of {A}: GPU is lost"):
         sampler.sample()
 
 
 def test_closing_leaves_nvml_once(machine: Machine) -> None:
     nvml = machine(FakeGpu(A))
-    first, second = NvmlSampler.open(environ={}), NvmlSampler.open(environ={})
+    first, second = NvmlSampler(A), NvmlSampler(A)
     assert nvml.started == 2
     first.close()
     first.close()
@@ -280,11 +187,11 @@ def test_the_states_of_all_gpus_name_their_processes(machine: Machine) -> None:
     )
     driver, states = gpu_states()
     assert driver == "595.58.03"
-    (name, memory_mib, used_mib, processes), idle = states
-    assert (name, memory_mib, used_mib) == (H100, 80 * 1024, 2 * 1024)
-    assert processes[0].endswith(f"(process {os.getpid()})")
-    assert processes[1] == f"process {2**22 + 1}"  # of another container
-    assert idle == (H100, 80 * 1024, 0, ())
+    busy, idle = states
+    assert (busy.name, busy.memory_mib, busy.used_mib) == (H100, 80 * 1024, 2 * 1024)
+    assert busy.processes[0].endswith(f"(process {os.getpid()})")
+    assert busy.processes[1] == f"process {2**22 + 1}"  # of another container
+    assert idle == GpuState(H100, 80 * 1024, 0, ())
     assert nvml.started == 0
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from raytrain_opt.config.batch_size import UtilizationSection
 from raytrain_opt.errors import JobError, ResourcesError
-from raytrain_opt.monitoring import samplers
+from raytrain_opt.monitoring import nvml, samplers
 from raytrain_opt.monitoring.samplers import (
     CpuSampler,
     NullSampler,
@@ -55,24 +55,22 @@ class Counting(ScriptedSampler):
 # Which sampler a job gets.
 
 
-@pytest.mark.parametrize(("sampler", "use_gpu"), [("auto", False), ("cpu", False), ("cpu", True)])
+@pytest.mark.parametrize(("sampler", "uuid"), [("auto", None), ("cpu", None), ("cpu", "GPU-1")])
 def test_the_cpu_is_watched_where_there_is_no_gpu_or_the_job_says_so(
-    sampler: str, use_gpu: bool
+    sampler: str, uuid: str | None
 ) -> None:
-    assert isinstance(open_sampler(section(sampler), use_gpu=use_gpu, threads=1), CpuSampler)
+    assert isinstance(open_sampler(section(sampler), threads=1, gpu_uuid=uuid), CpuSampler)
 
 
 @pytest.mark.parametrize("sampler", ["auto", "nvml"])
 def test_a_gpu_is_watched_by_nvml(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(samplers.NvmlSampler, "open", lambda *given: asked.append(given))
-    open_sampler(section(sampler), use_gpu=True, threads=1, gpu_uuid="GPU-1", ordinal=3)
-    assert asked == [(3, "GPU-1")]
+    monkeypatch.setattr(nvml, "NvmlSampler", lambda uuid: uuid)
+    assert open_sampler(section(sampler), threads=1, gpu_uuid="GPU-1") == "GPU-1"
 
 
 def test_nvml_without_a_gpu_is_an_error_of_the_job() -> None:
     with pytest.raises(JobError) as caught:
-        open_sampler(section("nvml"), use_gpu=False, threads=1)
+        open_sampler(section("nvml"), threads=1)
     (problem,) = caught.value.problems
     assert problem.path == "batch_size_search.utilization.sampler"
     assert "cpu or auto" in problem.rule

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from raytrain_opt.commands.doctor.checks import check_exchange, check_nodes
-from raytrain_opt.commands.doctor.facts import GpuFacts, NodeFacts
+from raytrain_opt.commands.doctor.facts import NodeFacts
 from raytrain_opt.commands.doctor.finding import Finding, print_findings
+from raytrain_opt.monitoring.nvml import GpuState
 
 VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.15.0"}
 HEAD = NodeFacts("head", VERSIONS, shm_mib=8000, object_store_mib=6000, ready_s=12.0)
 NODE = replace(HEAD, host="node")
-H100 = GpuFacts("NVIDIA H100", 81559, 4, ())
+H100 = GpuState("NVIDIA H100", 81559, 4, ())
 WITH_GPUS = replace(NODE, gpus=(H100, H100), driver="595.58", ray_gpus=2.0)
 
 
