@@ -33,7 +33,7 @@ from raytrain_opt.pools.in_process import in_process_backend
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.search.factory import build_policy, max_candidates
 from raytrain_opt.search.policy import Decision, TryCandidates
-from raytrain_opt.terminal.progress import Lines
+from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -155,7 +155,7 @@ class ObservedRun(TrainingRun):
         steps = epoch_steps(
             info.train_size, job.global_batch_size, job.batch_ramp.steps, info.search_size
         )
-        terminal, recorder = Lines(Console(quiet=True)), NullRecorder()
+        terminal, recorder = Terminal(Console(quiet=True)), NullRecorder()
         super().__init__(
             ResolvedJob(job, steps, build_policy(job, steps)),
             in_process_backend(

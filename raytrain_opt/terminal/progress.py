@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -25,54 +24,30 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.recording.records import EpochRecord
 
 
-class Terminal(Protocol):
-    """Display of a run's progress."""
-
-    def __enter__(self) -> Terminal: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-    def note(self, text: str) -> None:
-        """Print a line that stays."""
-
-    def phase(self, text: str, epoch: int, epochs: int) -> None:
-        """Show the current activity; epoch 0: before the first epoch."""
-
-    def advance(self, epochs_done: float) -> None:
-        """Show how much of the training is done, in epochs."""
-
-    def epoch(self, record: EpochRecord, epochs: int) -> None:
-        """Show the result of an epoch."""
-
-
-class Lines:
-    """One plain line per event: for logs, `ray job logs` and pipes."""
+class Terminal:
+    """Display of a run's progress: a plain line per event, for logs, `ray job logs` and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
     def note(self, text: str) -> None:
-        """Print the line."""
+        """Print a line that stays."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def phase(self, text: str, epoch: int, epochs: int) -> None:
-        """Do nothing: a line for each phase would fill the log."""
+        """Show the current activity, if the display moves; epoch 0: before the first epoch."""
 
     def advance(self, epochs_done: float) -> None:
-        """Do nothing: a log has no moving parts."""
+        """Show how much of the training is done, in epochs, if the display moves."""
 
     def epoch(self, record: EpochRecord, epochs: int) -> None:
-        """Print a line."""
+        """Show the result of an epoch."""
         self.note(epoch_text(record, epochs))
 
 
@@ -85,10 +60,11 @@ class PhaseColumn(ProgressColumn):
         return Text(f"{task.description}  {seconds} s" if seconds else task.description)
 
 
-class Bar:
+class Bar(Terminal):
     """A progress bar with epoch, phase and its seconds, accuracy, speed and remaining time."""
 
     def __init__(self, console: Console, epochs: int) -> None:
+        super().__init__(console)
         self._progress = Progress(
             SpinnerColumn(),
             PhaseColumn(),
@@ -103,16 +79,12 @@ class Bar:
             "starting", total=float(epochs), last_epoch="", phase_began_s=monotonic_s()
         )
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-
-    def note(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def phase(self, text: str, epoch: int, epochs: int) -> None:
         """Set the text left of the bar."""
@@ -133,10 +105,10 @@ class Bar:
         self._progress.update(self._task, completed=float(record.epoch), last_epoch=text)
 
 
-def open_terminal(epochs: int, *, plain: bool = False) -> Terminal:
-    """Return a progress bar when stdout is a terminal and not `plain`, otherwise lines."""
+def open_terminal(epochs: int) -> Terminal:
+    """Return a progress bar when stdout is a terminal, otherwise plain lines."""
     console = Console(file=sys.stdout)
-    return Bar(console, epochs) if console.is_terminal and not plain else Lines(console)
+    return Bar(console, epochs) if console.is_terminal else Terminal(console)
 
 
 def epoch_text(record: EpochRecord, epochs: int) -> str:

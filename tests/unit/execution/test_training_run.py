@@ -35,7 +35,7 @@ from raytrain_opt.pools.protocol import Backend
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
 from raytrain_opt.search.factory import build_policy, max_candidates
-from raytrain_opt.terminal.progress import Lines
+from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -142,7 +142,7 @@ def execute(
             backend,
             paths,
             checkpoints,
-            Lines(Console(file=output)),
+            Terminal(Console(file=output)),
             Startup(0.0),
         ) as run:
             interrupt_moves(run, process.moves, interrupt)

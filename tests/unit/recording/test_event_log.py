@@ -16,7 +16,7 @@ from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.recorder import Recorder
 from raytrain_opt.recording.spans import Event, Span
-from raytrain_opt.terminal.progress import Lines
+from raytrain_opt.terminal.progress import Terminal
 
 BEGAN_S = 1000.0
 SPAN = Span(
@@ -68,7 +68,7 @@ def recorder(paths: RunPaths) -> Iterator[Recorder]:
 
 @pytest.fixture
 def event_log(recorder: Recorder, output: io.StringIO) -> EventLog:
-    return EventLog(recorder, Lines(Console(file=output)), BEGAN_S)
+    return EventLog(recorder, Terminal(Console(file=output)), BEGAN_S)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ def test_a_resumed_run_continues_where_its_timeline_ends(
     event_log.write(1, [FakePool()])
     event_log.write(2, [FakePool(SPAN.model_copy(update={"start_s": BEGAN_S + 20}))])
     recorder.truncate_after(0, 1)
-    resumed = EventLog(recorder, Lines(Console(file=output)), began_s=5000.0)
+    resumed = EventLog(recorder, Terminal(Console(file=output)), began_s=5000.0)
     resumed.resume_clock(2, "resumed after epoch 1")
     resumed.write(2, [FakePool(SPAN.model_copy(update={"start_s": 5003.0}))])
     assert [(span["epoch"], span["start_s"]) for span in lines(paths.timeline)] == [

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from raytrain_opt.errors import JobError
 from raytrain_opt.report.watch import WatchedRun, watch
-from raytrain_opt.terminal.progress import Lines
+from raytrain_opt.terminal.progress import Terminal
 from tests.support.synthetic_runs import (
     epoch_line,
     event_line,
@@ -28,7 +28,7 @@ class Screen:
 
     def __init__(self) -> None:
         self._output = io.StringIO()
-        self.terminal = Lines(Console(file=self._output, width=200))
+        self.terminal = Terminal(Console(file=self._output, width=200))
 
     def lines(self) -> list[str]:
         text = self._output.getvalue()

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.terminal.progress import Bar, Lines, epoch_text, open_terminal, print_summary
+from raytrain_opt.terminal.progress import Bar, Terminal, epoch_text, open_terminal, print_summary
 
 
 def record(**values: Any) -> EpochRecord:
@@ -56,7 +56,7 @@ def test_an_epoch_without_evaluation_has_no_accuracy() -> None:
 
 def test_each_note_and_each_epoch_is_one_line() -> None:
     out = io.StringIO()
-    with Lines(Console(file=out, width=20)) as terminal:
+    with Terminal(Console(file=out, width=20)) as terminal:
         terminal.phase("main train", 3, 8)
         terminal.advance(2.5)
         terminal.note("a note [with brackets] that is longer than the line is wide")
@@ -93,18 +93,15 @@ def test_the_bar_works_without_an_accuracy() -> None:
 
 def test_a_pipe_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with open_terminal(8) as terminal:
-        assert isinstance(terminal, Lines)
+        assert type(terminal) is Terminal
         terminal.note("hello")
     assert capsys.readouterr().out == "hello\n"
 
 
-@pytest.mark.parametrize(("plain_lines", "kind"), [(False, Bar), (True, Lines)])
-def test_a_terminal_gets_a_bar_unless_plain_lines_are_requested(
-    monkeypatch: pytest.MonkeyPatch, plain_lines: bool, kind: type
-) -> None:
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(open_terminal(8, plain=plain_lines), kind)
+    assert isinstance(open_terminal(8), Bar)
 
 
 def test_the_summary_does_not_break_paths(capsys: pytest.CaptureFixture[str]) -> None:
