@@ -11,6 +11,7 @@ import torch
 
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
+from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
 from raytrain_opt.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class ImageFolderSource:
     """
 
     field = "data.root"
+    is_image = True
+    mean_std: MeanStd | None = IMAGENET_MEAN_STD
 
     def __init__(self, section: ImageFolderData) -> None:
         self._folders: dict[SourceSplit, ImageFolder] = {
@@ -36,6 +39,7 @@ class ImageFolderSource:
         _check_classes(self._folders["train"], self._folders["test"])
         self._augmented, self._plain = _make_transforms(section.image_size)
         self.num_classes = len(self._folders["train"].classes)
+        self.sample_shape = (3, section.image_size, section.image_size)
 
     def size(self, split: SourceSplit) -> int:
         """Return the number of files."""

@@ -7,7 +7,6 @@ work itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -53,11 +52,15 @@ class InMemoryData(TrainingData):
         self.on_copy: Callable[[], None] = no_op
         self._seed = seed
         self._augment = _resolve_augment(section, is_image)
-        self._transform = _make_transform(
-            x, self._split.training.samples, section.normalize, device, channels_last
+        auto = None
+        if is_image and section.normalize == "auto":
+            auto = transforms.channel_mean_std(x, self._split.training.samples)
+        self._transform = transforms.make_transform(
+            section.normalize, shape, is_image, auto, device, channels_last
         )
         total_bytes = x.nbytes + arrays.test_x.nbytes
         on_device = device.type == "cuda" and total_bytes < _MAX_BYTES_ON_DEVICE
+        store: type[DeviceSampleStore | CpuSampleStore]
         store = DeviceSampleStore if on_device else CpuSampleStore
         self._train_store = store(x, arrays.train_y, device)
         self._test_store = store(arrays.test_x, arrays.test_y, device)
@@ -97,12 +100,6 @@ class InMemoryData(TrainingData):
             x, y = store.take(samples[start : start + batch_size], self.on_copy)
             yield Batch(self._transform(x), y)
 
-    def check_samples(self) -> None:
-        """Do nothing: `in_memory_sets` checked every sample."""
-
-    def close(self) -> None:
-        """Do nothing: there are no processes and no open files."""
-
     def _draw(self, epoch: int, step: int, samples: int) -> sampling.CropFlip | None:
         augment = self._augment
         if not (augment.crop_padding or augment.flip):
@@ -110,18 +107,6 @@ class InMemoryData(TrainingData):
         return sampling.draw_crop_flip(
             self._seed, epoch, step, samples, augment.crop_padding, augment.flip
         )
-
-
-class SampleStore(Protocol):
-    """Samples in some memory, from which batches are gathered."""
-
-    def __init__(self, x: Array, y: Array, device: torch.device) -> None: ...
-
-    def take(
-        self, indices: Indices, on_copy: Callable[[], None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x and y of the samples as new tensors on the device."""
-        ...
 
 
 class CpuSampleStore:
@@ -133,7 +118,7 @@ class CpuSampleStore:
     def take(
         self, indices: Indices, on_copy: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `SampleStore.take`: gather in CPU memory, then copy."""
+        """Return x and y of the samples, gathered in CPU memory and then copied to the device."""
         x, y = torch.from_numpy(self._x[indices]), torch.from_numpy(self._y[indices])
         if self._device.type == "cuda":
             x, y = x.pin_memory(), y.pin_memory()
@@ -150,7 +135,7 @@ class DeviceSampleStore:
     def take(
         self, indices: Indices, on_copy: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `SampleStore.take`: gather on the device."""
+        """Return x and y of the samples, gathered on the device."""
         on_copy()
         on_device = torch.from_numpy(indices).to(self._device, non_blocking=True)
         return self._x.index_select(0, on_device), self._y.index_select(0, on_device)
@@ -177,23 +162,3 @@ def _resolve_augment(section: ArraySetData | ArraysData, is_image: bool) -> Augm
             "arrays are not; remove data.augment",
         )
     return section.augment
-
-
-def _make_transform(
-    x: Array,
-    train: Indices,
-    normalize: transforms.NormalizeSetting,
-    device: torch.device,
-    channels_last: bool,
-) -> transforms.Transform:
-    if x.dtype != np.uint8:
-        shape = x.shape[1:]
-        mean_std = transforms.explicit_mean_std(normalize, shape[0])
-        return transforms.NormalizeValues(mean_std, shape, device, channels_last)
-    height, width, channels = x.shape[1:]
-    mean_std = transforms.explicit_mean_std(normalize, channels)
-    if mean_std is None and normalize == "auto":
-        mean_std = transforms.channel_mean_std(x, train)
-    return transforms.NormalizeImages(
-        mean_std or transforms.IDENTITY_MEAN_STD, (height, width, channels), device, channels_last
-    )

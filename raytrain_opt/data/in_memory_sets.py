@@ -68,7 +68,8 @@ def _load_digits() -> DatasetArrays:
     for label in range(10):
         of_class = order[y[order] == label]
         is_test[of_class[: round(_DIGITS_TEST_FRACTION * len(of_class))]] = True
-    return validate_arrays((x[~is_test], y[~is_test]), (x[is_test], y[is_test]), 10)
+    train, test = pair("train", x[~is_test], y[~is_test]), pair("test", x[is_test], y[is_test])
+    return validate_arrays(train, test, 10)
 
 
 def _load_torchvision(section: ArraySetData) -> DatasetArrays:
@@ -97,28 +98,22 @@ def _load_torchvision(section: ArraySetData) -> DatasetArrays:
             "data.name",
             f"{section.name} in {root / folder} {cause}: {error or type(error).__name__}",
         ) from error
-    train, test = ((np.asarray(s.data), np.asarray(s.targets, dtype=np.int64)) for s in splits)
+    train, test = (
+        pair(name, np.asarray(split.data), np.asarray(split.targets, dtype=np.int64))
+        for name, split in zip(("train", "test"), splits, strict=True)
+    )
     return validate_arrays(train, test, len(splits[0].classes))
 
 
 def _load_files(section: ArraysData) -> DatasetArrays:
     train, test = (
-        tuple(_read_npy(path, f"data.{field}.{i}") for i, path in enumerate(paths))
+        (_read_npy(paths[0], f"data.{field}.0"), _read_npy(paths[1], f"data.{field}.1"))
         for field, paths in (("train", section.train), ("test", section.test))
     )
-    return validate_arrays(
-        (train[0], train[1]),
-        (test[0], test[1]),
-        section.num_classes,
-        names=(_array_names("data.train", section.train), _array_names("data.test", section.test)),
-    )
+    return validate_arrays(train, test, section.num_classes)
 
 
-def _array_names(field: str, paths: tuple[str, str]) -> tuple[ArrayName, ArrayName]:
-    return ArrayName(f"{field}.0", paths[0]), ArrayName(f"{field}.1", paths[1])
-
-
-def _read_npy(path: str, field: str) -> Array:
+def _read_npy(path: str, field: str) -> NamedArray:
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(field, f"there is no file {file.absolute()}; write it with numpy.save")
@@ -133,108 +128,103 @@ def _read_npy(path: str, field: str) -> Array:
         ) from error
     if not isinstance(array, np.ndarray):
         raise DataError(field, f"{file} is an .npz archive; write each array to its own .npy file")
-    return array
+    return NamedArray(array, field, path)
 
 
-class ArrayName(NamedTuple):
-    """Name of an array in errors: the field of the job that names it, and its file or part."""
+class NamedArray(NamedTuple):
+    """An array with the field of the job that names it, and its file or part, for errors."""
 
+    values: Array
     field: str
-    text: str
+    name: str
+
+    def error(self, rule: str) -> DataError:
+        """Return the error that the array breaks this rule."""
+        return DataError(self.field, f"{self.name} {rule}")
 
 
-Pair = tuple[Array, Array]
-Names = tuple[tuple[ArrayName, ArrayName], tuple[ArrayName, ArrayName]]
-_DEFAULT_NAMES: Names = (
-    (ArrayName("data.name", "train_x"), ArrayName("data.name", "train_y")),
-    (ArrayName("data.name", "test_x"), ArrayName("data.name", "test_y")),
-)
+def pair(split: str, x: Array, y: Array) -> tuple[NamedArray, NamedArray]:
+    """Return samples and labels of a split of a data set that has a name of its own."""
+    return NamedArray(x, "data.name", f"{split}_x"), NamedArray(y, "data.name", f"{split}_y")
 
 
 def validate_arrays(
-    train: Pair, test: Pair, num_classes: int | None, names: Names = _DEFAULT_NAMES
+    train: tuple[NamedArray, NamedArray],
+    test: tuple[NamedArray, NamedArray],
+    num_classes: int | None,
 ) -> DatasetArrays:
-    """Return the pairs (x, y) in the types of `DatasetArrays`; errors use `names`.
+    """Return samples and labels in the types of `DatasetArrays`.
 
     Raises DataError: an array is empty, x and y differ in length, labels are not class indices,
     values are not finite numbers, samples of train and test differ in shape or type.
     """
     if num_classes is None:
-        _check_labels(train[1], names[0][1])
-        num_classes = int(train[1].max()) + 1
-    for (x, y), (name_x, name_y) in zip((train, test), names, strict=True):
-        _check_labels(y, name_y, num_classes)
-        if len(x.shape) == 0 or len(x) != len(y):
-            raise DataError(
-                name_x.field,
-                f"{name_x.text} has shape {x.shape}, its labels have shape {y.shape} "
-                f"({name_y.text}); both need the same number of samples (first axis)",
+        _check_labels(train[1])
+        num_classes = int(train[1].values.max()) + 1
+    for x, y in (train, test):
+        _check_labels(y, num_classes)
+        if x.values.ndim == 0 or len(x.values) != len(y.values):
+            raise x.error(
+                f"has shape {x.values.shape}, its labels have shape {y.values.shape} "
+                f"({y.name}); both need the same number of samples (first axis)"
             )
-    train_x = _convert_values(train[0], names[0][0])
-    test_x = _convert_values(test[0], names[1][0])
+    train_x, test_x = _convert_values(train[0]), _convert_values(test[0])
     if train_x.shape[1:] != test_x.shape[1:] or train_x.dtype != test_x.dtype:
         raise DataError(
-            names[1][0].field,
-            f"its samples are {test[0].dtype} {test_x.shape[1:]}, but "
-            f"{names[0][0].text} has {train[0].dtype} {train_x.shape[1:]}; both must be the same",
+            test[0].field,
+            f"its samples are {test[0].values.dtype} {test_x.shape[1:]}, but {train[0].name} has "
+            f"{train[0].values.dtype} {train_x.shape[1:]}; both must be the same",
         )
-    labels = [np.ascontiguousarray(y, dtype=np.int64) for y in (train[1], test[1])]
+    labels = [np.ascontiguousarray(y.values, dtype=np.int64) for y in (train[1], test[1])]
     return DatasetArrays(train_x, labels[0], test_x, labels[1], num_classes)
 
 
-def _check_labels(y: Array, name: ArrayName, num_classes: int | None = None) -> None:
+def _check_labels(array: NamedArray, num_classes: int | None = None) -> None:
+    y = array.values
     if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1:
-        raise DataError(
-            name.field,
-            f"{name.text} has type {y.dtype} and shape {y.shape}; labels must be integer class "
-            "indices of shape [samples]",
+        raise array.error(
+            f"has type {y.dtype} and shape {y.shape}; labels must be integer class indices of "
+            "shape [samples]"
         )
     if len(y) == 0:
-        raise DataError(name.field, f"{name.text} has no samples")
+        raise array.error("has no samples")
     is_wrong = (y < 0) if num_classes is None else (y < 0) | (y >= num_classes)
     if is_wrong.any():
         first = int(is_wrong.argmax())
         valid = "0 and up"
         if num_classes is not None:
             valid = f"0 to {num_classes - 1} (data.num_classes)"
-        raise DataError(
-            name.field,
-            f"{name.text} has {int(is_wrong.sum())} labels outside {valid}; the first is "
-            f"{y[first]}, of sample {first}",
+        raise array.error(
+            f"has {int(is_wrong.sum())} labels outside {valid}; the first is {y[first]}, of "
+            f"sample {first}"
         )
 
 
-def _convert_values(x: Array, name: ArrayName) -> Array:
+def _convert_values(array: NamedArray) -> Array:
     """Return images as uint8 [N, H, W, C], other values as float32 [N, ...]; checks both."""
+    x = array.values
     if not (np.issubdtype(x.dtype, np.number) or x.dtype == bool) or np.iscomplexobj(x):
-        raise DataError(name.field, f"{name.text} has type {x.dtype}; it must hold real numbers")
+        raise array.error(f"has type {x.dtype}; it must hold real numbers")
     if x.ndim < 2 or x[0].size == 0:
-        raise DataError(
-            name.field, f"{name.text} has shape {x.shape}; it must be [samples, ...], not empty"
-        )
+        raise array.error(f"has shape {x.shape}; it must be [samples, ...], not empty")
     if x.dtype == np.uint8 and x.ndim in (3, 4):
-        return _as_images(x, name)
+        return _as_images(array)
     values = np.ascontiguousarray(x, dtype=np.float32)
     not_finite = sum(
         int(np.count_nonzero(~np.isfinite(values[start : start + _CHUNK_SAMPLES])))
         for start in range(0, len(values), _CHUNK_SAMPLES)
     )
     if not_finite:
-        raise DataError(
-            name.field,
-            f"{name.text} has {not_finite} values that are not finite (NaN or infinite)",
-        )
+        raise array.error(f"has {not_finite} values that are not finite (NaN or infinite)")
     return values
 
 
-def _as_images(x: Array, name: ArrayName) -> Array:
+def _as_images(array: NamedArray) -> Array:
     """Return uint8 [N, H, W] or [N, H, W, C] as [N, H, W, C]."""
-    if x.ndim == 3:
-        x = x[..., np.newaxis]
+    x = array.values if array.values.ndim == 4 else array.values[..., np.newaxis]
     if x.shape[1] in (1, 3) and x.shape[3] > 4:
-        raise DataError(
-            name.field,
-            f"{name.text} has shape {x.shape}, which looks like channels first; uint8 images "
-            "must be [samples, height, width, channels]: x.transpose(0, 2, 3, 1)",
+        raise array.error(
+            f"has shape {x.shape}, which looks like channels first; uint8 images must be "
+            "[samples, height, width, channels]: x.transpose(0, 2, 3, 1)"
         )
     return np.ascontiguousarray(x)

@@ -44,7 +44,15 @@ class DataLoaderData(TrainingData):
         device: torch.device,
         channels_last: bool,
     ) -> None:
-        source, self._transform, shape = _open(section, seed, device, channels_last)
+        source: ImageFolderSource | UserDatasetSource
+        if isinstance(section, ImageFolderData):
+            source = ImageFolderSource(section)
+        else:
+            source = UserDatasetSource(section, seed)
+        shape = source.sample_shape
+        self._transform = transforms.make_transform(
+            section.normalize, shape, source.is_image, source.mean_std, device, channels_last
+        )
         self._split = sampling.TrainingSplit(source.size("train"), hold_out, seed)
         self._test = np.arange(source.size("test"))
         self.info = DataInfo(
@@ -218,37 +226,3 @@ def _request(
     name: str, split: SourceSplit, purpose: Purpose, epoch: int, indices: Indices
 ) -> BatchRequest:
     return BatchRequest(name, split, purpose, epoch, tuple(indices.tolist()))
-
-
-def _open(
-    section: ImageFolderData | DatasetData, seed: int, device: torch.device, channels_last: bool
-) -> tuple[ImageFolderSource | UserDatasetSource, transforms.Transform, tuple[int, ...]]:
-    """Return the source, the transform of its batches, and the shape that the model sees."""
-    source: ImageFolderSource | UserDatasetSource
-    if isinstance(section, ImageFolderData):
-        source = ImageFolderSource(section)
-        shape: tuple[int, ...] = (3, section.image_size, section.image_size)
-        auto = transforms.IMAGENET_MEAN_STD
-        return source, _normalize_images(section, shape, auto, device, channels_last), shape
-    source = UserDatasetSource(section, seed)
-    shape = source.sample_shape
-    if source.is_image:
-        # Its statistics are unknown without reading all of it: auto only scales to 0..1.
-        auto = transforms.IDENTITY_MEAN_STD
-        return source, _normalize_images(section, shape, auto, device, channels_last), shape
-    mean_std = transforms.explicit_mean_std(section.normalize, shape[0]) if shape else None
-    return source, transforms.NormalizeValues(mean_std, shape, device, channels_last), shape
-
-
-def _normalize_images(
-    section: ImageFolderData | DatasetData,
-    shape: tuple[int, ...],
-    auto: transforms.MeanStd,
-    device: torch.device,
-    channels_last: bool,
-) -> transforms.Transform:
-    channels, height, width = shape
-    mean_std = transforms.explicit_mean_std(section.normalize, channels)
-    if mean_std is None:
-        mean_std = auto if section.normalize == "auto" else transforms.IDENTITY_MEAN_STD
-    return transforms.NormalizeImages(mean_std, (height, width, channels), device, channels_last)

@@ -32,7 +32,6 @@ NormalizeSetting = Literal["auto", "none"] | tuple[list[float], list[float]]
 MeanStd = tuple[Sequence[float], Sequence[float]]
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-IDENTITY_MEAN_STD: MeanStd = ([0.0], [1.0])
 IMAGENET_MEAN_STD: MeanStd = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
 # The squares of 256 values of 255 still add up exactly in float32 (256 x 255^2 < 2^24).
@@ -122,6 +121,28 @@ class NormalizeValues:
         if self._format is not None:
             return values.contiguous(memory_format=self._format)
         return values
+
+
+def make_transform(
+    normalize: NormalizeSetting,
+    shape: tuple[int, ...],
+    is_image: bool,
+    auto: MeanStd | None,
+    device: torch.device,
+    channels_last: bool,
+) -> Transform:
+    """Return the transform of batches whose samples have this `shape` for the model.
+
+    `is_image`: the batches are uint8 images. `auto`: their statistics for `normalize: auto`; None
+    only scales them to 0..1. Raises DataError as `explicit_mean_std` does.
+    """
+    mean_std = explicit_mean_std(normalize, shape[0]) if shape else None
+    if not is_image:
+        return NormalizeValues(mean_std, shape, device, channels_last)
+    if mean_std is None:
+        mean_std = auto if auto and normalize == "auto" else ([0.0], [1.0])
+    channels, height, width = shape
+    return NormalizeImages(mean_std, (height, width, channels), device, channels_last)
 
 
 def explicit_mean_std(normalize: NormalizeSetting, channels: int) -> MeanStd | None:

@@ -20,6 +20,7 @@ from raytrain_opt.data.batch_reader import (
     seed_all,
 )
 from raytrain_opt.data.sampling import Purpose, sample_seed
+from raytrain_opt.data.transforms import MeanStd
 from raytrain_opt.errors import DataError
 
 # Samples tried until one is readable and shows shape and type; with more unreadable ones in a
@@ -38,6 +39,7 @@ class UserDatasetSource:
     """
 
     field = "data.name"
+    mean_std: MeanStd | None = None  # unknown without reading all samples
 
     def __init__(self, section: DatasetData, seed: int) -> None:
         name = section.name
@@ -47,7 +49,7 @@ class UserDatasetSource:
             self._check_dataset(split)
         self.num_classes = self._resolve_num_classes(section.num_classes)
         self._expected = self._probe(section.on_unreadable == "skip")
-        self.sample_shape = self._expected[0]
+        self.sample_shape: tuple[int, ...] = self._expected[0]
         self.is_image = self._expected[1] == torch.uint8
 
     def size(self, split: SourceSplit) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raytrain_opt.config.data import ArraysData, ArraySetData
-from raytrain_opt.data.in_memory_sets import load_arrays, validate_arrays
+from raytrain_opt.data.in_memory_sets import load_arrays, pair, validate_arrays
 from raytrain_opt.errors import DataError
 
 X = np.arange(4 * 2 * 3 * 3, dtype=np.uint8).reshape(4, 2, 3, 3)
@@ -168,4 +168,4 @@ def test_labels_beyond_num_classes_are_an_error(tmp_path: Path) -> None:
 
 def test_arrays_without_files_are_checked_too() -> None:
     with pytest.raises(DataError, match="train_y"):
-        validate_arrays((X, Y - 1), (X, Y), 3)
+        validate_arrays(pair("train", X, Y - 1), pair("test", X, Y), 3)
