@@ -9,18 +9,14 @@ from typing import TYPE_CHECKING
 from raytrain_opt.recording.records import BatchSizeProbeRecord
 from raytrain_opt.report.formatting import count, duration, plain
 from raytrain_opt.report.plots import (
-    SERIES,
     Cell,
-    Column,
     Plot,
     Table,
     color,
     draw,
-    legend,
-    percent_axis,
     plain_log,
+    stacked_bars,
     thousands,
-    whole_numbers,
 )
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.search.batch_size.strategy import Measurement
@@ -45,10 +41,7 @@ def batch_size_plots(run: RunRecords) -> list[Plot]:
     measured = [record for record in run.probes if record.status == "ok" and record.samples_per_s]
     if not measured:
         return []
-    plots = [_speed(run, measured), _time_parts(measured)]
-    if any(record.utilization_pct is not None for record in measured):
-        plots.append(_utilization(measured))
-    return [*plots, _order(run)]
+    return [_speed(run, measured), _time_parts(measured)]
 
 
 def _speed(run: RunRecords, measured: Sequence[BatchSizeProbeRecord]) -> Plot:
@@ -73,7 +66,6 @@ def _speed(run: RunRecords, measured: Sequence[BatchSizeProbeRecord]) -> Plot:
         plain_log(axes, "x", 2)
         thousands(axes, "y")
         axes.set_ylim(bottom=0)
-        legend(axes)
 
     return draw("batch_size_speed", "Speed over batch size", caption, paint)
 
@@ -112,80 +104,28 @@ def _time_parts(measured: Sequence[BatchSizeProbeRecord]) -> Plot:
     )
 
     def paint(axes: Axes) -> None:
-        names, bottom = [str(r.batch_size) for r in records], [0.0] * len(records)
-        for (part, name), color_name in zip(_PARTS.items(), SERIES, strict=False):
-            heights = [1e3 * (r.timings_s.get(part) or 0.0) / r.batch_size for r in records]
-            axes.bar(names, heights, bottom=bottom, color=color(color_name), label=name, width=0.7)
-            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+        sizes = [str(record.batch_size) for record in records]
+        parts_ms = {
+            name: [1e3 * (r.timings_s.get(part) or 0.0) / r.batch_size for r in records]
+            for part, name in _PARTS.items()
+        }
+        stacked_bars(axes, sizes, parts_ms, width=0.7)
         axes.set(xlabel="batch size per worker", ylabel="ms per sample")
-        axes.grid(visible=False, axis="x")
-        if len(names) > 8:
+        if len(sizes) > 8:
             axes.tick_params(axis="x", labelrotation=60)
-        legend(axes)
 
     return draw("batch_size_time_parts", "Time per sample by part", caption, paint)
 
 
-def _utilization(measured: Sequence[BatchSizeProbeRecord]) -> Plot:
-    known = [record for record in measured if record.utilization_pct is not None]
-    known.sort(key=lambda record: record.batch_size)
-    caption = (
-        "Utilization of the device: mean of the larger half of its samples, and of all samples. "
-        "Data: table of probes."
-    )
-
-    def paint(axes: Axes) -> None:
-        for field, name, color_name, marker in (
-            ("utilization_pct", "larger half", "blue", "o"),
-            ("utilization_mean_pct", "all samples", "grey", "."),
-        ):
-            y = [(getattr(record, field) or 0.0) / 100 for record in known]
-            sizes = [record.batch_size for record in known]
-            axes.plot(sizes, y, marker, color=color(color_name), label=name)
-        axes.set(xlabel="batch size per worker", ylabel="utilization", ylim=(0, 1.04))
-        plain_log(axes, "x", 2)
-        percent_axis(axes)
-        legend(axes)
-
-    return draw("batch_size_utilization", "Utilization over batch size", caption, paint)
-
-
-def _order(run: RunRecords) -> Plot:
-    caption = "Probed sizes in order. Data with the reason for each probe: table of probes."
-    groups = (
-        ("measured", "o", "blue", [p for p in run.probes if p.status == "ok" and not p.check]),
-        ("check of the choice", "D", "orange", [p for p in run.probes if p.check]),
-        ("out of memory", "x", "pink", [p for p in run.probes if p.status != "ok"]),
-    )
-
-    def paint(axes: Axes) -> None:
-        axes.plot(
-            [p.probe for p in run.probes],
-            [p.batch_size for p in run.probes],
-            color=color("grid"),
-            linewidth=1,
-        )
-        for name, marker, color_name, probes in groups:
-            if probes:
-                x, y = [p.probe for p in probes], [p.batch_size for p in probes]
-                axes.plot(x, y, marker, color=color(color_name), label=name, linestyle="none")
-        axes.set(xlabel="probe", ylabel="batch size per worker")
-        whole_numbers(axes)
-        plain_log(axes, "y", 2)
-        legend(axes)
-
-    return draw("batch_size_order", "Order of probes", caption, paint)
-
-
 def probes_table(run: RunRecords) -> Table:
     """Return a row per probe, in order."""
-    names = ("probe", "batch size", "samples/s", "±", "busy", "memory", *_PARTS.values())
-    columns = [*map(Column, names), Column("reason", wide=True)]
+    columns = ("probe", "batch size", "samples/s", "±", "busy", "memory", *_PARTS.values())
+    rows = [_row(record) for record in run.probes]
     caption = (
         "All probes in order. Parts: mean times of a step. Busy: utilization of the device, mean "
         "of the larger half of its samples."
     )
-    return Table("probes", caption, columns, [_row(record) for record in run.probes])
+    return Table("probes", caption, (*columns, "reason"), rows, wide=("reason",))
 
 
 def _row(record: BatchSizeProbeRecord) -> list[Cell]:

@@ -11,12 +11,10 @@ from raytrain_opt.report.formatting import count, duration, percent, rate
 from raytrain_opt.report.plots import (
     SERIES,
     Cell,
-    Column,
     Plot,
     Table,
     color,
     draw,
-    legend,
     percent_axis,
     thousands,
 )
@@ -96,20 +94,19 @@ def _curves(
         axes.set(xlabel=unit, ylabel="test accuracy")
         thousands(axes, "x")
         percent_axis(axes)
-        legend(axes)
 
     rows = [
         [Cell(letter(index)), Cell(count(x), x), Cell(percent(accuracy, 2))]
         for index, curve in enumerate(points)
         for x, accuracy in curve
     ]
-    columns = [Column("run"), Column(unit), Column("test accuracy")]
-    return draw(name, title, caption, paint, Table(name, caption, columns, rows))
+    table = Table(name, caption, ("run", unit, "test accuracy"), rows)
+    return draw(name, title, caption, paint, table)
 
 
 def summaries_table(summaries: Sequence[RunSummary]) -> Table:
     """Return a row per run."""
-    names = (
+    columns = (
         "run", "name", "accuracy", "best", "time", "samples/s", "global batch", "LR",
         "search samples", "search time", "warnings",
     )  # fmt: skip
@@ -130,7 +127,7 @@ def summaries_table(summaries: Sequence[RunSummary]) -> Table:
         for index, summary in enumerate(summaries)
     ]
     caption = "Results. Search samples: as a fraction of the training's samples."
-    return Table("runs", caption, [*map(Column, names)], rows)
+    return Table("runs", caption, columns, rows)
 
 
 def differences(jobs: Sequence[Mapping[str, Any]]) -> Table:
@@ -142,9 +139,9 @@ def differences(jobs: Sequence[Mapping[str, Any]]) -> Table:
         for name in names
         if len({job.get(name, _ABSENT) for job in fields}) > 1
     ]
-    columns = [Column("field"), *(Column(letter(index), wide=True) for index in range(len(jobs)))]
+    letters = [letter(index) for index in range(len(jobs))]
     caption = "Fields in which the jobs differ, defaults included."
-    return Table("differences", caption, columns, rows)
+    return Table("differences", caption, ["field", *letters], rows, wide=letters)
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import isnan, nan
-from typing import TYPE_CHECKING
+from math import nan
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
 from raytrain_opt.report.formatting import percent, plain, rate
 from raytrain_opt.report.plots import (
     Cell,
-    Column,
     Plot,
     Table,
     color,
     draw,
-    legend,
     percent_axis,
     plain_log,
     thin_out,
@@ -28,27 +27,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # More cannot be distinguished in a plot.
-_MAX_ROUNDS, _MAX_POINTS = 1000, 25_000
-# With more epochs or rounds than this, single points are not marked.
+_MAX_ROUNDS, _MAX_POINTS = 300, 25_000
+# With more epochs than this, single points of the training are not marked.
 _MAX_DOTS, _DOT_SIZE = 150, 3
-
-
-@dataclass
-class _Line:
-    """Points of one line in separate pieces: matplotlib breaks a line at NaN."""
-
-    x: list[float]
-    y: list[float]
-
-    @classmethod
-    def empty(cls) -> _Line:
-        return cls([], [])
-
-    def add(self, *points: tuple[float, float | None]) -> None:
-        """Add a piece."""
-        for x, y in (*points, (nan, nan)):
-            self.x.append(x)
-            self.y.append(nan if y is None else y)
 
 
 def learning_rate_plots(run: RunRecords) -> list[Plot]:
@@ -69,58 +50,43 @@ def _accuracy(run: RunRecords) -> Plot:
             "Short lines: all candidates, from their common initial state to their accuracy on "
             "the validation split after pre-training (as in figure 2 of the STPT paper). "
         )
-    caption += _thinned(run) + _data_location(run)
+    caption += f"{_thinned(run)}Data: tables of this page."
 
     def paint(axes: Axes) -> None:
-        others, winners = _Line.empty(), _Line.empty()
-        for record in thin_out(run.rounds, _MAX_ROUNDS):
-            for candidate in record.candidates:
-                line = winners if candidate is record.chosen else others
-                line.add(*_candidate_points(run, record, candidate))
         steps, accuracies = _main_line(run)
         marker = "." if len(run.epochs) <= _MAX_DOTS else ""
         axes.plot(steps, accuracies, marker=marker, color=color("blue"), label="training")
-        axes.plot(
-            others.x,
-            others.y,
-            color=color("grey"),
-            linewidth=0.9,
-            label=_label(others, "other candidates"),
-        )
-        axes.plot(winners.x, winners.y, color=color("orange"), label=_label(winners, "winner"))
-        if len(run.rounds) <= _MAX_DOTS:
-            for line, color_name in ((others, "grey"), (winners, "orange")):
-                ends = [i - 1 for i, x in enumerate(line.x) if isnan(x)]
-                x, y = ([values[i] for i in ends] for values in (line.x, line.y))
-                axes.plot(x, y, ".", color=color(color_name), markersize=_DOT_SIZE)
+        for winners, name, line_color, width in (
+            (False, "other candidates", color("grey"), 0.9),
+            (True, "winner", color("orange"), 1.5),
+        ):
+            lines = _candidate_lines(run, winners=winners)
+            if len(lines):
+                x, y = lines[..., 0], lines[..., 1]
+                axes.plot(x.ravel(), y.ravel(), color=line_color, linewidth=width, label=name)
+                axes.plot(x[:, 1], y[:, 1], ".", color=line_color, markersize=_DOT_SIZE)
         axes.set(xlabel="step", ylabel="accuracy")
         thousands(axes, "x")
         percent_axis(axes)
-        legend(axes)
 
     return draw("accuracy", "Accuracy over steps", caption, paint)
 
 
-def _label(line: _Line, name: str) -> str:
-    """Return the name, or for an empty line a label that the legend leaves out."""
-    return name if line.x else "_empty"
+def _candidate_lines(run: RunRecords, *, winners: bool) -> npt.NDArray[Any]:
+    """Return (step, accuracy) before and after each pre-training [candidates, 3, 2].
 
-
-def _candidate_points(
-    run: RunRecords, record: RoundRecord, candidate: CandidateRecord
-) -> tuple[tuple[float, float | None], ...]:
-    """Return (step, accuracy) before (if known) and after the candidate's pre-training."""
-    first_step = run.first_step(record.epoch)
-    end = (first_step + record.pretrain_steps, candidate.val_accuracy)
-    before = _accuracy_before(run, record.epoch)
-    return (end,) if before is None else ((first_step, before), end)
-
-
-def _accuracy_before(run: RunRecords, epoch: int) -> float | None:
-    """Return the test accuracy at the start of the epoch; None when not measured."""
-    if not 1 < epoch <= len(run.epochs) + 1:
-        return None
-    return run.epochs[epoch - 2].test_accuracy
+    The third point is NaN, where matplotlib ends a line; so is an accuracy that was not measured.
+    """
+    lines = []
+    for record in thin_out(run.rounds, _MAX_ROUNDS):
+        step = run.first_step(record.epoch)
+        is_known = 1 < record.epoch <= len(run.epochs) + 1
+        before = run.epochs[record.epoch - 2].test_accuracy if is_known else None
+        for candidate in record.candidates:
+            if (candidate is record.chosen) == winners:
+                end = (step + record.pretrain_steps, candidate.val_accuracy)
+                lines.append([(step, before), end, (nan, nan)])
+    return np.array(lines, float).reshape(-1, 3, 2)
 
 
 def _main_line(run: RunRecords) -> tuple[list[float], list[float]]:
@@ -144,74 +110,39 @@ def _main_line(run: RunRecords) -> tuple[list[float], list[float]]:
 def _learning_rates(run: RunRecords) -> Plot:
     caption = "Learning rate of each step"
     caption += ", and all candidates. " if run.rounds else ". "
-    caption += _thinned(run) + _data_location(run)
+    caption += f"{_thinned(run)}Data: tables of this page."
 
     def paint(axes: Axes) -> None:
         candidates = [
             (r.epoch, c) for r in thin_out(run.rounds, _MAX_ROUNDS) for c in r.candidates
         ]
-        for status, marker, name in (("ok", "o", "candidates"), ("diverged", "x", "diverged")):
-            points = [(epoch, c.lr) for epoch, c in candidates if c.status == status]
-            if points:
-                _draw_points(axes, points, marker, name)
+        for status, marker, name, color_name in (
+            ("ok", "o", "candidates", "grey"),
+            ("diverged", "x", "diverged", "orange"),
+        ):
+            points = np.array([(epoch - 1, c.lr) for epoch, c in candidates if c.status == status])
+            if len(points):
+                x, y = points.T
+                axes.plot(x, y, marker, color=color(color_name), markersize=_DOT_SIZE, label=name)
         epochs, rates = _rates_of_training(run)
         axes.plot(epochs, rates, color=color("blue"), linewidth=1.6, label="training")
         axes.set(xlabel="epoch", ylabel="learning rate")
         plain_log(axes, "y")
-        legend(axes)
 
     return draw("learning_rate", "Learning rate over epochs", caption, paint)
-
-
-def _draw_points(
-    axes: Axes, points: Sequence[tuple[float, float]], marker: str, name: str
-) -> None:
-    """Draw markers; many points as short dashes in one path: markers would take megabytes."""
-    point_color = color("grey" if name == "candidates" else "orange")
-    if len(points) <= 8 * _MAX_DOTS:
-        x, y = zip(*[(epoch - 1, lr) for epoch, lr in points], strict=True)
-        axes.plot(x, y, marker, color=point_color, markersize=3, linestyle="none", label=name)
-        return
-    dashes, half = _Line.empty(), 0.002 * max(epoch for epoch, _ in points)
-    for epoch, lr in points:
-        dashes.add((epoch - 1 - half, lr), (epoch - 1 + half, lr))
-    axes.plot(dashes.x, dashes.y, color=point_color, linewidth=1.0, label=name)
 
 
 def _rates_of_training(run: RunRecords) -> tuple[list[float], list[float]]:
     """Return position (in epochs) and learning rate of each segment's ends, without rates of 0."""
     if run.schedule is None:
         return [], []
-    x: list[float] = []
-    y: list[float] = []
-    position = _Position(run.schedule.epoch_steps)
-    for segment in run.schedule.segments:
-        lr = segment.lr or nan
-        x += [position.epoch, position.advance(segment.steps)]
-        y += [lr, lr]
+    segments = run.schedule.segments
+    epoch_ends = np.cumsum([0, *run.schedule.epoch_steps])
+    segment_ends = np.cumsum([0, *(segment.steps for segment in segments)])
+    positions = np.interp(segment_ends, epoch_ends, range(len(epoch_ends)))
+    x = np.repeat(positions, 2)[1:-1].tolist()
+    y = np.repeat([segment.lr or nan for segment in segments], 2).tolist()
     return thin_out(x, _MAX_POINTS), thin_out(y, _MAX_POINTS)
-
-
-class _Position:
-    """Position in the training in epochs, advanced by steps."""
-
-    def __init__(self, epoch_steps: Sequence[int]) -> None:
-        self._epoch_steps, self._epochs, self._steps = epoch_steps, 0, 0
-
-    @property
-    def epoch(self) -> float:
-        return self._epochs + self._steps / (1 if self._done else self._epoch_steps[self._epochs])
-
-    @property
-    def _done(self) -> bool:
-        return self._epochs == len(self._epoch_steps)
-
-    def advance(self, steps: int) -> float:
-        self._steps += steps
-        while not self._done and self._steps >= self._epoch_steps[self._epochs]:
-            self._steps -= self._epoch_steps[self._epochs]
-            self._epochs += 1
-        return self.epoch
 
 
 def _thinned(run: RunRecords) -> str:
@@ -221,32 +152,23 @@ def _thinned(run: RunRecords) -> str:
     return f"{shown:,} of {len(run.rounds):,} rounds are shown. "
 
 
-def _data_location(run: RunRecords) -> str:
-    return f"Data: {'tables of rounds and epochs' if run.rounds else 'table of epochs'}."
-
-
 def rounds_table(run: RunRecords) -> Table:
     """Return a row per round, with all candidates."""
-    with_stage = any(record.stage for record in run.rounds)
-    names = ("epoch", *(("stage",) if with_stage else ()), "steps", "base LR", "chosen LR")
-    columns = [
-        *map(Column, names),
-        Column("accuracy"),
-        Column("ahead"),
-        Column("candidates: LR, accuracy", wide=True),
-        Column("reason", wide=True),
-    ]
+    columns = (
+        "epoch", "stage", "steps", "base LR", "chosen LR", "accuracy", "ahead",
+        "candidates: LR, accuracy", "reason",
+    )  # fmt: skip
     optimizers = {c.optimizer for record in run.rounds for c in record.candidates}
     several = len(optimizers) > 1
-    rows = [_row(record, with_stage=with_stage, several=several) for record in run.rounds]
+    rows = [_row(record, several=several) for record in run.rounds]
     caption = (
         "All rounds with all candidates (★: winner). Accuracy: on the validation split. Ahead: "
         "the winner's accuracy minus that of the best other candidate, in points."
     )
-    return Table("rounds", caption, columns, rows)
+    return Table("rounds", caption, columns, rows, wide=columns[-2:])
 
 
-def _row(record: RoundRecord, *, with_stage: bool, several: bool) -> list[Cell]:
+def _row(record: RoundRecord, *, several: bool) -> list[Cell]:
     """Return the cells of a round. `several`: candidates differ in their optimizers."""
     chosen = record.chosen
     accuracy = None if chosen is None else chosen.val_accuracy
@@ -255,7 +177,7 @@ def _row(record: RoundRecord, *, with_stage: bool, several: bool) -> list[Cell]:
     ahead = None if accuracy is None or not known else 100 * (accuracy - max(known))
     return [
         Cell(str(record.epoch)),
-        *([Cell(record.stage or "–")] if with_stage else []),
+        Cell(record.stage or "–"),
         Cell(str(record.pretrain_steps)),
         Cell(rate(record.base_lr)),
         Cell(rate(record.next_base_lr)),

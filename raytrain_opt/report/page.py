@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.report.batch_size_plots import batch_size_plots, probes_table
@@ -18,16 +16,15 @@ from raytrain_opt.report.compare import (
     letter,
     summaries_table,
 )
-from raytrain_opt.report.epoch_time_plots import epoch_parts_plot, epochs_table
 from raytrain_opt.report.formatting import count, duration, percent, plain
 from raytrain_opt.report.learning_rate_plots import learning_rate_plots, rounds_table
-from raytrain_opt.report.plots import Cell, Column, Plot, Table
+from raytrain_opt.report.plots import Cell, Plot, Table
 from raytrain_opt.report.run_reader import RunRecords
-from raytrain_opt.report.search_plot import search_plot
-from raytrain_opt.report.staleness_plot import staleness_plot
+from raytrain_opt.report.search_plot import search_plots
+from raytrain_opt.report.staleness_plot import staleness_plots
 from raytrain_opt.report.summary import RunSummary, summarize
+from raytrain_opt.report.time_plots import epoch_parts_plot, epochs_table, utilization_plots
 from raytrain_opt.report.timeline_plot import timeline_plot
-from raytrain_opt.report.utilization_plots import utilization_plots
 
 
 @dataclass(frozen=True)
@@ -52,55 +49,34 @@ class Page:
 def report_page(run: RunRecords) -> Page:
     """Return the page of one run."""
     summary = summarize(run)
-    sections = [s for s in _sections(run) if s.plots or s.tables or s.note]
-    html = _render(
+    return _render(
+        _sections(run),
         title=run.name,
         lead=_lead(run, summary),
         tiles=_tiles(summary),
         sentences=summary.sentences,
         warnings=summary.warnings,
-        sections=sections,
     )
-    return Page(html, [plot for section in sections for plot in section.plots])
 
 
 def comparison_page(runs: Sequence[RunRecords]) -> Page:
     """Return the page that compares several runs, named by letters."""
     summaries = [summarize(run) for run in runs]
-    warnings = _warnings_table(summaries)
     changed = differences([run.job for run in runs])
+    note = "" if changed.rows else "The jobs do not differ."
     sections = [
         Section("compare", "Accuracy", comparison_plots(runs), [summaries_table(summaries)]),
-        Section(
-            "jobs",
-            "Jobs",
-            tables=[changed] if changed.rows else [],
-            note="" if changed.rows else "The jobs do not differ.",
-        ),
+        Section("jobs", "Jobs", tables=[changed], note=note),
+        Section("warnings", "Warnings", tables=[_warnings_table(summaries)]),
     ]
-    if warnings.rows:
-        sections.append(Section("warnings", "Warnings", tables=[warnings]))
-    html = _render(
+    return _render(
+        sections,
         title=f"{len(runs)} runs compared",
         lead=[f"{letter(i)}: {run.run_dir}" for i, run in enumerate(runs)],
         tiles=[],
-        sentences=[_ranking(summaries)],
+        sentences=[],
         warnings=[],
-        sections=sections,
     )
-    return Page(html, [plot for section in sections for plot in section.plots])
-
-
-def _ranking(summaries: Sequence[RunSummary]) -> str:
-    accuracies = [
-        (summary.test_accuracy, letter(index))
-        for index, summary in enumerate(summaries)
-        if summary.test_accuracy is not None
-    ]
-    if not accuracies:
-        return "No run has a test accuracy yet."
-    accuracies.sort(key=lambda pair: -pair[0])
-    return f"By final test accuracy: {', '.join(f'{n} ({percent(a, 2)})' for a, n in accuracies)}."
 
 
 def _warnings_table(summaries: Sequence[RunSummary]) -> Table:
@@ -109,13 +85,12 @@ def _warnings_table(summaries: Sequence[RunSummary]) -> Table:
         for index, summary in enumerate(summaries)
         for text in summary.warnings
     ]
-    columns = [Column("run"), Column("warning", wide=True)]
-    return Table("warnings", "Warnings of all runs.", columns, rows)
+    return Table("warnings", "Warnings of all runs.", ("run", "warning"), rows, wide=("warning",))
 
 
 def _lead(run: RunRecords, summary: RunSummary) -> list[str]:
     job = run.job
-    policy = _section(job, "learning_rate").get("policy", "")
+    policy = job["learning_rate"].get("policy", "")
     status = summary.status
     if run.result:
         status += f" {run.result.finished_utc}"
@@ -128,11 +103,6 @@ def _lead(run: RunRecords, summary: RunSummary) -> list[str]:
 
 def _name(section: Any) -> str:
     return str(section.get("name", section) if isinstance(section, dict) else section)
-
-
-def _section(job: Any, name: str) -> dict[str, Any]:
-    section = job.get(name)
-    return section if isinstance(section, dict) else {}
 
 
 def _tiles(summary: RunSummary) -> list[tuple[str, str, str]]:
@@ -148,39 +118,21 @@ def _tiles(summary: RunSummary) -> list[tuple[str, str, str]]:
         ("Time", duration(summary.wall_s), "since the start of the command"),
         ("Speed", f"{count(summary.samples_per_s)} /s", "samples, median over epochs"),
         ("Global batch size", count(summary.global_batch_size), batch),
-        (
-            "Learning rate",
-            low if low == high else f"{low} – {high}",
-            "lowest – highest",
-        ),
+        ("Learning rate", low if low == high else f"{low} – {high}", "lowest – highest"),
         ("Search cost", samples, "of the training's samples" if search.rounds else ""),
     ]
 
 
 def _sections(run: RunRecords) -> list[Section]:
-    rounds = [rounds_table(run)] if run.rounds else []
-    search, staleness = search_plot(run), staleness_plot(run)
-    events = [_events_table(run)] if run.events else []
+    learning_rate = [*search_plots(run), *learning_rate_plots(run)]
+    no_events = "" if run.events else "No process failed, and the run was not interrupted."
     return [
+        Section("learning-rate", "Learning rate", learning_rate, [rounds_table(run)]),
+        Section("batch-size", "Batch size", batch_size_plots(run), [probes_table(run)]),
+        Section("time", "Time", _time_plots(run), [epochs_table(run)]),
+        Section("asynchronous", "Asynchronous training", staleness_plots(run)),
         Section(
-            "learning-rate",
-            "Learning rate",
-            [*([search] if search else []), *learning_rate_plots(run)],
-            rounds,
-        ),
-        Section(
-            "batch-size",
-            "Batch size",
-            batch_size_plots(run),
-            [probes_table(run)] if run.probes else [],
-        ),
-        Section("time", "Time", _time_plots(run), [epochs_table(run)] if run.epochs else []),
-        Section("asynchronous", "Asynchronous training", [staleness] if staleness else []),
-        Section(
-            "failures",
-            "Failures and recoveries",
-            tables=events,
-            note="" if run.events else "No process failed, and the run was not interrupted.",
+            "failures", "Failures and recoveries", tables=[_events_table(run)], note=no_events
         ),
     ]
 
@@ -206,28 +158,18 @@ def _events_table(run: RunRecords) -> Table:
         ]
         for event in run.events
     ]
-    columns = [
-        *map(Column, ("date", "time", "epoch", "kind")),
-        Column("text", wide=True),
-        Column("silent for"),
-    ]
+    columns = ("date", "time", "epoch", "kind", "text", "silent for")
     caption = (
         "All events. Silent for: time between the last sign of life of a process and its restart, "
         "which is what the failure cost."
     )
-    return Table("events", caption, columns, rows)
+    return Table("events", caption, columns, rows, wide=("text",))
 
 
-def _render(**values: Any) -> str:
-    environment = _environment()
-    for name in ("style.css", "page.js"):
-        source, _, _ = environment.loader.get_source(environment, name)  # type: ignore[union-attr]
-        values[name.replace(".", "_")] = Markup(source)
-    return environment.get_template("page.html").render(written=utc_now(), **values)
-
-
-@cache
-def _environment() -> Environment:
+def _render(sections: Sequence[Section], **values: Any) -> Page:
+    """Fill the template; tables without rows and sections without content are left out."""
+    filled = [replace(s, tables=[table for table in s.tables if table.rows]) for s in sections]
+    values["sections"] = [s for s in filled if s.plots or s.tables or s.note]
     environment = Environment(
         loader=PackageLoader("raytrain_opt.report"),
         autoescape=True,
@@ -235,6 +177,5 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # A plot has no text of a user, so it needs no escaping.
-    environment.filters["plot_markup"] = Markup
-    return environment
+    html = environment.get_template("page.html").render(written=utc_now(), **values)
+    return Page(html, [plot for section in sections for plot in section.plots])

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,18 +29,11 @@ COLORS = {
     "sky": "#56b4e9",
     "grey": "#9aa1ab",
 }
+color = COLORS.__getitem__
 SERIES = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
 
 _SIZE_IN = (4.8, 3.1)
 _DPI = 200
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table. `wide`: its text may be broken into lines."""
-
-    name: str
-    wide: bool = False
 
 
 class Cell(NamedTuple):
@@ -57,12 +49,13 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A table. `name` is its identifier in the page."""
+    """A table. `name` is its identifier in the page; text in `wide` columns may be broken."""
 
     name: str
     caption: str
-    columns: Sequence[Column]
+    columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    wide: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ def draw(
     paint: Callable[[Axes], None],
     table: Table | None = None,
 ) -> Plot:
-    """Draw a plot with one pair of axes, which `paint` fills."""
+    """Draw a plot with one pair of axes, which `paint` fills; add a legend if it has labels."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -98,6 +91,7 @@ def draw(
         figure = Figure(figsize=_SIZE_IN, layout="constrained", facecolor="none")
         axes = figure.add_subplot()
         paint(axes)
+        _add_legend(axes)
         figure.draw_without_rendering()  # compute the layout once for both files
         figure.set_layout_engine("none")
         svg, png = io.StringIO(), io.BytesIO()
@@ -127,57 +121,54 @@ def thin_out(values: Sequence[Any], max_values: int) -> list[Any]:
     return list(values[:: max(stride, 1)])
 
 
-def legend(axes: Axes, **options: Any) -> None:
+def _add_legend(axes: Axes) -> None:
     """Add a legend above the axes, where it covers no data."""
-    handles, labels = axes.get_legend_handles_labels()
+    _, labels = axes.get_legend_handles_labels()
     if labels:
         columns = len(labels) if len(labels) <= 4 else 3
-        axes.legend(
-            handles,
-            labels,
-            loc="lower left",
-            bbox_to_anchor=(0, 1.0),
-            ncols=columns,
-            borderaxespad=0.2,
-            **options,
-        )
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
 
 
-def plain_log(axes: Axes, which: str, base: int = 10) -> None:
+def stacked_bars(
+    axes: Axes, x: Sequence[Any], parts: Mapping[str, Sequence[float]], width: float
+) -> None:
+    """Draw a bar at each x, made of the parts, which have a value for each x."""
+    bottom = [0.0] * len(x)
+    for (name, heights), color_name in zip(parts.items(), (*SERIES, "grid"), strict=False):
+        if any(heights):
+            axes.bar(x, heights, width, bottom=bottom, color=color(color_name), label=name)
+            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    axes.grid(visible=False, axis="x")
+
+
+def plain_log(axes: Axes, which: Literal["x", "y"], base: int = 10) -> None:
     """Make the axis logarithmic, with plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     getattr(axes, f"set_{which}scale")("log", base=base)
     axis = getattr(axes, f"{which}axis")
     axis.set_major_locator(LogLocator(base=base, subs=(1.0,) if base == 2 else (1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 
-def percent_axis(axes: Axes, which: str = "y") -> None:
-    """Show fractions, 0..1, in percent."""
+def percent_axis(axes: Axes) -> None:
+    """Show fractions, 0..1, of the y axis in percent."""
     from matplotlib.ticker import PercentFormatter
 
-    getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 
 def whole_numbers(axes: Axes) -> None:
     """Put ticks of the x axis at integers only."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.locator_params("x", integer=True, min_n_ticks=1)
 
 
-def thousands(axes: Axes, which: str) -> None:
+def thousands(axes: Axes, which: Literal["x", "y"]) -> None:
     """Show numbers with separators of thousands, at few ticks so that they do not overlap."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    getattr(axes, f"{which}axis").set_major_formatter("{x:,.10g}")
+    axes.locator_params(which, nbins=5)
 
-    axis = getattr(axes, f"{which}axis")
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axis.set_major_locator(MaxNLocator(5))
-
-
-color = partial(COLORS.__getitem__)
 
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
@@ -203,5 +194,4 @@ _STYLE: dict[str, Any] = {
     "legend.fontsize": 8.5,
     "legend.handlelength": 1.5,
     "legend.columnspacing": 1.2,
-    "path.simplify": True,
 }

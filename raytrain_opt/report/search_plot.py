@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
 from raytrain_opt.report.formatting import plain, rate, times
-from raytrain_opt.report.plots import SERIES, Plot, color, draw, legend
+from raytrain_opt.report.plots import SERIES, Plot, color, draw
 from raytrain_opt.report.run_reader import RunRecords
 
 if TYPE_CHECKING:
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 _STYLES = (":", "--", "-")
 
 
-def search_plot(run: RunRecords) -> Plot | None:
-    """Plot the candidates of policy stpt_horizon; None without any."""
+def search_plots(run: RunRecords) -> list[Plot]:
+    """Plot the candidates of policy stpt_horizon; no plot without any."""
     rounds = [record for record in run.rounds if record.stage and record.epoch == 1]
     optimizers = list(dict.fromkeys(c.optimizer for r in rounds for c in r.candidates))
     if not optimizers:
-        return None
+        return []
     lengths = sorted({record.pretrain_steps for record in rounds})
     peak = None if rounds[-1].winner is None else rounds[-1].next_base_lr
 
@@ -44,7 +44,6 @@ def search_plot(run: RunRecords) -> Plot | None:
             axes.axvline(peak, color=color("ink"), linewidth=1, label="chosen peak")
         axes.set_xscale("log")
         axes.set(xlabel="peak learning rate", ylabel="validation loss")
-        legend(axes)
 
     caption = (
         "Validation loss of candidates after a full schedule, compressed into few steps: "
@@ -53,7 +52,7 @@ def search_plot(run: RunRecords) -> Plot | None:
         + " ".join(_outcomes(rounds, optimizers))
         + " All values are in the table of rounds."
     )
-    return draw("search", "Search before the first epoch", caption, paint)
+    return [draw("search", "Search before the first epoch", caption, paint)]
 
 
 def _highest_shown(lines: Sequence[Sequence[tuple[float, float]]]) -> float:

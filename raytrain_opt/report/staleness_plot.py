@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 from raytrain_opt.report.formatting import count, percent
 from raytrain_opt.report.plots import (
     Cell,
-    Column,
     Plot,
     Table,
     color,
     draw,
-    legend,
     thousands,
     whole_numbers,
 )
@@ -22,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def staleness_plot(run: RunRecords) -> Plot | None:
-    """Plot the staleness of all gradients of the run; None without asynchronous training."""
+def staleness_plots(run: RunRecords) -> list[Plot]:
+    """Plot the staleness of all gradients of the run; no plot without asynchronous training."""
     counts: list[int] = []
     for epoch in run.epochs:
         for staleness, gradients in enumerate(epoch.staleness.counts if epoch.staleness else ()):
@@ -31,7 +29,7 @@ def staleness_plot(run: RunRecords) -> Plot | None:
             counts[staleness] += gradients
     total = sum(counts)
     if not total:
-        return None
+        return []
     mean = sum(staleness * gradients for staleness, gradients in enumerate(counts)) / total
     caption = (
         "Staleness of a micro-batch's gradient: the number of updates between the weights that "
@@ -45,12 +43,11 @@ def staleness_plot(run: RunRecords) -> Plot | None:
         axes.set(xlabel="staleness, in updates", ylabel="gradients")
         whole_numbers(axes)
         thousands(axes, "y")
-        legend(axes)
 
     rows = [
         [Cell(str(staleness)), Cell(count(gradients), gradients), Cell(percent(gradients / total))]
         for staleness, gradients in enumerate(counts)
     ]
-    columns = [*map(Column, ("staleness, in updates", "gradients", "fraction"))]
+    columns = ("staleness, in updates", "gradients", "fraction")
     table = Table("staleness", "Gradients by staleness.", columns, rows)
-    return draw("staleness", "Staleness of gradients", caption, paint, table)
+    return [draw("staleness", "Staleness of gradients", caption, paint, table)]

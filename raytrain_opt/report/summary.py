@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from raytrain_opt.recording.records import CandidateRecord, EpochRecord, RoundRecord
+from raytrain_opt.recording.records import RoundRecord
 from raytrain_opt.report.formatting import count, duration, percent, plain, rate, times
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.warnings import all_warnings, data_wait_fraction
@@ -62,7 +62,7 @@ def summarize(run: RunRecords) -> RunSummary:
     best = max(evaluated, key=lambda epoch: epoch.test_accuracy or 0.0, default=None)
     speeds = [epoch.samples_per_s for epoch in run.epochs if epoch.samples_per_s]
     wall_s = run.result.wall_s if run.result else (run.ends_s[-1] if run.epochs else None)
-    min_lr, max_lr = lr_range(run)
+    min_lr, max_lr = _lr_range(run)
     search = _search_cost(run, wall_s)
     return RunSummary(
         run_dir=run.run_dir,
@@ -93,21 +93,20 @@ def _status(run: RunRecords) -> str:
     return "batch size found" if run.is_batch_size_search else "not finished"
 
 
-def lr_range(run: RunRecords) -> tuple[float | None, float | None]:
+def _lr_range(run: RunRecords) -> tuple[float | None, float | None]:
     """Return the lowest and the highest learning rate of any step, without rates of 0."""
     rates = [segment.lr for segment in run.schedule.segments] if run.schedule else []
     positive = [lr for lr in rates or [epoch.lr for epoch in run.epochs] if lr > 0]
     return (min(positive), max(positive)) if positive else (None, None)
 
 
-def search_duration_s(epoch: EpochRecord) -> float:
-    """Return the time of the epoch's rounds."""
-    return sum(epoch.timings_s.get(part) or 0.0 for part in ("pretrain_s", "take_state_s"))
-
-
 def _search_cost(run: RunRecords, wall_s: float | None) -> SearchCost:
     result = run.result.search if run.result else None
-    duration_s = math.fsum(search_duration_s(epoch) for epoch in run.epochs)
+    duration_s = math.fsum(
+        epoch.timings_s.get(part) or 0.0
+        for epoch in run.epochs
+        for part in ("pretrain_s", "take_state_s")
+    )
     return SearchCost(
         rounds=len(run.rounds),
         candidates=sum(len(record.candidates) for record in run.rounds),
@@ -122,7 +121,6 @@ def _sentences(run: RunRecords, search: SearchCost, wall_s: float | None) -> Ite
     yield from _search_cost_sentence(run, search)
     yield from _search_gain_sentences(run)
     yield from _batch_size_sentence(run)
-    yield from _staleness_sentence(run)
     yield from _startup_sentence(run, wall_s)
     if run.result and run.result.noise_scale:
         yield f"Gradient noise scale: {run.result.noise_scale.sentence}."
@@ -196,15 +194,9 @@ def _changes_rate(record: RoundRecord) -> bool:
 def _gain(record: RoundRecord) -> float | None:
     """Return the winner's accuracy minus the unchanged rate's; None when that was not tried."""
     unchanged = next((c for c in record.candidates if c.multiplier == 1), None)
-    return _accuracy_difference(record.chosen, unchanged)
-
-
-def _accuracy_difference(
-    one: CandidateRecord | None, other: CandidateRecord | None
-) -> float | None:
-    if one is None or other is None or one.val_accuracy is None or other.val_accuracy is None:
-        return None
-    return one.val_accuracy - other.val_accuracy
+    before = None if unchanged is None else unchanged.val_accuracy
+    after = None if record.chosen is None else record.chosen.val_accuracy
+    return None if before is None or after is None else after - before
 
 
 def _batch_size_sentence(run: RunRecords) -> Iterator[str]:
@@ -217,17 +209,6 @@ def _batch_size_sentence(run: RunRecords) -> Iterator[str]:
         f"{record.batch_size_per_worker} samples per worker at {count(record.samples_per_s)} "
         f"samples/s: {record.reason}."
     )
-
-
-def _staleness_sentence(run: RunRecords) -> Iterator[str]:
-    records = [epoch.staleness for epoch in run.epochs if epoch.staleness is not None]
-    gradients = sum(sum(record.counts) for record in records)
-    if gradients:
-        total = sum(age * number for r in records for age, number in enumerate(r.counts))
-        yield (
-            f"Asynchronous training: gradients were {plain(total / gradients, 3)} updates stale "
-            f"on average, at most {max(record.max for record in records)}."
-        )
 
 
 def _startup_sentence(run: RunRecords, wall_s: float | None) -> Iterator[str]:

@@ -5,45 +5,37 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from raytrain_opt.recording.records import SpanRecord
 from raytrain_opt.report.formatting import duration, percent
-from raytrain_opt.report.plots import (
-    Cell,
-    Column,
-    Plot,
-    Table,
-    color,
-    draw,
-    legend,
-)
+from raytrain_opt.report.plots import Cell, Plot, Table, color, draw
 from raytrain_opt.report.run_reader import RunRecords
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class _Activity(NamedTuple):
-    name: str
-    color: str
-
-
-_COMMUNICATE = _Activity("communicate", "orange")
-_SCORE = _Activity("score", "sky")
+# Activities and their colors, in the order of the columns of the table.
+_COLORS = {
+    "communicate": "orange",
+    "wait for data": "pink",
+    "compute": "blue",
+    "score": "sky",
+    "checkpoint": "green",
+}
 # Parts of a command of a worker or slot, in the order in which they are drawn.
 _PARTS = {
-    "load_s": _COMMUNICATE,
-    "data_wait_s": _Activity("wait for data", "pink"),
-    "compute_s": _Activity("compute", "blue"),
-    "score_s": _SCORE,
-    "stash_s": _COMMUNICATE,
-    "average_s": _COMMUNICATE,
-    "hand_over_s": _COMMUNICATE,
+    "load_s": "communicate",
+    "data_wait_s": "wait for data",
+    "compute_s": "compute",
+    "score_s": "score",
+    "stash_s": "communicate",
+    "average_s": "communicate",
+    "hand_over_s": "communicate",
 }
 # Commands without parts. The rest of any other command is communication.
-_COMMANDS = {"evaluate": _SCORE, "checkpoint": _Activity("checkpoint", "green")}
-_ACTIVITIES = tuple(dict.fromkeys((*_PARTS.values(), *_COMMANDS.values())))
+_COMMANDS = {"evaluate": "score", "checkpoint": "checkpoint"}
 
 # More than this is too dense to read.
 _WINDOW_EPOCHS, _WINDOW_SPANS = 3, 400
@@ -62,23 +54,22 @@ def timeline_plot(run: RunRecords) -> Plot:
     )
 
     def paint(axes: Axes) -> None:
-        labeled: set[_Activity] = set()
+        labeled: set[str] = set()
         for row, process in enumerate(processes):
             bars = _bars(span for span in spans if span.process == process)
             for activity, ranges in bars.items():
                 axes.broken_barh(
                     [(bar_start_s - start_s, duration_s) for bar_start_s, duration_s in ranges],
                     (row - 0.38, 0.76),
-                    color=color(activity.color),
+                    color=color(_COLORS[activity]),
                     # A label that begins with _ is left out of the legend.
-                    label="_repeated" if activity in labeled else activity.name,
+                    label="_repeated" if activity in labeled else activity,
                     linewidth=0,
                 )
                 labeled.add(activity)
         axes.set_yticks(range(len(processes)), processes)
         axes.set(xlabel="seconds", ylim=(-0.6, len(processes) - 0.4))
         axes.grid(visible=False, axis="y")
-        legend(axes)
 
     return draw("timeline", "Timeline of the processes", caption, paint, _processes_table(run))
 
@@ -105,9 +96,9 @@ def _window(run: RunRecords) -> tuple[list[SpanRecord], str]:
     return spans[:_WINDOW_SPANS], name
 
 
-def _bars(spans: Iterable[SpanRecord]) -> dict[_Activity, list[tuple[float, float]]]:
+def _bars(spans: Iterable[SpanRecord]) -> dict[str, list[tuple[float, float]]]:
     """Return start and duration in seconds of each part, by activity."""
-    bars: dict[_Activity, list[tuple[float, float]]] = defaultdict(list)
+    bars: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
         start_s = span.start_s
         for activity, duration_s in _activities(span):
@@ -116,7 +107,7 @@ def _bars(spans: Iterable[SpanRecord]) -> dict[_Activity, list[tuple[float, floa
     return bars
 
 
-def _activities(span: SpanRecord) -> list[tuple[_Activity, float]]:
+def _activities(span: SpanRecord) -> list[tuple[str, float]]:
     """Return the parts of a span; time outside its parts is communication."""
     if span.command in _COMMANDS:
         return [(_COMMANDS[span.command], span.duration_s)]
@@ -126,24 +117,22 @@ def _activities(span: SpanRecord) -> list[tuple[_Activity, float]]:
         if (duration_s := span.timings_s.get(part) or 0.0) > 0
     ]
     rest_s = span.duration_s - math.fsum(duration_s for _, duration_s in parts)
-    return [*parts, (_COMMUNICATE, rest_s)] if rest_s > 0 else parts
+    return [*parts, ("communicate", rest_s)] if rest_s > 0 else parts
 
 
 def _processes_table(run: RunRecords) -> Table:
     """Return the time of each process by activity, from the first span to the last."""
     start_s = min(span.start_s for span in run.spans)
     total_s = max(span.start_s + span.duration_s for span in run.spans) - start_s
-    names = list(dict.fromkeys(activity.name for activity in _ACTIVITIES))
     spent_s: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in run.spans:
         for activity, duration_s in _activities(span):
-            spent_s[span.process][activity.name] += duration_s
+            spent_s[span.process][activity] += duration_s
     rows = []
     for process in sorted(spent_s, key=_by_pool):
         by_name = spent_s[process]
         idle = max(0.0, 1 - math.fsum(by_name.values()) / max(total_s, 1e-9))
-        times = [Cell(duration(by_name.get(name)), by_name.get(name)) for name in names]
+        times = [Cell(duration(by_name.get(name)), by_name.get(name)) for name in _COLORS]
         rows.append([Cell(process), *times, Cell(percent(idle))])
     caption = f"Time of each process over {duration(total_s)}, from the first command to the last."
-    columns = [*map(Column, ("process", *names, "idle"))]
-    return Table("processes", caption, columns, rows)
+    return Table("processes", caption, ("process", *_COLORS, "idle"), rows)

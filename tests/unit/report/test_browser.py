@@ -16,7 +16,7 @@ BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="needs Chromium (Debian and Ubuntu: apt-get install chromium)"
 )
-PLOTS = 10
+PLOTS = 8
 
 
 @pytest.fixture(scope="module")

@@ -99,13 +99,6 @@ def test_the_batch_size_and_the_noise_scale_are_explained(run_dir: Path) -> None
     assert "Gradient noise scale: 310 (280 to 340)" in text
 
 
-def test_the_staleness_of_gradients_is_stated(run_dir: Path) -> None:
-    """One of 4 gradients in each epoch has staleness 2."""
-    epochs(staleness={"counts": [3, 0, 1], "mean": 0.5, "max": 2})(run_dir)
-    text = " ".join(summary_of(run_dir).sentences)
-    assert "gradients were 0.5 updates stale on average, at most 2" in text
-
-
 def epochs(**changes: Any) -> Callable[[Path], None]:
     return lambda run: write_lines(
         run / "epochs.jsonl", [epoch_line(n, **changes) for n in range(1, 5)]
