@@ -31,7 +31,7 @@ def job_file() -> str:
 
 def records() -> str:
     """Return the tables of every record that a run writes."""
-    from raytrain_opt.recording.reference import records_markdown
+    from docs.record_tables import records_markdown
 
     return records_markdown()
 

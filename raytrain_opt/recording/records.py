@@ -1,14 +1,14 @@
 """The record files of a run: one model for each record, used to write it and to read it.
 
 A record is one JSON object: a line of a `.jsonl` file, or a `.json` file. Numbers that are not
-finite are written as null. `recording.reference` generates the documentation from these models.
+finite are written as null. `make docs` generates the documentation from these models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,6 +31,12 @@ class RecordPart(BaseModel):
     """Base of every object in a record."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, object]) -> Self:
+        """Return the object with those of the values that are its fields."""
+        fields = cls.model_fields
+        return cls.model_validate({name: v for name, v in values.items() if name in fields})
 
 
 class Record(RecordPart):
@@ -62,22 +68,8 @@ class CandidateRecord(RecordPart):
     @classmethod
     def from_result(cls, result: CandidateResult, score: float, optimizer: str) -> CandidateRecord:
         """Return the record of one candidate's result."""
-        return cls.model_validate(
-            {
-                "index": result.candidate.index,
-                "multiplier": result.candidate.multiplier,
-                "lr": result.candidate.lr,
-                "optimizer": optimizer,
-                "weight_decay_factor": result.candidate.weight_decay_factor,
-                "score": score,
-                "val_accuracy": result.val_accuracy,
-                "val_loss": result.val_loss,
-                "train_loss": result.train_loss,
-                "duration_s": result.duration_s,
-                "slot": result.slot,
-                "status": result.status,
-            }
-        )
+        values = {"optimizer": optimizer, "score": score, "duration_s": result.duration_s}
+        return cls.from_values(vars(result.candidate) | vars(result) | values)
 
 
 class RoundRecord(Record):
@@ -251,7 +243,7 @@ class BatchSizeProbeRecord(Record):
         cls, number: int, probe: Probe, reason: str, *, check: bool, pid: int | None
     ) -> BatchSizeProbeRecord:
         """Return the record of the probe with this number."""
-        values = vars(probe) | {
+        values = {
             "probe": number,
             "check": check,
             "reason": reason,
@@ -259,8 +251,7 @@ class BatchSizeProbeRecord(Record):
             "noise_scale": None if probe.norms is None else NoiseScale.from_norms(probe.norms),
             "pid": pid,
         }
-        fields = cls.model_fields
-        return cls(**{name: value for name, value in values.items() if name in fields})
+        return cls.from_values(vars(probe) | values)
 
 
 class SizeChange(RecordPart):
@@ -332,7 +323,7 @@ class EpochResult(RecordPart):
     @classmethod
     def from_epoch(cls, record: EpochRecord) -> EpochResult:
         """Return the values of this epoch."""
-        return cls(**{name: getattr(record, name) for name in cls.model_fields})
+        return cls.from_values(vars(record))
 
 
 class SearchResult(RecordPart):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel
 
+from docs.record_tables import RECORDS, records_markdown
 from raytrain_opt.recording.records import RecordPart
-from raytrain_opt.recording.reference import RECORDS, records_markdown
 from raytrain_opt.search.noise_scale import NoiseScale
 
 

@@ -1,4 +1,4 @@
-"""The reference of all record files as Markdown, generated from the models."""
+"""The tables of all record files for docs/run-directory.md, generated from the models."""
 
 from __future__ import annotations
 
