@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from raytrain_opt.errors import RaytrainOptError, ResidentError
 from raytrain_opt.results import EvalTotals, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 
@@ -170,6 +171,13 @@ class Failure:
 
     error: Exception
     traceback: str
+
+    def to_error(self, resident: str) -> Exception:
+        """Return the error to raise in the driver; it names the resident that raised it."""
+        if isinstance(self.error, RaytrainOptError):
+            self.error.add_note(f"raised in {resident}:\n{self.traceback}")
+            return self.error
+        return ResidentError(f"{resident}: {self.error}", resident, self.traceback)
 
 
 @dataclass(frozen=True)

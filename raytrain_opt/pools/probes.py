@@ -22,7 +22,7 @@ from ray.tune.search import Searcher
 
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.data.in_memory_sets import DatasetArrays
-from raytrain_opt.errors import PoolError, RaytrainOptError, ResidentError
+from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Failure
 from raytrain_opt.pools.launch_slots import QuietTune
 from raytrain_opt.pools.resident import to_failure
@@ -141,15 +141,10 @@ class ProbeReply:
 
     def checked(self) -> Probe:
         """Return the probe. Raises what happened instead of one."""
-        if self.failure is None:
-            assert self.probe is not None
-            return self.probe
-        if isinstance(self.failure.error, RaytrainOptError):
-            self.failure.error.add_note(f"raised in a batch-size probe:\n{self.failure.traceback}")
-            raise self.failure.error
-        raise ResidentError(
-            f"batch-size probe: {self.failure.error}", "probe", self.failure.traceback
-        )
+        if self.failure is not None:
+            raise self.failure.to_error("batch-size probe")
+        assert self.probe is not None
+        return self.probe
 
 
 class SpentError(Exception):

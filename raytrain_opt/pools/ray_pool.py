@@ -12,7 +12,7 @@ import ray
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.actor_tree import end_actor_tree
 from raytrain_opt.cluster.connection import gone_nodes
-from raytrain_opt.errors import PoolError, RaytrainOptError, ResidentError
+from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import (
     WORKER_POOL,
     Command,
@@ -97,7 +97,7 @@ class RayPool:
             replies = self._post_and_collect(command, indices)
             for index, reply in replies.items():
                 if isinstance(reply, Failure):
-                    raise self._error_of(index, reply)
+                    raise reply.to_error(f"{self.name} {index}")
             if self._pin_states(replies):
                 return {index: replies[index] for index in indices if index in replies}
             command = self.states.renew(command)
@@ -172,13 +172,6 @@ class RayPool:
             "been killed (out of memory?); see Ray's session logs. max_restarts sets how often "
             "they are restarted."
         ) from cause
-
-    def _error_of(self, index: int, reply: Failure) -> Exception:
-        name = f"{self.name} {index}"
-        if isinstance(reply.error, RaytrainOptError):
-            reply.error.add_note(f"raised in {name}:\n{reply.traceback}")
-            return reply.error
-        return ResidentError(f"{name}: {reply.error}", name, reply.traceback)
 
     def _describe(self, indices: list[int]) -> str:
         """Return the names of residents, with process, log and lost node where known."""
