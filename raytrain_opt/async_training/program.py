@@ -31,9 +31,11 @@ class AsynchronousWorkers:
 
     def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
         """Return a TorchTrainer whose workers are not connected."""
-        from raytrain_opt.async_training.ray_backend import make_trainer
+        from ray.train.torch import TorchTrainer
 
-        return make_trainer(**arguments)
+        from raytrain_opt.async_training.ray_backend import UnconnectedTorchConfig
+
+        return TorchTrainer(torch_config=UnconnectedTorchConfig(), **arguments)
 
     def callbacks(self, config: ResidentConfig) -> list[Any]:
         """Return the callback that reports dead workers."""

@@ -11,7 +11,7 @@ from typing import Any
 import ray.train.torch
 from ray.train import UserCallback
 from ray.train.backend import Backend
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchConfig
 
 from raytrain_opt.async_training.actors import ServerHandles
 from raytrain_opt.async_training.worker import AsyncWorker
@@ -38,11 +38,6 @@ class UnconnectedTorchConfig(TorchConfig):
     def backend_cls(self) -> type[Backend]:
         """Class of what Ray Train sets up in the workers before they begin."""
         return UnconnectedBackend
-
-
-def make_trainer(**arguments: Any) -> Any:
-    """Return a TorchTrainer whose workers are not connected."""
-    return TorchTrainer(torch_config=UnconnectedTorchConfig(), **arguments)
 
 
 class ReportLostWorker(UserCallback):

@@ -13,8 +13,8 @@ from ray.tune.progress_reporter import TrialProgressCallback
 
 from raytrain_opt.pools.commands import SLOT_POOL
 from raytrain_opt.pools.mailbox_client import report_lost
-from raytrain_opt.pools.resident import Handler, serve
-from raytrain_opt.pools.resident_config import ResidentConfig, compute_threads
+from raytrain_opt.pools.resident import serve
+from raytrain_opt.pools.resident_config import ResidentConfig
 
 
 def run_slots(config: ResidentConfig) -> None:
@@ -67,19 +67,4 @@ class ReportLostSlot(QuietTune):
 def _slot_main(trial: dict[str, Any]) -> None:
     config: ResidentConfig = trial["config"]
     index: int = trial["slot"]
-    serve(config, SLOT_POOL, index, lambda: config.slots.make_handler(config, index))
-
-
-def make_slot(config: ResidentConfig, index: int) -> Handler:
-    """Build a slot inside its process."""
-    import torch
-
-    from raytrain_opt.pools.slot import Slot
-    from raytrain_opt.pools.state_store import ObjectStore
-    from raytrain_opt.train.data_parallel import use_threads
-    from raytrain_opt.train.learner import Learner
-
-    use_threads(compute_threads(config.threads, config.plan.slots_per_node))
-    device = torch.device("cuda" if config.plan.use_gpu else "cpu")
-    learner = Learner(config.learner, config.fetch_shared_data(), device)
-    return Slot(learner, index, ObjectStore(), config.candidate_batch)
+    serve(config, SLOT_POOL, index, lambda: config.make_slot(config, index))

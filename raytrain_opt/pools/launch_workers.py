@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray.train
 from ray.train import (
@@ -17,21 +17,12 @@ from ray.util import placement_group, remove_placement_group
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.ray_private import run_without_helpers
 from raytrain_opt.pools.commands import WORKER_POOL
-from raytrain_opt.pools.resident import Handler, peer_failure_grace_s, serve
-from raytrain_opt.pools.resident_config import ResidentConfig, WorkerPlace, compute_threads
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from raytrain_opt.config.updates import ParallelSection
-    from raytrain_opt.train.data_parallel import Parallel
+from raytrain_opt.pools.resident import peer_failure_grace_s, serve
+from raytrain_opt.pools.resident_config import ResidentConfig, WorkerPlace
 
 # Ray learns of resources that became free within seconds; 15 also on a busy machine. The minimum
 # lets the check of each further group look at least once.
 _PLACEMENT_LIMIT_S, _MIN_WAIT_S = 15.0, 0.1
-# Seconds that a collective waits for a peer longer than the driver waits for progress: the driver
-# gives up first, because it knows who is silent.
-_COLLECTIVE_MARGIN_S = 60
 
 
 def run_workers(config: ResidentConfig) -> None:
@@ -110,36 +101,3 @@ def _worker_main(arguments: dict[str, Any]) -> None:
             "peer_failure_grace_s": peer_failure_grace_s(world_size, place.local_world_size),
         }
     serve(config, WORKER_POOL, rank, lambda: config.workers.make_handler(config, place), **group)
-
-
-def make_torch_trainer(config: ResidentConfig, **arguments: Any) -> Any:
-    """Return a TorchTrainer whose workers form one process group."""
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    torch_config = TorchConfig(
-        backend="nccl" if config.plan.use_gpu else "gloo",
-        timeout_s=int(config.timeouts.no_progress_s) + _COLLECTIVE_MARGIN_S,
-    )
-    return TorchTrainer(torch_config=torch_config, **arguments)
-
-
-def make_worker(config: ResidentConfig, place: WorkerPlace) -> Handler:
-    """Build a worker inside its process."""
-    import ray.train.torch
-
-    from raytrain_opt.pools.state_store import ObjectStore
-    from raytrain_opt.pools.worker import Worker
-    from raytrain_opt.train.communicator_warmup import begin_communicator_warmup
-    from raytrain_opt.train.data_parallel import distribute, use_threads
-    from raytrain_opt.train.learner import Learner
-
-    device = ray.train.torch.get_device()
-    connection = begin_communicator_warmup(config.learner.parallel, device)
-
-    def join(model: nn.Module, section: ParallelSection) -> Parallel:
-        connection.wait()
-        return distribute(model, section)
-
-    use_threads(compute_threads(config.threads, place.local_world_size))
-    learner = Learner(config.learner, config.fetch_shared_data(), device, join)
-    return Worker(learner, place.rank, place.world_size, connection.wait(), ObjectStore())

@@ -1,8 +1,9 @@
-"""The configuration of residents, and the two kinds of program that they run."""
+"""The configuration of residents, and the programs that they run."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -14,8 +15,16 @@ from raytrain_opt.pools.mailbox_client import fetch_shared_data
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from raytrain_opt.config.updates import ParallelSection
     from raytrain_opt.data.in_memory_sets import DatasetArrays
     from raytrain_opt.pools.resident import Handler
+    from raytrain_opt.train.data_parallel import Parallel
+
+# Seconds that a collective waits for a peer longer than the driver waits for progress: the driver
+# gives up first, because it knows who is silent.
+_COLLECTIVE_MARGIN_S = 60
 
 
 @dataclass(frozen=True)
@@ -56,14 +65,6 @@ class WorkerProgram(Protocol):
         ...
 
 
-class SlotProgram(Protocol):
-    """What a slot process runs."""
-
-    def make_handler(self, config: ResidentConfig, index: int) -> Handler:
-        """Build what executes commands, inside the slot process."""
-        ...
-
-
 class SynchronousWorkers:
     """Workers that compute each step together (`pools.worker`)."""
 
@@ -75,9 +76,13 @@ class SynchronousWorkers:
 
     def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
         """Return a TorchTrainer, which connects the workers."""
-        from raytrain_opt.pools.launch_workers import make_torch_trainer
+        from ray.train.torch import TorchConfig, TorchTrainer
 
-        return make_torch_trainer(config, **arguments)
+        torch_config = TorchConfig(
+            backend="nccl" if config.plan.use_gpu else "gloo",
+            timeout_s=int(config.timeouts.no_progress_s) + _COLLECTIVE_MARGIN_S,
+        )
+        return TorchTrainer(torch_config=torch_config, **arguments)
 
     def callbacks(self, config: ResidentConfig) -> list[Any]:
         """Return none."""
@@ -85,19 +90,39 @@ class SynchronousWorkers:
 
     def make_handler(self, config: ResidentConfig, place: WorkerPlace) -> Handler:
         """Build model, data and process group."""
-        from raytrain_opt.pools.launch_workers import make_worker
+        import ray.train.torch
 
-        return make_worker(config, place)
+        from raytrain_opt.pools.state_store import ObjectStore
+        from raytrain_opt.pools.worker import Worker
+        from raytrain_opt.train.communicator_warmup import begin_communicator_warmup
+        from raytrain_opt.train.data_parallel import distribute, use_threads
+        from raytrain_opt.train.learner import Learner
+
+        device = ray.train.torch.get_device()
+        connection = begin_communicator_warmup(config.learner.parallel, device)
+
+        def join(model: nn.Module, section: ParallelSection) -> Parallel:
+            connection.wait()
+            return distribute(model, section)
+
+        use_threads(compute_threads(config.threads, place.local_world_size))
+        learner = Learner(config.learner, config.fetch_shared_data(), device, join)
+        return Worker(learner, place.rank, place.world_size, connection.wait(), ObjectStore())
 
 
-class TrainingSlots:
-    """Slots that train candidates (`pools.slot`)."""
+def make_training_slot(config: ResidentConfig, index: int) -> Handler:
+    """Build what trains candidates (`pools.slot`), inside the slot process."""
+    import torch
 
-    def make_handler(self, config: ResidentConfig, index: int) -> Handler:
-        """Build model and data."""
-        from raytrain_opt.pools.launch_slots import make_slot
+    from raytrain_opt.pools.slot import Slot
+    from raytrain_opt.pools.state_store import ObjectStore
+    from raytrain_opt.train.data_parallel import use_threads
+    from raytrain_opt.train.learner import Learner
 
-        return make_slot(config, index)
+    use_threads(compute_threads(config.threads, config.plan.slots_per_node))
+    device = torch.device("cuda" if config.plan.use_gpu else "cpu")
+    learner = Learner(config.learner, config.fetch_shared_data(), device)
+    return Slot(learner, index, ObjectStore(), config.candidate_batch)
 
 
 @dataclass(frozen=True)
@@ -120,7 +145,7 @@ class ResidentConfig:
     ray_storage_path: str
     faults: Faults = ()
     workers: WorkerProgram = field(default_factory=SynchronousWorkers)
-    slots: SlotProgram = field(default_factory=TrainingSlots)
+    make_slot: Callable[[ResidentConfig, int], Handler] = make_training_slot
 
     @property
     def leave_s(self) -> float:

@@ -32,7 +32,7 @@ from raytrain_opt.pools.resident_config import ResidentConfig
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner_config import LearnerConfig
-from tests.support.echo import DRIVERS, STEPS, EchoSlots, EchoWorkers
+from tests.support.echo import DRIVERS, STEPS, EchoWorkers, make_echo_slot
 from tests.support.small_jobs import small_job
 
 
@@ -101,7 +101,7 @@ def echo_pools(
         ray_storage_path=str(storage / "ray"),
         faults=planned_faults({VARIABLE: json.dumps(list(faults))}),
         workers=EchoWorkers(),
-        slots=EchoSlots(),
+        make_slot=make_echo_slot,
     )
     states = RayStateStore()
     train = RayPool(
