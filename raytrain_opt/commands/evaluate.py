@@ -91,21 +91,17 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool) -> Evaluation:
     argument is not a run or the runs have different test data, CheckpointError or DataError when
     checkpoint or data cannot be read.
     """
-    runs = [_find_run(run_dir) for run_dir in run_dirs]
-    _refuse_different_data(runs)
-    return _evaluate(runs, with_ensemble=ensemble)
-
-
-def _evaluate(runs: Sequence[_SavedRun], *, with_ensemble: bool) -> Evaluation:
     from raytrain_opt.train.ensemble import average_predictions, error_rates
 
+    runs = [_find_run(run_dir) for run_dir in run_dirs]
+    _refuse_different_data(runs)
     predictions = [_predict(run) for run in runs]
     evaluated = tuple(
         EvaluatedRun(run.argument, run.checkpoint, error_rates(of_run))
         for run, of_run in zip(runs, predictions, strict=True)
     )
     try:
-        of_ensemble = error_rates(average_predictions(predictions)) if with_ensemble else None
+        of_ensemble = error_rates(average_predictions(predictions)) if ensemble else None
     except ValueError as error:
         rule = "the runs have the same data section, but not the same test labels"
         raise JobError([Problem(_ARGUMENT, rule)], "arguments") from error

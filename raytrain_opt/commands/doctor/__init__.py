@@ -4,5 +4,6 @@ Start reading at `diagnose`, which asks every node and prints a table. `facts` r
 `checks` judges the facts (pure: facts in, findings out), `finding` prints the table of results,
 `exchange` times an all-reduce.
 
-May import cluster, execution.preflight, search.factory, monitoring, config and the foundations.
+May import cluster, execution.preflight, report.formatting, search.factory, monitoring, config and
+the foundations.
 """

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from raytrain_opt.commands.doctor.facts import NodeFacts
 from raytrain_opt.commands.doctor.finding import Finding, ok
+from raytrain_opt.report.formatting import times
 
 # Larger differences make times in records and logs of several nodes incomparable.
 _MAX_CLOCK_SKEW_S = 1.0
@@ -40,7 +41,7 @@ def _check_versions(nodes: Sequence[NodeFacts]) -> Finding:
         remedy = "install constraints.txt on every node; all nodes need the same versions"
         return Finding("versions", "error", "; ".join(unequal), remedy)
     text = ", ".join(f"{name} {number}" for name, number in packages.items())
-    return ok("versions", f"{text} on {_count_text(nodes)}")
+    return ok("versions", f"{text} on {times(len(nodes), 'node')}")
 
 
 def _check_bytecode(nodes: Sequence[NodeFacts]) -> list[Finding]:
@@ -58,7 +59,7 @@ def _check_bytecode(nodes: Sequence[NodeFacts]) -> list[Finding]:
 def _check_gpus(nodes: Sequence[NodeFacts]) -> list[Finding]:
     gpu_nodes = [node for node in nodes if node.gpus or node.ray_gpus]
     if not gpu_nodes:
-        return [ok("GPUs", f"none on {_count_text(nodes)}: training on CPU")]
+        return [ok("GPUs", f"none on {times(len(nodes), 'node')}: training on CPU")]
     findings = [_check_gpu_count(node) for node in gpu_nodes]
     if len({node.driver for node in gpu_nodes}) > 1:
         drivers = ", ".join(f"{node.driver} on {node.host}" for node in gpu_nodes)
@@ -114,7 +115,7 @@ def _check_storage(nodes: Sequence[NodeFacts]) -> list[Finding]:
             "or a URI for runs that must resume after that node is lost"
         )
         return [Finding("storage", "warning", "; ".join(unshared), remedy)]
-    return [ok("storage", f"written and read from {_count_text(nodes)}")]
+    return [ok("storage", f"written and read from {times(len(nodes), 'node')}")]
 
 
 def _check_data(nodes: Sequence[NodeFacts]) -> list[Finding]:
@@ -184,10 +185,9 @@ def check_exchange(workers: int, nodes: int, backend: str, mib: int, duration_s:
     The rate is what each process sends in a ring all-reduce: 2 (n - 1) / n of the data.
     """
     rate = 2 * (workers - 1) / workers * mib / 1024 / duration_s
-    nodes_text = f"{nodes} node{'s' if nodes != 1 else ''}"
     result = (
-        f"{mib} MiB over {workers} workers on {nodes_text} with {backend}: {duration_s:.3f} s, "
-        f"{rate:.2f} GiB/s each"
+        f"{mib} MiB over {workers} workers on {times(nodes, 'node')} with {backend}: "
+        f"{duration_s:.3f} s, {rate:.2f} GiB/s each"
     )
     if nodes > 1 and rate < _MIN_EXCHANGE_GIB_PER_S:
         variable = f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME"
@@ -197,7 +197,3 @@ def check_exchange(workers: int, nodes: int, backend: str, mib: int, duration_s:
         )
         return Finding("exchange", "warning", result, remedy)
     return ok("exchange", result)
-
-
-def _count_text(nodes: Sequence[NodeFacts]) -> str:
-    return f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from raytrain_opt import storage
 from raytrain_opt.bytecode import packages_without_bytecode
@@ -15,6 +13,7 @@ from raytrain_opt.config.data import DatasetData, ImageFolderData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import StorageError
 from raytrain_opt.monitoring.nvml import GpuState, gpu_states
+from raytrain_opt.recording.recorder import versions
 
 _MIB = 1024**2
 
@@ -50,11 +49,13 @@ class NodeInspector:
 
     def facts(self, job: Job | None) -> NodeFacts:
         """Return what the node itself knows."""
+        import torch  # noqa: F401 - as the processes of a run do
+
         driver, gpus = gpu_states()
         shm = os.statvfs("/dev/shm")
         return NodeFacts(
             host=socket.gethostname(),
-            versions=_versions(),
+            versions=versions(),
             shm_mib=shm.f_frsize * shm.f_blocks // _MIB,
             gpus=tuple(gpus),
             driver=driver,
@@ -76,21 +77,6 @@ class NodeInspector:
         except StorageError as error:
             return False, str(error)
         return visible, None
-
-
-def _versions() -> dict[str, str]:
-    import ray
-    import torch
-
-    import raytrain_opt
-
-    return {
-        "python": platform.python_version(),
-        "ray": ray.__version__,
-        "torch": torch.__version__,
-        "torchvision": version("torchvision"),
-        "raytrain_opt": raytrain_opt.__version__,
-    }
 
 
 def _data_problems(job: Job | None) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 Level = Literal["ok", "warning", "error"]
@@ -39,10 +40,5 @@ def print_findings(findings: Iterable[Finding]) -> None:
     for finding in findings:
         style = _STYLES[finding.level]
         texts = (finding.check, finding.result, finding.remedy)
-        table.add_row(f"[{style}]{finding.level}[/]", *map(_escape, texts))
+        table.add_row(f"[{style}]{finding.level}[/]", *map(escape, texts))
     console.print(table)
-
-
-def _escape(text: str) -> str:
-    """Keep rich from reading square brackets of a message as markup."""
-    return text.replace("[", r"\[")
