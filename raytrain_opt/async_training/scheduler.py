@@ -27,7 +27,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.results import TrainTotals
@@ -299,12 +299,10 @@ class SspScheduler:
 
 
 def _add(totals: TrainTotals, result: MicroBatchDone) -> TrainTotals:
-    return TrainTotals(
-        steps=totals.steps,
+    return replace(
+        totals,
         samples=totals.samples + result.samples,
         loss_sum=totals.loss_sum + result.loss_sum,
         correct=totals.correct + result.correct,
         skipped=totals.skipped + result.skipped,
-        duration_s=0.0,
-        data_wait_s=0.0,
     )

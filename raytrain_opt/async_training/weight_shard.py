@@ -7,7 +7,7 @@ their elements in memory: one message, or one copy, moves them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,7 +134,9 @@ class WeightShard:
         self.optimizer = build_optimizer(optimizer, model, steps_per_epoch=steps_per_epoch)
         self._weight_decays = get_weight_decays(self.optimizer)
         own = {id(p) for p in self.parameters}
-        _empty(p for p in model.parameters() if id(p) not in own)
+        for parameter in model.parameters():
+            if id(parameter) not in own:
+                parameter.data = parameter.data.new_empty(0)
         named = model.state_dict(keep_vars=True)
         # All names of a tensor that several layers share.
         self._named = {name: p for name, p in named.items() if id(p) in own}
@@ -209,11 +211,6 @@ class WeightShard:
         """Return this shard's tensors and optimizer state, in memory of their own."""
         own = {name: parameter.data for name, parameter in self._named.items()}
         return to_cpu_state(own, self.optimizer.state_dict(), {}, copy=True)
-
-
-def _empty(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.data = parameter.data.new_empty(0)
 
 
 def _in_groups(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,18 +57,23 @@ class PlacementGroupRecord:
 
 
 @contextmanager
-def loopback_only() -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Give an attribute another value for the time of the block."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def loopback_only() -> AbstractContextManager[None]:
     """Let a Ray that is started inside the block be reachable from this machine only.
 
     Ray listens on all interfaces unless its node's address is 127.0.0.1, and accepts that address
     only where it supports no clusters (Windows and macOS): `ENABLE_RAY_CLUSTER` is that switch.
     """
-    enabled = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = enabled
+    return _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
 @contextmanager
@@ -80,28 +85,19 @@ def without_helper_processes(*, log_monitor: bool) -> Iterator[None]:
     seconds of Ray's own start, and they wake many times a second afterwards.
     """
     names = ["start_api_server", "start_monitor"] + ([] if log_monitor else ["start_log_monitor"])
-    methods = {name: getattr(Node, name) for name in names if hasattr(Node, name)}
-    try:
-        for name in methods:
-            setattr(Node, name, _start_nothing)
+    with ExitStack() as stack:
+        for name in names:
+            if hasattr(Node, name):
+                stack.enter_context(_replaced(Node, name, _start_nothing))
         yield
-    finally:
-        for name, method in methods.items():
-            setattr(Node, name, method)
 
 
-@contextmanager
-def start_processes_with(program: str) -> Iterator[None]:
+def start_processes_with(program: str) -> AbstractContextManager[None]:
     """Let a Ray that is started inside the block run `program` in place of `setup_worker.py`.
 
     Ray joins the name of that file to a folder, so an absolute path replaces both.
     """
-    name = ray_constants.SETUP_WORKER_FILENAME
-    ray_constants.SETUP_WORKER_FILENAME = program
-    try:
-        yield
-    finally:
-        ray_constants.SETUP_WORKER_FILENAME = name
+    return _replaced(ray_constants, "SETUP_WORKER_FILENAME", program)
 
 
 def _start_nothing(node: Node, **options: Any) -> None:
