@@ -96,13 +96,8 @@ def to_wire(flat: Tensor, dtype: torch.dtype) -> WireArray:
 
 def from_wire(wire: WireArray, dtype: torch.dtype) -> Tensor:
     """Return a flat tensor over the same memory, which may be shared: never write to it."""
-    return PackedTensor(
-        wire, (wire.nbytes // dtype.itemsize,), _name(dtype), "contiguous"
-    ).tensor()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
+    return PackedTensor(wire, (wire.nbytes // dtype.itemsize,), name, "contiguous").tensor()
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,9 @@ class WeightShard:
         named = model.state_dict(keep_vars=True)
         # All names of a tensor that several layers share.
         self._named = {name: p for name, p in named.items() if id(p) in own}
-        self._own_indices = {i for i, p in enumerate(_in_groups(self.optimizer)) if id(p) in own}
+        # The numbers of the parameters in the optimizer's `state_dict`.
+        numbered = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._own_indices = {i for i, p in enumerate(numbered) if id(p) in own}
         self.weights, self._gradient = FlatBuffer(self.parameters), FlatBuffer(self.parameters)
         move_into(self.weights, self.parameters)
         self._gradients: dict[int, Tensor] = {}
@@ -211,11 +208,6 @@ class WeightShard:
         """Return this shard's tensors and optimizer state, in memory of their own."""
         own = {name: parameter.data for name, parameter in self._named.items()}
         return to_cpu_state(own, self.optimizer.state_dict(), {}, copy=True)
-
-
-def _in_groups(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters in the order of the numbers that `state_dict` gives them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def assemble_state(

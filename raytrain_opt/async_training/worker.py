@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import ray
-from torch import Tensor
 
 from raytrain_opt.async_training.actors import ServerHandles
 from raytrain_opt.async_training.scheduler import MicroBatchDone, epoch_phase
@@ -93,10 +92,8 @@ class RemoteServer:
         refs = [value[0] for _, value in answers if isinstance(value, list)]
         fetched = iter(ray.get(refs))
         wires = [next(fetched) if isinstance(value, list) else value for _, value in answers]
-        return Weights(min(version for version, _ in answers), self._tensors(wires))
-
-    def _tensors(self, wires: Sequence[WireArray]) -> tuple[Tensor, ...]:
-        return tuple(from_wire(wire, self._dtype) for wire in wires)
+        parts = tuple(from_wire(wire, self._dtype) for wire in wires)
+        return Weights(min(version for version, _ in answers), parts)
 
     def push(self, number: int, gradients: Sequence[WireArray]) -> None:
         pairs = zip(self._shards, gradients, strict=True)

@@ -95,10 +95,8 @@ def connect(address: str | None) -> JobSubmissionClient:
         raise JobError([_refused_token(url, token_source)], "arguments") from error
     except (ConnectionError, OSError) as error:
         rule = "no dashboard of a Ray cluster answers at this address"
-        hint = (
-            f"forward the port: ssh -fNL {_ssh_forward(url)} USER@HEAD, or ray dashboard "
-            "CLUSTER.yaml"
-        )
+        ports = f"{urlsplit(url).port or 8265}:localhost:8265"
+        hint = f"forward the port: ssh -fNL {ports} USER@HEAD, or ray dashboard CLUSTER.yaml"
         raise JobError([_problem(rule, url, hint)], "arguments") from error
     except RuntimeError as error:
         rule = f"the server there is not a dashboard of this Ray version: {error}"
@@ -240,8 +238,3 @@ def _refused_token(url: str, token_source: str | None) -> Problem:
 
 def _problem(rule: str, address: str, hint: str | None = None) -> Problem:
     return Problem("--address", rule, repr(address), hint)
-
-
-def _ssh_forward(url: str) -> str:
-    port = urlsplit(url).port or 8265
-    return f"{port}:localhost:8265"

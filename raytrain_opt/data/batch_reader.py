@@ -81,39 +81,28 @@ class BatchReader(Dataset[Sample]):
     def _load(self, request: BatchRequest) -> LoadedBatch:
         samples: list[Sample] = []
         reason = ""
+        augment = request.purpose is Purpose.TRAIN_SAMPLE
         for index in request.indices:
             seed_all(sample_seed(self._seed, request.purpose, request.epoch, index))
             try:
-                samples.append(self._read(request, index))
-            except _UnreadableError as error:
-                reason = str(error)
+                samples.append(self._source.read(request.split, index, augment))
+            except DataError:
+                raise
+            except Exception as error:
+                # Whatever the decoder or the user's code raised: this one sample is unreadable.
+                reason = f"{self._source.describe(request.split, index)}: {cause(error)}"
+                if not self._skip:
+                    raise DataError(
+                        self._source.field,
+                        f"{reason}; repair or remove it, or skip such samples with "
+                        "data.on_unreadable: skip",
+                    ) from error
         if not samples:
             rule = f"no sample of {request.name} can be read; the last: {reason}"
             raise DataError(self._source.field, rule)
         x = torch.stack([x for x, _ in samples])
         y = torch.tensor([label for _, label in samples], dtype=torch.int64)
         return LoadedBatch(x, y, len(request.indices) - len(samples), None)
-
-    def _read(self, request: BatchRequest, index: int) -> Sample:
-        augment = request.purpose is Purpose.TRAIN_SAMPLE
-        try:
-            return self._source.read(request.split, index, augment)
-        except DataError:
-            raise
-        except Exception as error:
-            # Whatever the decoder or the user's code raised: this one sample is unreadable.
-            message = f"{self._source.describe(request.split, index)}: {cause(error)}"
-            if self._skip:
-                raise _UnreadableError(message) from error
-            raise DataError(
-                self._source.field,
-                f"{message}; repair or remove it, or skip such samples with "
-                "data.on_unreadable: skip",
-            ) from error
-
-
-class _UnreadableError(Exception):
-    """A sample to leave out."""
 
 
 def cause(error: BaseException) -> str:

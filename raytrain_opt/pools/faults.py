@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -105,7 +105,7 @@ class FaultInjector:
             raise RuntimeError(f"injected failure {number}")
         if fault.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        _hang()
+        threading.Event().wait()  # for ever
 
 
 def _epoch(command: Command) -> int | None:
@@ -117,8 +117,3 @@ def _epoch(command: Command) -> int | None:
         case MainTrain():
             return command.epoch
     return None
-
-
-def _hang() -> NoReturn:
-    while True:
-        threading.Event().wait(3600)
