@@ -27,7 +27,7 @@ from raytrain_opt.async_training.scheduler import (
     Update,
 )
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.cluster.connection import alive_nodes
+from raytrain_opt.cluster.connection import alive_nodes, on_driver_node
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import PoolError
 from raytrain_opt.results import TrainTotals
@@ -49,13 +49,17 @@ Snapshot = tuple[dict[str, tuple[Any, ...]], dict[str, Any]]
 
 
 class SspCoordinator:
-    """The scheduler as an actor. All methods are asynchronous, and none blocks another."""
+    """The scheduler as an actor. All methods are asynchronous, and none blocks another.
+
+    Ray repeats a call whose connection was cut: each has the same effect twice as once.
+    """
 
     def __init__(self) -> None:
         self._scheduler: SspScheduler | None = None
         self._shards: list[Any] = []
         self._start: list[Any] = []
         self._snapshots: dict[int, tuple[int, Snapshot]] = {}
+        self._claims: dict[int, tuple[int, int | None]] = {}  # worker -> its last request, answer
         self._changed = asyncio.Condition()
         self._waiting: list[int] = []
         self._error: str | None = None
@@ -67,15 +71,22 @@ class SspCoordinator:
         for task in self._tasks:
             task.cancel()
         self._scheduler, self._shards = SspScheduler(phase), shards
-        self._start, self._snapshots = boxed_state, {}
+        self._start, self._snapshots, self._claims = boxed_state, {}, {}
         self._waiting, self._error = [], None
         self._outbox = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._send()), asyncio.create_task(self._watch())]
 
-    async def claim(self, phase: str, worker: int) -> int | None:
-        """Return the next micro-batch for this worker; None when all are claimed."""
+    async def claim(self, phase: str, worker: int, request: int) -> int | None:
+        """Return the next micro-batch for this worker; None when all are claimed.
+
+        `request`: number of the worker's request.
+        """
         scheduler = self._of(phase)
-        return None if scheduler is None else scheduler.claim(worker, monotonic_s())
+        if scheduler is None:
+            return None
+        if self._claims.get(worker, (0, None))[0] != request:
+            self._claims[worker] = (request, scheduler.claim(worker, monotonic_s()))
+        return self._claims[worker][1]
 
     async def begin_micro_batch(
         self, phase: str, worker: int, number: int, version: int
@@ -86,7 +97,7 @@ class SspCoordinator:
         What has been given to another worker may begin at once: it counts for nothing.
         """
         scheduler = self._of(phase)
-        if scheduler is None:
+        if scheduler is None or scheduler.has_begun(worker, number):
             return None
         await self._wait(
             worker, lambda: not scheduler.owns(worker, number) or scheduler.may_begin(number)
@@ -114,6 +125,7 @@ class SspCoordinator:
 
     async def leave(self, worker: int) -> None:
         """Free what a worker had claimed: it died, or was restarted."""
+        self._claims.pop(worker, None)
         if self._scheduler is not None:
             await self._dispatch(self._scheduler.leave(worker))
 
@@ -123,8 +135,9 @@ class SspCoordinator:
         return self._scheduler.finished, self._scheduler.totals, self._scheduler.staleness
 
     async def keep(self, phase: str, shard: int, version: int, snapshot: Snapshot) -> None:
-        """Keep a shard's snapshot at this version."""
-        if self._of(phase) is not None:
+        """Keep a shard's snapshot at this version, unless there is a newer one."""
+        known_version, _ = self._snapshots.get(shard, (0, None))
+        if self._of(phase) is not None and version > known_version:
             self._snapshots[shard] = (version, snapshot)
 
     async def recover(
@@ -344,7 +357,13 @@ def parameter_server(
     name = f"ssp-coordinator-{secrets.token_hex(8)}"
     coordinator: Any = (
         ray.remote(SspCoordinator)
-        .options(num_cpus=0, max_concurrency=_MAX_CONCURRENCY, name=name)
+        .options(
+            num_cpus=0,
+            max_concurrency=_MAX_CONCURRENCY,
+            max_task_retries=-1,
+            label_selector=on_driver_node(),
+            name=name,
+        )
         .remote()
     )
     shard_actor = ray.remote(WeightShardActor).options(

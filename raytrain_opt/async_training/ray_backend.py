@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ray
 import ray.train.torch
 from ray.train import UserCallback
 from ray.train.backend import Backend
@@ -54,7 +55,7 @@ class ReportLostWorker(UserCallback):
     ) -> None:
         """Report these ranks; Ray Train calls this when they failed."""
         for rank in worker_exceptions:
-            self._server.coordinator.leave.remote(rank)
+            ray.get(self._server.coordinator.leave.remote(rank))
             report_lost(self._mailbox, WORKER_POOL, rank)
 
 

@@ -221,6 +221,10 @@ class SspScheduler:
         """Return whether the micro-batch is assigned to this worker."""
         return self._claims.get(number) == worker
 
+    def has_begun(self, worker: int, number: int) -> bool:
+        """Return whether this worker computes the micro-batch already."""
+        return self.owns(worker, number) and number in self._begun
+
     def may_begin(self, number: int) -> bool:
         """Return whether rule (1) allows one more micro-batch to be computed now."""
         bound = self.phase.bound

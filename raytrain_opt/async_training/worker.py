@@ -67,9 +67,11 @@ class RemoteServer:
     def __init__(self, handles: ServerHandles, phase: str, worker: int, dtype: Any) -> None:
         self._coordinator, self._shards = handles.coordinator, handles.shards
         self._phase, self._worker, self._dtype = phase, worker, dtype
+        self._claims = 0
 
     def claim(self) -> int | None:
-        ref = self._coordinator.claim.remote(self._phase, self._worker)
+        self._claims += 1
+        ref = self._coordinator.claim.remote(self._phase, self._worker, self._claims)
         return cast("int | None", _get(ref))
 
     def begin(self, number: int, version: int) -> int | None:

@@ -128,6 +128,14 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in nodes if node["Alive"]]
 
 
+def on_driver_node() -> dict[str, str]:
+    """Return the label selector of actors that must not die with another node than the driver's.
+
+    Call it in the driver.
+    """
+    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+
+
 def gone_nodes() -> dict[str, str]:
     """Return the address of each node that has left the cluster, by Ray's identity of the node."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ import ray
 from raytrain_opt.async_training.actors import ServerHandles, parameter_server
 from raytrain_opt.async_training.main_training import AsynchronousTraining
 from raytrain_opt.async_training.program import AsynchronousWorkers
-from raytrain_opt.cluster.connection import alive_nodes, cpu_count
+from raytrain_opt.cluster.connection import alive_nodes, cpu_count, on_driver_node
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.session import Session
@@ -42,7 +42,7 @@ def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
         .options(
             num_cpus=0,
             max_concurrency=2,
-            label_selector=_driver_node(),
+            label_selector=on_driver_node(),
             # A Ray that was started here has these variables in all its processes.
             runtime_env=({} if local else {"env_vars": environment(local=False, start_s=start_s)}),
         )
@@ -53,11 +53,17 @@ def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
 def start_mailbox() -> Any:
     """Start the actor through which driver and pools communicate, on the driver's node.
 
-    The death of another node then never ends it.
+    The death of another node then never ends it. Ray repeats calls whose connection was cut,
+    until the mailbox dies.
     """
     return (
         ray.remote(Mailbox)
-        .options(num_cpus=0, max_concurrency=10_000, label_selector=_driver_node())
+        .options(
+            num_cpus=0,
+            max_concurrency=10_000,
+            max_task_retries=-1,
+            label_selector=on_driver_node(),
+        )
         .remote()
     )
 
@@ -169,7 +175,3 @@ def _is_oversubscribed(plan: PoolPlan) -> bool:
     start first, since they take the first steps; the workers start beside the first round.
     """
     return cpu_count() < plan.slots + plan.workers
-
-
-def _driver_node() -> dict[str, str]:
-    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}

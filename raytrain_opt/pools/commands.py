@@ -146,7 +146,9 @@ def state_in(reply: object) -> StateRef | None:
 
 @dataclass(frozen=True)
 class Resident:
-    """Identity of a resident process. `index`: rank of a worker or number of a slot.
+    """Identity of a resident process: a restarted one differs, in its process at least.
+
+    `index`: rank of a worker or number of a slot.
 
     `absent`: ranks that the worker's process group does without.
     """

@@ -4,6 +4,10 @@ The driver posts a command to a pool and collects one reply per resident; reside
 next command. A restarted resident joins again, gets the current command and repeats it from the
 same state. Nothing here uses Ray, so the tests need none. Callers use `mailbox_client`.
 
+Ray repeats a call whose connection was cut, and the first attempt may have been executed too:
+every method has the same effect twice as once. Messages carry their sender; those of a process
+that was replaced or given up are dropped.
+
 Each pool has three parts: `Membership` (which residents have joined), `CommandBoard` (the current
 command and its replies), `ActivityLog` (progress, signs of life, records).
 """
@@ -37,6 +41,10 @@ class Membership:
     lost: set[int] = field(default_factory=set)
     restarts: int = 0
 
+    def includes(self, resident: Resident) -> bool:
+        """Whether this very process is a member, not one that it replaced, or that is lost."""
+        return self.residents.get(resident.index) == resident and resident.index not in self.lost
+
     def join(self, resident: Resident) -> bool:
         """Add a resident. Returns whether it is a restarted one."""
         restarted = resident.index in self.residents
@@ -64,10 +72,12 @@ class CommandBoard:
     command: Command | None = None
     replies: dict[int, Any] = field(default_factory=dict)
 
-    def post(self, command: Command) -> int:
-        """Make this the current command; return its number."""
-        self.number, self.command, self.replies = self.number + 1, command, {}
-        return self.number
+    def post(self, number: int, command: Command) -> bool:
+        """Make this the current command. Returns False if it was posted before."""
+        if number <= self.number:
+            return False
+        self.number, self.command, self.replies = number, command, {}
+        return True
 
     def is_answered(self, number: int, expected: set[int], lost: set[int]) -> bool:
         """Whether waiting for replies is over: all are here, one failed, or a new command came."""
@@ -87,8 +97,8 @@ class ActivityLog:
     posted_s: float = field(default_factory=monotonic_s)
     last_heard_s: float = field(default_factory=monotonic_s)
     has_trained: bool = False
-    spans: list[Span] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    records: list[Span | Event] = field(default_factory=list)
+    forgotten: int = 0  # records that the driver has received
 
     def begin_command(self) -> None:
         """Forget the progress of the command before."""
@@ -131,7 +141,7 @@ class ActivityLog:
     def record_command(self, resident: str, command: str, usage: Usage) -> None:
         """Record a command that a resident has just finished."""
         start_s = monotonic_s() - usage.duration_s
-        self.spans.append(
+        self.records.append(
             Span(
                 process=resident,
                 command=command,
@@ -149,7 +159,7 @@ class ActivityLog:
         silent_s = now_s - self.heard_s.get(resident.index, self.posted_s)
         self.progress.pop(resident.index, None)  # it begins the command anew
         text = f"{resident.name} was restarted during {command}"
-        self.events.append(
+        self.records.append(
             Event(
                 kind="restarted",
                 text=text,
@@ -159,11 +169,11 @@ class ActivityLog:
             )
         )
 
-    def drain(self) -> tuple[list[Span], list[Event]]:
-        """Return the spans and events since the last call."""
-        spans, events = self.spans, self.events
-        self.spans, self.events = [], []
-        return spans, events
+    def drain(self, received: int) -> list[Span | Event]:
+        """Return the spans and events after the first `received`, which are forgotten."""
+        del self.records[: received - self.forgotten]
+        self.forgotten = received
+        return list(self.records)
 
 
 @dataclass
@@ -198,11 +208,14 @@ class Mailbox:
     async def join(self, resident: Resident) -> None:
         """Register a resident that is ready for commands, for the first time or again."""
         books = self._of(resident.pool)
+        if books.membership.includes(resident):
+            return
         if books.membership.join(resident):
             books.log.record_restart(resident, books.command_name)
         books.log.hear(resident.index)
-        # It may have answered before it died, with a state that died with it.
-        books.board.replies.pop(resident.index, None)
+        # They may have answered before they died, with a state that died with them.
+        for index in (resident.index, *(resident.absent or ())):
+            books.board.replies.pop(index, None)
         await self._notify()
 
     async def next_command(self, pool: str, after: int) -> tuple[int, Command]:
@@ -221,21 +234,25 @@ class Mailbox:
         return True
 
     async def reply(
-        self, pool: str, index: int, number: int, value: Any, usage: Usage | None = None
+        self, sender: Resident, number: int, value: Any, usage: Usage | None = None
     ) -> None:
         """Take a resident's reply; a late one to an earlier command is dropped."""
-        books = self._of(pool)
-        if number != books.board.number:
+        books, index = self._of(sender.pool), sender.index
+        answered = number != books.board.number or index in books.board.replies
+        if answered or not books.membership.includes(sender):
             return
         books.log.hear(index)
         if usage is not None:
-            books.log.record_command(f"{pool} {index}", books.command_name, usage)
+            books.log.record_command(sender.name, books.command_name, usage)
         books.board.replies[index] = value
         await self._notify()
 
-    async def report_progress(self, pool: str, index: int, progress: Progress) -> None:
+    async def report_progress(self, sender: Resident, number: int, progress: Progress) -> None:
         """Take a progress report, about one per second from each resident at work."""
-        if self._of(pool).log.report(index, progress):
+        books = self._of(sender.pool)
+        if number != books.board.number or not books.membership.includes(sender):
+            return
+        if books.log.report(sender.index, progress):
             await self._notify()
 
     async def is_first(self, claim: str) -> bool:
@@ -285,13 +302,12 @@ class Mailbox:
         """Return how often a resident was restarted."""
         return self._of(pool).membership.restarts
 
-    async def post(self, pool: str, command: Command) -> int:
-        """Make `command` the current one; return its number, for `collect`."""
+    async def post(self, pool: str, number: int, command: Command) -> None:
+        """Make `command` the current one. The driver numbers its commands from 1."""
         books = self._of(pool)
-        number = books.board.post(command)
-        books.log.begin_command()
-        await self._notify()
-        return number
+        if books.board.post(number, command):
+            books.log.begin_command()
+            await self._notify()
 
     async def collect(self, pool: str, number: int, expected: Iterable[int]) -> dict[int, Any]:
         """Return the replies by resident, when all expected ones have answered or one could not.
@@ -327,6 +343,6 @@ class Mailbox:
             )
         return True
 
-    async def drain_log(self, pool: str) -> tuple[float, list[Span], list[Event]]:
-        """Return the time now, and the spans and events since the last call, on this clock."""
-        return monotonic_s(), *self._of(pool).log.drain()
+    async def drain_log(self, pool: str, received: int) -> tuple[float, list[Span | Event]]:
+        """Return the time now, and spans and events after the first `received`, on this clock."""
+        return monotonic_s(), self._of(pool).log.drain(received)

@@ -19,14 +19,20 @@ class DriverMailbox:
 
     def __init__(self, actor: Any, pool: str) -> None:
         self.actor, self._pool = actor, pool
+        self._posted = self._received = 0  # commands; spans and events
 
     def post(self, command: Command) -> int:
         """Post a command; return its number."""
-        return cast(int, self.answer(self.actor.post.remote(self._pool, command)))
+        self.answer(self._post(command))
+        return self._posted
 
     def request_close(self) -> None:
         """Ask the residents to leave; does not wait."""
-        self.actor.post.remote(self._pool, Close())
+        self._post(Close())
+
+    def _post(self, command: Command) -> Any:
+        self._posted += 1
+        return self.actor.post.remote(self._pool, self._posted, command)
 
     def collect(self, number: int, expected: Sequence[int]) -> Any:
         """Return a reference to the replies by resident, a dict."""
@@ -71,7 +77,11 @@ class DriverMailbox:
 
     def drain_log(self) -> tuple[float, list[Span], list[Event]]:
         """Return how far this process's clock is ahead of the mailbox's, the spans and events."""
-        mailbox_s, spans, events = self.answer(self.actor.drain_log.remote(self._pool))
+        ref = self.actor.drain_log.remote(self._pool, self._received)
+        mailbox_s, records = self.answer(ref)
+        self._received += len(records)
+        spans = [record for record in records if isinstance(record, Span)]
+        events = [record for record in records if isinstance(record, Event)]
         return monotonic_s() - mailbox_s, spans, events
 
     @staticmethod
@@ -90,8 +100,7 @@ class ResidentMailbox:
     """A resident's view. Methods raise Ray's RayError when the mailbox has died."""
 
     def __init__(self, actor: Any, resident: Resident) -> None:
-        self._actor, self._pool, self._index = actor, resident.pool, resident.index
-        self._resident = resident
+        self._actor, self._pool, self._resident = actor, resident.pool, resident
 
     def join(self) -> None:
         """Register as ready for commands."""
@@ -107,12 +116,12 @@ class ResidentMailbox:
         ray.get(self._actor.closed.remote(self._pool))
 
     def reply(self, number: int, value: Any, usage: Usage) -> None:
-        """Send the reply to a command; does not wait."""
-        self._actor.reply.remote(self._pool, self._index, number, value, usage)
+        """Send the reply to a command; return when it has arrived."""
+        ray.get(self._actor.reply.remote(self._resident, number, value, usage))
 
-    def report_progress(self, progress: Progress) -> None:
-        """Send a progress report; does not wait."""
-        self._actor.report_progress.remote(self._pool, self._index, progress)
+    def report_progress(self, number: int, progress: Progress) -> None:
+        """Send a progress report about a command; does not wait."""
+        self._actor.report_progress.remote(self._resident, number, progress)
 
     def is_first(self, claim: str) -> bool:
         """Return True to the first resident with this claim."""
@@ -134,5 +143,8 @@ def fetch_shared_data(actor: Any) -> Any:
 
 
 def report_lost(actor: Any, pool: str, index: int) -> None:
-    """Tell the mailbox that Ray will not restart this resident; does not wait."""
-    actor.lose.remote(pool, index)
+    """Tell the mailbox that this resident has died; return when it knows.
+
+    A report that came later would give the restarted process up.
+    """
+    ray.get(actor.lose.remote(pool, index))

@@ -132,7 +132,7 @@ class CommandLoop:
                 return
             self.meter.begin()
             try:
-                on_step = injector.watch(command, self._progress_reporter(closed))
+                on_step = injector.watch(command, self._progress_reporter(number, closed))
                 reply = handler.handle(command, on_step)
             except PoolClosed:
                 return
@@ -148,7 +148,7 @@ class CommandLoop:
             usage = self.meter.end(getattr(reply, "timings_s", {}))
             self.mailbox.reply(number, reply, usage)
 
-    def _progress_reporter(self, closed: threading.Event) -> OnStep:
+    def _progress_reporter(self, number: int, closed: threading.Event) -> OnStep:
         next_report_s = 0.0
 
         def on_step(done: int, total: int) -> None:
@@ -158,7 +158,7 @@ class CommandLoop:
             now_s = monotonic_s()
             if now_s >= next_report_s or done == 1:  # the first step is recorded when it is done
                 next_report_s = now_s + _PROGRESS_INTERVAL_S
-                self.mailbox.report_progress(Progress(done, total))
+                self.mailbox.report_progress(number, Progress(done, total))
 
         return on_step
 
@@ -167,7 +167,7 @@ class CommandLoop:
 
         def watch() -> None:
             # If the mailbox has died, so has the run: leave as well.
-            with suppress(ray.exceptions.RayError):
+            with suppress(ray.exceptions.ActorDiedError):
                 self.mailbox.wait_until_closed()
             closed.set()
             if not left.wait(self.leave_s):

@@ -5,8 +5,9 @@ Importing this imports no torch, so that such a process starts in a second.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import ray
 
@@ -58,10 +59,12 @@ class Echo:
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
 class EchoWorkers:
-    """Implements `pools.resident_config.WorkerProgram`."""
+    """Implements `pools.resident_config.WorkerProgram`. `environment`: of the processes."""
 
-    forms_group = True  # one death restarts all, as in a process group
+    environment: Mapping[str, str] = field(default_factory=dict)
+    forms_group: ClassVar[bool] = True  # one death restarts all, as in a process group
 
     def import_modules(self) -> None:
         import ray.train.v2.api.data_parallel_trainer  # noqa: F401
@@ -69,6 +72,7 @@ class EchoWorkers:
     def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+        arguments["run_config"].worker_runtime_env = {"env_vars": dict(self.environment)}
         return DataParallelTrainer(**arguments)
 
     def callbacks(self, config: ResidentConfig) -> list[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,7 @@ def echo_pools(
     slots: int = 0,
     min_workers: int | None = None,
     worker_resources: dict[str, float] | None = None,
+    worker_environment: Mapping[str, str] | None = None,
     faults: Sequence[dict[str, Any]] = (),
     max_restarts: int = 3,
     no_progress_s: float = 120,
@@ -100,7 +101,7 @@ def echo_pools(
         mailbox=mailbox,
         ray_storage_path=str(storage / "ray"),
         faults=planned_faults({VARIABLE: json.dumps(list(faults))}),
-        workers=EchoWorkers(),
+        workers=EchoWorkers(worker_environment or {}),
         make_slot=make_echo_slot,
     )
     states = RayStateStore()

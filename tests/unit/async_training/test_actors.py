@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,8 +48,9 @@ async def train_worker(
 ) -> list[int]:
     """Train as a worker until no work is left; return the micro-batches that it computed."""
     computed = []
+    requests = count(1)
     while True:
-        while (number := await coordinator.claim(phase.id, worker)) is not None:
+        while (number := await coordinator.claim(phase.id, worker, next(requests))) is not None:
             version = 0
             while (
                 needed_version := await coordinator.begin_micro_batch(
@@ -77,7 +79,7 @@ def test_workers_divide_an_epoch() -> None:
 
 def test_the_micro_batch_of_a_worker_that_left_is_computed_by_another() -> None:
     async def test(coordinator: SspCoordinator) -> None:
-        number = await coordinator.claim(PHASE.id, 0)
+        number = await coordinator.claim(PHASE.id, 0, 1)
         assert number == 0
         assert await coordinator.begin_micro_batch(PHASE.id, 0, number, 0) is None
         other = asyncio.create_task(train_worker(coordinator, 1))
@@ -95,7 +97,7 @@ def test_a_silent_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors, "_WATCH_INTERVAL_S", 0.01)
 
     async def test(coordinator: SspCoordinator) -> None:
-        number = await coordinator.claim(PHASE.id, 0)
+        number = await coordinator.claim(PHASE.id, 0, 1)
         assert number is not None
         await coordinator.begin_micro_batch(PHASE.id, 0, number, 0)
         other = asyncio.create_task(train_worker(coordinator, 1))
@@ -110,9 +112,56 @@ def test_a_silent_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test)
 
 
+def test_a_call_that_ray_repeats_after_a_cut_connection_has_its_effect_once() -> None:
+    async def test(coordinator: SspCoordinator) -> None:
+        for number in range(2):
+            for _ in range(2):
+                assert await coordinator.claim(PHASE.id, 0, number + 1) == number
+                assert await coordinator.begin_micro_batch(PHASE.id, 0, number, 0) is None
+        for _ in range(2):
+            await coordinator.done(PHASE.id, 0, done(1))
+        _, totals, _ = await coordinator.result()
+        assert totals.samples == 8
+        await coordinator.keep(PHASE.id, 0, 2, NEW)
+        await coordinator.keep(PHASE.id, 0, 1, OLD)
+        recovery = await coordinator.recover(0)
+        assert recovery is not None
+        assert recovery[2] == (2, NEW)
+        await coordinator.leave(0)  # restarted: it numbers its requests anew
+        assert await coordinator.claim(PHASE.id, 0, 1) == 0
+
+    run(test)
+
+
+def test_the_coordinator_is_on_the_drivers_node_and_its_calls_are_repeated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is not restarted: the failure of another node must not end it."""
+    started: list[tuple[type[Any], dict[str, Any]]] = []
+
+    def remote(kind: type[Any]) -> Any:
+        def options(**values: Any) -> Any:
+            started.append((kind, values))
+            actor = SimpleNamespace(prepare=SimpleNamespace(remote=lambda: None))
+            return SimpleNamespace(remote=lambda *_: actor)
+
+        return SimpleNamespace(options=options)
+
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "kill", lambda _: None)
+    monkeypatch.setattr(actors, "on_driver_node", lambda: {"ray.io/node-id": "head"})
+    config = LearnerConfig.from_job(small_job(tmp_path, parallel={"mode": "async", "shards": 1}))
+    with actors.parameter_server(config, INFO, 3):
+        pass
+    coordinator, shard = started
+    assert (coordinator[0], shard[0]) == (SspCoordinator, WeightShardActor)
+    assert coordinator[1]["label_selector"] == {"ray.io/node-id": "head"}
+    assert coordinator[1]["max_task_retries"] == shard[1]["max_task_retries"] == -1
+
+
 def test_messages_about_another_phase_change_nothing() -> None:
     async def test(coordinator: SspCoordinator) -> None:
-        assert await coordinator.claim("0.9", 0) is None
+        assert await coordinator.claim("0.9", 0, 1) is None
         assert await coordinator.begin_micro_batch("0.9", 0, 0, 0) is None
         await coordinator.done("0.9", 0, done(0))
         assert not await coordinator.wait_for_work("0.9", 0)
@@ -182,7 +231,7 @@ def test_a_restarted_shard_continues_from_its_snapshot_at_the_current_version(
         _, weights = await first.pull(0)
         gradient = from_wire(weights, torch.float32).numpy().view(np.uint8)
         for number in range(4):
-            await coordinator.claim(phase.id, 0)
+            await coordinator.claim(phase.id, 0, number + 1)
             await coordinator.begin_micro_batch(phase.id, 0, number, number)
             await first.add(phase.id, number, gradient)
             if number == 3:

@@ -18,10 +18,11 @@ from raytrain_opt.pools.commands import (
     StateLost,
 )
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.recording.spans import Span
+from raytrain_opt.recording.spans import Event, Span
 
 T = TypeVar("T")
 LIMIT_S = 5.0
+USAGE = Usage(duration_s=2.0, utilization_pct=80.0, memory_mib=300.0, timings_s={})
 
 
 def play(scene: Callable[[Mailbox], Awaitable[T]]) -> T:
@@ -46,6 +47,20 @@ def resident(index: int, pid: int = 1) -> Resident:
     return Resident("slot", index, "node", pid, "log")
 
 
+def worker(rank: int, *absent: int, pid: int = 1) -> Resident:
+    return Resident("worker", rank, "node", pid, "log", absent=absent)
+
+
+async def join(box: Mailbox, *residents: Resident) -> None:
+    for each in residents:
+        await box.join(each)
+
+
+async def post(box: Mailbox, pool: str, number: int) -> int:
+    await box.post(pool, number, SendInitialState())
+    return number
+
+
 def test_residents_are_returned_by_index_when_all_have_joined() -> None:
     async def scene(box: Mailbox) -> list[Resident]:
         asked = await waiting(box.residents("slot", 2))
@@ -60,15 +75,16 @@ def test_residents_are_returned_by_index_when_all_have_joined() -> None:
 
 def test_a_command_goes_out_and_replies_come_back() -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
+        await join(box, resident(0), resident(1))
         waiter = await waiting(box.next_command("slot", 0))
-        number = await box.post("slot", SendInitialState())
+        number = await post(box, "slot", 1)
         assert await waiter == (number, SendInitialState())
         collected = await waiting(box.collect("slot", number, range(2)))
-        await box.reply("slot", 1, number, "b")
+        await box.reply(resident(1), number, "b")
         assert [overdue.index for overdue in await box.overdue("slot", range(2))] == [0]
         await waiting(box.next_command("slot", number))
         assert not collected.done()
-        await box.reply("slot", 0, number, "a")
+        await box.reply(resident(0), number, "a")
         return await collected
 
     assert play(scene) == {0: "a", 1: "b"}
@@ -76,11 +92,12 @@ def test_a_command_goes_out_and_replies_come_back() -> None:
 
 def test_a_command_reaches_one_pool_only() -> None:
     async def scene(box: Mailbox) -> None:
-        number = await box.post("slot", SendInitialState())
+        await join(box, worker(0))
+        number = await post(box, "slot", 1)
         await waiting(box.next_command("worker", 0))
         collected = await waiting(box.collect("slot", number, range(1)))
-        await box.post("worker", SendInitialState())
-        await box.reply("worker", 0, 1, "of another pool")
+        await post(box, "worker", 1)
+        await box.reply(worker(0), 1, "of another pool")
         await asyncio.sleep(0)
         assert not collected.done()
         assert [overdue.index for overdue in await box.overdue("slot", range(1))] == [0]
@@ -91,9 +108,10 @@ def test_a_command_reaches_one_pool_only() -> None:
 @pytest.mark.parametrize("value", [Failure(RuntimeError("boom"), "trace"), StateLost("3")])
 def test_a_resident_that_cannot_answer_ends_the_wait_at_once(value: object) -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
-        number = await box.post("slot", SendInitialState())
+        await join(box, resident(2))
+        number = await post(box, "slot", 1)
         collected = await waiting(box.collect("slot", number, range(3)))
-        await box.reply("slot", 2, number, value)
+        await box.reply(resident(2), number, value)
         return await collected
 
     assert play(scene) == {2: value}
@@ -101,13 +119,14 @@ def test_a_resident_that_cannot_answer_ends_the_wait_at_once(value: object) -> N
 
 def test_a_late_reply_to_an_earlier_command_is_dropped() -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
-        first = await box.post("slot", SendInitialState())
-        second = await box.post("slot", SendInitialState())
+        await join(box, resident(0))
+        first = await post(box, "slot", 1)
+        second = await post(box, "slot", 2)
         assert second > first
         collected = await waiting(box.collect("slot", second, range(1)))
-        await box.reply("slot", 0, first, "late")
+        await box.reply(resident(0), first, "late")
         assert [overdue.index for overdue in await box.overdue("slot", range(1))] == [0]
-        await box.reply("slot", 0, second, "now")
+        await box.reply(resident(0), second, "now")
         return await collected
 
     assert play(scene) == {0: "now"}
@@ -115,9 +134,10 @@ def test_a_late_reply_to_an_earlier_command_is_dropped() -> None:
 
 def test_replies_to_one_command_are_gone_with_the_next() -> None:
     async def scene(box: Mailbox) -> list[int]:
-        number = await box.post("slot", SendInitialState())
-        await box.reply("slot", 0, number, "done")
-        await box.post("slot", SendInitialState())
+        await join(box, resident(0))
+        number = await post(box, "slot", 1)
+        await box.reply(resident(0), number, "done")
+        await post(box, "slot", 2)
         return [overdue.index for overdue in await box.overdue("slot", range(1))]
 
     assert play(scene) == [0]
@@ -125,9 +145,9 @@ def test_replies_to_one_command_are_gone_with_the_next() -> None:
 
 def test_a_collect_of_an_earlier_command_does_not_wait_forever() -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
-        number = await box.post("slot", SendInitialState())
+        number = await post(box, "slot", 1)
         collected = await waiting(box.collect("slot", number, range(1)))
-        await box.post("slot", SendInitialState())
+        await post(box, "slot", 2)
         return await collected
 
     assert play(scene) == {}
@@ -138,7 +158,7 @@ def test_a_restarted_resident_joins_again_and_gets_the_current_command() -> None
         await box.join(resident(0, pid=1))
         await box.join(resident(1, pid=2))
         before = await box.restarts("slot")
-        number = await box.post("slot", SendInitialState())
+        number = await post(box, "slot", 1)
         await box.join(resident(0, pid=3))
         assert await box.next_command("slot", 0) == (number, SendInitialState())
         return before, await box.residents("slot", 2), await box.restarts("slot")
@@ -149,11 +169,11 @@ def test_a_restarted_resident_joins_again_and_gets_the_current_command() -> None
 def test_close_reaches_residents_that_wait_for_nothing_else() -> None:
     async def scene(box: Mailbox) -> bool:
         closed = await waiting(box.closed("slot"))
-        await box.post("slot", SendInitialState())
-        await box.post("worker", Close())
+        await post(box, "slot", 1)
+        await box.post("worker", 1, Close())
         await waiting(box.closed("slot"))
         assert not closed.done()
-        await box.post("slot", Close())
+        await box.post("slot", 2, Close())
         return await closed
 
     assert play(scene) is True
@@ -161,14 +181,15 @@ def test_close_reaches_residents_that_wait_for_nothing_else() -> None:
 
 def test_progress_is_that_of_the_resident_furthest_behind() -> None:
     async def scene(box: Mailbox) -> list[Progress | None]:
+        await join(box, resident(0), resident(1))
         reports = [await box.progress("slot")]
-        await box.post("slot", SendInitialState())
-        await box.report_progress("slot", 0, Progress(5, 10))
-        await box.report_progress("slot", 1, Progress(8, 20))
+        await post(box, "slot", 1)
+        await box.report_progress(resident(0), 1, Progress(5, 10))
+        await box.report_progress(resident(1), 1, Progress(8, 20))
         reports.append(await box.progress("slot"))
-        await box.report_progress("slot", 1, Progress(15, 20))
+        await box.report_progress(resident(1), 1, Progress(15, 20))
         reports.append(await box.progress("slot"))
-        await box.post("slot", SendInitialState())
+        await post(box, "slot", 2)
         return [*reports, await box.progress("slot")]
 
     assert play(scene) == [None, Progress(8, 20), Progress(5, 10), None]
@@ -176,12 +197,14 @@ def test_progress_is_that_of_the_resident_furthest_behind() -> None:
 
 def test_the_first_step_of_any_resident_is_reported_and_remembered() -> None:
     async def scene(box: Mailbox) -> bool:
+        await join(box, resident(0))
+        await post(box, "slot", 1)
         first = await waiting(box.first_step())
-        await box.report_progress("slot", 0, Progress(0, 10))
+        await box.report_progress(resident(0), 1, Progress(0, 10))
         await waiting(box.first_step())
-        await box.report_progress("slot", 0, Progress(1, 10))
+        await box.report_progress(resident(0), 1, Progress(1, 10))
         assert await first
-        await box.post("slot", SendInitialState())
+        await post(box, "slot", 2)
         return await box.first_step()
 
     assert play(scene) is True
@@ -200,9 +223,9 @@ def test_nobody_waits_for_a_lost_resident() -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
         await box.join(resident(0))
         joined = await waiting(box.residents("slot", 2))
-        number = await box.post("slot", SendInitialState())
+        number = await post(box, "slot", 1)
         collected = await waiting(box.collect("slot", number, range(2)))
-        await box.reply("slot", 0, number, "a")
+        await box.reply(resident(0), number, "a")
         await box.lose("slot", 1)
         assert await joined == [resident(0)]
         assert await box.lost("slot") == [1]
@@ -214,9 +237,10 @@ def test_nobody_waits_for_a_lost_resident() -> None:
 
 def test_the_resident_furthest_behind_comes_first_with_its_last_report() -> None:
     async def scene(box: Mailbox) -> None:
-        await box.post("worker", SendInitialState())
-        await box.report_progress("worker", 0, Progress(5, 9))
-        await box.report_progress("worker", 1, Progress(3, 9))
+        await join(box, worker(0), worker(1))
+        await post(box, "worker", 1)
+        await box.report_progress(worker(0), 1, Progress(5, 9))
+        await box.report_progress(worker(1), 1, Progress(3, 9))
         late = await box.overdue("worker", range(3))
         assert [overdue.index for overdue in late] == [2, 1, 0]
         assert [overdue.progress for overdue in late] == [None, Progress(3, 9), Progress(5, 9)]
@@ -230,20 +254,21 @@ def test_only_progress_ends_the_silence(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
 
     async def scene(box: Mailbox) -> None:
-        number = await box.post("worker", SendInitialState())
+        await join(box, worker(0))
+        number = await post(box, "worker", 1)
         now[0] += 5
         assert await box.silence_s("worker") == 5
-        await box.report_progress("worker", 0, Progress(1, 9))
+        await box.report_progress(worker(0), 1, Progress(1, 9))
         now[0] += 2
-        await box.report_progress("worker", 0, Progress(1, 9))
+        await box.report_progress(worker(0), 1, Progress(1, 9))
         assert await box.silence_s("worker") == 2
-        await box.report_progress("worker", 0, Progress(2, 9))
+        await box.report_progress(worker(0), 1, Progress(2, 9))
         assert await box.silence_s("worker") == 0
         now[0] += 3
-        await box.reply("worker", 0, number, "done")
+        await box.reply(worker(0), number, "done")
         assert await box.silence_s("worker") == 0
         now[0] += 4
-        await box.join(Resident("worker", 1, "node", 2, "log"))
+        await box.join(worker(1))
         assert await box.silence_s("worker") == 0
 
     play(scene)
@@ -257,21 +282,18 @@ def test_only_the_first_claim_is_the_first() -> None:
 
 
 def test_a_group_that_restarted_with_fewer_workers_does_without_the_others() -> None:
-    def worker(rank: int, *absent: int) -> Resident:
-        return Resident("worker", rank, "node", 1, "log", absent=absent)
-
-    async def scene(box: Mailbox) -> dict[int, Any]:
-        for rank in range(2):
-            await box.join(worker(rank))
-        number = await box.post("worker", SendInitialState())
+    async def scene(box: Mailbox) -> list[int]:
+        await join(box, worker(0), worker(1))
+        number = await post(box, "worker", 1)
         collected = await waiting(box.collect("worker", number, range(2)))
-        await box.join(worker(0, 1))
+        await box.reply(worker(1), number, "with a group that has ended")
+        await box.join(worker(0, 1, pid=2))
         assert (await box.lost("worker"), await box.restarts("worker")) == ([1], 1)
         assert not collected.done()
-        await box.reply("worker", 0, number, "alone")
+        await box.reply(worker(1), number, "late")
+        await box.reply(worker(0, 1, pid=2), number, "alone")
         assert await collected == {0: "alone"}
-        for rank in range(2):
-            await box.join(worker(rank))
+        await join(box, worker(0, pid=3), worker(1, pid=3))
         return await box.lost("worker")
 
     assert play(scene) == []
@@ -282,13 +304,14 @@ def test_a_command_is_recorded_once_with_its_start(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
 
     async def scene(box: Mailbox) -> None:
-        number = await box.post("slot", SendInitialState())
+        await join(box, resident(0), resident(1))
+        number = await post(box, "slot", 1)
         now[0] += 5
         usage = Usage(
             duration_s=2.0, utilization_pct=80.0, memory_mib=300.0, timings_s={"load_s": 0.5}
         )
-        await box.reply("slot", 1, number, "done", usage)
-        await box.reply("slot", 0, number - 1, "late", usage)
+        await box.reply(resident(1), number, "done", usage)
+        await box.reply(resident(0), number - 1, "late", usage)
         span = Span(
             process="slot 1",
             command=SendInitialState.name,
@@ -298,9 +321,9 @@ def test_a_command_is_recorded_once_with_its_start(monkeypatch: pytest.MonkeyPat
             utilization_pct=80.0,
             memory_mib=300.0,
         )
-        assert await box.drain_log("slot") == (105.0, [span], [])
-        assert await box.drain_log("slot") == (105.0, [], [])
-        assert await box.drain_log("worker") == (105.0, [], [])
+        assert await box.drain_log("slot", 0) == (105.0, [span])
+        assert await box.drain_log("slot", 1) == (105.0, [])
+        assert await box.drain_log("worker", 0) == (105.0, [])
 
     play(scene)
 
@@ -308,12 +331,12 @@ def test_a_command_is_recorded_once_with_its_start(monkeypatch: pytest.MonkeyPat
 def test_a_report_that_a_later_one_has_overtaken_is_no_step_back() -> None:
     async def scene(box: Mailbox) -> None:
         await box.join(resident(1))
-        await box.post("slot", SendInitialState())
-        await box.report_progress("slot", 1, Progress(4, 9))
-        await box.report_progress("slot", 1, Progress(0, 9))
+        await post(box, "slot", 1)
+        await box.report_progress(resident(1), 1, Progress(4, 9))
+        await box.report_progress(resident(1), 1, Progress(0, 9))
         assert await box.progress("slot") == Progress(4, 9)
         await box.join(resident(1, pid=2))  # restarted: it begins anew
-        await box.report_progress("slot", 1, Progress(0, 9))
+        await box.report_progress(resident(1, pid=2), 1, Progress(0, 9))
         assert await box.progress("slot") == Progress(0, 9)
 
     play(scene)
@@ -327,14 +350,76 @@ def test_a_restart_costs_the_time_since_the_last_sign_of_life(
 
     async def scene(box: Mailbox) -> None:
         await box.join(resident(1))
-        await box.post("slot", SendInitialState())
+        await post(box, "slot", 1)
         now[0] += 3
-        await box.report_progress("slot", 1, Progress(1, 9))
+        await box.report_progress(resident(1), 1, Progress(1, 9))
         now[0] += 7
         await box.join(resident(1, pid=2))
-        _, _, [event] = await box.drain_log("slot")
+        _, [event] = await box.drain_log("slot", 0)
+        assert isinstance(event, Event)
         assert (event.kind, event.process) == ("restarted", "slot 1")
         assert (event.time_s, event.silent_s) == (110, 7)
         assert event.text == "slot 1 was restarted during send_initial_state"
 
     play(scene)
+
+
+def test_a_call_that_ray_repeats_after_a_cut_connection_has_its_effect_once() -> None:
+    """The first attempt was executed, but its answer was lost."""
+
+    async def scene(box: Mailbox) -> dict[int, Any]:
+        for _ in range(2):
+            await join(box, resident(0), resident(1))
+        assert await box.restarts("slot") == 0
+        await post(box, "slot", 1)
+        for _ in range(2):
+            await box.reply(resident(0), 1, "first", USAGE)
+            await post(box, "slot", 1)
+            await box.join(resident(0))
+        assert [overdue.index for overdue in await box.overdue("slot", range(2))] == [1]
+        await box.reply(resident(1), 1, "second", USAGE)
+        _, records = await box.drain_log("slot", 0)
+        assert [(r.process, type(r)) for r in records] == [("slot 0", Span), ("slot 1", Span)]
+        assert (await box.drain_log("slot", 0))[1] == records
+        assert (await box.drain_log("slot", 2))[1] == []
+        return await box.collect("slot", 1, range(2))
+
+    assert play(scene) == {0: "first", 1: "second"}
+
+
+def test_a_command_that_arrives_again_after_a_later_one_is_dropped() -> None:
+    async def scene(box: Mailbox) -> tuple[int, object]:
+        await box.post("slot", 1, SendInitialState())
+        await box.post("slot", 2, Close())
+        await box.post("slot", 1, SendInitialState())
+        return await box.next_command("slot", 0)
+
+    assert play(scene) == (2, Close())
+
+
+def test_late_messages_of_a_process_that_was_replaced_are_dropped() -> None:
+    async def scene(box: Mailbox) -> dict[int, Any]:
+        old, new = resident(0, pid=1), resident(0, pid=2)
+        await join(box, old, resident(1))
+        await post(box, "slot", 1)
+        await box.join(new)
+        await box.report_progress(old, 1, Progress(7, 9))
+        await box.reply(old, 1, "with a state that died with it", USAGE)
+        assert await box.progress("slot") is None
+        await box.reply(resident(1), 1, "b")
+        collected = await waiting(box.collect("slot", 1, range(2)))
+        await box.reply(new, 1, "a")
+        return await collected
+
+    assert play(scene) == {0: "a", 1: "b"}
+
+
+def test_late_progress_of_an_earlier_command_is_dropped() -> None:
+    async def scene(box: Mailbox) -> Progress | None:
+        await box.join(resident(0))
+        await post(box, "slot", 1)
+        await post(box, "slot", 2)
+        await box.report_progress(resident(0), 1, Progress(9, 9))
+        return await box.progress("slot")
+
+    assert play(scene) is None

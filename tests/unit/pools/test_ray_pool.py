@@ -46,13 +46,14 @@ class FakeMailboxActor:
         """Start a resident: `answer` returns its reply, or None while it is silent."""
 
         async def live() -> None:
-            await self.box.join(Resident(pool, index, f"node {index}", 7, "its log"))
+            resident = Resident(pool, index, f"node {index}", 7, "its log")
+            await self.box.join(resident)
             done = 0
             while True:
                 done, command = await self.box.next_command(pool, done)
                 value = answer(command)
                 if value is not None:
-                    await self.box.reply(pool, index, done, value)
+                    await self.box.reply(resident, done, value)
 
         asyncio.run_coroutine_threadsafe(live(), self.loop)
 

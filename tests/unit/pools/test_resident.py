@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,13 +53,14 @@ class FakeMailbox:
         return self.number, self.commands.popleft() if self.commands else Close()
 
     def wait_until_closed(self) -> None:
-        raise ray.exceptions.RayError  # as if it had died: the resident may leave
+        raise ray.exceptions.ActorDiedError
 
     def reply(self, number: int, value: Any, usage: Any) -> None:
         assert number == self.number
         self.replies.append(value)
 
-    def report_progress(self, progress: Progress) -> None:
+    def report_progress(self, number: int, progress: Progress) -> None:
+        assert number == self.number
         self.reports.append(progress)
 
     def is_first(self, claim: str) -> bool:
@@ -72,6 +74,13 @@ class StillOpen(FakeMailbox):
         import threading
 
         threading.Event().wait()
+
+
+class Unavailable(FakeMailbox):
+    """A mailbox that cannot be reached for a while, and not even Ray's retries help."""
+
+    def wait_until_closed(self) -> None:
+        raise ray.exceptions.ActorUnavailableError("cut", None)
 
 
 class Echo:
@@ -154,6 +163,15 @@ def test_a_resident_leaves_in_the_middle_of_a_command_when_the_mailbox_is_gone()
             on_step(done, 10**9)
 
     assert run(Echo(act), EVALUATE, kind=FakeMailbox).replies == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mailbox_that_cannot_be_reached_has_not_died() -> None:
+    def act(_: Command, on_step: OnStep) -> None:
+        time.sleep(0.2)
+        on_step(0, 1)
+
+    assert run(Echo(act), EVALUATE, kind=Unavailable).replies == ["evaluate"]
 
 
 def test_errors_of_this_package_keep_their_class() -> None:
