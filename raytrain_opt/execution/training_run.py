@@ -28,10 +28,9 @@ from raytrain_opt.pools.commands import (
     Pretrain,
     Progress,
     SendCandidateState,
-    SendInitialState,
     StateRef,
 )
-from raytrain_opt.pools.protocol import Backend, Pool
+from raytrain_opt.pools.protocol import Backend, Pool, fetch_initial_state
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.recorder import Recorder
 from raytrain_opt.recording.records import RoundRecord, ScheduleRecord
@@ -98,7 +97,7 @@ class TrainingRun:
     # The moves, in the order in which the algorithm makes them.
 
     def initial_state(self) -> StateRef:
-        """Return the last checkpoint's state, or else that of slot 0 or rank 0.
+        """Return the last checkpoint's state, or else that of one slot or worker.
 
         All processes start from it: equal seeds need not give equal weights in each of them.
         """
@@ -111,7 +110,7 @@ class TrainingRun:
         if self.checkpoints.latest is not None:
             return self._resume_from(self.checkpoints.latest)
         pool = slots or self._wait_for_workers()
-        state: StateRef = pool.command(SendInitialState(), expected=range(1))[0]
+        state = fetch_initial_state(pool)
         self.backend.states.keep(state)
         return state
 

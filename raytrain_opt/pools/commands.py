@@ -31,9 +31,10 @@ class StateRef:
 
 @dataclass(frozen=True)
 class SendInitialState:
-    """Ask slot 0 or rank 0 for its initial state, from which all residents start."""
+    """Ask one resident for its initial state, from which all residents start."""
 
     name: ClassVar[str] = "send_initial_state"
+    index: int = 0
 
 
 @dataclass(frozen=True)

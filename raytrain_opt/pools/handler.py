@@ -44,8 +44,8 @@ class LearnerHandler:
         """Load the next state in any case: another handler has used the learner."""
         self._live_id = ""
 
-    def _send_initial_state(self, _: SendInitialState, _on_step: OnStep) -> StateRef | None:
-        return self._send_state("initial") if self.index == 0 else None
+    def _send_initial_state(self, command: SendInitialState, _: OnStep) -> StateRef | None:
+        return self._send_state("initial") if self.index == command.index else None
 
     def _send_state(self, state_id: str) -> StateRef:
         return self.states.put(state_id, self.learner.state(copy=False))

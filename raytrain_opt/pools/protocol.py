@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raytrain_opt.pools.commands import Command, Progress, StateRef
+from raytrain_opt.errors import PoolError
+from raytrain_opt.pools.commands import Command, Progress, SendInitialState, StateRef
 from raytrain_opt.pools.main_training import MainTraining
 from raytrain_opt.recording.spans import Event, Span
 from raytrain_opt.train.state import TrainingState
@@ -84,6 +85,19 @@ class Pool(Protocol):
     def restarts(self) -> int:
         """Return how often a resident was restarted."""
         ...
+
+
+def fetch_initial_state(pool: Pool) -> StateRef:
+    """Return the initial state of the first resident that can send it.
+
+    Raises PoolError when none can.
+    """
+    for index in pool.alive():
+        replies = pool.command(SendInitialState(index), (index,))
+        if replies:  # else this resident was lost meanwhile
+            state: StateRef = replies[index]
+            return state
+    raise PoolError(f"no {pool.name} is left to send its initial state")
 
 
 @dataclass(frozen=True)

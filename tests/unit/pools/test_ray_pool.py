@@ -25,6 +25,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.mailbox import Mailbox
+from raytrain_opt.pools.protocol import fetch_initial_state
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.train.state import TrainingState
@@ -156,6 +157,21 @@ def test_a_silent_resident_is_given_up_if_the_others_can_continue(
     assert len(pool.wait_until_ready(5)) == 2
     assert pool.command(SendInitialState()) == {0: "answer"}
     assert pool.alive() == (0,)
+
+
+def test_any_resident_can_send_the_initial_state(mailbox: FakeMailboxActor, store: Store) -> None:
+    """Slot 0 is lost for good, slot 1 when it is asked."""
+    initial = StateRef("initial", store.put(state(2)))  # type: ignore[arg-type]
+    mailbox.serve("slot", 1, lambda _: None)
+    mailbox.serve("slot", 2, lambda command: initial if command.index == 2 else None)  # type: ignore[union-attr]
+    pool = pool_of(mailbox, "slot", 3, can_lose_residents=True)
+    mailbox.lose.remote("slot", 0).result()
+    pool.wait_until_ready(5)
+    assert fetch_initial_state(pool) == initial
+    assert pool.alive() == (2,)
+    mailbox.lose.remote("slot", 2).result()
+    with pytest.raises(PoolError, match="no slot is left to send its initial state"):
+        fetch_initial_state(pool)
 
 
 @pytest.mark.parametrize("can_lose_residents", [True, False])
