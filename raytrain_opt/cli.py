@@ -82,9 +82,11 @@ def run(
     if (job_file is None) == (resume is None):
         raise click.UsageError("give either JOB.yaml or --resume RUN_DIR")
     with _exit_on_error(verbose):
-        from raytrain_opt.paths import RunPaths
-
-        job = _load_job(job_file or str(RunPaths.existing(str(resume)).job), overrides)
+        job = (
+            _load_job(str(job_file), overrides)
+            if resume is None
+            else _load_run_job(resume, overrides)
+        )
 
         # Imported after the job is known to be well-formed: this loads Ray.
         from raytrain_opt.driver import run as run_job
@@ -291,6 +293,21 @@ def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:
     from raytrain_opt.execution.preflight import check_sections
 
     return load_job(job_file, overrides, check_sections)
+
+
+def _load_run_job(run_dir: str, overrides: tuple[str, ...]) -> Job:
+    """Load the job of a run that is resumed; under a URI, nothing else is fetched for that."""
+    from raytrain_opt.config.load import parse_job
+    from raytrain_opt.execution.preflight import check_sections
+    from raytrain_opt.paths import check_run
+    from raytrain_opt.recording.reader import read_text
+    from raytrain_opt.storage import join, local_path
+
+    check_run(run_dir)
+    if "://" not in run_dir:
+        return _load_job(str(local_path(run_dir) / "job.yaml"), overrides)
+    text = read_text(run_dir, "job.yaml") or ""
+    return parse_job(text, join(run_dir, "job.yaml"), overrides, check_sections)
 
 
 def _summary(job: Job) -> str:

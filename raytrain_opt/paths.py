@@ -6,17 +6,32 @@ copies new files there after every checkpoint.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import secrets
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 from pyarrow import fs
 
 from raytrain_opt.errors import JobError, Problem, StorageError
-from raytrain_opt.storage import STORAGE_ERRORS, find_credentials, local_path, open_filesystem
+from raytrain_opt.storage import (
+    STORAGE_ERRORS,
+    check_uri,
+    join,
+    last_name,
+    local_path,
+    open_filesystem,
+    remove_tree,
+)
+
+_INDEX = "checkpoints/index.json"
+# After all other files.
+_PUBLISHED_LAST = ("index.json", "result.json")
 
 
 class RunPaths:
@@ -27,19 +42,21 @@ class RunPaths:
         self.remote = remote
         # Version of each file in the remote copy.
         self._published: dict[Path, tuple[int, int]] = {}
+        if remote is not None:
+            atexit.register(self._remove_copy)
 
     @classmethod
     def create(cls, storage_path: str, name: str) -> RunPaths:
         """Create a run directory with a unique name. Raises JobError when that fails."""
-        problems = find_credentials(storage_path)
+        problems = check_uri(storage_path)
         if problems:
             raise JobError(problems)
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        run_id = f"{name}-{stamp}-{secrets.token_hex(2)}"
+        run_id = f"{name}-{stamp}-{secrets.token_hex(8)}"
         if "://" in storage_path:
             local = Path(tempfile.mkdtemp(prefix="raytrain_opt-"))
             (local / "checkpoints").mkdir()
-            return cls(local, f"{storage_path.rstrip('/')}/{run_id}")
+            return cls(local, join(storage_path, run_id))
         try:
             local = local_path(storage_path) / run_id
             (local / "checkpoints").mkdir(parents=True)
@@ -56,25 +73,14 @@ class RunPaths:
         `argument`: the option that names the run, for messages. Raises JobError when the
         directory has no checkpoint.
         """
-        problems = find_credentials(run_dir, argument)
-        if problems:
-            raise JobError(problems, "arguments")
-        remote: str | None = None
-        try:
-            local = local_path(run_dir)
-            if "://" in run_dir:
-                local, remote = Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir.rstrip("/")
-                _download(remote, local)
-            has_checkpoint = (local / "checkpoints" / "index.json").is_file()
-        except (*STORAGE_ERRORS, RuntimeError) as error:  # RuntimeError: unknown ~user
-            problem = Problem(argument, f"cannot be read: {error}", repr(run_dir))
-            raise JobError([problem], "arguments") from error
-        if not has_checkpoint:
-            rule = "holds no checkpoint of a run (checkpoints/index.json)"
-            raise JobError([Problem(argument, rule, repr(run_dir))], "arguments")
-        paths = cls(local, remote)
-        if remote is not None:
-            paths._published = paths._versions()
+        check_run(run_dir, argument)
+        if "://" not in run_dir:
+            return cls(local_path(run_dir))
+        paths = cls(Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir)
+        with _readable(run_dir, argument):
+            filesystem, root = open_filesystem(run_dir)
+            fs.copy_files(root, str(paths.local), source_filesystem=filesystem)
+        paths._published = paths._versions()
         return paths
 
     @property
@@ -85,12 +91,12 @@ class RunPaths:
     @property
     def run_id(self) -> str:
         """Name of the directory, which is unique."""
-        return self.shown.rsplit("/", 1)[-1]
+        return last_name(self.shown)
 
     @property
     def ray_storage(self) -> str:
         """Storage path of Ray Train and Ray Tune."""
-        return f"{self.remote}/ray" if self.remote else str(self.local / "ray")
+        return join(self.shown, "ray")
 
     @property
     def job(self) -> Path:
@@ -155,8 +161,8 @@ class RunPaths:
     def publish(self) -> None:
         """Copy new and changed files to the remote storage, and remove deleted ones there.
 
-        The index of checkpoints is copied last, so that it never names a missing checkpoint. Does
-        nothing for a local run. Raises StorageError.
+        The index of checkpoints and the result are copied last, so that they never name or follow
+        something missing. Does nothing for a local run. Raises StorageError.
         """
         if self.remote is None:
             return
@@ -165,15 +171,21 @@ class RunPaths:
         deleted = [path for path in self._published if path not in files]
         try:
             filesystem, root = fs.FileSystem.from_uri(self.remote)
-            for path in sorted(changed, key=lambda path: (path.name == "index.json", path)):
+            for path in sorted(changed, key=lambda path: (path.name in _PUBLISHED_LAST, path)):
                 copy = f"{root}/{path.relative_to(self.local)}"
                 filesystem.create_dir(copy.rsplit("/", 1)[0])
                 fs.copy_files(str(path), copy, destination_filesystem=filesystem)
             for path in deleted:
                 filesystem.delete_file(f"{root}/{path.relative_to(self.local)}")
         except STORAGE_ERRORS as error:
-            raise StorageError(f"{self.remote} cannot be written: {error}") from error
+            raise StorageError(
+                f"{self.remote} cannot be written: {error}; all files are in {self.local}"
+            ) from error
         self._published = files
+
+    def _remove_copy(self) -> None:
+        if self._published == self._versions():
+            remove_tree(self.local)
 
     def sync_records(self) -> None:
         """Wait until the lines of all records are on disk. Raises StorageError."""
@@ -197,9 +209,29 @@ def _version(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-def _download(uri: str, local: Path) -> None:
-    filesystem, root = fs.FileSystem.from_uri(uri)
-    fs.copy_files(root, str(local), source_filesystem=filesystem)
+def check_run(run_dir: str, argument: str = "--resume") -> None:
+    """Raise JobError unless the directory holds a run with checkpoints; copies nothing."""
+    problems = check_uri(run_dir, argument)
+    if problems:
+        raise JobError(problems, "arguments")
+    with _readable(run_dir, argument):
+        if "://" in run_dir:
+            filesystem, root = open_filesystem(run_dir)
+            found = filesystem.get_file_info(f"{root}/{_INDEX}").type == fs.FileType.File
+        else:
+            found = (local_path(run_dir) / _INDEX).is_file()
+    if not found:
+        rule = f"holds no checkpoint of a run ({_INDEX})"
+        raise JobError([Problem(argument, rule, repr(run_dir))], "arguments")
+
+
+@contextmanager
+def _readable(run_dir: str, argument: str) -> Iterator[None]:
+    try:
+        yield
+    except (*STORAGE_ERRORS, RuntimeError) as error:  # RuntimeError: unknown ~user
+        problem = Problem(argument, f"cannot be read: {error}", repr(run_dir))
+        raise JobError([problem], "arguments") from error
 
 
 def newest_unfinished(storage_path: str, name: str) -> str | None:
@@ -207,7 +239,7 @@ def newest_unfinished(storage_path: str, name: str) -> str | None:
 
     None when there is none. Raises StorageError when the storage cannot be read.
     """
-    run_id = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}-[0-9a-f]{{4}}")
+    run_id = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}-[0-9a-f]{{16}}")
     try:
         filesystem, root = open_filesystem(storage_path)
         entries = filesystem.get_file_info(fs.FileSelector(root, allow_not_found=True))
@@ -218,10 +250,10 @@ def newest_unfinished(storage_path: str, name: str) -> str | None:
     except (OSError, ValueError) as error:
         raise StorageError(f"{storage_path} cannot be read: {error}") from error
     parent = storage_path if "://" in storage_path else root
-    return None if newest is None else f"{parent.rstrip('/')}/{newest}"
+    return None if newest is None else join(parent, newest)
 
 
 def _is_unfinished(filesystem: fs.FileSystem, run_dir: str) -> bool:
-    files = [f"{run_dir}/checkpoints/index.json", f"{run_dir}/result.json"]
+    files = [f"{run_dir}/{_INDEX}", f"{run_dir}/result.json"]
     index, result = filesystem.get_file_info(files)
     return bool(index.type == fs.FileType.File and result.type == fs.FileType.NotFound)

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from pyarrow import ArrowException, fs
 from safetensors import SafetensorError
@@ -27,24 +27,44 @@ STORAGE_ERRORS = (OSError, ValueError, ArrowException)
 # Ray unpacks the directory that a job was submitted with below this one, and deletes it later.
 _SUBMITTED_DIRECTORIES = "working_dir_files"
 
-# Parts of the names of URI options that hold credentials.
-_SECRET_OPTIONS = ("secret", "token", "key", "password")
+# Options of a URI (of pyarrow) without secrets; any other may be one, as `sig` of Azure is.
+_OPTIONS = {"endpoint_override", "force_virtual_addressing", "project_id", "region", "scheme"}
 
 
-def find_credentials(storage_path: str, field: str = "storage_path") -> list[Problem]:
-    """Return a problem of `field` when the URI holds credentials: every record would show them."""
+def check_uri(storage_path: str, field: str = "storage_path") -> list[Problem]:
+    """Return a problem of `field` when the URI may hold secrets: every record would show them."""
     if "://" not in storage_path:
         return []
     uri = urlsplit(storage_path)
-    options = " ".join(name for name, _ in parse_qsl(uri.query)).lower()
     # A user without a password is not a secret: abfss://container@account names a container.
     user, separator, _ = uri.netloc.rpartition("@")
     has_password = bool(separator) and ":" in user
-    if not has_password and not any(option in options for option in _SECRET_OPTIONS):
+    options = {name for name, _ in parse_qsl(uri.query, keep_blank_values=True)}
+    if not has_password and options <= _OPTIONS:
         return []
-    rule = "holds credentials, which a run would write into its records"
-    hint = "use the environment or the configuration files of your cloud's tools instead"
+    rule = "holds credentials, or options that may be: a run would write them into its records"
+    hint = (
+        "use the environment or the configuration files of your cloud's tools instead; options "
+        f"that may stand here are {', '.join(sorted(_OPTIONS))}"
+    )
     return [Problem(field, rule, None, hint)]
+
+
+def join(storage_path: str, name: str) -> str:
+    """Return the path or URI of what is called `name` below a storage path.
+
+    Options of a URI stay at its end: s3://bucket/runs?region=x -> s3://bucket/runs/NAME?region=x.
+    """
+    if "://" not in storage_path:
+        return f"{storage_path.rstrip('/')}/{name}"
+    uri = urlsplit(storage_path)
+    return urlunsplit(uri._replace(path=f"{uri.path.rstrip('/')}/{name}"))
+
+
+def last_name(storage_path: str) -> str:
+    """Return the last part of a path or a URI, without options."""
+    path = urlsplit(storage_path).path if "://" in storage_path else storage_path
+    return path.rstrip("/").rsplit("/", 1)[-1]
 
 
 def local_path(path: str) -> Path:
@@ -77,7 +97,7 @@ def read(storage_path: str, name: str) -> bytes | None:
         with filesystem.open_input_file(f"{root}/{name}") as file:
             return bytes(file.read())
     except STORAGE_ERRORS as error:
-        raise StorageError(f"{storage_path}/{name} cannot be read: {error}") from error
+        raise StorageError(f"{join(storage_path, name)} cannot be read: {error}") from error
 
 
 def write(storage_path: str, name: str, content: bytes) -> None:
@@ -88,7 +108,7 @@ def write(storage_path: str, name: str, content: bytes) -> None:
         with filesystem.open_output_stream(f"{root}/{name}") as file:
             file.write(content)
     except STORAGE_ERRORS as error:
-        raise StorageError(f"{storage_path}/{name} cannot be written: {error}") from error
+        raise StorageError(f"{join(storage_path, name)} cannot be written: {error}") from error
 
 
 def remove(storage_path: str, name: str) -> None:
@@ -97,7 +117,7 @@ def remove(storage_path: str, name: str) -> None:
         filesystem, root = open_filesystem(storage_path)
         filesystem.delete_file(f"{root}/{name}")
     except STORAGE_ERRORS as error:
-        raise StorageError(f"{storage_path}/{name} cannot be removed: {error}") from error
+        raise StorageError(f"{join(storage_path, name)} cannot be removed: {error}") from error
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:

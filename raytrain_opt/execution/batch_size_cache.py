@@ -63,7 +63,7 @@ class Cache:
     @property
     def shown(self) -> str:
         """The path or URI as a user finds it."""
-        return f"{self.storage_path.rstrip('/')}/{self._name}"
+        return storage.join(self.storage_path, self._name)
 
     @property
     def _name(self) -> str:

@@ -26,7 +26,7 @@ from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import DataError, JobError, Problem
-from raytrain_opt.storage import find_credentials
+from raytrain_opt.storage import check_uri
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
         "learning_rate": _check_schedule,
         "optimizer": _check_optimizers,
         "loss": check_loss,
-        "storage_path": find_credentials,
+        "storage_path": check_uri,
     }
     problems = [
         problem

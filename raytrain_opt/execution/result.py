@@ -20,6 +20,7 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.report import write_report
 from raytrain_opt.search.noise_scale import summarize
+from raytrain_opt.storage import join
 from raytrain_opt.terminal.progress import print_summary
 
 
@@ -131,14 +132,14 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
         ("wall time", f"{record.wall_s:.1f} s"),
         ("search cost", f"{record.search.fraction_of_training:.0%} of the training's samples"),
         ("report", report),
-        ("result", f"{run_dir}/result.json"),
-        ("rounds", f"{run_dir}/rounds.jsonl"),
-        ("epochs", f"{run_dir}/epochs.jsonl"),
-        ("schedule", f"{run_dir}/schedule.json"),
-        ("TensorBoard", f"tensorboard --logdir {run_dir}/tensorboard"),
+        ("result", join(run_dir, "result.json")),
+        ("rounds", join(run_dir, "rounds.jsonl")),
+        ("epochs", join(run_dir, "epochs.jsonl")),
+        ("schedule", join(run_dir, "schedule.json")),
+        ("TensorBoard", f"tensorboard --logdir {join(run_dir, 'tensorboard')}"),
     ]
     if record.noise_scale is not None:
         facts.insert(2, ("noise scale", record.noise_scale.sentence))
     if checkpoint is not None:
-        facts.append(("checkpoint", f"{run_dir}/checkpoints/{checkpoint.folder}"))
+        facts.append(("checkpoint", join(run_dir, f"checkpoints/{checkpoint.folder}")))
     return facts

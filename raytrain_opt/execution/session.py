@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from shlex import quote
 
 from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session
@@ -144,9 +145,10 @@ def open_run_directory(
     notes = [f"{'resuming' if resume else 'run directory:'} {paths.shown}"]
     with ExitStack() as stack:
         try:
-            if not stack.enter_context(lock_run_directory(paths.local)):
+            # A lock under a URI would be on the copy here, which nobody else sees.
+            if not stack.enter_context(lock_run_directory(paths.local)) or paths.remote:
                 notes.append(
-                    "this file system has no locks: do not resume this run twice at the same time"
+                    "this storage has no locks: do not resume this run twice at the same time"
                 )
             checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
             damages = checkpoints.drop_damaged()
@@ -186,4 +188,5 @@ def how_to_resume(paths: RunPaths) -> str:
     if not checkpoints:
         return f"no checkpoint was saved yet in {paths.shown}"
     reached = checkpoints[-1].reached
-    return f"saved through {reached}; resume with: raytrain-opt run --resume {paths.shown}"
+    # Quoted for a shell: options of a URI contain &.
+    return f"saved through {reached}; resume with: raytrain-opt run --resume {quote(paths.shown)}"

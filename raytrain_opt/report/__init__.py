@@ -40,7 +40,7 @@ def write_report(run_dirs: Sequence[str], shown: str | None = None) -> str:
         _write(target, f"{PLOTS}/{plot.name}.svg", plot.svg.encode())
         _write(target, f"{PLOTS}/{plot.name}.png", plot.png)
     _write(target, name, page.html.encode())
-    return f"{runs[0].run_dir.rstrip('/')}/{name}"
+    return storage.join(runs[0].run_dir, name)
 
 
 def summaries(run_dirs: Sequence[str]) -> dict[str, Any]:

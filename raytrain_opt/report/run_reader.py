@@ -23,7 +23,7 @@ from raytrain_opt.recording.records import (
     ScheduleRecord,
     SpanRecord,
 )
-from raytrain_opt.storage import find_credentials
+from raytrain_opt.storage import check_uri, last_name
 
 
 class _Workers(BaseModel):
@@ -57,7 +57,7 @@ class RunRecords:
     @property
     def name(self) -> str:
         """Last part of the run directory."""
-        return self.run_dir.rstrip("/").rsplit("/", 1)[-1]
+        return last_name(self.run_dir)
 
     @property
     def workers(self) -> int:
@@ -114,7 +114,7 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
     Raises JobError when there is no run, RecordError naming file and line when a record is
     damaged, StorageError when the storage cannot be read.
     """
-    problems = find_credentials(run_dir, "RUN_DIR")
+    problems = check_uri(run_dir, "RUN_DIR")
     if problems:
         raise JobError(problems, "arguments")
     return RunRecords(

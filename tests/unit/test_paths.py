@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from pyarrow import fs
 
 from raytrain_opt.errors import JobError, StorageError
-from raytrain_opt.paths import RunPaths
-from raytrain_opt.storage import append_lines, remove_tree, write_json, write_text
+from raytrain_opt.paths import RunPaths, check_run
+from raytrain_opt.storage import (
+    append_lines,
+    open_filesystem,
+    remove_tree,
+    write_json,
+    write_text,
+)
 
 # Directories.
 
@@ -87,6 +96,35 @@ def test_publish_copies_all_files_to_the_uri(tmp_path: Path) -> None:
         remove_tree(run.local)
 
 
+def test_runs_under_a_uri_with_options_have_directories_of_their_own() -> None:
+    uri = "s3://bucket/runs?scheme=http&endpoint_override=127.0.0.1:9000&region=us-east-1"
+    runs = [RunPaths.create(uri, "r") for _ in range(2)]
+    for run in runs:
+        remove_tree(run.local)
+        filesystem, root = open_filesystem(run.shown)
+        assert (root, filesystem.region) == (f"bucket/runs/{run.run_id}", "us-east-1")
+        assert open_filesystem(run.ray_storage)[1] == f"{root}/ray"
+    assert runs[0].run_id != runs[1].run_id
+
+
+def test_run_ids_of_the_same_second_do_not_collide(tmp_path: Path) -> None:
+    random_part = RunPaths.create(str(tmp_path), "r").run_id.rsplit("-", 1)[1]
+    assert len(random_part) == 16
+
+
+def test_what_completes_a_run_is_published_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, published = RunPaths.create(f"file://{tmp_path}/bucket", "r"), []
+    for path in (run.checkpoints / "index.json", run.result, run.schedule, run.job):
+        write_json(path, {})
+    copy = fs.copy_files
+    monkeypatch.setattr(fs, "copy_files", lambda *a, **k: published.append(a[0]) or copy(*a, **k))
+    run.publish()
+    assert [Path(path).name for path in published[-2:]] == ["index.json", "result.json"]
+    remove_tree(run.local)
+
+
 def test_publish_removes_deleted_files_and_copies_nothing_twice(tmp_path: Path) -> None:
     run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
     copy = tmp_path / "bucket" / run.run_id
@@ -114,6 +152,40 @@ def test_a_run_under_a_uri_is_downloaded_to_be_resumed(tmp_path: Path) -> None:
     assert (resumed.checkpoints / "index.json").is_file()
     with pytest.raises(JobError, match="--resume"):
         RunPaths.existing(f"file://{tmp_path}/bucket/nowhere")
+
+
+def test_nothing_is_downloaded_from_a_uri_without_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One folder too high may hold all runs of a year."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
+    write_json(run.checkpoints / "index.json", {"checkpoints": []})
+    run.publish()
+    monkeypatch.setattr(fs, "copy_files", refuse)
+    with pytest.raises(JobError, match="holds no checkpoint"):
+        RunPaths.existing(f"file://{tmp_path}/bucket")
+    check_run(run.shown)
+
+
+def test_the_copy_of_a_remote_run_is_removed_at_the_end_of_the_process(tmp_path: Path) -> None:
+    """Unless it has something that the remote storage has not."""
+    code = f"""
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.storage import write_json
+run = RunPaths.create("file://{tmp_path}/bucket", "r")
+write_json(run.checkpoints / "index.json", {{"checkpoints": []}})
+run.publish()
+resumed, changed = RunPaths.existing(run.shown), RunPaths.existing(run.shown)
+write_json(changed.result, {{}})
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    [copy] = tmp_path.glob("raytrain_opt-*")
+    assert (copy / "result.json").exists()
 
 
 def test_a_downloaded_run_is_not_copied_back_and_its_deletions_are_repeated(

@@ -12,7 +12,7 @@ from raytrain_opt import storage
 from raytrain_opt.errors import StorageError
 from raytrain_opt.storage import (
     append_lines,
-    find_credentials,
+    check_uri,
     remove_tree,
     write_atomic,
     write_json,
@@ -26,15 +26,36 @@ from raytrain_opt.storage import (
         ("s3://KEY:SECRET@bucket/runs", True),
         ("s3://bucket/runs?access_key=KEY&secret_key=SECRET", True),
         ("abfss://container@account/runs?sas_token=SECRET", True),
+        ("abfss://container@account/runs?se=2030-01-01&sig=SECRET", True),
+        ("s3://bucket/runs?scheme=http&sig=", True),
         ("abfss://container@account.dfs.core.windows.net/runs", False),
         ("s3://bucket/runs?region=eu-west-1&endpoint_override=host:9000", False),
         ("runs/key:secret@home", False),
     ],
 )
 def test_credentials_in_a_uri_are_refused_without_showing_them(uri: str, secret: bool) -> None:
-    problems = find_credentials(uri)
+    problems = check_uri(uri)
     assert [problem.path for problem in problems] == ["storage_path"] * secret
     assert "SECRET" not in str(problems)
+
+
+@pytest.mark.parametrize(
+    ("storage_path", "joined"),
+    [
+        ("runs/", "runs/r-1"),
+        ("/a b?c=d", "/a b?c=d/r-1"),
+        ("s3://bucket", "s3://bucket/r-1"),
+        (
+            "s3://bucket/runs/?scheme=http&endpoint_override=127.0.0.1:9000&region=eu-west-1",
+            "s3://bucket/runs/r-1?scheme=http&endpoint_override=127.0.0.1:9000&region=eu-west-1",
+        ),
+        ("file:///tmp/runs", "file:///tmp/runs/r-1"),
+    ],
+)
+def test_options_of_a_uri_stay_at_its_end(storage_path: str, joined: str) -> None:
+    assert storage.join(storage_path, "r-1") == joined
+    assert storage.last_name(joined) == "r-1"
+    assert storage.last_name(f"{storage_path.split('?')[0]}/r-2/") == "r-2"
 
 
 @pytest.mark.parametrize("location", ["{}", "file://{}"])

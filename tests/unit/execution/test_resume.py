@@ -54,13 +54,13 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_the_newest_unfinished_run_of_the_name_is_resumed(storage: str) -> None:
     unfinished_job = job(storage)
-    make_run(storage, "r-20260102-000000-aaaa", unfinished_job, *SAVED)
-    newest = make_run(storage, "r-20260103-000000-0000", unfinished_job, *SAVED)
-    make_run(storage, "r-20260104-000000-aaaa", unfinished_job, *FINISHED)
+    make_run(storage, "r-20260102-000000-aaaaaaaaaaaaaaaa", unfinished_job, *SAVED)
+    newest = make_run(storage, "r-20260103-000000-0000000000000000", unfinished_job, *SAVED)
+    make_run(storage, "r-20260104-000000-aaaaaaaaaaaaaaaa", unfinished_job, *FINISHED)
     # It died before its first checkpoint.
-    make_run(storage, "r-20260105-000000-aaaa", unfinished_job)
-    make_run(storage, "r-more-20260106-000000-aaaa", unfinished_job, *SAVED)
-    make_run(storage, "r-20260107-000000-aaaa.old", unfinished_job, *SAVED)
+    make_run(storage, "r-20260105-000000-aaaaaaaaaaaaaaaa", unfinished_job)
+    make_run(storage, "r-more-20260106-000000-aaaaaaaaaaaaaaaa", unfinished_job, *SAVED)
+    make_run(storage, "r-20260107-000000-aaaaaaaaaaaaaaaa.old", unfinished_job, *SAVED)
     assert find_unfinished_run(unfinished_job) == newest
     assert RunPaths.existing(newest).shown == newest
 
@@ -75,25 +75,25 @@ def test_the_directory_of_a_run_is_recognized(tmp_path: Path) -> None:
 
 def test_without_an_unfinished_run_a_new_one_is_started(storage: str) -> None:
     assert find_unfinished_run(job(storage)) is None
-    make_run(storage, "r-20260101-000000-aaaa", job(storage), *FINISHED)
+    make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", job(storage), *FINISHED)
     assert find_unfinished_run(job(storage)) is None
 
 
 def test_a_job_resumes_only_when_it_says_so(tmp_path: Path) -> None:
     assert Job.model_fields["resume"].default == "never"
     unfinished_job = job(tmp_path)
-    make_run(tmp_path, "r-20260101-000000-aaaa", unfinished_job, *SAVED)
+    make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", unfinished_job, *SAVED)
     assert find_unfinished_run(unfinished_job.model_copy(update={"resume": "never"})) is None
 
 
 def test_storage_path_and_resume_are_not_compared(tmp_path: Path) -> None:
     before = job("elsewhere", resume="never")
-    run_dir = make_run(tmp_path, "r-20260101-000000-aaaa", before, *SAVED)
+    run_dir = make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", before, *SAVED)
     assert find_unfinished_run(job(tmp_path)) == run_dir
 
 
 def test_another_job_is_refused_with_the_fields_that_differ(storage: str) -> None:
-    run_dir = make_run(storage, "r-20260101-000000-aaaa", job(storage), *SAVED)
+    run_dir = make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", job(storage), *SAVED)
     schedule = {"policy": "schedule", "shape": "linear"}
     other = job(storage, model="small_cnn", epochs=5, learning_rate=schedule)
     with pytest.raises(JobError) as caught:
@@ -130,7 +130,7 @@ def test_a_searched_batch_size_is_not_another_job(
     unfinished_job = job(tmp_path, **changes)
     settled = resolve_lr_scaling(apply_batch_size(unfinished_job, 48))
     assert settled != unfinished_job
-    run_id = "r-20260101-000000-aaaa"
+    run_id = "r-20260101-000000-aaaaaaaaaaaaaaaa"
     run_dir = make_run(tmp_path, run_id, settled if is_settled else unfinished_job, *SAVED)
     write_json(tmp_path / run_id / "batch_size.json", batch_size(batch_size_per_worker=48))
     assert find_unfinished_run(unfinished_job) == run_dir
@@ -144,7 +144,7 @@ def test_a_scaled_rate_is_not_another_job(tmp_path: Path) -> None:
     scaled = {"policy": "schedule", "scaling": {"reference_batch_size": 4}}
     unfinished_job = job(tmp_path, learning_rate=scaled)
     run_dir = make_run(
-        tmp_path, "r-20260101-000000-aaaa", resolve_lr_scaling(unfinished_job), *SAVED
+        tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", resolve_lr_scaling(unfinished_job), *SAVED
     )
     assert find_unfinished_run(unfinished_job) == run_dir
 
