@@ -101,8 +101,16 @@ def read(storage_path: str, name: str) -> bytes | None:
 
 
 def write(storage_path: str, name: str, content: bytes) -> None:
-    """Write a file and the directories above it. Raises StorageError."""
+    """Write a file, atomically on this machine, and the directories above it.
+
+    Raises StorageError.
+    """
     try:
+        if "://" not in storage_path:
+            path = local_path(storage_path) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, content)
+            return
         filesystem, root = open_filesystem(storage_path)
         filesystem.create_dir(f"{root}/{name}".rsplit("/", 1)[0])
         with filesystem.open_output_stream(f"{root}/{name}") as file:
@@ -123,18 +131,33 @@ def remove(storage_path: str, name: str) -> None:
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file next to `path`, then move it to `path`.
 
+    The file is then on the disk, also its name. Its mode follows the umask, whatever `write` does
+    (safetensors makes files that only their owner can read).
+
     Raises StorageError naming the path; an earlier file stays. Creates no directory: if a run
     directory vanished during the run, an empty one must not take its place.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.unlink(missing_ok=True)
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
         write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        temporary.chmod(mode)
+        _sync(temporary)
         temporary.replace(path)
+        _sync(path.parent)
     except _WRITE_ERRORS as error:
         temporary.unlink(missing_ok=True)
         raise StorageError(f"{path} cannot be written: {error}") from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -144,9 +167,14 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text, atomically. Raises StorageError naming the path."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write bytes, atomically. Raises StorageError naming the path."""
 
     def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content)
 
     write_atomic(path, write)
 
@@ -154,10 +182,18 @@ def write_text(path: Path, text: str) -> None:
 def append_lines(path: Path, lines: Sequence[str]) -> None:
     """Append lines of UTF-8 text, given without their ends. Raises StorageError."""
     try:
-        with path.open("a", encoding="utf-8") as file:
+        with open(path, "a", encoding="utf-8", opener=refuse_links) as file:
             file.writelines(f"{line}\n" for line in lines)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}") from error
+
+
+def refuse_links(path: str, flags: int) -> int:
+    """Open a file for `open`. Raises OSError for a link, which could lead out of the run.
+
+    Somebody else may have made the run directory.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def remove_tree(path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.storage import refuse_links
 
 _FILE = ".lock"
 # What flock raises on a file system without locks, as some network file systems are.
@@ -29,7 +30,7 @@ def lock_run_directory(run_dir: Path) -> Iterator[bool]:
     Yields whether the lock is held: False on a file system without locks. Raises JobError when
     another process holds it, and OSError when the lock's file cannot be made.
     """
-    with (run_dir / _FILE).open("a+", encoding="utf-8") as file:
+    with open(run_dir / _FILE, "a+", encoding="utf-8", opener=refuse_links) as file:
         held = _try_lock(file.fileno(), run_dir, _read_holder(file.name))
         if held:
             file.truncate(0)

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from raytrain_opt import storage
 from raytrain_opt.report.run_reader import read_run
-from raytrain_opt.storage import write_atomic
 
 PAGE, COMPARISON, PLOTS = "report.html", "comparison.html", "plots"
 
@@ -37,9 +35,9 @@ def write_report(run_dirs: Sequence[str], shown: str | None = None) -> str:
     name = PAGE if len(runs) == 1 else COMPARISON
     target = run_dirs[0]
     for plot in page.plots:
-        _write(target, f"{PLOTS}/{plot.name}.svg", plot.svg.encode())
-        _write(target, f"{PLOTS}/{plot.name}.png", plot.png)
-    _write(target, name, page.html.encode())
+        storage.write(target, f"{PLOTS}/{plot.name}.svg", plot.svg.encode())
+        storage.write(target, f"{PLOTS}/{plot.name}.png", plot.png)
+    storage.write(target, name, page.html.encode())
     return storage.join(runs[0].run_dir, name)
 
 
@@ -49,16 +47,3 @@ def summaries(run_dirs: Sequence[str]) -> dict[str, Any]:
 
     runs = [asdict(summarize(read_run(run_dir))) for run_dir in run_dirs]
     return {"schema_version": SCHEMA_VERSION, "runs": runs}
-
-
-def _write(run_dir: str, name: str, content: bytes) -> None:
-    if "://" in run_dir:
-        storage.write(run_dir, name, content)
-        return
-
-    def write(temporary: Path) -> None:
-        # Make the folder of the plots, but not a run directory that was deleted meanwhile.
-        temporary.parent.mkdir(exist_ok=True)
-        temporary.write_bytes(content)
-
-    write_atomic(Path(run_dir).expanduser().absolute() / name, write)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,30 @@ def test_readers_see_the_old_file_until_the_new_one_is_complete(tmp_path: Path) 
 
     write_atomic(path, write)
     assert path.read_text() == "new"
+
+
+def test_the_mode_of_a_file_follows_the_umask(tmp_path: Path) -> None:
+    """safetensors makes files that only their owner can read."""
+
+    def write(temporary: Path) -> None:
+        temporary.unlink()
+        temporary.touch(mode=0o600)
+
+    umask = os.umask(0o027)
+    try:
+        write_atomic(tmp_path / "x", write)
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_and_then_its_name_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    write_text(tmp_path / "x", "content")
+    assert synced == [(tmp_path / "x").stat().st_ino, tmp_path.stat().st_ino]
 
 
 def test_lines_are_appended(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from raytrain_opt.config.schema import CheckpointSection
-from raytrain_opt.errors import JobError
+from raytrain_opt.errors import JobError, StorageError
 from raytrain_opt.execution.lock import lock_run_directory
 from raytrain_opt.execution.training_run import RunProgress
+from raytrain_opt.storage import append_lines, write_text
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.state import capture
 from tests.support.cli_errors import command_error, write_job
@@ -243,6 +244,21 @@ def test_the_lock_ends_when_its_process_is_killed(run_dir: Path) -> None:
         other.wait(10)
     with lock_run_directory(run_dir) as held:
         assert held
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path, run_dir: Path) -> None:
+    """A run directory of somebody else may contain any."""
+    target = tmp_path / "target"
+    target.write_text("precious")
+    for name in (".lock", "events.jsonl", f".job.yaml.{os.getpid()}.tmp"):
+        (run_dir / name).symlink_to(target)
+    with pytest.raises(OSError, match="symbolic link"), lock_run_directory(run_dir):
+        pass
+    with pytest.raises(StorageError, match=r"events\.jsonl cannot be written: .*symbolic link"):
+        append_lines(run_dir / "events.jsonl", ["{}"])
+    write_text(run_dir / "job.yaml", "new")
+    assert (run_dir / "job.yaml").read_text() == "new"
+    assert target.read_text() == "precious"
 
 
 @pytest.mark.parametrize("number", [37, 38, 95])  # ENOLCK, ENOSYS, EOPNOTSUPP
