@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from pyarrow import ArrowException, fs
@@ -180,10 +180,14 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Append lines of UTF-8 text, given without their ends. Raises StorageError."""
+    """Append lines of UTF-8 text, given without their ends. Raises StorageError.
+
+    A last line without an end, which a full disk or a crash has left, is cut off first.
+    """
     try:
-        with open(path, "a", encoding="utf-8", opener=refuse_links) as file:
-            file.writelines(f"{line}\n" for line in lines)
+        with open(path, "ab+", opener=refuse_links) as file:
+            _cut_torn_line(file)
+            file.write("".join(f"{line}\n" for line in lines).encode())
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}") from error
 
@@ -194,6 +198,14 @@ def refuse_links(path: str, flags: int) -> int:
     Somebody else may have made the run directory.
     """
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _cut_torn_line(file: BinaryIO) -> None:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 1, 0))
+    if file.read() not in (b"", b"\n"):
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def remove_tree(path: Path) -> None:

@@ -29,7 +29,7 @@ from raytrain_opt.recording.records import (
     RateChange,
     SizeChange,
 )
-from raytrain_opt.report import write_report
+from raytrain_opt.report import try_write_report
 from raytrain_opt.search.batch_size.factory import check_sampler
 from raytrain_opt.search.batch_size.strategy import SizeBounds
 from raytrain_opt.storage import write_text
@@ -82,7 +82,7 @@ def find_batch_size(
         job, address=address, verbose=verbose, began_s=monotonic_s(), slots=False
     ) as session:
         result = _search(section, session, fresh=fresh or trace, trace=trace)
-        report = write_report([str(session.paths.local)], session.paths.shown)
+        report = try_write_report(str(session.paths.local), session.paths.shown)
         session.terminal.note(f"report  {report}")
         session.paths.publish()
         return result

@@ -18,7 +18,7 @@ from raytrain_opt.recording.records import (
     RoundRecord,
     SearchResult,
 )
-from raytrain_opt.report import write_report
+from raytrain_opt.report import try_write_report
 from raytrain_opt.search.noise_scale import summarize
 from raytrain_opt.storage import join
 from raytrain_opt.terminal.progress import print_summary
@@ -42,15 +42,18 @@ class RunResult:
 
 
 def finish(run: TrainingRun) -> RunResult:
-    """Finish the last checkpoint, write result.json and the report, publish, print the summary."""
+    """Finish the last checkpoint, write the report and result.json, publish, print the summary.
+
+    Without result.json a run is unfinished: `resume: auto` comes back to what is interrupted here.
+    """
     run.checkpoints.wait()
     run_dir = str(run.paths.local)
     epochs = read_lines(run_dir, run.paths.epochs.name, EpochRecord)
     rounds = read_lines(run_dir, run.paths.rounds.name, RoundRecord)
     record = _result(run, epochs, monotonic_s() - run.startup.began_s)
-    run.recorder.result(record)
     run.recorder.close()
-    report = write_report([run_dir], run.paths.shown)
+    report = try_write_report(run_dir, run.paths.shown, record)
+    run.recorder.result(record)
     run.paths.publish()
     run.terminal.advance(run.job.epochs)
     print_summary(_rows(epochs, rounds), _facts(run, record, report))

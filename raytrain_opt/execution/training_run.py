@@ -277,8 +277,10 @@ class TrainingRun:
         self.progress = RunProgress.from_json(progress)
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
-        self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
-        self.event_log.resume_clock(epoch, f"resumed after {checkpoint.reached}")
+        damaged = self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
+        lost = f"; {damaged} damaged lines of its timeline or events were removed"
+        text = f"resumed after {checkpoint.reached}{lost if damaged else ''}"
+        self.event_log.resume_clock(epoch, text)
         return self.backend.states.put(checkpoint.folder, state)
 
     def _lost_results(

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
+from pydantic import ValidationError
+
+from raytrain_opt.errors import RecordError
 from raytrain_opt.paths import RunPaths
+from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.records import (
     EpochRecord,
     EventRecord,
@@ -18,13 +24,15 @@ from raytrain_opt.recording.records import (
     SpanRecord,
 )
 from raytrain_opt.recording.tensorboard import TensorBoardWriter
-from raytrain_opt.storage import append_lines, write_text
+from raytrain_opt.storage import append_lines, write_bytes, write_text
 
 _CANDIDATE_SCALARS = ("lr", "score", "val_accuracy", "val_loss", "train_loss")
 _EPOCH_SCALARS = (
     "lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "test_top5",
     "samples_per_s",
 )  # fmt: skip
+
+R = TypeVar("R", bound=Record)
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:
@@ -83,33 +91,56 @@ class Recorder:
 
     def timeline_end_s(self) -> float:
         """Return the end of the last span, in seconds of the run; 0 without any."""
-        spans = [SpanRecord.model_validate_json(line) for line in _lines(self.paths.timeline)]
-        return max((span.start_s + span.duration_s for span in spans), default=0.0)
+        spans = _undamaged(self.paths.timeline, SpanRecord)
+        return max((span.start_s + span.duration_s for _, span in spans), default=0.0)
 
-    def truncate_after(self, rounds: int, epochs: int) -> None:
+    def truncate_after(self, rounds: int, epochs: int) -> int:
         """Keep this number of rounds and epochs, and the spans of these epochs.
 
-        A resumed run repeats, and writes again, what followed its last checkpoint.
+        A resumed run repeats, and writes again, what followed its last checkpoint. Damaged lines
+        of the timeline and of the events, from which nothing is computed, are removed; returns
+        their number. Raises RecordError when a round or an epoch is damaged or missing.
         """
-        _rewrite(self.paths.rounds, _lines(self.paths.rounds)[:rounds])
-        _rewrite(self.paths.epochs, _lines(self.paths.epochs)[:epochs])
-        spans = _lines(self.paths.timeline)
-        kept = [s for s in spans if SpanRecord.model_validate_json(s).epoch <= epochs]
-        _rewrite(self.paths.timeline, kept)
+        _keep_first(self.paths.rounds, RoundRecord, rounds)
+        _keep_first(self.paths.epochs, EpochRecord, epochs)
+        spans = _undamaged(self.paths.timeline, SpanRecord)
+        events = _undamaged(self.paths.events, EventRecord)
+        lines = len(_lines(self.paths.timeline)) + len(_lines(self.paths.events))
+        _rewrite(self.paths.timeline, [line for line, span in spans if span.epoch <= epochs])
+        _rewrite(self.paths.events, [line for line, _ in events])
+        return lines - len(spans) - len(events)
 
     def close(self) -> None:
         """Close the file of TensorBoard."""
         self._tensorboard.close()
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> list[bytes]:
     """Return the complete lines; a line without an end was cut off when the run died."""
-    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
-def _rewrite(path: Path, lines: Sequence[str]) -> None:
+def _keep_first(path: Path, kind: type[Record], count: int) -> None:
+    _rewrite(path, _lines(path)[:count])
+    kept = len(read_lines(str(path.parent), path.name, kind))
+    if kept < count:
+        raise RecordError(
+            f"{path}: has {kept} lines, but had {count} at the last checkpoint: it was cut or "
+            "replaced afterwards"
+        )
+
+
+def _undamaged(path: Path, kind: type[R]) -> list[tuple[bytes, R]]:
+    records = []
+    for line in _lines(path):
+        with suppress(ValidationError):
+            records.append((line, kind.model_validate_json(line)))
+    return records
+
+
+def _rewrite(path: Path, lines: Sequence[bytes]) -> None:
     if path.exists():
-        write_text(path, "".join(f"{line}\n" for line in lines))
+        write_bytes(path, b"".join(line + b"\n" for line in lines))
 
 
 def versions() -> dict[str, str]:

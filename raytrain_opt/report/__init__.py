@@ -11,26 +11,32 @@ May import `recording`, `terminal`, `search`, `config` and the foundations; neit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from raytrain_opt import storage
+from raytrain_opt.recording.records import ResultRecord
 from raytrain_opt.report.run_reader import read_run
 
 PAGE, COMPARISON, PLOTS = "report.html", "comparison.html", "plots"
 
 
-def write_report(run_dirs: Sequence[str], shown: str | None = None) -> str:
+def write_report(
+    run_dirs: Sequence[str], shown: str | None = None, result: ResultRecord | None = None
+) -> str:
     """Write the report of one run, or the comparison of several; return the page's location.
 
     The page (`report.html` or `comparison.html`) and its plots (`plots/`, PNG and SVG) are written
     into the first run directory. `shown`: the directory of the one run as the user knows it.
+    `result`: its result, when that is not written yet.
 
     Raises what `read_run` raises, and StorageError when the page cannot be written.
     """
     from raytrain_opt.report.page import comparison_page, report_page
 
     runs = [read_run(run_dir, shown) for run_dir in run_dirs]
+    if result is not None:
+        runs[0] = replace(runs[0], result=result)
     page = report_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
     name = PAGE if len(runs) == 1 else COMPARISON
     target = run_dirs[0]
@@ -39,6 +45,17 @@ def write_report(run_dirs: Sequence[str], shown: str | None = None) -> str:
         storage.write(target, f"{PLOTS}/{plot.name}.png", plot.png)
     storage.write(target, name, page.html.encode())
     return storage.join(runs[0].run_dir, name)
+
+
+def try_write_report(run_dir: str, shown: str, result: ResultRecord | None = None) -> str:
+    """Return where the report of a complete run is, or why there is none.
+
+    Arguments as of `write_report`. A report never decides how a run ends.
+    """
+    try:
+        return write_report([run_dir], shown, result)
+    except Exception as error:  # noqa: BLE001 - a damaged record, a plot, a full disk, ...
+        return f"cannot be written: {error}"
 
 
 def summaries(run_dirs: Sequence[str]) -> dict[str, Any]:

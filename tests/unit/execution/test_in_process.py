@@ -18,7 +18,7 @@ from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import CheckpointSection, Job
 from raytrain_opt.driver import run
-from raytrain_opt.errors import DivergedError, JobError
+from raytrain_opt.errors import DivergedError, JobError, RecordError
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint
 from tests.support.small_jobs import large_batch_job, read_lines, small_job, without_times
@@ -55,6 +55,54 @@ def test_a_run_in_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     rounds = [without_times(read_lines(r.run_dir, "rounds")) for r in (uninterrupted, resumed)]
     assert rounds[0] == rounds[1]
     assert uninterrupted.lrs == resumed.lrs
+
+
+def test_damaged_decoration_stops_neither_a_resume_nor_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run(tiny_job(tmp_path, epochs=1), in_process=True)
+    folder = Path(first.run_dir)
+    (folder / "result.json").unlink()
+    timeline, events = folder / "timeline.jsonl", folder / "events.jsonl"
+    timeline.write_text("\0" * 10 + "\n" + timeline.read_text())
+    events.write_text('{"kind": "fai')  # onto a full disk
+    resumed = run(tiny_job(tmp_path), in_process=True, resume=first.run_dir)
+    assert resumed.run_dir == first.run_dir
+    assert len(read_lines(resumed.run_dir, "epochs")) == 2
+    [event] = read_lines(resumed.run_dir, "events")
+    assert event["text"] == (
+        "resumed after epoch 1; 1 damaged lines of its timeline or events were removed"
+    )
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_a_report_that_fails_does_not_decide_how_a_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise RecordError("events.jsonl, line 1: is damaged")
+
+    monkeypatch.setattr("raytrain_opt.report.read_run", fail)
+    result = run(tiny_job(tmp_path), in_process=True)
+    assert (Path(result.run_dir) / "result.json").exists()
+    assert "cannot be written: events.jsonl, line 1: is damaged" in capsys.readouterr().out
+
+
+def test_a_run_that_is_stopped_in_its_report_is_unfinished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `resume: auto` would train it once more from the beginning."""
+
+    def stop(*_: object) -> None:
+        raise Terminated
+
+    job = tiny_job(tmp_path, resume="auto")
+    with monkeypatch.context() as patch:
+        patch.setattr("raytrain_opt.report.read_run", stop)
+        with pytest.raises(Terminated):
+            run(job, in_process=True)
+    result = run(job, in_process=True)
+    assert [Path(result.run_dir)] == list(tmp_path.iterdir())
 
 
 def test_muon_with_rates_by_group_resumes_and_is_replayed_bit_for_bit(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from raytrain_opt.errors import PoolError, StorageError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.recorder import Recorder
+from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.recording.spans import Event, Span
 from raytrain_opt.terminal.progress import Terminal
+from tests.support import synthetic_runs
 
 BEGAN_S = 1000.0
 SPAN = Span(
@@ -128,7 +130,8 @@ def test_a_resumed_run_continues_where_its_timeline_ends(
     """Spans after the last checkpoint are removed; events are kept."""
     event_log.write(1, [FakePool()])
     event_log.write(2, [FakePool(SPAN.model_copy(update={"start_s": BEGAN_S + 20}))])
-    recorder.truncate_after(0, 1)
+    recorder.epoch(EpochRecord.model_validate(synthetic_runs.epoch_line(1)), 1)
+    assert recorder.truncate_after(0, 1) == 0
     resumed = EventLog(recorder, Terminal(Console(file=output)), began_s=5000.0)
     resumed.resume_clock(2, "resumed after epoch 1")
     resumed.write(2, [FakePool(SPAN.model_copy(update={"start_s": 5003.0}))])

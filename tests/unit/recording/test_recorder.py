@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raytrain_opt.errors import RecordError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.recorder import Recorder, versions
@@ -150,8 +151,56 @@ def test_a_line_cut_off_by_a_crash_is_removed(recorder: Recorder, paths: RunPath
     recorder.epoch(epoch(1), 1)
     with paths.epochs.open("a") as file:
         file.write('{"schema_version": 1, "epo')
-    recorder.truncate_after(0, 2)
+    recorder.truncate_after(0, 1)
     assert [line["epoch"] for line in lines(paths.epochs)] == [1]
+
+
+@pytest.mark.parametrize("torn", ['{"schema_version": 1, "epo', "\0" * 40])
+def test_a_line_cut_off_by_a_full_disk_is_removed_before_the_next(
+    recorder: Recorder, paths: RunPaths, torn: str
+) -> None:
+    for number in (1, 2):
+        recorder.epoch(epoch(number), number)
+        with paths.epochs.open("a") as file:
+            file.write(torn)
+    recorder.epoch(epoch(3), 3)
+    assert [line["epoch"] for line in lines(paths.epochs)] == [1, 2, 3]
+
+
+def test_a_file_that_is_one_torn_line_begins_anew(recorder: Recorder, paths: RunPaths) -> None:
+    paths.epochs.write_text('{"schema')
+    recorder.epoch(epoch(1), 1)
+    assert [line["epoch"] for line in lines(paths.epochs)] == [1]
+
+
+def test_damaged_lines_of_timeline_and_events_are_removed(
+    recorder: Recorder, paths: RunPaths
+) -> None:
+    """They are decoration: a resumed run does without them."""
+    span, event = synthetic_runs.span_lines(1)[0], synthetic_runs.event_line("lost", "slot 1")
+    damaged = b"\0" * 20 + b'\n{"epo\n\xff\n'
+    for path, line in ((paths.timeline, span), (paths.events, event)):
+        path.write_bytes(damaged + f"{json.dumps(line)}\n".encode())
+    recorder.epoch(epoch(1), 1)
+    assert recorder.truncate_after(0, 1) == 6
+    assert len(lines(paths.timeline)) == len(lines(paths.events)) == 1
+    assert recorder.truncate_after(0, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"epochs\.jsonl: has 0 lines, but had 1 at the last checkpoint"),
+        ("{}\n", r"epochs\.jsonl, line 1: is damaged"),
+    ],
+)
+def test_a_run_without_the_epochs_of_its_checkpoint_is_not_resumed(
+    recorder: Recorder, paths: RunPaths, content: str, message: str
+) -> None:
+    """Its result would be wrong."""
+    paths.epochs.write_text(content)
+    with pytest.raises(RecordError, match=message):
+        recorder.truncate_after(0, 1)
 
 
 def scalars_of(paths: RunPaths) -> dict[str, tuple[int, float]]:
