@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from raytrain_opt import clock
-from raytrain_opt.errors import JobError, RaytrainOptError
+from raytrain_opt.errors import JobError, RaytrainOptError, printable
 from raytrain_opt.execution.signals import Terminated
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def _exit_on_error(verbose: bool) -> Iterator[None]:
     except RaytrainOptError as error:
         if verbose:
             click.echo(traceback.format_exc(), err=True)
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {printable(str(error))}", err=True)
         raise SystemExit(error.exit_code) from error
     except KeyboardInterrupt as stop:
         terminated = isinstance(stop, Terminated)

@@ -6,7 +6,22 @@ All can be pickled (they cross process borders) and share one root: a script tha
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters and lone surrogates as escapes.
+
+    Names of files, messages of libraries and records of others may hold them. A terminal obeys
+    the ones, and UTF-8 cannot encode the others.
+    """
+    return "".join(
+        char.encode("unicode_escape").decode()
+        if unicodedata.category(char)[0] == "C" and char not in "\n\t"
+        else char
+        for char in text
+    )
 
 
 class RaytrainOptError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import traceback
@@ -22,7 +23,8 @@ def resolve_function(name: str | Callable[..., Any], path: str) -> Callable[...,
     """Import and return the function called `name`; `path` is the field that errors name.
 
     The current directory is searched too, as `python -m` does. Raises JobError: no such module,
-    no such function (with the nearest name), or not callable.
+    no such function (with the nearest name), not callable, or of the standard library, with which
+    a job file could do anything (`os:system`).
     """
     if not isinstance(name, str):
         return name
@@ -30,6 +32,7 @@ def resolve_function(name: str | Callable[..., Any], path: str) -> Callable[...,
     if not module_name or not function or module_name.startswith("."):
         rule = "must have the form package.module:function"
         raise JobError([Problem(path, rule, repr(name))])
+    _refuse_standard_library(module_name, path, name)
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -41,9 +44,18 @@ def resolve_function(name: str | Callable[..., Any], path: str) -> Callable[...,
             rule = f"{module_name!r} has no {part!r}"
             raise JobError([Problem(path, rule, repr(name), nearest(part, dir(target)))])
         target = getattr(target, part)
+        if inspect.ismodule(target) or inspect.isroutine(target) or inspect.isclass(target):
+            _refuse_standard_library(getattr(target, "__module__", target.__name__), path, name)
     if not callable(target):
         raise JobError([Problem(path, "must be a function or class", repr(name))])
     return target  # type: ignore[no-any-return]
+
+
+def _refuse_standard_library(module: str | None, path: str, name: str) -> None:
+    root = (module or "").partition(".")[0]
+    if root in sys.stdlib_module_names:
+        rule = f"must be a function of your own, not of Python's module {root!r}"
+        raise JobError([Problem(path, rule, repr(name))])
 
 
 def _import_problem(module: str, error: BaseException, path: str, name: str) -> Problem:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.errors import RaytrainOptError, StorageError
+from raytrain_opt.errors import RaytrainOptError, StorageError, printable
 from raytrain_opt.recording.recorder import Recorder
 from raytrain_opt.recording.records import EventRecord, SpanRecord
 from raytrain_opt.recording.spans import Event, Span
@@ -48,7 +48,7 @@ class EventLog:
     def log(self, kind: str, epoch: int, text: str) -> None:
         """Show an event to the user and record it."""
         self._terminal.note(text)
-        self._record(epoch, Event(kind=kind, text=text, time_s=monotonic_s()))
+        self._record(epoch, Event(kind=kind, text=printable(text), time_s=monotonic_s()))
 
     @contextmanager
     def span(self, command: str) -> Iterator[None]:
@@ -76,7 +76,9 @@ class EventLog:
         """Record why the run ends early. `error` gets a note when that fails."""
         kind = "failed" if isinstance(error, Exception) else "interrupted"
         # The message of any other error may hold data of the user.
-        text = str(error) if isinstance(error, RaytrainOptError) else type(error).__name__
+        text = (
+            printable(str(error)) if isinstance(error, RaytrainOptError) else type(error).__name__
+        )
         try:
             self._record(epoch, Event(kind=kind, text=text, time_s=monotonic_s()))
             self._recorder.paths.publish()

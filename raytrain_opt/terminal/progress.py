@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.errors import printable
 from raytrain_opt.recording.records import EpochRecord
 
 
@@ -38,7 +39,7 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, text)
 
     def phase(self, text: str, epoch: int, epochs: int) -> None:
         """Show the current activity, if the display moves; epoch 0: before the first epoch."""
@@ -111,6 +112,11 @@ def open_terminal(epochs: int) -> Terminal:
     return Bar(console, epochs) if console.is_terminal else Terminal(console)
 
 
+def print_line(console: Console, text: str) -> None:
+    """Print text as it is, but nothing that controls a terminal."""
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
 def epoch_text(record: EpochRecord, epochs: int) -> str:
     """Return one epoch as one line."""
     loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
@@ -130,4 +136,4 @@ def print_summary(rows: Sequence[Sequence[str]], facts: Sequence[tuple[str, str]
     console.print(table)
     width = max((len(name) for name, _ in facts), default=0)
     for name, text in facts:
-        console.print(f"{name:<{width}}  {text}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"{name:<{width}}  {text}")

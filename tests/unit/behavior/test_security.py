@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import ast
+import functools
+import io
+import json
 import os
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import raytrain_opt
 from raytrain_opt import cli
 from raytrain_opt.config.data import ArraySetData
+from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.data.in_memory_sets import load_arrays
-from raytrain_opt.errors import DataError
+from raytrain_opt.errors import DataError, JobError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
+from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.recorder import Recorder, versions
 from raytrain_opt.recording.records import ResultRecord
+from raytrain_opt.terminal.progress import Terminal
 from tests.support.cli_errors import LINEAR, write_job
 from tests.support.synthetic_runs import result
 
@@ -51,6 +60,57 @@ def test_no_call_in_the_package_unpickles_a_file() -> None:
         if name == "np.load":
             assert literals["allow_pickle"] is False, place
         assert not literals.get("shell"), place
+
+
+# `from os import system` in a package that somebody else names.
+REEXPORTED = SimpleNamespace(system=os.system, partial=functools.partial(dict, a=1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "subprocess:getoutput",
+        "builtins:exec",
+        "importlib.util:find_spec",
+        "antigravity:fly",
+        f"{__name__}:os.system",
+        f"{__name__}:REEXPORTED.system",
+        f"{__name__}:Path.unlink",
+    ],
+)
+def test_a_job_file_names_no_function_of_the_standard_library(name: str) -> None:
+    """With one of them, a job file alone could run anything."""
+    with pytest.raises(JobError, match=r"model\.name: must be a function of your own"):
+        resolve_function(name, "model.name")
+    assert "antigravity" not in sys.modules
+
+
+def test_a_partial_function_of_the_users_is_theirs() -> None:
+    assert resolve_function(f"{__name__}:REEXPORTED.partial", "model.name")() == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]52;c;aGk=\x07 end", "\\x1b]52;c;aGk=\\x07 end"),
+        ("caf\udce9.png", "caf\\udce9.png"),
+        ("\u202etxt.exe", "\\u202etxt.exe"),
+        ("two\nlines – 実行", "two\nlines – 実行"),
+    ],
+)
+def test_a_terminal_and_records_get_text_without_control_characters(
+    tmp_path: Path, text: str, shown: str
+) -> None:
+    output = io.StringIO()
+    recorder = Recorder(RunPaths.create(str(tmp_path), "r"))
+    log = EventLog(recorder, Terminal(Console(file=output)), 0.0)
+    log.log("lost", 1, text)
+    log.close_with(1, DataError("data", text))
+    recorder.close()
+    assert output.getvalue() == f"{shown}\n"
+    events = recorder.paths.events.read_text().split("\n")[:-1]
+    assert [json.loads(line)["text"] for line in events] == [shown, f"data: {shown}"]
 
 
 # Downloads.
