@@ -299,10 +299,12 @@ def _load_run_job(run_dir: str, overrides: tuple[str, ...]) -> Job:
     """Load the job of a run that is resumed; under a URI, nothing else is fetched for that."""
     from raytrain_opt.config.load import parse_job
     from raytrain_opt.execution.preflight import check_sections
+    from raytrain_opt.execution.resume import refuse_changes
     from raytrain_opt.paths import check_run
     from raytrain_opt.recording.reader import read_text
     from raytrain_opt.storage import join, local_path
 
+    refuse_changes(overrides)
     check_run(run_dir)
     if "://" not in run_dir:
         return _load_job(str(local_path(run_dir) / "job.yaml"), overrides)

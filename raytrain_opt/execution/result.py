@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain_opt.clock import monotonic_s, utc_now
+from raytrain_opt.clock import utc_now
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.recorder import versions
@@ -50,7 +50,7 @@ def finish(run: TrainingRun) -> RunResult:
     run_dir = str(run.paths.local)
     epochs = read_lines(run_dir, run.paths.epochs.name, EpochRecord)
     rounds = read_lines(run_dir, run.paths.rounds.name, RoundRecord)
-    record = _result(run, epochs, monotonic_s() - run.startup.began_s)
+    record = _result(run, epochs)
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
     run.recorder.result(record)
@@ -68,7 +68,7 @@ def finish(run: TrainingRun) -> RunResult:
     )
 
 
-def _result(run: TrainingRun, epochs: Sequence[EpochRecord], wall_s: float) -> ResultRecord:
+def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
     evaluated = [epoch for epoch in epochs if epoch.test_accuracy is not None]
     best = max(evaluated, key=lambda epoch: epoch.test_accuracy or 0.0, default=None)
     progress = run.progress
@@ -87,7 +87,7 @@ def _result(run: TrainingRun, epochs: Sequence[EpochRecord], wall_s: float) -> R
             rounds=len(progress.history.decisions),
             candidate_batch=run.job.learning_rate.candidate_batch,
         ),
-        wall_s=wall_s,
+        wall_s=run.event_log.elapsed_s(),
         time_to_first_step_s=run.startup.marks_s.get("first_step_s"),
         startup_s=dict(run.startup.marks_s),
         parallel=run.parallel,

@@ -5,7 +5,7 @@ The same command can then be given again and again until the training is done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raytrain_opt import storage
@@ -21,6 +21,17 @@ from raytrain_opt.recording.records import BatchSizeRecord
 # They say where runs are and which of them is resumed, not what a run computes.
 _NOT_COMPARED = ("storage_path", "resume")
 _ABSENT = object()
+# They change when a run gives up, what it keeps and where it runs, not what it computes.
+_HARMLESS = ("checkpoint.", "max_restarts", "timeouts.", "workers.resources")
+
+
+def refuse_changes(overrides: Sequence[str]) -> None:
+    """Raise JobError naming each `--set` that could change the numbers of a resumed run."""
+    paths = (override.partition("=")[0].strip() for override in overrides)
+    rule = f"cannot change in a resumed run; only {', '.join(_HARMLESS)} can"
+    problems = [Problem(f"--set {path}", rule) for path in paths if not path.startswith(_HARMLESS)]
+    if problems:
+        raise JobError(problems, "arguments")
 
 
 def find_unfinished_run(job: Job) -> str | None:

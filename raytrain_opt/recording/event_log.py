@@ -45,6 +45,10 @@ class EventLog:
         self._run_start_s -= self._recorder.timeline_end_s()
         self.log("resumed", epoch, text)
 
+    def elapsed_s(self) -> float:
+        """Return the seconds of the run until now, of all its executions."""
+        return monotonic_s() - self._run_start_s
+
     def log(self, kind: str, epoch: int, text: str) -> None:
         """Show an event to the user and record it."""
         self._terminal.note(text)

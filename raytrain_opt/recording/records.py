@@ -363,7 +363,9 @@ class ResultRecord(Record):
         description="The epoch with the best test accuracy; null when none was evaluated."
     )
     search: SearchResult = Field(description="Samples of the search and of the training.")
-    wall_s: float = Field(description="Wall time since the start of the command.")
+    wall_s: float = Field(
+        description="Wall time of all executions, without the pauses before a resume."
+    )
     time_to_first_step_s: Number = Field(description="Time until the first training step.")
     startup_s: Timings = Field(description="Time from the start to each mark of the start-up.")
     parallel: dict[str, Any] = Field(description="How workers exchanged gradients.")

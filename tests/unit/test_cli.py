@@ -104,10 +104,23 @@ def test_resume_takes_the_job_of_the_run(tmp_path: Path, job_file: str, driver: 
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "checkpoints" / "index.json").write_text('{"checkpoints": []}')
     Path(job_file).replace(run_dir / "job.yaml")
-    assert invoke("run", "--resume", str(run_dir), "--set", "epochs=3").exit_code == 0
+    overrides = ("--set", "timeouts.start_s=7", "--set", "checkpoint.keep=3")
+    assert invoke("run", "--resume", str(run_dir), *overrides).exit_code == 0
     (call,) = calls
-    assert (call["job"].epochs, call["job"].model.name) == (3, "resnet8")
+    assert (call["job"].timeouts.start_s, call["job"].model.name) == (7, "resnet8")
     assert call["resume"] == str(run_dir)
+
+
+def test_a_resumed_run_keeps_what_it_computes(driver: Any) -> None:
+    """Another seed would move samples that were trained on into the validation split."""
+    calls = driver(lambda: None)
+    overrides = ("--set", "seed=7", "--set", "timeouts.start_s=7", "--set", "epochs=3")
+    result = invoke("run", "--resume", "a run", *overrides)
+    assert result.exit_code == 2
+    assert "--set seed: cannot change in a resumed run" in result.output
+    assert "--set epochs: cannot change" in result.output
+    assert "start_s: " not in result.output
+    assert calls == []
 
 
 @pytest.mark.parametrize(

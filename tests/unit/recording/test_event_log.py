@@ -134,6 +134,8 @@ def test_a_resumed_run_continues_where_its_timeline_ends(
     assert recorder.truncate_after(0, 1) == 0
     resumed = EventLog(recorder, Terminal(Console(file=output)), began_s=5000.0)
     resumed.resume_clock(2, "resumed after epoch 1")
+    new = EventLog(recorder, Terminal(Console(file=output)), began_s=5000.0)
+    assert resumed.elapsed_s() - new.elapsed_s() == pytest.approx(15.0, abs=1.0)
     resumed.write(2, [FakePool(SPAN.model_copy(update={"start_s": 5003.0}))])
     assert [(span["epoch"], span["start_s"]) for span in lines(paths.timeline)] == [
         (1, 10.0),
