@@ -6,12 +6,14 @@ torch, so that Ray starts at once: torch is imported and the data are read besid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from shlex import quote
+from threading import Thread
+from typing import TypeVar
 
 from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session
@@ -37,6 +39,8 @@ from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.storage import remove_tree, write_text
 from raytrain_opt.terminal.progress import Terminal, open_terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,8 @@ def open_session(
     startup = Startup(began_s)
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal(job.epochs))
-        thread = stack.enter_context(ThreadPoolExecutor(1))
-        pending_preflight = thread.submit(_prepare, job)
+        pending_preflight = _start_thread(lambda: _prepare(job))
+        stack.callback(wait, [pending_preflight], job.timeouts.stop_s)
         terminal.phase("starting Ray", 0, job.epochs)
         variables = environment(local=True, start_s=job.timeouts.start_s)
         owns_ray = stack.enter_context(
@@ -105,6 +109,20 @@ def open_session(
         for note in plan.notes:
             terminal.note(note)
         yield Session(job, paths, terminal, startup, checkpoints, owns_ray, preflight, plan)
+
+
+def _start_thread(function: Callable[[], R]) -> Future[R]:
+    """Call a function in a thread that ends with the process, even if the data never arrive."""
+    future: Future[R] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is needed
+            future.set_exception(error)
+
+    Thread(target=call, daemon=True).start()
+    return future
 
 
 def _prepare(job: Job) -> tuple[Job, Preflight]:

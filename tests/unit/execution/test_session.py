@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.errors import StorageError
 from raytrain_opt.execution import session
 from raytrain_opt.execution.session import open_session
+from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.state import capture
@@ -58,6 +61,28 @@ def opened(run_dir: Path) -> Checkpoints:
         job, address=None, verbose=False, began_s=0.0, resume=str(run_dir)
     ) as opened_session:
         return opened_session.checkpoints
+
+
+def test_a_signal_does_not_wait_for_data_that_never_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung = threading.Event()
+    monkeypatch.setattr(session, "_prepare", lambda _: hung.wait(60))
+
+    def stop(*_: object, **__: object) -> None:
+        raise Terminated
+
+    monkeypatch.setattr(session, "ray_session", stop)
+    job, start_s = small_job(tmp_path, timeouts={"stop_s": 0.1}), monotonic_s()
+    try:
+        with (
+            pytest.raises(Terminated),
+            open_session(job, address=None, verbose=False, began_s=start_s),
+        ):
+            pass
+        assert monotonic_s() - start_s < 30
+    finally:
+        hung.set()
 
 
 def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
