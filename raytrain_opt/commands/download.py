@@ -34,11 +34,11 @@ def pack_files(run_dir: str) -> str:
 def unpack_files(files: dict[str, str], folder: Path) -> list[Path]:
     """Write the files of a `MARKER` line into `folder`, which is made; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    # The name alone: a log must not choose another folder of this machine.
-    paths = [folder / Path(name).name for name in files]
-    for path, content in zip(paths, files.values(), strict=True):
+    # No other names: a log must not choose files of this machine.
+    paths = {folder / name: files[name] for name in FILES if name in files}
+    for path, content in paths.items():
         path.write_bytes(zlib.decompress(base64.b64decode(content)))
-    return paths
+    return list(paths)
 
 
 if __name__ == "__main__":

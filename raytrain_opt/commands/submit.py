@@ -19,6 +19,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.commands.download import MARKER, unpack_files
 from raytrain_opt.errors import ClusterError, JobError, Problem
 from raytrain_opt.execution.log_markers import ANNOUNCE_VARIABLE, find_marker, is_marker
+from raytrain_opt.storage import last_name
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -188,6 +189,9 @@ def _exit_code(client: JobSubmissionClient, job_id: str) -> int:
 
 def _download(client: JobSubmissionClient, run_dir: str) -> None:
     """Write the run's small files, which a second job prints, to LOCAL_RUNS/RUN_ID."""
+    run_id = last_name(run_dir)
+    if run_id in ("", ".", ".."):
+        raise ClusterError(f"{run_dir} in the job's log is no run directory")
     job_id = _start(client, ["-m", "raytrain_opt.commands.download", run_dir])
     log = asyncio.run(_follow(client, job_id, show=False))
     files = find_marker(log, MARKER)
@@ -197,7 +201,7 @@ def _download(client: JobSubmissionClient, run_dir: str) -> None:
         )
     if not files:  # the run ended before it wrote anything
         return
-    paths = unpack_files(files, Path(LOCAL_RUNS) / Path(run_dir).name)
+    paths = unpack_files(files, Path(LOCAL_RUNS) / run_id)
     print(f"downloaded: {', '.join(map(str, paths))}", flush=True)
 
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from raytrain_opt.cli import main
 from raytrain_opt.commands.download import MARKER, pack_files, unpack_files
-from raytrain_opt.commands.submit import _relative_path, _show_lines
-from raytrain_opt.errors import JobError
+from raytrain_opt.commands.submit import _download, _relative_path, _show_lines
+from raytrain_opt.errors import ClusterError, JobError
 from raytrain_opt.execution.log_markers import (
     ANNOUNCE_VARIABLE,
     announce_run_dir,
@@ -180,12 +180,18 @@ def test_files_of_a_run_travel_in_one_line_of_a_log(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in paths} == contents
 
 
-def test_a_downloaded_file_stays_in_its_folder(tmp_path: Path) -> None:
-    files = find_marker(pack_files(str(tmp_path)), MARKER)
-    assert files == {}
-    assert unpack_files({"../../job.yaml": "eJwDAAAAAAE="}, tmp_path / "runs/r") == [
-        tmp_path / "runs/r/job.yaml"
-    ]
+def test_only_files_of_a_run_are_downloaded_each_into_its_folder(tmp_path: Path) -> None:
+    assert find_marker(pack_files(str(tmp_path)), MARKER) == {}
+    names = ("../../job.yaml", "job.yaml", "Makefile", "sitecustomize.py")
+    files = dict.fromkeys(names, "eJwDAAAAAAE=")
+    assert unpack_files(files, tmp_path / "runs/r") == [tmp_path / "runs/r/job.yaml"]
+
+
+@pytest.mark.parametrize("run_dir", ["..", "runs/../", "/", ""])
+def test_a_run_directory_above_this_one_is_refused(run_dir: str) -> None:
+    """A hostile job prints it."""
+    with pytest.raises(ClusterError, match="in the job's log is no run directory"):
+        _download(None, run_dir)  # type: ignore[arg-type]
 
 
 def test_results_do_not_go_to_the_copy_that_ray_deletes(
