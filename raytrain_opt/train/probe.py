@@ -41,6 +41,8 @@ _EVALUATION_STEPS = 3
 # With slow steps, this much warm-up or timed training is enough, but at least two steps: a
 # standard error needs two values.
 _WARMUP_S, _TIMED_S, _MIN_STEPS = 0.5, 1.0, 2
+# A strategy that reads the utilization needs a few samples of it.
+_MIN_UTILIZATION_SAMPLES = 3
 # Prior for the relative spread of step times, and the number of steps it counts as.
 _PRIOR_SPREAD, _PRIOR_STEPS = 0.03, 3
 # Gradient noise: micro-batches and samples that make up one large gradient, and the number of
@@ -185,7 +187,7 @@ def _measure(
             stack.enter_context(_record_trace(training.device, trace))
         monitor = stack.enter_context(UtilizationMonitor(sampler, section.utilization.period_s))
         loop.begin_timing()
-        while not _is_precise(loop.step_times_s(), section, steps_factor):
+        while not _is_precise(loop.step_times_s(), len(monitor.samples), section, steps_factor):
             loop.run(section.min_timed_steps, _TIMED_S, min_steps=_MIN_STEPS)
     step_s, timings_s = loop.step_times_s(), loop.mean_timings_s()
     norms = loop.gradient_norms(batch_size, len(step_s)) if section.measures_noise else None
@@ -305,20 +307,22 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return mean, math.sqrt(variance / n)
 
 
-def _is_precise(step_s: list[float], section: BatchSizeSection, factor: int) -> bool:
+def _is_precise(
+    step_s: list[float], utilization_samples: int, section: BatchSizeSection, factor: int
+) -> bool:
     """Return whether the speed is known precisely enough, or the time limit is reached."""
     total_s = sum(step_s)
     if len(step_s) < _MIN_STEPS:
         return False
     if total_s >= section.max_probe_s * factor:
         return True
-    # A strategy that reads the utilization needs a few samples of it.
     needs_utilization = section.strategy == "gpu_usage_maximize"
-    min_total_s = 3 * section.utilization.period_s if needs_utilization else 0.0
+    if needs_utilization and utilization_samples < _MIN_UTILIZATION_SAMPLES:
+        return False
     mean_s, error_s = mean_and_error(step_s)
     precise = error_s <= section.relative_error * mean_s
     enough = len(step_s) >= section.min_timed_steps * factor or total_s >= _TIMED_S * factor
-    return precise and total_s >= min_total_s and enough
+    return precise and enough
 
 
 class _Memory:
