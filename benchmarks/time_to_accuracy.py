@@ -2,16 +2,17 @@
 
     python -m benchmarks.time_to_accuracy --data-root FOLDER [--cache FILE] [--quick]
         [--tasks T ...] [--rows R ...] [--seeds 3] [--epochs 16] [--scale 1] [--ours JSON]
-        [--first-seed 0] [--optimizer SGD]
+        [--first-seed 0] [--optimizer auto]
 
 Tasks: subsets of real image sets, small enough for 2 cores (comparison_tasks.py, which also
-describes FOLDER). ResNet-8, momentum SGD 0.9, weight decay 5e-4 (or AdamW or LARS: then without
-the rows of other packages), the same batch, epochs and augmentation for all contenders of a
-task; with `--optimizer auto` the row `ours` chooses the optimizer, too. Every contender leaves a
-validation split out of the training images and makes all its choices by that split. The accuracy
-is that on the test split after the last epoch; only the rows named `oracle` choose by it, to show
-the result of a perfect choice. A seed sets weights, order, augmentation and the split of the
-training images.
+describes FOLDER). ResNet-8, the same batch, epochs and augmentation for all contenders of a task.
+With `--optimizer auto`, the default, ours chooses the optimizer and the other rows train with
+momentum SGD 0.9, weight decay 5e-4, unless they are named after another; with an optimizer named,
+all rows train with that one. Fixed schedules train on all training images. What chooses by a
+validation split holds it out: ours during its search, the rows named `grid`, STPT and Ray Tune's
+during the training. The accuracy is that on the test split after the last epoch; only the rows
+named `oracle`, and `everything`, choose by it, to show the result of a perfect choice. A seed sets
+weights, order, augmentation and the split of the training images.
 
 Rows (comparison_rows.py):
 
@@ -25,8 +26,13 @@ cosine, linear        a warm-up of a tenth of the epochs (rounded), then the dec
                       test split (oracle) or by the validation split (grid). All six count as
                       cost. Ours does not know the customary rate: it starts at 0.1 with any
                       optimizer
+muon_oracle           Muon at four rates, linear decay, the best by the test split
+adamw_oracle          AdamW at six rates, linear decay, the best by the test split
+everything            the best by the test split of all trainings of fixed schedules in this table,
+                      with any optimizer and rate, schedule-free ones included
 asha, pbt             Ray Tune's own, with the compute of the grid (comparison_tune.py)
-schedulefree          schedulefree.SGDScheduleFree at its default rate, 1; the best of three
+schedulefree          schedule-free SGD at its default rate, 1, and the best of three;
+                      schedule-free AdamW at 0.0025, and the best of two
 lr_find               Lightning's Tuner.lr_find, then cosine from its suggestion. Since 2.5.3 it
                       suggests far too little on noisy losses (its issue 21141, open); the second
                       row takes the suggestion that older versions make from the same range test
