@@ -9,6 +9,7 @@ the same; there are no candidates, so it takes about half the time.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -18,11 +19,19 @@ from raytrain_opt import Job, load_job, run
 def make_job(run_dir: str) -> Job:
     """Return the job of that run with its learning rates replayed instead of searched."""
     directory = Path(run_dir).expanduser()
-    replay = f"learning_rate={{policy: replay, schedule: '{directory / 'schedule.json'}'}}"
-    hold_out = load_job(directory / "job.yaml").hold_out
-    held_out = 0.0 if hold_out.only_in_search else hold_out.fraction
-    overrides = [replay, "name=replay", f"data.validation_fraction={held_out}"]
-    return load_job(directory / "job.yaml", overrides)
+    schedule = directory / "schedule.json"
+    searched = load_job(directory / "job.yaml")
+    chosen = json.loads(schedule.read_text())["optimizer"]
+    optimizer = next(o for o in searched.optimizers if o.name == chosen)
+    hold_out = searched.hold_out
+    values = searched.model_dump()
+    values["data"]["validation_fraction"] = 0 if hold_out.only_in_search else hold_out.fraction
+    values |= {
+        "name": "replay",
+        "learning_rate": {"policy": "replay", "schedule": str(schedule)},
+        "optimizer": optimizer.model_dump(),
+    }
+    return Job.model_validate(values)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ def decay_by_fit(history: History, optimizer: int, sum_of_lrs: float) -> float:
     `optimizer`: position of the training's optimizer among those of the job.
     """
     losses = history.epoch_losses
-    if not losses:
+    untrained = _untrained_loss(history, optimizer) if losses else 0.0
+    if untrained <= 0:  # nothing is known, or a loss of the user's own that may be negative
         return 0.0
-    fit = 1 - losses[-1] / _untrained_loss(history, optimizer)
+    fit = 1 - losses[-1] / untrained
     return _TIMES * min(max(fit, 0.0), 1.0) / sum_of_lrs
 
 

@@ -82,6 +82,18 @@ def test_the_replay_script_takes_job_and_rates_of_a_run(tmp_path: Path) -> None:
     assert (replay.hold_out, replay.seed, replay.epochs) == (job.hold_out, job.seed, 1)
 
 
+def test_the_replay_script_names_the_optimizer_that_the_search_chose(tmp_path: Path) -> None:
+    job = load_job(ROOT / "jobs/quickstart.yaml", ["learning_rate={policy: stpt_horizon}"])
+    assert job.optimizer.name == "auto"
+    (tmp_path / "job.yaml").write_text(dump_job(job))
+    schedule = RecordedSchedule((2,), (0.1, 0.05), optimizer="Muon")
+    (tmp_path / "schedule.json").write_text(json.dumps(schedule.to_json()))
+    replay = script("replay_schedule").make_job(str(tmp_path))
+    assert check_job(replay) == []
+    assert (replay.optimizer.name, replay.optimizer.args) == ("Muon", {"weight_decay": "auto"})
+    assert replay.hold_out.fraction == 0
+
+
 def test_the_network_of_the_asynchronous_paper_has_eleven_convolutions() -> None:
     job = load_job(ROOT / "jobs/imagenet_cnn11_async.yaml")
     assert check_names(job.model) == []

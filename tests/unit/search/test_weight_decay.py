@@ -51,6 +51,10 @@ def test_without_a_search_the_fit_is_relative_to_the_first_epoch() -> None:
     assert decay_by_fit(History((), (4.0, 1.0)), 0, sum_of_lrs=10.0) == pytest.approx(0.75)
 
 
+def test_a_loss_that_is_not_positive_says_nothing_about_the_fit() -> None:
+    assert decay_by_fit(History((), (0.0, 0.0)), 0, sum_of_lrs=10.0) == 0
+
+
 def policy(*optimizers: OptimizerSection) -> HorizonStpt:
     section = HorizonPolicy(policy="stpt_horizon")
     return HorizonStpt(section, 16, EpochSteps(96), optimizers)
