@@ -47,10 +47,10 @@ class PartialEpoch:
 class RunProgress:
     """What a resume starts from, besides the state.
 
-    `lrs`: the rate of each step of the finished epochs. `weight_decay_factors`: of each finished
-    epoch. `kept_samples`: samples trained on the
-    way to the present weights. `search_samples`: all other samples trained (the search cost);
-    the winner's kept steps are not counted.
+    `lrs`: the rate of each step of the finished epochs, `weight_decay_factors`: one of
+    each of these epochs. `kept_samples`: samples trained on the way to the present weights.
+    `search_samples`: all other samples trained (the search cost); the winner's kept steps are not
+    counted.
     """
 
     next_epoch: int = 1
