@@ -146,8 +146,7 @@ class HorizonStpt:
             Candidate(first + index, lr / base_lr, lr, weight_decay_factor, optimizer)
             for index, lr in enumerate(map(point_to_lr, request.points))
         )
-        is_race = len(self.optimizers) > 1
-        name = f"{self.optimizers[optimizer].name}, " if is_race else ""
+        name = f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
         return TryCandidates(
             1,
             base_lr,
@@ -156,7 +155,7 @@ class HorizonStpt:
             self.schedule(optimizer).compressed(request.steps),
             paired=True,
             stage=request.stage,
-            fresh_statistics=is_race,  # momentum and averages change weights at other speeds
+            fresh_statistics=True,
         )
 
     def _decide_peak(self, undecided: Decision, history: History) -> Decision:
@@ -192,6 +191,7 @@ class HorizonStpt:
             self.schedule(optimizer).compressed(steps),
             paired=True,
             stage=WEIGHT_DECAY,
+            fresh_statistics=True,
             weight_decay_scale=self.steps.before(self.epochs + 1) / steps,
         )
 

@@ -220,6 +220,15 @@ def test_horizon_sets_how_long_the_candidates_train() -> None:
     assert [action.pretrain_steps for action in training.rounds] == [62, 250]
 
 
+@pytest.mark.parametrize(("steps", "expected"), [(60, 48), (90, 48), (120, 60), (40, 40)])
+def test_candidates_have_at_least_48_steps_where_the_epoch_has_them(
+    steps: int, expected: int
+) -> None:
+    """Half an epoch of 60 steps is 30: with so few, single rates are unreliable."""
+    fine = trained(horizon(30, steps)).rounds[-1]
+    assert (fine.stage, fine.pretrain_steps) == ("fine", expected)
+
+
 # The peak.
 
 
@@ -271,6 +280,29 @@ def test_the_fine_stage_is_around_the_largest_coarse_rate_that_is_hardly_worse()
     training = trained(horizon(), AboutAsGood(diverges_from=9))
     fine = next(action for action in training.rounds if action.stage == "fine")
     assert rates(fine) == pytest.approx([0.316, 1.0, 3.16], rel=0.01)
+
+
+@dataclass
+class WorseAbove(Surface):
+    """The coarse candidate at 1 is worse than that at 0.1 by this fraction."""
+
+    worse: float = 0.0
+    diverges_from: float = 9
+
+    def loss(self, action: TryCandidates, candidate: Candidate) -> float:
+        losses = {-2: 4.5, -1: 4.0, 0: 4.0 * (1 + self.worse), 1: 9.0}
+        if action.stage == "coarse":
+            return losses[round(math.log10(candidate.lr))]
+        return super().loss(action, candidate)
+
+
+@pytest.mark.parametrize(("worse", "center"), [(0.015, 1.0), (0.025, 0.1)])
+def test_few_steps_favor_small_rates_so_2_percent_are_allowed_for(
+    worse: float, center: float
+) -> None:
+    rounds = trained(horizon(), WorseAbove(worse=worse, noise=0.0)).rounds
+    fine = next(action for action in rounds if action.stage == "fine")
+    assert rates(fine) == pytest.approx([center / 10**0.5, center, center * 10**0.5])
 
 
 class AboutAsGood(Surface):
