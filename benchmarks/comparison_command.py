@@ -25,6 +25,7 @@ def command(
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--scale", type=float, help="factor of the number of images")
+    parser.add_argument("--batch-factor", type=int, default=1, help="factor of the batch size")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache", type=Path, help="file that keeps every result")
     parser.add_argument(
@@ -58,7 +59,7 @@ def parse(
 
 def prepare_settings(args: argparse.Namespace, folder: Path) -> list[Setting]:
     """Return every task with every seed; write the tasks' data below `folder`."""
-    tasks = [task.scaled(args.scale) for task in args.tasks]
+    tasks = [task.scaled(args.scale, args.batch_factor) for task in args.tasks]
     data = {task.name: task.prepare(args.data_root, folder) for task in tasks}
     return [
         Setting(task, seed, args.epochs, data[task.name])

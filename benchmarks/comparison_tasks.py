@@ -42,8 +42,9 @@ class Task:
     """`train` images and `validation` more, of `side` x `side` pixels.
 
     What chooses by a validation split holds those out; the others train on all.
-    `patch`: the network's stem sees patches of `patch` x `patch` pixels, so that it computes at
-    `side / patch`, as networks for large images do. `crop`: padding of the random crop; 0 means no
+    `network`: a named model or a function. `patch`: it sees patches of
+    `patch` x `patch` pixels, so that it computes at `side / patch`, as networks for large images
+    do. `crop`: padding of the random crop; 0 means no
     augmentation, otherwise images are flipped at random too.
     """
 
@@ -55,13 +56,20 @@ class Task:
     patch: int = 1
     crop: int = 0
     batch: int = 32
+    network: str = "resnet8"
     width: int = 8
 
-    def scaled(self, factor: float) -> Task:
-        """Return the task with `factor` times the images, rounded to full training batches."""
-        batches = max(1, round(factor * self.train / self.batch))
+    def scaled(self, factor: float, batch_factor: int = 1) -> Task:
+        """Return the task with `factor` times the images, rounded to full training batches.
+
+        `batch_factor`: factor of the batch size.
+        """
+        batch = batch_factor * self.batch
         return replace(
-            self, train=batches * self.batch, validation=max(1, round(factor * self.validation))
+            self,
+            train=max(1, round(factor * self.train / batch)) * batch,
+            validation=max(1, round(factor * self.validation)),
+            batch=batch,
         )
 
     def prepare(self, root: Path, folder: Path) -> dict[str, Any]:
@@ -109,7 +117,7 @@ class Task:
         patches = {"patch": self.patch} if self.patch > 1 else {}
         return {
             "model": {
-                "name": f"{__name__}:resnet8_of_patches" if patches else "resnet8",
+                "name": self.network,
                 "args": {"width": self.width, **patches},
             },
             "data": data,
@@ -121,6 +129,11 @@ class Task:
         }
 
 
+_OF_PATCHES = f"{__name__}:resnet8_of_patches"
+_MLP, _VGG, _VIT = (
+    f"benchmarks.comparison_networks:{name}"
+    for name in ("mlp", "vgg_without_norm", "vision_transformer")
+)
 # Epochs of about 100 updates, as small real trainings have. The batches are small because the cost
 # of a training is proportional to its images.
 TASKS = {
@@ -129,8 +142,29 @@ TASKS = {
         Task("fashion_mnist_14", "fashion_mnist", 14, 3072, 1024),
         Task("cifar100_coarse_16", "cifar100_coarse", 16, 3072, 1024, crop=2),
         Task("cifar100_fine_16", "cifar100_fine", 16, 3072, 1024, crop=2),
-        Task("cifar100_fine_32", "cifar100_fine", 32, 3072, 1024, patch=2, crop=4),
-        Task("imagenette_64", "imagenette", 64, 1248, 200, patch=4, crop=8, batch=16),
+        Task("cifar100_fine_32", "cifar100_fine", 32, 3072, 1024, 2, crop=4, network=_OF_PATCHES),
+        Task(
+            "imagenette_64", "imagenette", 64, 1248, 200, 4, crop=8, batch=16, network=_OF_PATCHES
+        ),
+    )
+}
+# Networks where early progress may mislead. Not among the default tasks.
+OTHER_NETWORKS = {
+    task.name: task
+    for task in (
+        Task("mlp_fashion", "fashion_mnist", 14, 3072, 1024, network=_MLP, width=256),
+        Task("vgg_coarse", "cifar100_coarse", 16, 3072, 1024, crop=2, network=_VGG, width=16),
+        Task("vit_coarse", "cifar100_coarse", 16, 3072, 1024, 4, crop=2, network=_VIT, width=48),
+        Task(
+            "resnet18_coarse",
+            "cifar100_coarse",
+            16,
+            3072,
+            1024,
+            crop=2,
+            network="cifar_resnet18",
+            width=32,
+        ),
     )
 }
 # Too small for a meaningful result: it shows that the benchmark works.

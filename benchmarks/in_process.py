@@ -119,10 +119,10 @@ class Reporter:
     def look(self, samples: int, epoch: int) -> None:
         """Evaluate a part of the test split after an epoch, and all of it after the last.
 
-        Nothing in the first half of the training, which never is as accurate as the end.
+        Nothing in the first quarter of the training, which never is as accurate as the end.
         """
         epochs, spent_s = self._epochs, self.seconds()
-        if 2 * epoch < epochs:
+        if 4 * epoch < epochs:
             return
         with self.pause():
             accuracy = self.learner.evaluate("test", 0, self._parts).accuracy

@@ -25,8 +25,8 @@ reference               0.1, divided by 10 when accuracy saturates, no warm-up: 
 
 Columns, over the seeds: `accuracy_*`, in percent, after the last epoch on the complete test split.
 `highest_*`: the highest of the training, which the paper shows for the alphas: of the final one
-and those after each epoch of the second half on a part of about 2,500 test images, which favors
-lucky ones a little, in all rows alike. `paper`: its figure. `trainings`: samples trained, with
+and those after each later epoch on a part of about 2,500 test images, which favors lucky ones a
+little, in all rows alike. `paper`: its figure. `trainings`: samples trained, with
 every candidate's, divided by those of one training. `search_fraction`: samples of the candidates
 that lost, divided by those that the weights went through. `iterations`: of the global batch, all
 candidates one after another, and `iterations_side_by_side`, a round counted as one of its

@@ -2,10 +2,12 @@
 
     python -m benchmarks.time_to_accuracy --data-root FOLDER [--cache FILE] [--quick]
         [--tasks T ...] [--rows R ...] [--seeds 3] [--epochs 16] [--scale 1] [--ours JSON]
-        [--first-seed 0] [--optimizer auto]
+        [--first-seed 0] [--batch-factor 1] [--optimizer auto]
 
 Tasks: subsets of real image sets, small enough for 2 cores (comparison_tasks.py, which also
-describes FOLDER). ResNet-8, the same batch, epochs and augmentation for all contenders of a task.
+describes FOLDER). By default five with a ResNet-8; `--tasks` also names other networks (an MLP, a
+VGG without BatchNorm, a vision transformer, a ResNet-18). The same batch, epochs and augmentation
+for all contenders of a task.
 With `--optimizer auto`, the default, ours chooses the optimizer and the other rows train with
 momentum SGD 0.9, weight decay 5e-4, unless they are named after another; with an optimizer named,
 all rows train with that one. Fixed schedules train on all training images. What chooses by a
@@ -47,9 +49,10 @@ count. `wall_seconds`: training, searching and scoring in one process of one thr
 another, without the start of processes (except Ray Tune's for its trials), imports, building the
 network, reading data, and evaluating on the test split. `reach_*`: the same until the first epoch
 that is as good as the final one of the cosine from the customary rate with the same seed, on a
-part of the test split of about 2,500 images that is evaluated after each epoch of the second half
-of the training: a noisy measure; means over the `reached` seeds. Where one of several trainings
-is chosen, the others are counted first; for a search on Ray Tune, everything that ran before.
+part of the test split of about 2,500 images that is evaluated after each epoch but those of the
+first quarter of the training: a noisy measure; means over the `reached` seeds. Where one of
+several trainings is chosen, the others are counted first; for a search on Ray Tune, everything
+that ran before.
 
 `summary`: differences in points and `ours_samples_ratio` (trainings of ours), means over the
 tasks, then by task. The oracle is the better of the cosine's and the linear's.
@@ -83,7 +86,7 @@ from benchmarks.comparison_command import (
     setting_record,
 )
 from benchmarks.comparison_rows import Row, outcome, over_seeds, rows, summary, target_of
-from benchmarks.comparison_tasks import OPTIMIZERS, TASKS
+from benchmarks.comparison_tasks import OPTIMIZERS, OTHER_NETWORKS, TASKS
 from benchmarks.comparison_units import Cache, Result, Setting
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.recording.recorder import versions
@@ -187,11 +190,13 @@ def _versions() -> dict[str, Any]:
 
 
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = command("Learning-rate searches against each other.", TASKS, list(rows(OURS)))
+    parser = command(
+        "Learning-rate searches against each other.", {**TASKS, **OTHER_NETWORKS}, list(rows(OURS))
+    )
     parser.add_argument("--ours", type=json.loads, default=OURS, help="learning_rate, as JSON")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="auto")
     parser.set_defaults(rows=None)
-    args = parse(parser, argv, TASKS, FULL, QUICK)
+    args = parse(parser, argv, {**TASKS, **OTHER_NETWORKS}, FULL, QUICK)
     all_rows = rows(args.ours)
     possible = [
         name
