@@ -14,7 +14,7 @@ from pydantic import Field
 
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.data import DataSection, HoldOut
-from raytrain_opt.config.learning_rate import HorizonPolicy, LearningRateSection
+from raytrain_opt.config.learning_rate import HorizonPolicy, LearningRateSection, ReplayPolicy
 from raytrain_opt.config.processes import SlotsSection, TimeoutsSection, WorkersSection
 from raytrain_opt.config.section import (
     BrokenRule,
@@ -109,11 +109,19 @@ def _default_optimizer(job: dict[str, Any]) -> OptimizerChoiceSection:
     searches = isinstance(learning_rate, HorizonPolicy) and not learning_rate.search_weight_decay
     if not searches or parallel is None or parallel.mode != "sync":
         return OptimizerChoiceSection()
-    choice = OptimizerChoiceSection(name="auto")
-    if job.get("average") is None:
-        return choice
-    others = [section for section in choice.choices if not section.is_schedule_free]
-    return OptimizerChoiceSection(name="auto", candidates=others)
+    return OptimizerChoiceSection(name="auto")
+
+
+def _default_average(job: dict[str, Any]) -> AverageSection | None:
+    """Return the average that shows what a decaying rate will bring; None for other policies.
+
+    `job`: the sections above, without those with an error.
+    """
+    optimizer, parallel = job.get("optimizer"), job.get("parallel")
+    searches = isinstance(job.get("learning_rate"), HorizonPolicy | ReplayPolicy)
+    if not searches or optimizer is None or parallel is None or parallel.mode != "sync":
+        return None
+    return None if optimizer.is_schedule_free else AverageSection()
 
 
 class Job(Section):
@@ -145,14 +153,19 @@ class Job(Section):
     parallel: ParallelSection = Field(
         default_factory=ParallelSection, description="How workers exchange gradients."
     )
-    average: AverageSection | None = Field(
-        None, description="Average the weights. Default: no average."
-    )
     optimizer: OptimizerChoiceSection = Field(
         default_factory=_default_optimizer,
         description=(
             "The optimizer; its rate comes from learning_rate. Default: auto with policy "
             "stpt_horizon and synchronous workers, else SGD."
+        ),
+    )
+    average: AverageSection | None = Field(
+        default_factory=_default_average,
+        description=(
+            "Evaluate and save an average of the weights; the training continues from its own. "
+            "Default: ema with policies stpt_horizon and replay, unless the optimizer averages "
+            "itself, else null, which is no average."
         ),
     )
     batch_norm: BatchNormSection = Field(
@@ -280,6 +293,8 @@ class Job(Section):
         if self.optimizer.name == "auto" and policy != "stpt_horizon":
             yield "optimizer", f"auto is chosen by policy stpt_horizon; with {policy}, name one"
             return
+        if self.optimizer.is_schedule_free and self.average is not None:
+            yield "average", f"{self.optimizer.name} averages its weights itself; remove it"
         for optimizer in self.optimizers:
             if optimizer.is_schedule_free and not can_be_constant:
                 yield (
@@ -289,8 +304,6 @@ class Job(Section):
                     "warmup: {epochs: 1}} (customary rates: ScheduleFreeSGD 1, ScheduleFreeAdamW "
                     "0.0025)",
                 )
-            if optimizer.is_schedule_free and self.average is not None:
-                yield "average", f"{optimizer.name} averages its weights itself; remove it"
             if optimizer.has_auto_weight_decay and (
                 policy not in ("stpt_horizon", "replay") or self.learning_rate.search_weight_decay
             ):

@@ -174,11 +174,13 @@ class AverageSection(Section):
     """
 
     kind: Literal["ema"] = Field("ema", description="ema: exponential moving average.")
-    decay: Fraction = Field(
-        0.99,
+    decay: Fraction | Literal["auto"] = Field(
+        "auto",
         description=(
-            "Weight of the average so far in each update t: at most (1 + t) / (10 + t). 0.99 "
-            "averages over about 100 updates."
+            "Weight of the average so far in each update. auto: the average covers a quarter of "
+            "the updates so far, times rate / highest rate, so it ends with the weights "
+            "themselves where the rate falls to 0. A number: at most (1 + t) / (10 + t) in update "
+            "t; 0.99 averages over about 100 updates."
         ),
     )
 

@@ -1,11 +1,16 @@
 """Averaged weights: trained with one set of weights, evaluated with another.
 
-    w_t    weights after update t, counted from 0        a    average
-    a_0 = w_0,   a_t = d_t a_(t-1) + (1 - d_t) w_t,   d_t = min(decay, (1 + t) / (10 + t))
+    w_t    weights after update t, counted from 0        a    average        r_t    rate
+    a_0 = w_0,   a_t = d_t a_(t-1) + (1 - d_t) w_t
+    auto         d_t = 1 - 1 / max(1, h_t),   h_t = (1 + t) / 4 * r_t / highest rate so far
+    a number     d_t = min(decay, (1 + t) / (10 + t))
 
-d_t rises to `decay`, so that the first weights are forgotten in short trainings too (as in
-TensorFlow's and timm's EMA). Schedule-free optimizers (Defazio et al., The Road Less Scheduled,
-NeurIPS 2024) average within their own update.
+With a number, d_t rises to it, so that the first weights are forgotten in short trainings too (as
+in TensorFlow's and timm's EMA). With auto the average covers the last h_t updates: a fixed part of
+the training whatever its length, and less of it as the rate falls, since weights that hardly move
+need no average and older ones are worse. So it ends as the weights themselves, and shows what they
+would be worth after a decay at any time before. Schedule-free optimizers (Defazio et al., The Road
+Less Scheduled, NeurIPS 2024) average within their own update.
 
 For both, the parameters hold the averaged weights at all times but within a phase of training:
 whatever reads, scores or saves the model sees the average. The weights that training continues
@@ -15,7 +20,7 @@ from are in the optimizer's state, so they go wherever that goes, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,12 +28,19 @@ from torch.optim import Optimizer
 
 # The average during a phase of training, the training's weights otherwise.
 _OTHER_WEIGHTS = "other_weights"
+# With auto, the part of the updates so far that the average covers at the highest rate.
+_COVERED = 0.25
 
 
-def attach_ema(optimizer: Optimizer, decay: float) -> None:
+def attach_ema(optimizer: Optimizer, decay: float | Literal["auto"]) -> None:
     """Let the optimizer average its weights after each update."""
     for group in optimizer.param_groups:
-        group |= {"ema_decay": decay, "averaged_updates": 0, "train_mode": False}
+        group |= {
+            "ema_decay": decay,
+            "averaged_updates": 0,
+            "highest_lr": 0.0,
+            "train_mode": False,
+        }
     # Not called for updates that a gradient scaler leaves out.
     optimizer.register_step_post_hook(_update)
 
@@ -80,9 +92,8 @@ def _pairs(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[Tensor
 @torch.no_grad()
 def _update(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for group in optimizer.param_groups:
-        updates = group["averaged_updates"]
-        decay = min(group["ema_decay"], (1 + updates) / (10 + updates))
-        group["averaged_updates"] = updates + 1
+        decay = _decay(group)
+        group["averaged_updates"] += 1
         trained = [param for param in group["params"] if param.grad is not None]
         for param in trained:
             if _OTHER_WEIGHTS not in optimizer.state[param]:
@@ -90,3 +101,14 @@ def _update(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if trained:
             averages = [optimizer.state[param][_OTHER_WEIGHTS] for param in trained]
             torch._foreach_lerp_(averages, trained, 1 - decay)
+
+
+def _decay(group: dict[str, Any]) -> float:
+    """Return the weight of the average so far in this update, and note the group's rate."""
+    updates, lr, decay = int(group["averaged_updates"]), float(group["lr"]), group["ema_decay"]
+    highest_lr = max(float(group["highest_lr"]), lr)
+    group["highest_lr"] = highest_lr
+    if decay != "auto":
+        return float(min(decay, (1 + updates) / (10 + updates)))
+    covered = _COVERED * (1 + updates) * (lr / highest_lr if highest_lr else 0.0)
+    return 1 - 1 / max(1.0, covered)

@@ -141,8 +141,9 @@ class Learner:
             steps_per_epoch=self.info.steps_per_epoch(self.config.global_batch_size),
             distributed=self.parallel.distributed,
         )
-        if self.config.average is not None:
-            attach_ema(self.optimizer, self.config.average.decay)
+        average = self.config.average
+        if average is not None and not self.config.optimizers[index].is_schedule_free:
+            attach_ema(self.optimizer, average.decay)
         self._weight_decays = get_weight_decays(self.optimizer)
 
     def train(

@@ -44,7 +44,6 @@ def test_a_short_file_becomes_a_job_with_defaults(tmp_path: Path) -> None:
     [
         ({}, ["Muon", "SGD", "ScheduleFreeSGD", "AdamW"]),
         ({"learning_rate": {"policy": "stpt_horizon", "initial": 1}}, None),
-        ({"average": {"decay": 0.9}}, ["Muon", "SGD", "AdamW"]),
         ({"parallel": {"mode": "async"}}, ["SGD"]),
         ({"learning_rate": {"policy": "schedule"}}, ["SGD"]),
         ({"learning_rate": {"policy": "stpt"}}, ["SGD"]),
@@ -58,6 +57,27 @@ def test_without_an_optimizer_the_search_chooses_one_where_it_can(
     job = parse_job({**BASE, **changes})
     usual = ["Muon", "SGD", "ScheduleFreeSGD", "AdamW"]
     assert [optimizer.name for optimizer in job.optimizers] == (names or usual)
+    assert parse_job(dump_job(job)) == job
+
+
+@pytest.mark.parametrize(
+    ("changes", "averages"),
+    [
+        ({}, True),
+        ({"optimizer": "SGD"}, True),
+        ({"optimizer": "ScheduleFreeSGD"}, False),
+        ({"average": None}, False),
+        ({"learning_rate": {"policy": "stpt"}}, False),
+        ({"learning_rate": {"policy": "schedule"}}, False),
+        ({"learning_rate": {"policy": "schedule"}, "average": {}}, True),
+        ({"optimizer": "SGD", "parallel": {"mode": "async"}}, False),
+    ],
+)
+def test_weights_are_averaged_by_default_where_the_policy_lets_the_rate_fall(
+    changes: dict[str, Any], averages: bool
+) -> None:
+    job = parse_job({**BASE, **changes})
+    assert (job.average is not None) == averages
     assert parse_job(dump_job(job)) == job
 
 

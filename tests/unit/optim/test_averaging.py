@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ def network() -> nn.Module:
     )
 
 
-def make(name: str, model: nn.Module, decay: float = 0.5, **args: Any) -> torch.optim.Optimizer:
+def make(
+    name: str, model: nn.Module, decay: float | Literal["auto"] = 0.5, **args: Any
+) -> torch.optim.Optimizer:
     section = OptimizerSection(name=name, args=args)
     optimizer = build_optimizer(section, model, steps_per_epoch=5)
     if name not in SCHEDULE_FREE:
@@ -43,7 +46,10 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    lr: Callable[[int], float] = lambda _: 0.1,
 ) -> list[list[torch.Tensor]]:
     """Train a phase; return the weights after each update."""
     use_training_weights(optimizer)
@@ -53,7 +59,7 @@ def train(
         for param in model.parameters():
             gradient = torch.randn(param.shape, generator=random)
             param.grad = torch.empty_like(param).copy_(gradient)
-        set_lr(optimizer, 0.1)
+        set_lr(optimizer, lr(step))
         optimizer.step()
         after.append(weights(model))
     use_averaged_weights(optimizer)
@@ -70,6 +76,33 @@ def test_the_average_is_that_of_the_formula(decay: float) -> None:
         d = min(decay, (1 + t) / (10 + t))
         expected = [d * a + (1 - d) * w for a, w in zip(expected, updated, strict=True)]
     torch.testing.assert_close(weights(model), expected)
+
+
+def test_the_average_covers_a_quarter_of_the_updates_and_less_as_the_rate_falls() -> None:
+    model = network()
+    optimizer = make("SGD", model, "auto", momentum=0.9)
+
+    def lr(step: int) -> float:
+        return 0.1 * (1 - step / 40)
+
+    trained = train(model, optimizer, range(30), lr)
+    expected, halfway = trained[0], 1 - 1 / (0.25 * 20 * 0.525)
+    for t, updated in enumerate(trained):
+        d = 1 - 1 / max(1.0, 0.25 * (1 + t) * (1 - t / 40))
+        assert t != 19 or d == pytest.approx(halfway)
+        expected = [d * a + (1 - d) * w for a, w in zip(expected, updated, strict=True)]
+    torch.testing.assert_close(weights(model), expected)
+    # At the end of the decay the average is the weights themselves.
+    last = train(model, optimizer, range(30, 40), lr)[-1]
+    torch.testing.assert_close(weights(model), last, rtol=0, atol=0)
+
+
+def test_the_average_is_the_weights_where_the_rate_is_zero() -> None:
+    model = network()
+    optimizer = make("SGD", model, "auto")
+    torch.testing.assert_close(
+        train(model, optimizer, range(5), lambda _: 0.0)[-1], weights(model)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
