@@ -3,7 +3,9 @@
 Each optimizer has a search of its own (see `peak_search`), with candidates of equal lengths:
 
     all   the coarse stage, from the optimizer's usual rate
-    two   the fine stage: the first of the list, and the other one with the lowest coarse loss
+    one   the fine stage: the first of the list
+    one   the first candidate of the fine stage: the other one with the lowest coarse loss. It
+          leaves if its loss is clearly higher, else it gets the complete stage
     then  the one whose fine candidate has the lowest loss, with its peak
 
 Schedules of the fine stage put optimizers in the order of full trainings where those do not
@@ -14,11 +16,20 @@ diverge leaves the race.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.search.peak_search import COARSE, PeakChoice, PeakRequest, PeakSearch
+from raytrain_opt.search.peak_search import (
+    COARSE,
+    FINE,
+    TOLERANCE,
+    PeakChoice,
+    PeakRequest,
+    PeakSearch,
+    point_to_lr,
+)
 from raytrain_opt.search.policy import CandidateResult, Decision
 
 # Optimizers that get a fine stage, the first of the list among them.
@@ -57,11 +68,13 @@ class OptimizerRace:
             )
         left.sort(key=lambda i: (i > 0, _lowest_loss(_rounds_of(i, rounds), COARSE)))
         finalists = left[:_FINALISTS]
+        losses: dict[int, float] = {}
         for index in finalists:
-            request = following[index]
-            if isinstance(request, PeakRequest):
-                return index, request
-        losses = {index: _lowest_loss(_rounds_of(index, rounds)) for index in finalists}
+            own, request = _rounds_of(index, rounds), following[index]
+            losses[index] = _lowest_loss(own)
+            if isinstance(request, PeakRequest) and not self._is_behind(own, losses):
+                against = self.names[finalists[0]]
+                return index, _single(request, against) if len(losses) > 1 else request
         best = min(finalists, key=lambda index: losses[index])
         choice = following[best]
         assert isinstance(choice, PeakChoice)
@@ -70,6 +83,12 @@ class OptimizerRace:
             reason = f"{self.names[best]} has the lowest loss ({listed}); {choice.reason}"
             choice = replace(choice, reason=reason)
         return best, choice
+
+    def _is_behind(self, own: Sequence[Decision], losses: Mapping[int, float]) -> bool:
+        """Return whether other rates would hardly bring the last of these optimizers ahead."""
+        first, *others = losses.values()
+        has_loss = bool(others) and own[-1].stage == FINE and math.isfinite(others[-1])
+        return has_loss and others[-1] > first + TOLERANCE * abs(first)
 
     def all_diverged(self, rounds: Sequence[Decision]) -> bool:
         """Return whether all candidates of the last round's optimizer and stage diverged."""
@@ -96,6 +115,15 @@ class OptimizerRace:
 def optimizer_of(decision: Decision) -> int:
     """Return the optimizer of a round before epoch 1: all its candidates have the same."""
     return decision.tried[0].candidate.optimizer
+
+
+def _single(request: PeakRequest, against: str) -> PeakRequest:
+    """Return the middle candidate of several, which shows whether there is a need for more."""
+    if len(request.points) == 1:
+        return request
+    middle = request.points[len(request.points) // 2]
+    reason = f"{point_to_lr(middle):.3g}, the best in fewer steps, against {against}"
+    return replace(request, points=(middle,), reason=reason)
 
 
 def _rounds_of(index: int, rounds: Sequence[Decision]) -> tuple[Decision, ...]:

@@ -38,8 +38,8 @@ _PER_DECADE = 2
 _SPACING = {COARSE: _PER_DECADE, FINE: 1}
 _FIRST_OFFSETS = (-1, 0, 1)
 
-# A coarse candidate is hardly worse than the best if its loss is higher by at most this fraction.
-_TOLERANCE = 0.02
+# A candidate is hardly worse than the best if its loss is higher by at most this fraction.
+TOLERANCE = 0.02
 # The weight of a fine candidate is this power of its gain.
 _GAIN_POWER = 4
 
@@ -191,14 +191,14 @@ class PeakSearch:
         spacing = _SPACING[rounds[-1].stage]
         if not trials.alive:
             return min(trials.tried) - spacing
-        tolerance = _TOLERANCE if rounds[-1].stage == COARSE else 0.0
+        tolerance = TOLERANCE if rounds[-1].stage == COARSE else 0.0
         beyond = trials.beyond_edge(trials.largest(tolerance), spacing)
         coarse = _Trials.of(rounds, COARSE)
-        worse = [point for point in coarse.tried if point > coarse.largest(_TOLERANCE)]
+        worse = [point for point in coarse.tried if point > coarse.largest(TOLERANCE)]
         return None if beyond in worse else beyond
 
     def _fine(self, coarse: _Trials, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice:
-        center, coarse_steps = coarse.largest(_TOLERANCE), rounds[-1].steps
+        center, coarse_steps = coarse.largest(TOLERANCE), rounds[-1].steps
         points = _around(center, FINE)
         steps = min(self.steps.fine, int(self.steps_left(rounds) / len(points)))
         if steps < coarse_steps:
@@ -236,7 +236,7 @@ class PeakSearch:
 def _choose_peak(trials: _Trials, rounds: Sequence[Decision]) -> PeakChoice:
     """Return the mean log rate, weighted by powers of gains; the best rate without any gain."""
     coarse = _Trials.of(rounds, COARSE)
-    decade = coarse.largest(_TOLERANCE)
+    decade = coarse.largest(TOLERANCE)
     hardly_trained = max((p for p in coarse.alive if p < decade), default=decade)
     gains = {p: max(0.0, coarse.loss(hardly_trained) - trials.loss(p)) for p in trials.alive}
     best = trials.largest(0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -108,6 +108,31 @@ def test_the_first_of_the_list_gets_longer_schedules_however_it_starts() -> None
     assert action.optimizer == SCHEDULE_FREE
     rounds, _, _ = search(policy(), {**losses, MUON: Optimizer(0.1, 2.0, limit=0.0)})
     assert sorted(set(raced(rounds, "fine"))) == [SGD, SCHEDULE_FREE]
+
+
+@pytest.mark.parametrize(("loss", "tried"), [(2.1, 1), (2.03, 3)])
+def test_the_second_tries_all_its_rates_only_if_it_is_close(loss: float, tried: int) -> None:
+    rounds, action, history = search(policy(), {**USUAL, SCHEDULE_FREE: Optimizer(1.0, loss)})
+    fine = [r for r in rounds if r.stage == "fine" for _ in r.candidates]
+    assert raced(fine, "fine") == [MUON] * 3 + [SCHEDULE_FREE] * tried
+    assert action.optimizer == MUON
+    assert f"(Muon 2.000, ScheduleFreeSGD {loss:.3f})" in history.decisions[-1].reason
+
+
+def test_the_second_goes_on_if_its_first_candidate_diverged() -> None:
+    """Here its longer schedules diverge from the rate on that was best in short ones."""
+
+    @dataclass(frozen=True)
+    class Unstable(Optimizer):
+        def result(self, candidate: Candidate, steps: int) -> CandidateResult:
+            limit = 0.9 if steps > 20 else math.inf
+            return replace(Optimizer(1.0, 1.9), limit=limit).result(candidate, steps)
+
+    rounds, action, _ = search(policy(), {**USUAL, SCHEDULE_FREE: Unstable(1.0, 1.9)})
+    assert action.optimizer == MUON
+    *_, last = rounds
+    assert (last.stage, last.candidates[0].optimizer) == ("fine", SCHEDULE_FREE)
+    assert last.candidates[0].lr == pytest.approx(10**-0.5)
 
 
 def test_one_that_is_only_ahead_early_loses_to_one_that_is_ahead_later() -> None:
