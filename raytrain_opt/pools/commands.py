@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from raytrain_opt.errors import RaytrainOptError, ResidentError
+from raytrain_opt.monitoring.process_usage import Usage
 from raytrain_opt.results import EvalTotals, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 
@@ -145,6 +146,10 @@ def state_in(reply: object) -> StateRef | None:
     return reply if isinstance(reply, StateRef) else None
 
 
+# The pool, index, node and process of a resident.
+Sender = tuple[str, int, str, int]
+
+
 @dataclass(frozen=True)
 class Resident:
     """Identity of a resident process: a restarted one differs, in its process at least.
@@ -166,6 +171,11 @@ class Resident:
     def name(self) -> str:
         """Name in messages and records, such as `worker 1` or `slot 0`."""
         return f"{self.pool} {self.index}"
+
+    @property
+    def sender(self) -> Sender:
+        """What its messages carry."""
+        return self.pool, self.index, self.node_id, self.pid
 
 
 @dataclass(frozen=True)
@@ -196,6 +206,31 @@ class Progress:
 
     done: int
     total: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A resident's reply to the command of this number.
+
+    `value`: pickled, so that nothing between the resident and the driver has to look into it;
+    one with a reference to a state is not, because Ray has to count such references. `failed`:
+    whether it is a Failure or StateLost.
+    """
+
+    sender: Sender
+    number: int
+    value: Any
+    failed: bool = False
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The progress of a resident in the command of this number; None before its first step."""
+
+    sender: Sender
+    number: int
+    progress: Progress | None
 
 
 @dataclass(frozen=True)

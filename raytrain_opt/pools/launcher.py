@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import ray
 
 from raytrain_opt.bytecode import bytecode_environment
 from raytrain_opt.cluster.ray_private import propagate_no_variables
+from raytrain_opt.pools.relay import FAN_OUT, Relay, relay_levels
 
 if TYPE_CHECKING:
     from raytrain_opt.pools.probes import ProbeConfig, ProbeRecord, ProbeSearchResult
@@ -65,6 +68,7 @@ class PoolLauncher:
         # Modules that import each other in circles must not be imported by two threads.
         self._importing = threading.Lock()
         self._records: list[ProbeRecord] = []
+        self._relays: list[Any] = []
         if local:
             propagate_no_variables()
         if import_all:
@@ -72,6 +76,26 @@ class PoolLauncher:
 
             import raytrain_opt.pools.launch_slots
             import raytrain_opt.pools.launch_workers  # noqa: F401
+
+    def start_relays(
+        self, mailbox: Any, residents: int, fan_out: int = FAN_OUT
+    ) -> tuple[Any, ...]:
+        """Start the relays of pools of this size, which end with this actor; see `pools.relay`.
+
+        Returns the level that residents call. They are on any nodes; Ray restarts those that die.
+        """
+        relay = ray.remote(Relay).options(
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            enable_task_events=False,
+            scheduling_strategy="SPREAD",
+        )
+        level: tuple[Any, ...] = (mailbox,)
+        for count in relay_levels(residents, fan_out):
+            level = tuple(relay.remote(level[i % len(level)]) for i in range(count))
+            self._relays += level  # Ray ends an actor that only a restarted one refers to
+        return level
 
     def run_probes(self, config: ProbeConfig) -> ProbeSearchResult:
         """Search the batch size; see `pools.probes`."""

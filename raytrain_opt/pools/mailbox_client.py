@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any, cast
 
 import ray
+from ray import cloudpickle
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import PoolError
 from raytrain_opt.monitoring.process_usage import Usage
-from raytrain_opt.pools.commands import Close, Command, Overdue, Progress, Resident
+from raytrain_opt.pools.commands import (
+    Close,
+    Command,
+    Failure,
+    Overdue,
+    Progress,
+    Reply,
+    Report,
+    Resident,
+    StateLost,
+    state_in,
+)
 from raytrain_opt.recording.spans import Event, Span
 
 
@@ -21,10 +34,17 @@ class DriverMailbox:
         self.actor, self._pool = actor, pool
         self._posted = self._received = 0  # commands; spans and events
 
-    def post(self, command: Command) -> int:
-        """Post a command; return its number."""
-        self.answer(self._post(command))
-        return self._posted
+    def post(self, command: Command, expected: Sequence[int]) -> Any:
+        """Post a command; return a reference to the replies, for `replies`."""
+        self.answer(self._post(command))  # before anybody asks how long the pool has been silent
+        return self.actor.collect.remote(self._pool, self._posted, expected)
+
+    def replies(self, ref: Any) -> dict[int, Any]:
+        """Wait for the replies to a command, by resident."""
+        return {
+            index: pickle.loads(value) if isinstance(value, bytes) else value
+            for index, value in self.answer(ref).items()
+        }
 
     def request_close(self) -> None:
         """Ask the residents to leave; does not wait."""
@@ -33,10 +53,6 @@ class DriverMailbox:
     def _post(self, command: Command) -> Any:
         self._posted += 1
         return self.actor.post.remote(self._pool, self._posted, command)
-
-    def collect(self, number: int, expected: Sequence[int]) -> Any:
-        """Return a reference to the replies by resident, a dict."""
-        return self.actor.collect.remote(self._pool, number, expected)
 
     def residents(self, count: int) -> Any:
         """Return a reference to the list of residents, complete when `count` have joined."""
@@ -97,31 +113,34 @@ class DriverMailbox:
 
 
 class ResidentMailbox:
-    """A resident's view. Methods raise Ray's RayError when the mailbox has died."""
+    """A resident's view. Methods raise Ray's RayError when the mailbox has died.
 
-    def __init__(self, actor: Any, resident: Resident) -> None:
-        self._actor, self._pool, self._resident = actor, resident.pool, resident
+    `relay`: what it calls for commands and progress, the mailbox itself in a small pool.
+    """
 
-    def join(self) -> None:
-        """Register as ready for commands."""
+    def __init__(self, actor: Any, relay: Any, resident: Resident) -> None:
+        self._actor, self._relay, self._resident = actor, relay, resident
+
+    def join(self) -> tuple[int, Command]:
+        """Register as ready; wait for the current command and return it with its number."""
         ray.get(self._actor.join.remote(self._resident))
+        return self._exchange(0, None)
 
-    def next_command(self, after: int) -> tuple[int, Command]:
-        """Wait for a command with a number above `after`; return its number and the command."""
-        answer = ray.get(self._actor.next_command.remote(self._pool, after))
+    def reply(self, number: int, value: Any, usage: Usage) -> tuple[int, Command]:
+        """Send the reply to a command; wait for the next one and return it with its number."""
+        failed = isinstance(value, Failure | StateLost)
+        if state_in(value) is None:
+            value = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+        return self._exchange(number, Reply(self._resident.sender, number, value, failed, usage))
+
+    def _exchange(self, after: int, reply: Reply | None) -> tuple[int, Command]:
+        answer = ray.get(self._relay.exchange.remote(self._resident.pool, after, reply))
         return cast("tuple[int, Command]", answer)
 
-    def wait_until_closed(self) -> None:
-        """Wait until the pool is asked to close."""
-        ray.get(self._actor.closed.remote(self._pool))
-
-    def reply(self, number: int, value: Any, usage: Usage) -> None:
-        """Send the reply to a command; return when it has arrived."""
-        ray.get(self._actor.reply.remote(self._resident, number, value, usage))
-
-    def report_progress(self, number: int, progress: Progress) -> None:
-        """Send a progress report about a command; does not wait."""
-        self._actor.report_progress.remote(self._resident, number, progress)
+    def report(self, number: int, progress: Progress | None) -> bool:
+        """Send the progress in a command; return whether the pool is closed."""
+        report = Report(self._resident.sender, number, progress)
+        return cast(bool, ray.get(self._relay.report.remote(report)))
 
     def is_first(self, claim: str) -> bool:
         """Return True to the first resident with this claim."""

@@ -107,15 +107,14 @@ class RayPool:
         )
 
     def _post_and_collect(self, command: Command, expected: Sequence[int]) -> dict[int, Any]:
-        number = self._client.post(command)
-        ref = self._client.collect(number, expected)
+        ref = self._client.post(command, expected)
         while not self._wait(ref, lambda: self._client.silence_s() > self.limit_s):
             overdue = self._client.overdue(expected)
             if not self.can_lose_residents or len(overdue) == len(self.alive()):
                 raise PoolError(self._explain_silence(command, overdue))
             for resident in overdue:  # the others continue without them
                 self._client.lose(resident.index)
-        return cast("dict[int, Any]", self._client.answer(ref))
+        return self._client.replies(ref)
 
     def _pin_states(self, replies: Mapping[int, Any]) -> bool:
         """Take hold of the states in the replies. Returns False when a state was lost.

@@ -10,14 +10,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import psutil
 import ray
 
-from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.clock import Stopwatch
 from raytrain_opt.errors import RaytrainOptError
 from raytrain_opt.monitoring.process_usage import UsageMeter
 from raytrain_opt.monitoring.samplers import CpuSampler
@@ -33,7 +32,8 @@ from raytrain_opt.pools.faults import FaultInjector, Faults
 from raytrain_opt.pools.mailbox_client import ResidentMailbox
 from raytrain_opt.pools.resident_config import ResidentConfig
 
-# Often enough for a progress bar and for the driver's limit of silence; one small message.
+# Often enough for a progress bar and for the driver's limit of silence. A command that takes less
+# costs one call only.
 _PROGRESS_INTERVAL_S = 1.0
 
 # A worker whose peer died fails in its next collective, with an error that nothing distinguishes
@@ -81,7 +81,7 @@ def serve(
         handler = make_handler()
     resident = describe_this_process(pool, index, stopwatch.timings_s, absent)
     try:
-        mailbox = ResidentMailbox(config.mailbox, resident)
+        mailbox = ResidentMailbox(config.mailbox, config.relay_of(index), resident)
         CommandLoop(
             mailbox, resident, config.leave_s, config.faults, peer_failure_grace_s, open_meter()
         ).run(handler)
@@ -104,6 +104,12 @@ class CommandLoop:
     faults: Faults
     peer_failure_grace_s: float
     meter: UsageMeter
+    _closed: threading.Event = field(default_factory=threading.Event)
+    _left: threading.Event = field(default_factory=threading.Event)
+    _wake_reporter: threading.Event = field(default_factory=threading.Event)
+    # The command that is executed, by number, and its progress.
+    _work: tuple[int, Progress | None] | None = None
+    _has_stepped: bool = False
 
     def run(self, handler: Handler) -> None:
         """Execute commands until the pool is closed.
@@ -111,70 +117,74 @@ class CommandLoop:
         A resident that has not left `leave_s` later (a hung collective, one long step) ends its
         process.
         """
-        left = threading.Event()
+        threading.Thread(target=self._report, daemon=True, name="report-progress").start()
         try:
-            self._run(handler, self._watch_for_close(left))
+            self._run(handler)
         finally:
-            left.set()
+            self._left.set()
+            self._wake_reporter.set()
 
-    def _run(self, handler: Handler, closed: threading.Event) -> None:
-        self.mailbox.join()
+    def _run(self, handler: Handler) -> None:
         injector = FaultInjector.for_resident(
             self.faults,
             self.resident.pool,
             self.resident.index,
             lambda number: self.mailbox.is_first(f"fault {number}"),
         )
-        number = 0
-        while True:
-            number, command = self.mailbox.next_command(number)
-            if isinstance(command, Close):
-                return
+        number, command = self.mailbox.join()
+        while not isinstance(command, Close):
+            self._work = number, None
             self.meter.begin()
             try:
-                on_step = injector.watch(command, self._progress_reporter(number, closed))
-                reply = handler.handle(command, on_step)
+                reply = handler.handle(command, injector.watch(command, self._on_step(number)))
             except PoolClosed:
                 return
             except ray.exceptions.ObjectLostError as error:
                 reply = StateLost(str(error))
             except Exception as error:  # noqa: BLE001
                 # A reply, not a restart: the same command would fail again.
-                if closed.is_set():  # the others left first, and a collective broke
+                if self._closed.is_set():  # the others left first, and a collective broke
                     return
                 if isinstance(error, RuntimeError):  # what collectives raise
-                    closed.wait(self.peer_failure_grace_s)
+                    self._closed.wait(self.peer_failure_grace_s)
                 reply = to_failure(error)
             usage = self.meter.end(getattr(reply, "timings_s", {}))
-            self.mailbox.reply(number, reply, usage)
+            self._work = None
+            number, command = self.mailbox.reply(number, reply, usage)
 
-    def _progress_reporter(self, number: int, closed: threading.Event) -> OnStep:
-        next_report_s = 0.0
-
+    def _on_step(self, number: int) -> OnStep:
         def on_step(done: int, total: int) -> None:
-            nonlocal next_report_s
-            if closed.is_set():
+            if self._closed.is_set():
                 raise PoolClosed
-            now_s = monotonic_s()
-            if now_s >= next_report_s or done == 1:  # the first step is recorded when it is done
-                next_report_s = now_s + _PROGRESS_INTERVAL_S
-                self.mailbox.report_progress(number, Progress(done, total))
+            self._work = number, Progress(done, total)
+            if done == 1 and not self._has_stepped:  # the first step is recorded when it is done
+                self._has_stepped = True
+                self._wake_reporter.set()
 
         return on_step
 
-    def _watch_for_close(self, left: threading.Event) -> threading.Event:
-        closed = threading.Event()
+    def _report(self) -> None:
+        """Report the progress of a command, also of a hung one, and learn that the pool is closed.
 
-        def watch() -> None:
-            # If the mailbox has died, so has the run: leave as well.
-            with suppress(ray.exceptions.ActorDiedError):
-                self.mailbox.wait_until_closed()
-            closed.set()
-            if not left.wait(self.leave_s):
-                os._exit(1)
+        Between commands the call that waits for the next one learns of it.
+        """
+        while not self._closed.is_set():
+            self._wake_reporter.wait(_PROGRESS_INTERVAL_S)
+            self._wake_reporter.clear()
+            if self._left.is_set():
+                return
+            if (work := self._work) is not None and self._is_closed(*work):
+                self._closed.set()
+        if not self._left.wait(self.leave_s):
+            os._exit(1)
 
-        threading.Thread(target=watch, daemon=True, name="watch-for-close").start()
-        return closed
+    def _is_closed(self, number: int, progress: Progress | None) -> bool:
+        try:
+            return self.mailbox.report(number, progress)
+        except ray.exceptions.ActorUnavailableError:
+            return False
+        except ray.exceptions.ActorDiedError:
+            return True  # if the mailbox has died, so has the run: leave as well
 
 
 def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:

@@ -143,9 +143,14 @@ class ResidentConfig:
     run_id: str
     mailbox: Any  # handle of the Mailbox actor
     ray_storage_path: str
+    relays: tuple[Any, ...] = ()  # handles, of the level that residents call (see `relay`)
     faults: Faults = ()
     workers: WorkerProgram = field(default_factory=SynchronousWorkers)
     make_slot: Callable[[ResidentConfig, int], Handler] = make_training_slot
+
+    def relay_of(self, index: int) -> Any:
+        """Return the actor that this resident calls for commands."""
+        return self.relays[index % len(self.relays)] if self.relays else self.mailbox
 
     @property
     def leave_s(self) -> float:

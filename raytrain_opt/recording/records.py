@@ -184,7 +184,11 @@ class EpochRecord(Record):
 
 
 class SpanRecord(Span, Record):
-    """One line of timeline.jsonl: a command that a worker or slot executed, or a checkpoint."""
+    """One line of timeline.jsonl: a command that a worker or slot executed, or a checkpoint.
+
+    Of a pool with more than 16 processes: the first 16 and, of each command, who took longest of
+    the others.
+    """
 
     epoch: int = Field(description="Epoch, from 1.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -38,14 +38,14 @@ _PARTS = {
 _COMMANDS = {"evaluate": "score", "checkpoint": "checkpoint"}
 
 # More than this is too dense to read.
-_WINDOW_EPOCHS, _WINDOW_SPANS = 3, 400
+_WINDOW_EPOCHS, _WINDOW_SPANS, _MOST_PROCESSES = 3, 400, 40
 
 
 def timeline_plot(run: RunRecords) -> Plot:
     """Plot some epochs in the middle of the run, with a table of all epochs. Needs a span."""
     spans, epochs = _window(run)
     start_s = min(span.start_s for span in spans)
-    processes = sorted({span.process for span in run.spans}, key=_by_pool, reverse=True)
+    processes = sorted(_main_processes(run), key=_by_pool, reverse=True)
     caption = (
         f"Activity of each process in {epochs}. White: idle. The parts of a command are drawn one "
         "after the other, although waiting and computing alternate; the time in which workers "
@@ -72,6 +72,12 @@ def timeline_plot(run: RunRecords) -> Plot:
         axes.grid(visible=False, axis="y")
 
     return draw("timeline", "Timeline of the processes", caption, paint, _processes_table(run))
+
+
+def _main_processes(run: RunRecords) -> set[str]:
+    """Return the processes with the most spans: of a large pool, some have only a few."""
+    spans = Counter(span.process for span in run.spans)
+    return {process for process, _ in spans.most_common(_MOST_PROCESSES)}
 
 
 def _by_pool(process: str) -> tuple[str, int]:
@@ -129,7 +135,7 @@ def _processes_table(run: RunRecords) -> Table:
         for activity, duration_s in _activities(span):
             spent_s[span.process][activity] += duration_s
     rows = []
-    for process in sorted(spent_s, key=_by_pool):
+    for process in sorted(_main_processes(run), key=_by_pool):
         by_name = spent_s[process]
         idle = max(0.0, 1 - math.fsum(by_name.values()) / max(total_s, 1e-9))
         times = [Cell(duration(by_name.get(name)), by_name.get(name)) for name in _COLORS]

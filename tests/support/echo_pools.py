@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.execution.start import start_launcher, start_mailbox
@@ -28,6 +30,7 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.faults import VARIABLE, planned_faults
 from raytrain_opt.pools.mailbox_client import share_data
 from raytrain_opt.pools.ray_pool import RayPool, running
+from raytrain_opt.pools.relay import FAN_OUT
 from raytrain_opt.pools.resident_config import ResidentConfig
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.search.policy import Candidate, TryCandidates
@@ -82,8 +85,12 @@ def echo_pools(
     faults: Sequence[dict[str, Any]] = (),
     max_restarts: int = 3,
     no_progress_s: float = 120,
+    fan_out: int = FAN_OUT,
 ) -> Iterator[EchoPools]:
-    """Start pools of these sizes and end them as a run does. `faults`: see `pools.faults`."""
+    """Start pools of these sizes and end them as a run does.
+
+    `faults`: see `pools.faults`. `fan_out`: callers of the mailbox, and of a relay, at most.
+    """
     mailbox = start_mailbox()
     launcher = start_launcher(local=False, start_s=120, import_all=False)
     small = {"CPU": 0.2}  # so that several pools fit on the Ray of the tests
@@ -100,6 +107,7 @@ def echo_pools(
         run_id=f"echo-{time.time_ns()}",
         mailbox=mailbox,
         ray_storage_path=str(storage / "ray"),
+        relays=ray.get(launcher.start_relays.remote(mailbox, max(workers, slots), fan_out)),
         faults=planned_faults({VARIABLE: json.dumps(list(faults))}),
         workers=EchoWorkers(worker_environment or {}),
         make_slot=make_echo_slot,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.echo import TRAINED
+from raytrain_opt.cluster.ray_private import read_actors
+from raytrain_opt.pools.commands import Evaluate
+from tests.support.echo import DRIVERS, TRAINED, Done
 from tests.support.echo_pools import echo_pools
 from tests.support.ray_leftovers import placement_groups
 
@@ -28,12 +32,27 @@ CUTS = {
 
 
 def test_workers_whose_connections_are_cut_execute_every_command_once(tmp_path: Path) -> None:
+    """They call relays, of which one dies now and then."""
     cuts = json.dumps({"CoreWorkerService.grpc_client.PushTask": CUTS})
     environment = {"RAY_testing_rpc_failure": cuts}
-    with echo_pools(tmp_path, workers=2, worker_environment=environment) as echo:
+    count, kills = 3, (4, 7)
+    with echo_pools(tmp_path, workers=count, worker_environment=environment, fan_out=2) as echo:
         for epoch in range(1, 11):
-            replies = echo.workers.command(echo.main_train(epoch))
-            assert echo.contents(replies) == {0: TRAINED, 1: TRAINED}
+            if epoch in kills:
+                os.kill(relay_pids()[0], signal.SIGKILL)
+            if epoch % 2:
+                replies = echo.workers.command(echo.main_train(epoch))
+                assert echo.contents(replies) == dict.fromkeys(range(count), TRAINED)
+            else:
+                replies = echo.workers.command(Evaluate(echo.start))
+                assert replies == dict.fromkeys(range(count), Done("evaluate", DRIVERS))
         spans, events = echo.workers.drain_log()
-        assert (len(spans), events) == (20, [])
+        assert (len(spans), events) == (10 * count, [])
+        assert len(relay_pids()) == 2
     assert placement_groups() == set()
+    assert relay_pids() == []
+
+
+def relay_pids() -> list[int]:
+    actors = read_actors()
+    return [actor.pid for actor in actors if actor.class_name == "Relay" and not actor.is_dead]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -13,11 +14,14 @@ from raytrain_opt.pools.commands import (
     Close,
     Failure,
     Progress,
+    Reply,
+    Report,
     Resident,
     SendInitialState,
     StateLost,
 )
 from raytrain_opt.pools.mailbox import Mailbox
+from raytrain_opt.pools.mailbox_state import RECORDED_RESIDENTS
 from raytrain_opt.recording.spans import Event, Span
 
 T = TypeVar("T")
@@ -56,6 +60,17 @@ async def join(box: Mailbox, *residents: Resident) -> None:
         await box.join(each)
 
 
+async def reply(
+    box: Mailbox, sender: Resident, number: int, value: Any, usage: Usage | None = None
+) -> None:
+    failed = isinstance(value, Failure | StateLost)
+    await box.receive([Reply(sender.sender, number, value, failed, usage)])
+
+
+async def report(box: Mailbox, sender: Resident, number: int, progress: Progress | None) -> bool:
+    return await box.report(Report(sender.sender, number, progress))
+
+
 async def post(box: Mailbox, pool: str, number: int) -> int:
     await box.post(pool, number, SendInitialState())
     return number
@@ -80,11 +95,11 @@ def test_a_command_goes_out_and_replies_come_back() -> None:
         number = await post(box, "slot", 1)
         assert await waiter == (number, SendInitialState())
         collected = await waiting(box.collect("slot", number, range(2)))
-        await box.reply(resident(1), number, "b")
+        await reply(box, resident(1), number, "b")
         assert [overdue.index for overdue in await box.overdue("slot", range(2))] == [0]
         await waiting(box.next_command("slot", number))
         assert not collected.done()
-        await box.reply(resident(0), number, "a")
+        await reply(box, resident(0), number, "a")
         return await collected
 
     assert play(scene) == {0: "a", 1: "b"}
@@ -97,7 +112,7 @@ def test_a_command_reaches_one_pool_only() -> None:
         await waiting(box.next_command("worker", 0))
         collected = await waiting(box.collect("slot", number, range(1)))
         await post(box, "worker", 1)
-        await box.reply(worker(0), 1, "of another pool")
+        await reply(box, worker(0), 1, "of another pool")
         await asyncio.sleep(0)
         assert not collected.done()
         assert [overdue.index for overdue in await box.overdue("slot", range(1))] == [0]
@@ -111,7 +126,7 @@ def test_a_resident_that_cannot_answer_ends_the_wait_at_once(value: object) -> N
         await join(box, resident(2))
         number = await post(box, "slot", 1)
         collected = await waiting(box.collect("slot", number, range(3)))
-        await box.reply(resident(2), number, value)
+        await reply(box, resident(2), number, value)
         return await collected
 
     assert play(scene) == {2: value}
@@ -124,9 +139,9 @@ def test_a_late_reply_to_an_earlier_command_is_dropped() -> None:
         second = await post(box, "slot", 2)
         assert second > first
         collected = await waiting(box.collect("slot", second, range(1)))
-        await box.reply(resident(0), first, "late")
+        await reply(box, resident(0), first, "late")
         assert [overdue.index for overdue in await box.overdue("slot", range(1))] == [0]
-        await box.reply(resident(0), second, "now")
+        await reply(box, resident(0), second, "now")
         return await collected
 
     assert play(scene) == {0: "now"}
@@ -136,7 +151,7 @@ def test_replies_to_one_command_are_gone_with_the_next() -> None:
     async def scene(box: Mailbox) -> list[int]:
         await join(box, resident(0))
         number = await post(box, "slot", 1)
-        await box.reply(resident(0), number, "done")
+        await reply(box, resident(0), number, "done")
         await post(box, "slot", 2)
         return [overdue.index for overdue in await box.overdue("slot", range(1))]
 
@@ -166,17 +181,33 @@ def test_a_restarted_resident_joins_again_and_gets_the_current_command() -> None
     assert play(scene) == (0, [resident(0, pid=3), resident(1, pid=2)], 1)
 
 
-def test_close_reaches_residents_that_wait_for_nothing_else() -> None:
-    async def scene(box: Mailbox) -> bool:
-        closed = await waiting(box.closed("slot"))
+def test_a_resident_at_work_learns_that_its_pool_is_closed() -> None:
+    async def scene(box: Mailbox) -> list[bool]:
+        await join(box, resident(0))
         await post(box, "slot", 1)
+        told = [await report(box, resident(0), 1, None)]
         await box.post("worker", 1, Close())
-        await waiting(box.closed("slot"))
-        assert not closed.done()
+        told.append(await report(box, resident(0), 1, None))
         await box.post("slot", 2, Close())
-        return await closed
+        assert await box.progress("slot") is None
+        return [*told, await report(box, resident(0), 1, Progress(1, 9))]
 
-    assert play(scene) is True
+    assert play(scene) == [False, False, True]
+
+
+def test_one_call_brings_a_reply_and_returns_with_the_next_command() -> None:
+    async def scene(box: Mailbox) -> tuple[dict[int, Any], tuple[int, object]]:
+        await join(box, resident(0))
+        first = await waiting(box.exchange("slot", 0, None))
+        await post(box, "slot", 1)
+        assert await first == (1, SendInitialState())
+        collected = await waiting(box.collect("slot", 1, [0]))
+        second = await waiting(box.exchange("slot", 1, Reply(resident(0).sender, 1, "done")))
+        replies = await collected
+        await box.post("slot", 2, Close())
+        return replies, await second
+
+    assert play(scene) == ({0: "done"}, (2, Close()))
 
 
 def test_progress_is_that_of_the_resident_furthest_behind() -> None:
@@ -184,10 +215,10 @@ def test_progress_is_that_of_the_resident_furthest_behind() -> None:
         await join(box, resident(0), resident(1))
         reports = [await box.progress("slot")]
         await post(box, "slot", 1)
-        await box.report_progress(resident(0), 1, Progress(5, 10))
-        await box.report_progress(resident(1), 1, Progress(8, 20))
+        await report(box, resident(0), 1, Progress(5, 10))
+        await report(box, resident(1), 1, Progress(8, 20))
         reports.append(await box.progress("slot"))
-        await box.report_progress(resident(1), 1, Progress(15, 20))
+        await report(box, resident(1), 1, Progress(15, 20))
         reports.append(await box.progress("slot"))
         await post(box, "slot", 2)
         return [*reports, await box.progress("slot")]
@@ -200,9 +231,9 @@ def test_the_first_step_of_any_resident_is_reported_and_remembered() -> None:
         await join(box, resident(0))
         await post(box, "slot", 1)
         first = await waiting(box.first_step())
-        await box.report_progress(resident(0), 1, Progress(0, 10))
+        await report(box, resident(0), 1, Progress(0, 10))
         await waiting(box.first_step())
-        await box.report_progress(resident(0), 1, Progress(1, 10))
+        await report(box, resident(0), 1, Progress(1, 10))
         assert await first
         await post(box, "slot", 2)
         return await box.first_step()
@@ -225,7 +256,7 @@ def test_nobody_waits_for_a_lost_resident() -> None:
         joined = await waiting(box.residents("slot", 2))
         number = await post(box, "slot", 1)
         collected = await waiting(box.collect("slot", number, range(2)))
-        await box.reply(resident(0), number, "a")
+        await reply(box, resident(0), number, "a")
         await box.lose("slot", 1)
         assert await joined == [resident(0)]
         assert await box.lost("slot") == [1]
@@ -239,8 +270,8 @@ def test_the_resident_furthest_behind_comes_first_with_its_last_report() -> None
     async def scene(box: Mailbox) -> None:
         await join(box, worker(0), worker(1))
         await post(box, "worker", 1)
-        await box.report_progress(worker(0), 1, Progress(5, 9))
-        await box.report_progress(worker(1), 1, Progress(3, 9))
+        await report(box, worker(0), 1, Progress(5, 9))
+        await report(box, worker(1), 1, Progress(3, 9))
         late = await box.overdue("worker", range(3))
         assert [overdue.index for overdue in late] == [2, 1, 0]
         assert [overdue.progress for overdue in late] == [None, Progress(3, 9), Progress(5, 9)]
@@ -251,21 +282,21 @@ def test_the_resident_furthest_behind_comes_first_with_its_last_report() -> None
 
 def test_only_progress_ends_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
+    monkeypatch.setattr("raytrain_opt.pools.mailbox_state.monotonic_s", lambda: now[0])
 
     async def scene(box: Mailbox) -> None:
         await join(box, worker(0))
         number = await post(box, "worker", 1)
         now[0] += 5
         assert await box.silence_s("worker") == 5
-        await box.report_progress(worker(0), 1, Progress(1, 9))
+        await report(box, worker(0), 1, Progress(1, 9))
         now[0] += 2
-        await box.report_progress(worker(0), 1, Progress(1, 9))
+        await report(box, worker(0), 1, Progress(1, 9))
         assert await box.silence_s("worker") == 2
-        await box.report_progress(worker(0), 1, Progress(2, 9))
+        await report(box, worker(0), 1, Progress(2, 9))
         assert await box.silence_s("worker") == 0
         now[0] += 3
-        await box.reply(worker(0), number, "done")
+        await reply(box, worker(0), number, "done")
         assert await box.silence_s("worker") == 0
         now[0] += 4
         await box.join(worker(1))
@@ -286,12 +317,12 @@ def test_a_group_that_restarted_with_fewer_workers_does_without_the_others() -> 
         await join(box, worker(0), worker(1))
         number = await post(box, "worker", 1)
         collected = await waiting(box.collect("worker", number, range(2)))
-        await box.reply(worker(1), number, "with a group that has ended")
+        await reply(box, worker(1), number, "with a group that has ended")
         await box.join(worker(0, 1, pid=2))
         assert (await box.lost("worker"), await box.restarts("worker")) == ([1], 1)
         assert not collected.done()
-        await box.reply(worker(1), number, "late")
-        await box.reply(worker(0, 1, pid=2), number, "alone")
+        await reply(box, worker(1), number, "late")
+        await reply(box, worker(0, 1, pid=2), number, "alone")
         assert await collected == {0: "alone"}
         await join(box, worker(0, pid=3), worker(1, pid=3))
         return await box.lost("worker")
@@ -301,7 +332,7 @@ def test_a_group_that_restarted_with_fewer_workers_does_without_the_others() -> 
 
 def test_a_command_is_recorded_once_with_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
+    monkeypatch.setattr("raytrain_opt.pools.mailbox_state.monotonic_s", lambda: now[0])
 
     async def scene(box: Mailbox) -> None:
         await join(box, resident(0), resident(1))
@@ -310,8 +341,8 @@ def test_a_command_is_recorded_once_with_its_start(monkeypatch: pytest.MonkeyPat
         usage = Usage(
             duration_s=2.0, utilization_pct=80.0, memory_mib=300.0, timings_s={"load_s": 0.5}
         )
-        await box.reply(resident(1), number, "done", usage)
-        await box.reply(resident(0), number - 1, "late", usage)
+        await reply(box, resident(1), number, "done", usage)
+        await reply(box, resident(0), number - 1, "late", usage)
         span = Span(
             process="slot 1",
             command=SendInitialState.name,
@@ -332,11 +363,11 @@ def test_a_report_that_a_later_one_has_overtaken_is_no_step_back() -> None:
     async def scene(box: Mailbox) -> None:
         await box.join(resident(1))
         await post(box, "slot", 1)
-        await box.report_progress(resident(1), 1, Progress(4, 9))
-        await box.report_progress(resident(1), 1, Progress(0, 9))
+        await report(box, resident(1), 1, Progress(4, 9))
+        await report(box, resident(1), 1, Progress(0, 9))
         assert await box.progress("slot") == Progress(4, 9)
         await box.join(resident(1, pid=2))  # restarted: it begins anew
-        await box.report_progress(resident(1, pid=2), 1, Progress(0, 9))
+        await report(box, resident(1, pid=2), 1, Progress(0, 9))
         assert await box.progress("slot") == Progress(0, 9)
 
     play(scene)
@@ -346,13 +377,13 @@ def test_a_restart_costs_the_time_since_the_last_sign_of_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
+    monkeypatch.setattr("raytrain_opt.pools.mailbox_state.monotonic_s", lambda: now[0])
 
     async def scene(box: Mailbox) -> None:
         await box.join(resident(1))
         await post(box, "slot", 1)
         now[0] += 3
-        await box.report_progress(resident(1), 1, Progress(1, 9))
+        await report(box, resident(1), 1, Progress(1, 9))
         now[0] += 7
         await box.join(resident(1, pid=2))
         _, [event] = await box.drain_log("slot", 0)
@@ -373,11 +404,11 @@ def test_a_call_that_ray_repeats_after_a_cut_connection_has_its_effect_once() ->
         assert await box.restarts("slot") == 0
         await post(box, "slot", 1)
         for _ in range(2):
-            await box.reply(resident(0), 1, "first", USAGE)
+            await reply(box, resident(0), 1, "first", USAGE)
             await post(box, "slot", 1)
             await box.join(resident(0))
         assert [overdue.index for overdue in await box.overdue("slot", range(2))] == [1]
-        await box.reply(resident(1), 1, "second", USAGE)
+        await reply(box, resident(1), 1, "second", USAGE)
         _, records = await box.drain_log("slot", 0)
         assert [(r.process, type(r)) for r in records] == [("slot 0", Span), ("slot 1", Span)]
         assert (await box.drain_log("slot", 0))[1] == records
@@ -403,12 +434,12 @@ def test_late_messages_of_a_process_that_was_replaced_are_dropped() -> None:
         await join(box, old, resident(1))
         await post(box, "slot", 1)
         await box.join(new)
-        await box.report_progress(old, 1, Progress(7, 9))
-        await box.reply(old, 1, "with a state that died with it", USAGE)
+        await report(box, old, 1, Progress(7, 9))
+        await reply(box, old, 1, "with a state that died with it", USAGE)
         assert await box.progress("slot") is None
-        await box.reply(resident(1), 1, "b")
+        await reply(box, resident(1), 1, "b")
         collected = await waiting(box.collect("slot", 1, range(2)))
-        await box.reply(new, 1, "a")
+        await reply(box, new, 1, "a")
         return await collected
 
     assert play(scene) == {0: "a", 1: "b"}
@@ -419,7 +450,67 @@ def test_late_progress_of_an_earlier_command_is_dropped() -> None:
         await box.join(resident(0))
         await post(box, "slot", 1)
         await post(box, "slot", 2)
-        await box.report_progress(resident(0), 1, Progress(9, 9))
+        await report(box, resident(0), 1, Progress(9, 9))
         return await box.progress("slot")
 
     assert play(scene) is None
+
+
+def test_of_a_large_pool_some_residents_and_the_slowest_are_recorded() -> None:
+    count = 4 * RECORDED_RESIDENTS
+
+    async def scene(box: Mailbox) -> list[list[str]]:
+        await join(box, *map(resident, range(count)))
+        recorded = []
+        for number in (1, 2):
+            await post(box, "slot", number)
+            for index in range(count):
+                usage = Usage(duration_s=9.0 if index == 20 + number else 1.0)
+                await reply(box, resident(index), number, "done", usage)
+            await box.collect("slot", number, range(count))
+            _, records = await box.drain_log("slot", sum(map(len, recorded)))
+            recorded.append([str(record.process) for record in records])
+        return recorded
+
+    first = [f"slot {index}" for index in range(RECORDED_RESIDENTS)]
+    assert play(scene) == [[*first, "slot 21"], [*first, "slot 22"]]
+
+
+def function_calls(count: int) -> int:
+    """Return how many Python functions a start and a command of a pool of this size call."""
+
+    async def scene(box: Mailbox) -> int:
+        calls = 0
+
+        def on_event(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(on_event)
+        try:
+            joined = asyncio.create_task(box.residents("worker", count))
+            await join(box, *(Resident("worker", i, "node", 1, "log") for i in range(count)))
+            await joined
+            polls = [asyncio.create_task(box.exchange("worker", 0, None)) for _ in range(count)]
+            await box.post("worker", 1, SendInitialState())
+            collected = asyncio.create_task(box.collect("worker", 1, range(count)))
+            for index, poll in enumerate(polls):
+                number, _ = await poll
+                sender = ("worker", index, "node", 1)
+                assert not await box.report(Report(sender, number, Progress(1, 2)))
+                polls[index] = asyncio.create_task(
+                    box.exchange("worker", number, Reply(sender, number, "done", usage=USAGE))
+                )
+                await asyncio.sleep(0)  # so that whoever waits looks at every single reply
+            assert len(await collected) == count
+            await box.post("worker", 2, Close())
+            await asyncio.gather(*polls)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    return play(scene)
+
+
+def test_the_work_of_a_start_and_of_a_command_grows_with_the_residents_not_their_square() -> None:
+    assert function_calls(512) < 4.5 * function_calls(128)

@@ -20,6 +20,7 @@ from raytrain_opt.pools.commands import (
     Evaluate,
     MainTrain,
     Progress,
+    Reply,
     Resident,
     SendInitialState,
     StateRef,
@@ -49,12 +50,11 @@ class FakeMailboxActor:
         async def live() -> None:
             resident = Resident(pool, index, f"node {index}", 7, "its log")
             await self.box.join(resident)
-            done = 0
+            number, reply = 0, None
             while True:
-                done, command = await self.box.next_command(pool, done)
+                number, command = await self.box.exchange(pool, number, reply)
                 value = answer(command)
-                if value is not None:
-                    await self.box.reply(resident, done, value)
+                reply = None if value is None else Reply(resident.sender, number, value)
 
         asyncio.run_coroutine_threadsafe(live(), self.loop)
 

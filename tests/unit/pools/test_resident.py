@@ -40,47 +40,57 @@ class FakeMailbox:
 
     commands: deque[Command]
     replies: list[Any] = field(default_factory=list)
-    reports: list[Progress] = field(default_factory=list)
+    reports: list[Progress | None] = field(default_factory=list)
     joined: int = 0
     number: int = 0
 
-    def join(self) -> None:
+    def join(self) -> tuple[int, Command]:
         self.joined += 1
+        return self._next()
 
-    def next_command(self, after: int) -> tuple[int, Command]:
-        assert after == self.number
+    def reply(self, number: int, value: Any, usage: Any) -> tuple[int, Command]:
+        assert number == self.number
+        self.replies.append(value)
+        return self._next()
+
+    def _next(self) -> tuple[int, Command]:
         self.number += 1
         return self.number, self.commands.popleft() if self.commands else Close()
 
-    def wait_until_closed(self) -> None:
-        raise ray.exceptions.ActorDiedError
-
-    def reply(self, number: int, value: Any, usage: Any) -> None:
-        assert number == self.number
-        self.replies.append(value)
-
-    def report_progress(self, number: int, progress: Progress) -> None:
+    def report(self, number: int, progress: Progress | None) -> bool:
         assert number == self.number
         self.reports.append(progress)
+        return False
 
     def is_first(self, claim: str) -> bool:
         return True
 
 
-class StillOpen(FakeMailbox):
-    """A mailbox whose pool is not closed while commands are executed."""
+class Closed(FakeMailbox):
+    """A mailbox whose pool is closed while a command is executed."""
 
-    def wait_until_closed(self) -> None:
-        import threading
+    def report(self, number: int, progress: Progress | None) -> bool:
+        return True
 
-        threading.Event().wait()
+
+class Dead(FakeMailbox):
+    """A mailbox whose process dies while a command is executed."""
+
+    def report(self, number: int, progress: Progress | None) -> bool:
+        raise ray.exceptions.ActorDiedError
 
 
 class Unavailable(FakeMailbox):
     """A mailbox that cannot be reached for a while, and not even Ray's retries help."""
 
-    def wait_until_closed(self) -> None:
+    def report(self, number: int, progress: Progress | None) -> bool:
+        super().report(number, progress)
         raise ray.exceptions.ActorUnavailableError("cut", None)
+
+
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_opt.pools.resident._PROGRESS_INTERVAL_S", 0.01)
 
 
 class Echo:
@@ -100,9 +110,9 @@ def run(
     echo: Echo,
     *commands: Command,
     faults: tuple[Fault, ...] = (),
-    kind: type[FakeMailbox] = StillOpen,
+    mailbox: FakeMailbox | None = None,
 ) -> FakeMailbox:
-    mailbox = kind(deque(commands))
+    mailbox = mailbox or FakeMailbox(deque(commands))
     resident = Resident("worker", 0, "node", 1, "log")
     meter = UsageMeter(None, lambda: 1.0)
     CommandLoop(mailbox, resident, 60.0, faults, 0.0, meter).run(echo)  # type: ignore[arg-type]
@@ -115,12 +125,36 @@ def test_a_resident_joins_replies_to_each_command_and_leaves() -> None:
     assert mailbox.replies == ["send_initial_state", "evaluate"]
 
 
-def test_progress_is_reported_at_the_start_and_after_the_first_step() -> None:
-    def act(_: Command, on_step: OnStep) -> None:
-        for done in range(5):
-            on_step(done, 5)
+def test_progress_is_reported_while_a_command_lasts_also_of_one_that_hangs() -> None:
+    """What is reported last is how far it came."""
+    mailbox = FakeMailbox(deque([EVALUATE]))
 
-    assert run(Echo(act), EVALUATE).reports == [Progress(0, 5), Progress(1, 5)]
+    def wait_for(progress: Progress | None) -> None:
+        while progress not in mailbox.reports:
+            time.sleep(0.001)
+
+    def act(_: Command, on_step: OnStep) -> None:
+        wait_for(None)
+        for done in range(4):
+            on_step(done, 5)
+        wait_for(Progress(3, 5))
+
+    run(Echo(act), mailbox=mailbox)
+
+
+def test_a_short_command_costs_no_report_but_of_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raytrain_opt.pools.resident._PROGRESS_INTERVAL_S", 60.0)
+    mailbox = FakeMailbox(deque([EVALUATE] * 3))
+
+    def act(_: Command, on_step: OnStep) -> None:
+        on_step(0, 5)
+        on_step(1, 5)
+        while not mailbox.reports:
+            time.sleep(0.001)
+
+    assert run(Echo(act), mailbox=mailbox).reports == [Progress(1, 5)]
 
 
 @pytest.mark.parametrize(
@@ -157,21 +191,28 @@ def test_a_fault_happens_in_the_resident_it_is_for() -> None:
     assert run(Echo(), EVALUATE, faults=(others,)).replies == ["evaluate"]
 
 
-def test_a_resident_leaves_in_the_middle_of_a_command_when_the_mailbox_is_gone() -> None:
+@pytest.mark.parametrize("kind", [Closed, Dead])
+def test_a_resident_leaves_in_the_middle_of_a_command_when_the_pool_is_closed(
+    kind: type[FakeMailbox],
+) -> None:
+    """Or when the mailbox has died."""
+
     def act(_: Command, on_step: OnStep) -> None:
         for done in range(10**9):
             on_step(done, 10**9)
 
-    assert run(Echo(act), EVALUATE, kind=FakeMailbox).replies == []
+    assert run(Echo(act), mailbox=kind(deque([EVALUATE]))).replies == []
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_mailbox_that_cannot_be_reached_has_not_died() -> None:
+    mailbox = Unavailable(deque([EVALUATE]))
+
     def act(_: Command, on_step: OnStep) -> None:
-        time.sleep(0.2)
+        while len(mailbox.reports) < 2:
+            time.sleep(0.001)
         on_step(0, 1)
 
-    assert run(Echo(act), EVALUATE, kind=Unavailable).replies == ["evaluate"]
+    assert run(Echo(act), mailbox=mailbox).replies == ["evaluate"]
 
 
 def test_errors_of_this_package_keep_their_class() -> None:
@@ -188,7 +229,7 @@ def test_an_error_waits_longer_when_the_peers_are_on_other_nodes() -> None:
 
 
 def test_a_resident_without_a_network_needs_no_torch() -> None:
-    modules = ("resident", "mailbox", "resident_config", "launch_slots")
+    modules = ("resident", "relay", "resident_config", "launch_slots")
     imports = ", ".join(f"raytrain_opt.pools.{module}" for module in modules)
     code = f"import sys, {imports}, tests.support.echo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

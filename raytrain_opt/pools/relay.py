@@ -1,0 +1,111 @@
+"""Relays: actors between the residents of a large pool and the mailbox.
+
+A call of a Ray actor costs it about a millisecond of CPU, so a mailbox that every resident called
+would need seconds per command for thousands of them. With relays, each actor has a limited number
+of callers: residents call relays, these call relays above them, and a few call the mailbox
+(`relay_levels`). Replies go up many in one call; a command goes down once per relay.
+
+A relay keeps nothing that is lost with it: its callers' calls are pending until the next command,
+and Ray repeats them when it has restarted the relay. Nothing here uses Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from math import ceil
+from typing import Any
+
+from raytrain_opt.pools.commands import Close, Command, Reply, Report, Sender
+from raytrain_opt.pools.mailbox import Exchange
+from raytrain_opt.pools.mailbox_state import CommandBoard
+
+# Callers of one actor: so many calls take it some 30 ms.
+FAN_OUT = 32
+
+# How long messages wait for others to go with them. Replies that complete those of all callers do
+# not wait, so this delays a command only when a caller fails. Reports come every second.
+_REPLIES_WAIT_S, _REPORTS_WAIT_S = 0.5, 2.0
+
+
+def relay_levels(residents: int, fan_out: int = FAN_OUT) -> list[int]:
+    """Return the number of relays of each level, the one below the mailbox first.
+
+    There are none for as many residents as the mailbox serves itself.
+    """
+    if residents <= fan_out:
+        return []
+    relays = ceil(residents / fan_out)
+    return [*relay_levels(relays, fan_out), relays]
+
+
+class Relay(Exchange):
+    """Passes messages on to `upstream`, the handle of the mailbox or of a relay above."""
+
+    def __init__(self, upstream: Any) -> None:
+        self._upstream = upstream
+        self._replies = _Outbox(upstream, _REPLIES_WAIT_S)
+        self._reports = _Outbox(upstream, _REPORTS_WAIT_S)
+        self._boards: dict[str, CommandBoard] = {}
+        self._working = Counter[str]()  # callers that have a pool's current command
+        self._followers: set[asyncio.Task[None]] = set()
+
+    def _board(self, pool: str) -> CommandBoard:
+        """Return the pool's board, a copy of the one upstream from the first call on."""
+        if pool not in self._boards:
+            board = self._boards[pool] = CommandBoard()
+            self._followers.add(asyncio.create_task(self._follow(pool, board)))
+        return self._boards[pool]
+
+    async def _follow(self, pool: str, board: CommandBoard) -> None:
+        while not isinstance(board.command, Close):
+            board.post(*await self._upstream.next_command.remote(pool, board.number))
+            self._working[pool] = 0
+
+    async def next_command(self, pool: str, after: int) -> tuple[int, Command]:
+        """Return the current command as soon as its number is above `after`."""
+        answer = await super().next_command(pool, after)
+        self._working[pool] += 1
+        return answer
+
+    async def receive(self, messages: Sequence[Reply | Report]) -> None:
+        """Pass messages on; return when upstream has the replies. Reports may be lost."""
+        replies = [message for message in messages if isinstance(message, Reply)]
+        if len(replies) < len(messages):
+            self._reports.add(m for m in messages if isinstance(m, Report))
+        if replies:
+            pools = {reply.sender[0] for reply in replies}
+            self._working.subtract(pools)
+            is_last = all(self._working[pool] <= 0 for pool in pools)
+            await self._replies.add(replies, at_once=is_last)
+
+
+class _Outbox:
+    """Sends messages upstream, one call at a time, with the newest message of each sender."""
+
+    def __init__(self, upstream: Any, wait_s: float) -> None:
+        self._upstream, self._wait_s = upstream, wait_s
+        self._messages: dict[Sender, Reply | Report] = {}
+        self._next: asyncio.Task[None] | None = None
+        self._due, self._one_call = asyncio.Event(), asyncio.Lock()
+
+    def add(
+        self, messages: Iterable[Reply | Report], *, at_once: bool = False
+    ) -> asyncio.Task[None]:
+        """Send the messages with the next call; return that call."""
+        self._messages.update((message.sender, message) for message in messages)
+        if at_once:
+            self._due.set()
+        if self._next is None:
+            self._next = asyncio.create_task(self._send())
+        return self._next
+
+    async def _send(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._due.wait(), self._wait_s)
+        async with self._one_call:  # what comes meanwhile goes with this one, too
+            messages, self._messages, self._next = [*self._messages.values()], {}, None
+            self._due.clear()
+            await self._upstream.receive.remote(messages)
