@@ -160,7 +160,7 @@ class ObservedRun(TrainingRun):
             ResolvedJob(job, steps, build_policy(job, steps)),
             in_process_backend(
                 learner,
-                with_slots=max_candidates(job) > 0,
+                with_slots=max_candidates(job) > 0 and job.search_on == "slots",
                 candidate_batch=job.learning_rate.candidate_batch,
             ),
             RunPaths(Path(job.name)),

@@ -1,15 +1,29 @@
 """Which Ray resources the two pools ask for, and whether the cluster has them. Pure.
 
 The pools take turns, so a worker and a slot use the same GPU or CPU: a worker asks for 0.6 of it,
-a slot for 0.4. More than half, so that two workers never land on one GPU (NCCL fails).
+a slot for 0.4. More than half, so that two workers never land on one GPU (NCCL fails). Without
+slots, a worker asks for a complete GPU.
+
+With `search_on: auto` there are slots where they are predicted to search in less time. In the time
+that one device needs for one candidate, c candidates of a round take
+
+    workers   c / (devices of the workers), one candidate after the other
+    slots     waves x (slots that share a device), side by side
+
+A device is a GPU, or a node on CPU, whose cores the processes of a pool divide among themselves.
+Neither measured times nor the exchange of gradients enter: with workers it takes the same part of
+the search as of the training, which the user has chosen. So a search on workers never takes a
+larger part of the training's time than of its samples; slots may only shorten it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from raytrain_opt.config.learning_rate import SearchOn
 from raytrain_opt.config.processes import SlotsSection, WorkersSection
 from raytrain_opt.errors import ResourcesError
 
@@ -23,13 +37,14 @@ Resources = dict[str, float]
 class PoolRequest:
     """What a job needs of a cluster.
 
-    `candidates`: largest number of candidates in a round; 0 for none. `sync_batch_norm`: whether
-    workers use SyncBatchNorm, which needs GPUs.
+    `candidates`: largest number of candidates in a round; 0 for none. `search_on`: who trains
+    them. `sync_batch_norm`: whether workers use SyncBatchNorm, which needs GPUs.
     """
 
     workers: WorkersSection
     slots: SlotsSection
     candidates: int
+    search_on: SearchOn
     sync_batch_norm: bool
 
 
@@ -37,17 +52,20 @@ class PoolRequest:
 class PoolPlan:
     """What to start.
 
-    `slots` is 0 when the policy has no candidates. `placed_workers` of the `workers` fit now: all
-    of them unless the job allows fewer.
+    `slots` is 0 when the policy has no candidates, or workers train them. `placed_workers` of the
+    `workers` fit now, on this many `devices`: all of them unless the job allows fewer.
+    `search_reason`: why slots or workers train candidates, where that was chosen here.
     """
 
     use_gpu: bool
     workers: int
     placed_workers: int
     worker_resources: Resources
-    slots: int
-    slot_resources: Resources
-    slots_per_node: int
+    slots: int = 0
+    slot_resources: Resources = field(default_factory=dict)
+    slots_per_node: int = 0
+    devices: int = 1
+    search_reason: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -55,15 +73,39 @@ def plan_pools(request: PoolRequest, nodes: Sequence[Mapping[str, float]]) -> Po
     """Plan the pools of workers and slots.
 
     `nodes`: free resources of each node. Raises ResourcesError saying what is missing when
-    the workers do not fit, or not even one slot beside them. Fewer slots than candidates
-    is no error: the candidates run in waves.
+    the workers do not fit, or not even one slot beside them where slots are needed. Fewer slots
+    than candidates is no error: the candidates run in waves.
     """
-    workers, slots, candidates = request.workers, request.slots, request.candidates
+    if not request.candidates or request.search_on == "workers":
+        return _plan_workers(request, nodes, gpu=1.0)[0]
+    try:
+        plan, search_time = _plan_both(request, nodes)
+    except ResourcesError:
+        if request.search_on == "slots":
+            raise
+        reason = "there is no room for slots"
+    else:
+        if request.search_on == "slots":
+            return plan
+        if search_time < 1:
+            reason = f"workers would take {1 / search_time:.3g} times as long"
+            return replace(plan, search_reason=reason)
+        reason = (
+            f"slots would take {search_time:.3g} times as long"
+            if search_time > 1
+            else "slots would not be faster"
+        )
+    return replace(_plan_workers(request, nodes, gpu=1.0)[0], search_reason=reason)
+
+
+def _plan_workers(
+    request: PoolRequest, nodes: Sequence[Mapping[str, float]], gpu: float
+) -> tuple[PoolPlan, list[_Node]]:
+    """Plan the workers, by default with this part of a GPU each; also return what is left."""
+    workers = request.workers
     count, use_gpu = workers.count, _use_gpu(workers, nodes)
-    worker = dict(workers.resources or _default(count, nodes, use_gpu, _WORKER_FRACTION))
-    slot = dict(slots.resources or _default(count, nodes, use_gpu, _SLOT_FRACTION))
+    worker = dict(workers.resources or _default(count, nodes, use_gpu, _WORKER_FRACTION, gpu))
     _require_gpu("workers.resources", worker, use_gpu)
-    _require_gpu("slots.resources", slot, use_gpu)
     if request.sync_batch_norm and not use_gpu and count > 1:
         raise ResourcesError(
             "batch_norm.sync: torch's SyncBatchNorm needs GPUs, and this job trains without "
@@ -71,34 +113,43 @@ def plan_pools(request: PoolRequest, nodes: Sequence[Mapping[str, float]]) -> Po
         )
     free = [_Node(node) for node in nodes]
     placed = _place(free, worker, count)
-    if placed < workers.min_workers:
+    if len(placed) < workers.min_workers:
         raise ResourcesError(
             f"workers.count: {count} workers of {_text(worker)} each do not fit: "
-            f"room for {placed} on {_describe(nodes)}. Ask for fewer workers, for less in "
+            f"room for {len(placed)} on {_describe(nodes)}. Ask for fewer workers, for less in "
             "workers.resources, or add nodes."
         )
-    if not candidates:
-        return PoolPlan(use_gpu, count, placed, worker, 0, {}, 0)
-    slot_count = _place(free, slot, min(slots.count or candidates, candidates))
-    if slot_count == 0:
+    return PoolPlan(use_gpu, count, len(placed), worker, devices=len(set(placed))), free
+
+
+def _plan_both(
+    request: PoolRequest, nodes: Sequence[Mapping[str, float]]
+) -> tuple[PoolPlan, float]:
+    """Plan workers and slots; also return the time of a search on slots, on workers it is 1."""
+    slots, candidates = request.slots, request.candidates
+    plan, free = _plan_workers(request, nodes, _WORKER_FRACTION)
+    count, use_gpu = plan.workers, plan.use_gpu
+    slot = dict(slots.resources or _default(count, nodes, use_gpu, _SLOT_FRACTION, _SLOT_FRACTION))
+    _require_gpu("slots.resources", slot, use_gpu)
+    placed = _place(free, slot, min(slots.count or candidates, candidates))
+    if not placed:
         raise ResourcesError(
             f"slots: not even one slot of {_text(slot)} fits beside {count} workers "
-            f"of {_text(worker)} on {_describe(nodes)}. Ask for less in slots.resources or "
-            "workers.resources, for fewer workers, or use learning_rate.policy: schedule."
+            f"of {_text(plan.worker_resources)} on {_describe(nodes)}. Ask for less in "
+            "slots.resources or workers.resources, for fewer workers, or use "
+            "learning_rate.search_on: workers."
         )
-    per_node = math.ceil(slot_count / len(free))
-    waves = math.ceil(candidates / slot_count)
-    note = f"{candidates} candidates run in {waves} waves over {slot_count} slots"
-    return PoolPlan(
-        use_gpu,
-        count,
-        placed,
-        worker,
-        slot_count,
-        slot,
-        per_node,
-        (note,) if waves > 1 else (),
+    waves = math.ceil(candidates / len(placed))
+    note = f"{candidates} candidates run in {waves} waves over {len(placed)} slots"
+    plan = replace(
+        plan,
+        slots=len(placed),
+        slot_resources=slot,
+        slots_per_node=math.ceil(len(placed) / len(free)),
+        notes=(note,) if waves > 1 else (),
     )
+    sharing = max(Counter(placed).values())
+    return plan, waves * sharing * plan.devices / candidates
 
 
 def _use_gpu(workers: WorkersSection, nodes: Sequence[Mapping[str, float]]) -> bool:
@@ -122,14 +173,14 @@ def _require_gpu(path: str, resources: Resources, use_gpu: bool) -> None:
 
 
 def _default(
-    workers: int, nodes: Sequence[Mapping[str, float]], use_gpu: bool, fraction: float
+    workers: int, nodes: Sequence[Mapping[str, float]], use_gpu: bool, fraction: float, gpu: float
 ) -> Resources:
     cpus = sum(node.get("CPU", 0) for node in nodes)
     if cpus <= 0:
         raise ResourcesError(f"no node offers a CPU for workers: {_describe(nodes)}")
     cpus_per_worker = min(1.0, cpus / workers) * fraction
     cpu = math.floor(cpus_per_worker * 1000) / 1000  # Ray counts in steps of 1/10000
-    return {"CPU": cpu, "GPU": fraction} if use_gpu else {"CPU": cpu}
+    return {"CPU": cpu, "GPU": gpu} if use_gpu else {"CPU": cpu}
 
 
 class _Node:
@@ -139,32 +190,30 @@ class _Node:
         self.other = {name: amount for name, amount in free.items() if name != "GPU"}
         self.gpus = [1.0] * int(free.get("GPU", 0))
 
-    def take(self, need: Resources) -> bool:
-        """Reserve `need` if it fits; return whether it did."""
+    def take(self, need: Resources) -> int | None:
+        """Reserve `need`; return the device that computes, None if there is not enough."""
         if any(self.other.get(k, 0.0) + _EPSILON < v for k, v in need.items() if k != "GPU"):
-            return False
-        if not self._take_gpus(need.get("GPU", 0.0)):
-            return False
+            return None
+        amount = need.get("GPU", 0.0)
+        per_device, devices = (1.0, round(amount)) if amount >= 1 else (amount, int(amount > 0))
+        fitting = [i for i, free in enumerate(self.gpus) if free + _EPSILON >= per_device]
+        if len(fitting) < devices:
+            return None
+        # Ray packs fractions: the fullest device that still fits is taken first.
+        taken = sorted(fitting, key=lambda i: self.gpus[i])[:devices]
+        for i in taken:
+            self.gpus[i] -= per_device
         for name in need.keys() - {"GPU"}:
             self.other[name] = self.other.get(name, 0.0) - need[name]
-        return True
-
-    def _take_gpus(self, amount: float) -> bool:
-        per_device, devices = (1.0, round(amount)) if amount >= 1 else (amount, bool(amount))
-        fitting = [i for i, free in enumerate(self.gpus) if free + _EPSILON >= per_device]
-        # Ray packs fractions: the fullest device that still fits is taken first.
-        fitting.sort(key=lambda i: self.gpus[i])
-        for i in fitting[:devices] if len(fitting) >= devices else []:
-            self.gpus[i] -= per_device
-        return len(fitting) >= devices
+        return taken[0] if taken else 0
 
 
-def _place(nodes: Sequence[_Node], need: Resources, count: int) -> int:
-    """Reserve `need` up to `count` times; return how often it fitted."""
-    placed = 0
-    for node in nodes:
-        while placed < count and node.take(need):
-            placed += 1
+def _place(nodes: Sequence[_Node], need: Resources, count: int) -> list[tuple[int, int]]:
+    """Reserve `need` up to `count` times; return node and device of each that fitted."""
+    placed: list[tuple[int, int]] = []
+    for number, node in enumerate(nodes):
+        while len(placed) < count and (device := node.take(need)) is not None:
+            placed.append((number, device))
     return placed
 
 

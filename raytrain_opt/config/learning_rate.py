@@ -29,6 +29,10 @@ LR_SETS: dict[str, tuple[float, ...]] = {
 CandidateBatch = Literal["global", "local"]
 
 
+# Where candidates are trained.
+SearchOn = Literal["auto", "slots", "workers"]
+
+
 class Warmup(Section):
     """The first epochs: the rate rises to learning_rate.initial, or is constant below it."""
 
@@ -63,6 +67,11 @@ class Scaling(Section):
     )
 
 
+_SEARCH_ON = (
+    "slots: each candidate trains on one device, the candidates of a round side by side; workers: "
+    "each trains on all workers, as the model does, one after the other, and no slots are "
+    "started; auto: whichever should take less time."
+)
 _SCALING = "Scale `initial` to the global batch size. Default: no scaling."
 
 
@@ -98,6 +107,7 @@ class StptPolicy(Section):
             "worker's part of it, at a rate that is scaled linearly."
         ),
     )
+    search_on: SearchOn = Field("slots", description=_SEARCH_ON)
     merge: Literal["best", "average", "top_k_average"] = Field(
         "best",
         description=(
@@ -155,6 +165,7 @@ class HorizonPolicy(Section):
     max_search_cost: Annotated[float, Field(gt=0, le=1)] = Field(
         0.2, description="Limit of the search, as a fraction of the samples of the training."
     )
+    search_on: SearchOn = Field("auto", description=_SEARCH_ON)
     search_weight_decay: bool = Field(
         False,
         description=(
@@ -169,6 +180,7 @@ class SchedulePolicy(Section):
 
     search_weight_decay: ClassVar[bool] = False
     candidate_batch: ClassVar[None] = None
+    search_on: ClassVar[SearchOn] = "slots"
 
     policy: Literal["schedule"]
     initial: PositiveFloat = Field(
@@ -221,6 +233,7 @@ class ReplayPolicy(Section):
     warmup: ClassVar[None] = None
     search_weight_decay: ClassVar[bool] = False
     candidate_batch: ClassVar[None] = None
+    search_on: ClassVar[SearchOn] = "slots"
 
     policy: Literal["replay"]
     schedule: str = Field(description="Path of the schedule.json of that run.")

@@ -36,8 +36,9 @@ class WorkersSection(Section):
     resources: dict[str, PositiveFloat] | None = Field(
         None,
         description=(
-            "Ray resources of each worker. Default: 0.6 GPU, so that a slot fits on the same "
-            "device and a second worker does not; on CPU, 0.6 of the CPUs per worker, at most 0.6."
+            "Ray resources of each worker. Default: a GPU; where there are slots, 0.6 of it, so "
+            "that a slot fits on the same device and a second worker does not; on CPU, 0.6 of the "
+            "CPUs per worker, at most 0.6."
         ),
     )
     threads: Annotated[int, Field(gt=0, le=1024)] | None = Field(

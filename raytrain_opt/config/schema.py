@@ -14,7 +14,12 @@ from pydantic import Field
 
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.data import DataSection, HoldOut
-from raytrain_opt.config.learning_rate import HorizonPolicy, LearningRateSection, ReplayPolicy
+from raytrain_opt.config.learning_rate import (
+    HorizonPolicy,
+    LearningRateSection,
+    ReplayPolicy,
+    SearchOn,
+)
 from raytrain_opt.config.processes import SlotsSection, TimeoutsSection, WorkersSection
 from raytrain_opt.config.section import (
     BrokenRule,
@@ -227,6 +232,13 @@ class Job(Section):
         return self.optimizer.choices
 
     @property
+    def search_on(self) -> SearchOn:
+        """Where candidates are trained; `auto` only where both are possible."""
+        section = self.learning_rate
+        needs_slots = section.candidate_batch == "local" or self.parallel.mode == "async"
+        return "slots" if needs_slots else section.search_on
+
+    @property
     def hold_out(self) -> HoldOut:
         """The validation split: a tenth where a policy scores candidates, unless the job says."""
         policy, data = self.learning_rate.policy, self.data
@@ -284,6 +296,12 @@ class Job(Section):
                 f"policy {policy} scores candidates on the validation split; set it above 0",
             )
 
+        if self.learning_rate.search_on == "workers" and self.search_on == "slots":
+            yield (
+                "learning_rate.search_on",
+                "workers train candidates together, on the global batch; candidate_batch: local "
+                "and parallel.mode: async need slots",
+            )
         yield from self._optimizer_rules()
 
     def _optimizer_rules(self) -> Iterator[BrokenRule]:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from raytrain_opt.config.data import HoldOut
 from raytrain_opt.errors import DataError
+from raytrain_opt.results import LOSS_BLOCK_SIZE
 
 Indices = npt.NDArray[np.int64]
 
@@ -157,9 +158,10 @@ def step_indices(order: Indices, step: int, global_batch_size: int) -> Indices:
 
 
 def rank_indices(split: Indices, rank: int, world_size: int) -> Indices:
-    """Return every world_size-th sample from `rank` on: over all ranks, each sample once.
+    """Return the rank's part, complete blocks of neighbors: over all ranks, each sample once.
 
-    Raises DataError for an empty split, ValueError for a rank that does not exist.
+    So the losses of blocks do not depend on the number of ranks. Raises DataError for an empty
+    split, ValueError for a rank that does not exist.
     """
     if len(split) == 0:
         raise DataError(
@@ -167,7 +169,9 @@ def rank_indices(split: Indices, rank: int, world_size: int) -> Indices:
         )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}")
-    return split[rank::world_size]
+    blocks = -(-len(split) // LOSS_BLOCK_SIZE)
+    start, stop = (r * blocks // world_size * LOSS_BLOCK_SIZE for r in (rank, rank + 1))
+    return split[start:stop]
 
 
 @dataclass(frozen=True, eq=False)

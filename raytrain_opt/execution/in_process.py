@@ -47,7 +47,7 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
         ):
             backend = in_process_backend(
                 learner,
-                with_slots=max_candidates(job) > 0,
+                with_slots=max_candidates(job) > 0 and job.search_on == "slots",
                 candidate_batch=job.learning_rate.candidate_batch,
             )
             with open_training_run(

@@ -69,7 +69,7 @@ class Preflight:
 
 def pool_request(job: Job, *, candidates: int) -> PoolRequest:
     """Return what the job needs of a cluster, with this many candidates in a round."""
-    return PoolRequest(job.workers, job.slots, candidates, job.batch_norm.sync)
+    return PoolRequest(job.workers, job.slots, candidates, job.search_on, job.batch_norm.sync)
 
 
 def check_job(job: Job) -> list[Problem]:

@@ -108,6 +108,9 @@ def open_session(
         )
         for note in plan.notes:
             terminal.note(note)
+        if plan.search_reason:
+            where = f"{plan.slots} slots" if plan.slots else "all workers"
+            terminal.note(f"candidates train on {where}: {plan.search_reason}")
         yield Session(job, paths, terminal, startup, checkpoints, owns_ray, preflight, plan)
 
 

@@ -116,6 +116,7 @@ def _start_pools(
             else AsynchronousTraining(config.learner, config.timeouts, workers, store, server),
             plan.use_gpu,
             lambda: [node["Resources"] for node in alive_nodes()],
+            plan.search_reason,
         )
         with open_training_run(
             resolved,

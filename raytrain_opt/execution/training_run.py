@@ -70,6 +70,7 @@ class TrainingRun:
         self.parallel: dict[str, object] = {}  # how gradients were exchanged, latest epoch
         self._epoch = EpochMetrics(monotonic_s())
         self._workers_ready = False
+        self._in_round = False  # candidates are trained
         self._workers_at_work = backend.workers.size
         for pool in backend.pools:
             pool.on_wait = self._on_wait
@@ -115,12 +116,13 @@ class TrainingRun:
         return state
 
     def pretrain(self, state: StateRef, action: TryCandidates) -> list[CandidateResult]:
-        """Train and score every candidate, distributed over the slots in waves."""
-        pool = self._slots
+        """Train and score every candidate: on the slots in waves, or on all workers together."""
+        pool = self._candidate_pool()
         self._show_phase(action.epoch, f"pre-train {len(action.candidates)} candidates")
+        self._in_round = True
         with self._epoch.stopwatch.measure("pretrain_s"):
-            slots = pool.alive()
-            replies = pool.command(Pretrain(state, action, slots), slots)
+            residents = pool.alive()
+            replies = pool.command(Pretrain(state, action, residents), residents)
         if not replies:
             raise PoolError(
                 f"epoch {action.epoch}: every slot died more often than max_restarts "
@@ -141,7 +143,7 @@ class TrainingRun:
         Without a winner, or if the steps only served the score, return `state`.
         """
         winner = decision.winner
-        if winner is None or not action.keeps_winner:
+        if winner is None or not action.kept_states:
             self._write_round(self._round_record(action, decision, None))
             self.terminal.note(f"epoch {action.epoch}: {decision.reason}")
             return state
@@ -173,6 +175,7 @@ class TrainingRun:
         loss of any step is not finite.
         """
         self._wait_for_workers()
+        self._in_round = False
         self._show_phase(action.epoch, "main train")
         first_step = self.steps(action.epoch) - len(action.lrs)
         command = MainTrain(
@@ -258,10 +261,8 @@ class TrainingRun:
 
     # Details of the moves.
 
-    @property
-    def _slots(self) -> Pool:
-        assert self.backend.slots is not None  # the policy has candidates
-        return self.backend.slots
+    def _candidate_pool(self) -> Pool:
+        return self.backend.slots or self._wait_for_workers()
 
     def _wait_for_workers(self) -> Pool:
         if not self._workers_ready:
@@ -290,26 +291,29 @@ class TrainingRun:
         finished = {result.candidate.index for result in results}
         lost = [c for c in action.candidates if c.index not in finished]
         if lost:
+            pool = self._candidate_pool()
             lrs = ", ".join(f"{candidate.lr:.3g}" for candidate in lost)
             self.event_log.log(
                 "lost",
                 action.epoch,
                 f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
                 "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
-                f"{len(self._slots.alive())} of {self._slots.size} slots are left",
+                f"{len(pool.alive())} of {pool.size} slots are left",
             )
         return [CandidateResult.lost(candidate) for candidate in lost]
 
     def _fetch_candidate_state(
         self, start: StateRef, action: TryCandidates, result: CandidateResult
     ) -> StateRef:
-        slots = self._slots.alive()
-        # Prefer the slot that trained the candidate; any other can train it again.
-        for slot in sorted(slots, key=lambda slot: slot != result.slot):
-            command = SendCandidateState(Pretrain(start, action, slots), result.candidate, slot)
-            replies = self._slots.command(command, (slot,))
+        pool = self._candidate_pool()
+        residents = pool.alive()
+        # Prefer the slot that trained the candidate; any other can train it again. Of workers, all
+        # have it, and rank 0, the first, sends it.
+        for index in sorted(residents, key=lambda index: index != result.slot):
+            pretrain = Pretrain(start, action, residents)
+            replies = pool.command(SendCandidateState(pretrain, result.candidate, index), (index,))
             if replies:
-                state: StateRef = replies[slot]
+                state: StateRef = replies[index]
                 return state
         raise PoolError(f"epoch {action.epoch}: no slot is left to send the winner's state")
 
@@ -333,7 +337,7 @@ class TrainingRun:
         """Show the progress; called about twice a second while a pool works."""
         if "first_step_s" not in self.startup.marks_s and self.backend.workers.has_trained:
             self.startup.mark("first_step_s")
-        if progress is not None and pool == self.backend.workers.name:
+        if progress is not None and pool == self.backend.workers.name and not self._in_round:
             epoch = self.progress.next_epoch
             done = len(self._epoch.lrs) + max(progress.done, 0)
             self.terminal.advance(epoch - 1 + done / self.steps(epoch))
@@ -357,7 +361,7 @@ class TrainingRun:
     ) -> RoundRecord:
         names = [str(optimizer.name) for optimizer in self.job.optimizers]
         return RoundRecord.from_decision(
-            action, self.round_results, decision, winner_sha256, names
+            action, self.round_results, decision, winner_sha256, names, self.backend.search
         )
 
     def _write_round(self, record: RoundRecord, loaded_sha256: Sequence[str | None] = ()) -> None:

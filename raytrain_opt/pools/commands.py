@@ -40,10 +40,10 @@ class SendInitialState:
 
 @dataclass(frozen=True)
 class Pretrain:
-    """Ask slots to train the plan's candidates from `state`, and to score them.
+    """Ask slots or workers to train the plan's candidates from `state`, and to score them.
 
-    They train the first steps of the epoch. Of n `slots`, the i-th trains candidates i, i + n,
-    i + 2 n, ... one after the other (waves).
+    They train the first steps of the epoch. Workers train each candidate together. Of n `slots`,
+    the i-th trains candidates i, i + n, i + 2 n, ... one after the other (waves).
     """
 
     name: ClassVar[str] = "pretrain"
@@ -52,15 +52,17 @@ class Pretrain:
     slots: tuple[int, ...]
 
     def candidates_of(self, slot: int) -> tuple[Candidate, ...]:
-        """Return the candidates that this slot trains."""
+        """Return the candidates that this slot trains: none if the driver gave it up."""
+        if slot not in self.slots:
+            return ()
         return self.plan.candidates[self.slots.index(slot) :: len(self.slots)]
 
 
 @dataclass(frozen=True)
 class SendCandidateState:
-    """Ask a slot for the state of a candidate of this round after the kept steps.
+    """Ask for the state of a candidate of this round after the kept steps.
 
-    Normally `slot` trained the candidate; if it no longer has the state, it trains it again.
+    `slot` sends it, or rank 0 of the workers. A process that does not have it trains it again.
     """
 
     name: ClassVar[str] = "send_candidate_state"
@@ -110,7 +112,7 @@ Command = SendInitialState | Pretrain | SendCandidateState | MainTrain | Evaluat
 
 @dataclass(frozen=True)
 class PretrainReply:
-    """Results of one slot's candidates, and its seconds by part."""
+    """Results of one slot's candidates, or of all from rank 0; its seconds by part."""
 
     results: tuple[CandidateResult, ...]
     timings_s: dict[str, float]
@@ -121,8 +123,8 @@ class MainTrainReply:
     """One worker's reply to `MainTrain`.
 
     `totals` are summed over all workers. `loaded_sha256`: digest of the state that the worker
-    loaded, None if it had the state already. `state` comes from rank 0. `parallel`: how gradients
-    were exchanged (see `train.data_parallel`).
+    loaded, or has from a candidate; None if it continues from its own. `state` comes from rank 0.
+    `parallel`: how gradients were exchanged (see `train.data_parallel`).
     """
 
     totals: TrainTotals

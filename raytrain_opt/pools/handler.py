@@ -30,11 +30,14 @@ class LearnerHandler:
         return {SendInitialState: self._send_initial_state}
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
-        """Execute a command and return its reply (see `pools.commands`)."""
+        """Execute a command, return its reply (see `pools.commands`) and free cached memory."""
         action = self.actions().get(type(command))
         if action is None:
             raise TypeError(f"{type(self).__name__} has no action for {command.name}")
-        return action(command, on_step)
+        try:
+            return action(command, on_step)
+        finally:
+            self.learner.release_memory()
 
     def close(self) -> None:
         """End loader processes."""
@@ -64,6 +67,4 @@ class LearnerHandler:
     def _evaluate_part(self, ref: StateRef, part: int, parts: int, on_step: OnStep) -> EvalTotals:
         """Evaluate one of `parts` parts of the test split."""
         self._load(ref)
-        totals = self.learner.evaluate("test", part, parts, on_step)
-        self.learner.release_memory()
-        return totals
+        return self.learner.evaluate("test", part, parts, on_step)

@@ -116,7 +116,7 @@ class InProcessPool:
 def in_process_backend(
     learner: Learner, *, with_slots: bool, candidate_batch: CandidateBatch | None
 ) -> Backend:
-    """Build both pools on one learner; without slots for policies without candidates."""
+    """Build both pools on one learner; without slots, the worker trains the candidates."""
     states = InProcessStates()
     worker = Worker(learner, 0, 1, 0.0, states)
     workers = InProcessPool(WORKER_POOL, worker)
@@ -132,6 +132,7 @@ def in_process_backend(
         SynchronousTraining(workers),
         learner.device.type == "cuda",
         _this_node,
+        "" if with_slots else "there is only this process",
     )
 
 

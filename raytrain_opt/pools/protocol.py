@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Command, Progress, SendInitialState, StateRef
@@ -102,7 +102,11 @@ def fetch_initial_state(pool: Pool) -> StateRef:
 
 @dataclass(frozen=True)
 class Backend:
-    """The processes and states that a run uses. Without `slots`, there are no candidates."""
+    """The processes and states that a run uses.
+
+    Without `slots`, workers train the candidates, if there are any. `search_reason`: why, where
+    that was chosen.
+    """
 
     workers: Pool
     slots: Pool | None
@@ -110,6 +114,12 @@ class Backend:
     main_training: MainTraining
     use_gpu: bool
     node_resources: Callable[[], list[dict[str, float]]]
+    search_reason: str = ""
+
+    @property
+    def search(self) -> tuple[Literal["slots", "workers"], str]:
+        """Who trains candidates, and why."""
+        return "workers" if self.slots is None else "slots", self.search_reason
 
     @property
     def pools(self) -> list[Pool]:

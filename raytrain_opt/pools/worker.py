@@ -1,4 +1,4 @@
-"""What a resident worker does: data-parallel training and sharded evaluation.
+"""What a resident worker does: data-parallel training, of candidates too; sharded evaluation.
 
 Free of Ray: it is given access to states (`protocol.States`).
 """
@@ -7,26 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
-from raytrain_opt.pools.commands import Evaluate, EvaluateReply, MainTrain, MainTrainReply
-from raytrain_opt.pools.handler import LearnerHandler, OnStep
+from raytrain_opt.pools.candidates import CandidateTrainer
+from raytrain_opt.pools.commands import (
+    Command,
+    Evaluate,
+    EvaluateReply,
+    MainTrain,
+    MainTrainReply,
+)
+from raytrain_opt.pools.handler import OnStep
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.results import TrainTotals
-from raytrain_opt.train.learner import Learner, reduce_sums
+from raytrain_opt.train.learner import Learner, sum_over_ranks
 from raytrain_opt.train.micro_batches import MicroBatches
 
 
-class Worker(LearnerHandler):
+class Worker(CandidateTrainer):
     """One rank. `connect_s`: seconds that connecting the process group took beside the start."""
 
     def __init__(
         self, learner: Learner, rank: int, world_size: int, connect_s: float, states: States
     ) -> None:
-        super().__init__(learner, rank, states)
-        self.world_size = world_size
+        micro_batches = MicroBatches.for_rank(rank, world_size, learner.config.worker_count)
+        super().__init__(learner, rank, states, micro_batches, world_size)
         self._connect_s = connect_s
         self._start_s: float | None = None
         self._first_step_s: float | None = None
@@ -36,21 +41,30 @@ class Worker(LearnerHandler):
         """Return what to do with each kind of command."""
         return super().actions() | {MainTrain: self._main_train, Evaluate: self._evaluate}
 
+    def handle(self, command: Command, on_step: OnStep) -> Any:
+        """Execute a command and return its reply; time the run's first step."""
+
+        def before_step(done: int, total: int) -> None:
+            self._time_first_step(done)
+            on_step(done, total)
+
+        return super().handle(command, before_step)
+
     def _main_train(self, command: MainTrain, on_step: OnStep) -> MainTrainReply:
         stopwatch = Stopwatch()
         timings_s, total = stopwatch.timings_s, len(command.lrs)
         digest: Future[str] | None = None
         with stopwatch.measure("load_s"):
-            if self._load(command.state):
+            if self._load(command.state) or self._live_candidate is not None:
                 # Read back and copied, so that it is hashed while the training continues.
                 digest = self._hasher.submit(self.learner.state(copy=True).digest)
-        self._live_id = ""
+        self._forget_candidates()
         totals = self.learner.train(
             command.epoch,
             command.first_step,
             command.lrs,
-            MicroBatches.for_rank(self.index, self.world_size, self.learner.config.worker_count),
-            on_step=lambda done: self._before_step(done, total, on_step),
+            self._micro_batches,
+            on_step=lambda done: on_step(done, total),
             weight_decay_factor=command.weight_decay_factor,
             optimizer=command.optimizer,
         )
@@ -58,7 +72,7 @@ class Worker(LearnerHandler):
         timings_s["compute_s"] = totals.duration_s - totals.data_wait_s
         with stopwatch.measure("average_s"):
             self.learner.sync_batch_norm_stats()
-            totals = self._over_all_workers(totals)
+            totals = sum_over_ranks(totals, self.learner.device)
         self._live_id = f"{command.epoch}.{command.first_step + total}"
         with stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
@@ -73,7 +87,7 @@ class Worker(LearnerHandler):
             "first_step_s": self._first_step_s,
         }
 
-    def _before_step(self, done: int, total: int, on_step: OnStep) -> None:
+    def _time_first_step(self, done: int) -> None:
         """Time the run's first step: connections, kernels and caches are made in it."""
         if self._first_step_s is None:
             if done == 1 and self._start_s is not None:
@@ -81,29 +95,7 @@ class Worker(LearnerHandler):
                 self._first_step_s = monotonic_s() - self._start_s
             elif done == 0:
                 self._start_s = monotonic_s()
-        on_step(done, total)
-
-    def _over_all_workers(self, totals: TrainTotals) -> TrainTotals:
-        sums = [totals.loss_sum, totals.samples, totals.correct, totals.skipped]
-        loss_sum, samples, correct, skipped = reduce_sums(sums, self.learner.device)
-        return replace(
-            totals,
-            loss_sum=loss_sum,
-            samples=int(samples),
-            correct=int(correct),
-            skipped=int(skipped),
-        )
 
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvaluateReply:
         totals = self._evaluate_part(command.state, self.index, self.world_size, on_step)
-        sums = [totals.loss_sum, totals.samples, totals.correct, totals.correct_top5]
-        loss_sum, samples, correct, top5 = reduce_sums(sums, self.learner.device)
-        return EvaluateReply(
-            replace(
-                totals,
-                loss_sum=loss_sum,
-                samples=int(samples),
-                correct=int(correct),
-                correct_top5=int(top5),
-            )
-        )
+        return EvaluateReply(sum_over_ranks(totals, self.learner.device))

@@ -60,7 +60,7 @@ class CandidateRecord(RecordPart):
     val_loss: Number = Field(description="Mean loss on the validation split.")
     train_loss: Number = Field(description="Mean training loss over the pre-training.")
     duration_s: Number = Field(description="Compute time of pre-training and scoring.")
-    slot: int = Field(description="Slot that trained it; -1 when it was lost.")
+    slot: int = Field(description="Slot that trained it; -1: all workers did, or it was lost.")
     status: Literal["ok", "diverged", "lost"] = Field(
         description="ok, diverged (a loss is not finite), or lost (its slot died too often)."
     )
@@ -80,6 +80,10 @@ class RoundRecord(Record):
     base_lr: float = Field(description="Learning rate that multipliers refer to.")
     pretrain_steps: int = Field(description="Optimizer updates of each candidate.")
     kept_steps: int = Field(description="Updates of the winner that the training keeps.")
+    search_on: Literal["slots", "workers"] = Field(description="Who trained the candidates.")
+    search_reason: str = Field(
+        description="Why, with `learning_rate.search_on: auto`; empty where the job says it."
+    )
     candidates: tuple[CandidateRecord, ...] = Field(description="All candidates, losers included.")
     validation_samples: int = Field(description="Samples of the validation split.")
     winner: int | None = Field(
@@ -94,7 +98,7 @@ class RoundRecord(Record):
         description="Digest of the winner's state; null when no state was taken over."
     )
     loaded_sha256: tuple[str | None, ...] = Field(
-        (), description="Digest of the state that each worker loaded."
+        (), description="Digest of the state from which each worker continued."
     )
     timings_s: Timings = Field(
         default_factory=dict, description="Seconds of the round, and of the epoch so far, by part."
@@ -113,10 +117,11 @@ class RoundRecord(Record):
         decision: Decision,
         winner_sha256: str | None,
         optimizers: Sequence[str],
+        search: tuple[Literal["slots", "workers"], str],
     ) -> RoundRecord:
         """Return the record of a round, without the fields that only the workers know.
 
-        `optimizers`: names of those of the job.
+        `optimizers`: names of those of the job. `search`: who trained the candidates, and why.
         """
         return cls(
             epoch=action.epoch,
@@ -124,6 +129,8 @@ class RoundRecord(Record):
             base_lr=action.base_lr,
             pretrain_steps=action.pretrain_steps,
             kept_steps=action.kept_steps,
+            search_on=search[0],
+            search_reason=search[1],
             candidates=tuple(
                 CandidateRecord.from_result(result, score, optimizers[result.candidate.optimizer])
                 for result, score in zip(results, decision.scores, strict=True)

@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 class SearchCost:
     """Cost of the rounds of candidates.
 
-    `duration_s`: time in which slots trained candidates and sent the winner's state.
+    `duration_s`: time in which candidates were trained and the winner's state was sent.
     `samples_fraction`: of the training's samples; `time_fraction`: of the run's time.
     """
 
@@ -137,10 +137,12 @@ def _search_cost_sentence(run: RunRecords, search: SearchCost) -> Iterator[str]:
         else f"{count(search.samples)} samples ({percent(search.samples_fraction, 0)} of the "
         "training's samples) and "
     )
+    first = run.rounds[0]
+    reason = f" ({first.search_reason})" if first.search_reason else ""
     yield (
         f"The learning-rate search cost {samples}{duration(search.duration_s)} "
         f"({percent(search.time_fraction)} of the run's time): {times(search.rounds, 'round')}, "
-        f"{times(search.candidates, 'candidate')}."
+        f"{times(search.candidates, 'candidate')}, trained on {first.search_on}{reason}."
     )
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from raytrain_opt.results import EvalTotals, TrainTotals
+
+Score = Literal["val_accuracy", "val_loss"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Candidate:
 class TryCandidates:
     """A round: pre-train each candidate from the same state, and score them.
 
-    Step i of a candidate has `lr_shape[i]` times its rate. If the round `keeps_winner`, the run
-    continues from the winner's state; else the steps only serve the score. With `paired`,
+    Step i of a candidate has `lr_shape[i]` times its rate. The run may continue from the states of
+    the `kept_states` best candidates; with 0, the steps only serve the score. With `paired`,
     candidates are scored block by block of the validation split, so that they can be compared
     on the same samples. `stage` says which question of the policy the round answers. All weight
     decays are multiplied by `weight_decay_scale` during pre-training. With `fresh_statistics`,
@@ -51,7 +53,8 @@ class TryCandidates:
     reason: str
     candidates: tuple[Candidate, ...]
     lr_shape: tuple[float, ...]
-    keeps_winner: bool = False
+    score: Score = "val_loss"
+    kept_states: int = 0
     paired: bool = False
     stage: str = ""
     weight_decay_scale: float = 1.0
@@ -65,7 +68,22 @@ class TryCandidates:
     @property
     def kept_steps(self) -> int:
         """Updates of the winner that the training keeps."""
-        return self.pretrain_steps if self.keeps_winner else 0
+        return self.pretrain_steps if self.kept_states else 0
+
+    def score_of(self, result: CandidateResult) -> float:
+        """Return the score, higher is better: the accuracy, or the negative loss."""
+        if result.status != "ok":
+            return float("-inf")
+        return result.val_accuracy if self.score == "val_accuracy" else -result.val_loss
+
+    def ranked(self, results: Sequence[CandidateResult]) -> list[CandidateResult]:
+        """Return the results, best first; on a tie, the multiplier closest to 1.0 first."""
+
+        def key(result: CandidateResult) -> tuple[float, float, int]:
+            candidate = result.candidate
+            return -self.score_of(result), abs(candidate.multiplier - 1), candidate.index
+
+        return sorted(results, key=key)
 
 
 @dataclass(frozen=True)
@@ -88,6 +106,7 @@ class CandidateResult:
 
     `status`: ok, diverged, or lost (its slot died too often). `val_losses`: mean loss of each
     block of the validation split, in a `paired` round. `val_samples`: samples of that split.
+    `slot`: the one that trained it; -1 when it was lost, or all workers trained it together.
     """
 
     candidate: Candidate

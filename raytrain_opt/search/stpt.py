@@ -16,7 +16,7 @@ comment says what this implementation does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raytrain_opt.config.learning_rate import LR_SETS, StptPolicy, Warmup
 from raytrain_opt.errors import DivergedError, JobError, Problem
@@ -31,7 +31,6 @@ from raytrain_opt.search.policy import (
     TryCandidates,
     is_finite,
 )
-from raytrain_opt.search.weight_averaging import candidates_to_average
 
 # Table 4 of the paper, for 40 epochs: last epoch of the warm-up, of narrow and of middle.
 _MIX_EPOCHS, _MIX_WARMUP, _MIX_NARROW, _MIX_MIDDLE = 40, 4, 19, 29
@@ -101,7 +100,24 @@ class Stpt:
         )
         alpha = self.alpha_steps(epoch)
         reason = f"pre-train {len(candidates)} candidates for {alpha} iterations"
-        return TryCandidates(epoch, base_lr, reason, candidates, (1.0,) * alpha, keeps_winner=True)
+        return TryCandidates(
+            epoch,
+            base_lr,
+            reason,
+            candidates,
+            (1.0,) * alpha,
+            score=self.section.score,
+            kept_states=self._kept_states(len(candidates)),
+        )
+
+    def _kept_states(self, candidates: int) -> int:
+        """Return how many of the best candidates `learning_rate.merge` needs.
+
+        Averages of models trained at different rates from one start: Wortsman et al., Model
+        soups, ICML 2022.
+        """
+        section = self.section
+        return {"best": 1, "average": candidates, "top_k_average": section.top_k}[section.merge]
 
     def _train_without_search(self, epoch: int) -> TrainEpoch:
         """Return an epoch with a single candidate (m = 1): its multiplier still accumulates."""
@@ -141,26 +157,24 @@ class Stpt:
         A candidate whose loss is not finite scores minus infinity. When all do, there is no
         winner and the next base rate is half of this one; the paper leaves this case open.
         """
-        scores = tuple(self.score(result) for result in results)
+        scores = tuple(map(action.score_of, results))
         if not any(is_finite(score) for score in scores):
             reason = f"all {len(results)} candidates diverged: base rate halved"
             return Decision(action.epoch, action.base_lr, scores, None, action.base_lr / 2, reason)
-        best = max(scores)
-        tied = [r for r, score in zip(results, scores, strict=True) if score == best]
-        winner = min(tied, key=lambda r: (abs(r.candidate.multiplier - 1), r.candidate.index))
+        ranked = action.ranked(results)
+        winner, tied = ranked[0], scores.count(max(scores))
         reason = f"best {self.section.score} of {len(results)}"
-        if len(tied) > 1:
-            reason += f"; {len(tied)} tied, multiplier closest to 1.0 taken"
+        if tied > 1:
+            reason += f"; {tied} tied, multiplier closest to 1.0 taken"
         lr = winner.candidate.lr
-        averaged = candidates_to_average(self.section, winner, results, scores)
+        averaged = [replace(r, val_losses=()) for r in ranked if r.status == "ok"]
+        del averaged[action.kept_states :]
         return Decision(
-            action.epoch, action.base_lr, scores, winner, lr, reason, averaged=averaged
+            action.epoch,
+            action.base_lr,
+            scores,
+            winner,
+            lr,
+            reason,
+            averaged=tuple(averaged) if len(averaged) > 1 else (),
         )
-
-    def score(self, result: CandidateResult) -> float:
-        """Return the score, higher is better: the accuracy, or the negative loss."""
-        if result.status != "ok":
-            return float("-inf")
-        if self.section.score == "val_accuracy":
-            return result.val_accuracy
-        return -result.val_loss

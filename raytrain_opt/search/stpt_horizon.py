@@ -119,7 +119,7 @@ class HorizonStpt:
         Peaks: the weighted mean of all rates that reduce the loss. Factors of the weight decay:
         1, unless another is clearly better.
         """
-        scores = tuple(-r.val_loss if r.status == "ok" else float("-inf") for r in results)
+        scores = tuple(map(action.score_of, results))
         undecided = Decision(
             action.epoch,
             action.base_lr,

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,8 @@ from raytrain_opt.train.state import TrainingState, capture, restore
 # points of accuracy in the AlgoPerf benchmark.
 _STATISTICS_BATCHES = 10
 _AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Totals = TypeVar("Totals", bound=TrainTotals | EvalTotals)
 
 # Called before each step with the number of completed steps; may raise to stop the phase.
 OnStep = Callable[[int], None]
@@ -415,3 +418,22 @@ def reduce_sums(values: Sequence[float], device: torch.device) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
     return [float(value) for value in tensor.tolist()]
+
+
+def sum_over_ranks(totals: Totals, device: torch.device) -> Totals:
+    """Return the totals of the process group; times and losses of blocks are this rank's."""
+    counts = ("samples", "correct", "skipped", "correct_top5")
+    names = [name for name in counts if hasattr(totals, name)]
+    values = [totals.loss_sum, *(getattr(totals, name) for name in names)]
+    loss_sum, *sums = reduce_sums(values, device)
+    changes: dict[str, Any] = dict(zip(names, map(int, sums), strict=True))
+    return replace(totals, loss_sum=loss_sum, **changes)
+
+
+def concatenate_over_ranks(values: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the values of all ranks of the process group, in the order of the ranks."""
+    if not dist.is_initialized():
+        return values
+    parts: list[tuple[float, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(parts, values)
+    return tuple(chain.from_iterable(parts))

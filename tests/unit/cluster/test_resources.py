@@ -22,6 +22,7 @@ def plan(
     workers: dict[str, Any] | int = 2,
     slots: dict[str, Any] | None = None,
     sync: bool = False,
+    search_on: str = "slots",
 ) -> PoolPlan:
     section = {"count": workers} if isinstance(workers, int) else workers
     job = Job.model_validate(
@@ -29,10 +30,11 @@ def plan(
             "model": "small_cnn",
             "data": "digits",
             "epochs": 1,
-            "global_batch_size": 60,
+            "global_batch_size": 960,
             "workers": section,
             "slots": slots or {},
             "batch_norm": {"sync": sync},
+            "learning_rate": {"policy": "stpt_horizon", "search_on": search_on},
         }
     )
     return plan_pools(pool_request(job, candidates=candidates), nodes)
@@ -185,7 +187,7 @@ def test_an_error_says_what_is_there_and_what_to_change() -> None:
         plan(LAPTOP, workers={"count": 2, "resources": {"CPU": 1}})
     text = str(error.value)
     assert "not even one slot of 0.4 CPU fits beside 2 workers of 1 CPU on 1 node (2 CPU)" in text
-    for way_out in ("slots.resources", "workers.resources", "fewer workers", "policy: schedule"):
+    for way_out in ("slots.resources", "workers.resources", "fewer workers", "search_on: workers"):
         assert way_out in text
 
 
@@ -195,3 +197,54 @@ def test_a_group_that_may_be_smaller_starts_with_what_there_is() -> None:
     assert (pool_plan.workers, pool_plan.placed_workers) == (4, 2)
     with pytest.raises(ResourcesError, match="room for 2"):
         plan(LAPTOP, candidates=0, workers={**section, "min_count": 3})
+
+
+# Who trains candidates.
+
+EIGHT_GPUS = {"CPU": 64.0, "GPU": 8.0}
+
+
+def choice(*nodes: dict[str, float], workers: int, candidates: int = 3) -> tuple[int, str]:
+    """Return the number of slots, and why."""
+    pool_plan = plan(*nodes, workers=workers, candidates=candidates, search_on="auto")
+    return pool_plan.slots, pool_plan.search_reason
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "expected"),
+    [
+        # One worker has all cores of a node, and so have all slots together.
+        ([LAPTOP], 1, (0, "slots would not be faster")),
+        ([{"CPU": 1.0}] * 2, 2, (0, "slots would take 1.33 times as long")),
+        # Two slots on the first node, which the worker does not fill.
+        ([{"CPU": 1.0}, {"CPU": 4.0}], 1, (3, "workers would take 1.5 times as long")),
+        ([ONE_GPU], 1, (0, "slots would not be faster")),
+        # The first slot is on the worker's GPU, Ray packs the others on the next one.
+        ([TWO_GPUS], 1, (3, "workers would take 1.5 times as long")),
+        ([EIGHT_GPUS], 8, (0, "slots would take 2.67 times as long")),
+        ([EIGHT_GPUS] * 4, 32, (0, "slots would take 10.7 times as long")),
+    ],
+)
+def test_auto_takes_the_shorter_search(
+    nodes: list[dict[str, float]], workers: int, expected: tuple[int, str]
+) -> None:
+    assert choice(*nodes, workers=workers) == expected
+
+
+def test_auto_without_room_for_a_slot_searches_on_the_workers() -> None:
+    workers = {"count": 2, "resources": {"CPU": 1}}
+    pool_plan = plan(LAPTOP, workers=workers, search_on="auto")
+    assert (pool_plan.slots, pool_plan.search_reason) == (0, "there is no room for slots")
+
+
+def test_workers_that_search_start_no_slots() -> None:
+    pool_plan = plan(EIGHT_GPUS, workers=1, search_on="workers")
+    assert (pool_plan.slots, pool_plan.search_reason) == (0, "")
+
+
+@pytest.mark.parametrize("candidates", [0, 3])
+def test_without_slots_a_worker_takes_a_complete_gpu(candidates: int) -> None:
+    pool_plan = plan(EIGHT_GPUS, workers=8, candidates=candidates, search_on="workers")
+    assert pool_plan.worker_resources == {"CPU": 0.6, "GPU": 1.0}
+    asked = {"count": 8, "resources": {"GPU": 0.6}}
+    assert plan(EIGHT_GPUS, workers=asked, candidates=0).worker_resources == {"GPU": 0.6}

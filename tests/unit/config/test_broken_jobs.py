@@ -6,10 +6,12 @@ The errors themselves are in tests/unit/behavior/test_bad_input.py, one by one.
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 
 from raytrain_opt.config.load import parse_job
+from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import BrokenRulesError
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_sections
@@ -141,6 +143,37 @@ def test_a_weight_decay_is_chosen_where_policy_and_optimizer_can(lines: list[str
     [problem] = problems(*lines)
     assert problem.path == "optimizer.args.weight_decay"
     assert "number" in problem.rule
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [STPT + "search_on: workers, candidate_batch: local}"],
+        ["learning_rate: {policy: stpt_horizon, search_on: workers}", "parallel: {mode: async}"],
+    ],
+)
+def test_workers_train_candidates_on_the_global_batch_together(lines: list[str]) -> None:
+    [problem] = problems(*lines)
+    assert problem.path == "learning_rate.search_on"
+    assert "need slots" in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("changes", "search_on"),
+    [
+        ({}, "auto"),
+        ({"parallel": {"mode": "async"}}, "slots"),
+        ({"learning_rate": {"policy": "stpt"}}, "slots"),
+        ({"learning_rate": {"policy": "stpt", "search_on": "auto"}}, "auto"),
+        (
+            {"learning_rate": {"policy": "stpt", "search_on": "auto", "candidate_batch": "local"}},
+            "slots",
+        ),
+    ],
+)
+def test_where_candidates_may_train(changes: dict[str, Any], search_on: str) -> None:
+    good = {"model": "small_cnn", "data": "digits", "epochs": 1, "global_batch_size": 8}
+    assert Job.model_validate(good | changes).search_on == search_on
 
 
 def test_only_the_policy_that_searches_chooses_an_optimizer() -> None:

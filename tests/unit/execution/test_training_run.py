@@ -48,6 +48,26 @@ JOBS: dict[str, dict[str, Any]] = {
         "epochs": 3,
         "learning_rate": {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 3},
     },
+    "stpt on workers": {
+        "epochs": 3,
+        "learning_rate": {
+            "policy": "stpt",
+            "candidates": [1.0, 0.5, 0.7],
+            "alpha": 3,
+            "score": "val_loss",
+            "search_on": "workers",
+        },
+    },
+    "stpt local": {
+        "epochs": 2,
+        "workers": {"count": 2},
+        "learning_rate": {
+            "policy": "stpt",
+            "candidates": [1.0, 0.5],
+            "alpha": 3,
+            "candidate_batch": "local",
+        },
+    },
     "stpt averaged": {
         "epochs": 2,
         "learning_rate": {
@@ -66,6 +86,7 @@ JOBS: dict[str, dict[str, Any]] = {
             "initial": 1.0,
             "horizon": 0.4,
             "max_search_cost": 1.0,
+            "search_on": "slots",
         },
     },
     "optimizers": {  # the second one is chosen
@@ -128,7 +149,7 @@ def execute(
     learner = open_learner(job)
     backend = in_process_backend(
         learner,
-        with_slots=max_candidates(job) > 0,
+        with_slots=max_candidates(job) > 0 and job.search_on == "slots",
         candidate_batch=job.learning_rate.candidate_batch,
     )
     if kills is not None:
@@ -251,7 +272,7 @@ class Uninterrupted:
 
 def tiny_job(storage: Path, **changes: Any) -> Job:
     model = {"name": "small_cnn", "args": {"width": 2}}
-    return small_job(storage, model=model, workers={"count": 1}, **changes)
+    return small_job(storage, **{"model": model, "workers": {"count": 1}} | changes)
 
 
 @pytest.fixture(scope="module", params=JOBS)
@@ -264,6 +285,7 @@ def uninterrupted(
     run = Uninterrupted(job, process.moves, outcome(paths))
     assert run.moves.count("checkpoint_epoch") == job.epochs
     kept = [line for line in run.outcome["rounds"] if line["kept_steps"]]
+    assert all(line["search_on"] == job.search_on.replace("auto", "workers") for line in kept)
     assert bool(kept) == (job.learning_rate.policy == "stpt")
     assert bool(run.outcome["rounds"]) == bool(max_candidates(job))
     return run
@@ -445,6 +467,22 @@ def test_the_search_cost_is_what_was_trained_beyond_the_weights(
     search, kept = outcome(paths)["samples"]
     assert search == job.epochs * losers * alpha * job.global_batch_size
     assert kept == steps * job.global_batch_size
+
+
+def test_local_candidates_train_a_part_of_each_batch_and_give_the_rate_of_all(
+    tmp_path: Path,
+) -> None:
+    """Of two workers; the kept steps of the winner have half the samples of the others."""
+    job, paths = tiny_job(tmp_path, **JOBS["stpt local"]), RunPaths.create(str(tmp_path), "run")
+    execute(job, paths, never)
+    search, kept = outcome(paths)["samples"]
+    steps, alpha, batch = json.loads(paths.schedule.read_text())["steps"], 3, job.global_batch_size
+    assert search == job.epochs * alpha * batch // 2
+    assert kept == steps * batch - job.epochs * alpha * batch // 2
+    for line in outcome(paths)["rounds"]:
+        winner = line["candidates"][line["winner"]]
+        assert winner["lr"] == line["base_lr"] * winner["multiplier"] == line["next_base_lr"]
+        assert (line["search_on"], winner["slot"]) == ("slots", 0)
 
 
 def test_a_peak_search_keeps_no_sample(tmp_path: Path) -> None:

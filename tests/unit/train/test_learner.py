@@ -457,6 +457,16 @@ def test_block_losses_add_up_to_the_loss(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trained.evaluate("validation").block_losses == ()
 
 
+def test_released_memory_is_given_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, released = learner(), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append("cache"))
+    trained.release_memory()
+    assert released == []  # on CPU there is no cache
+    monkeypatch.setattr(trained, "device", torch.device("cuda"))
+    trained.release_memory()
+    assert released == ["cache"]
+
+
 def test_the_validation_split_is_not_the_test_set() -> None:
     trained = learner()
     assert trained.evaluate("validation").samples == trained.info.validation_size == 8

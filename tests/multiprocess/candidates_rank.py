@@ -1,0 +1,131 @@
+"""One process of `test_candidates`.
+
+Runs a search and a round of policy stpt on a worker, and in a single process on a slot too. The
+search is that of a model without BatchNorm, so that only the order of additions differs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.optim.epoch_steps import epoch_steps
+from raytrain_opt.pools.commands import MainTrain, Pretrain, SendCandidateState, StateRef
+from raytrain_opt.pools.in_process import InProcessStates
+from raytrain_opt.pools.slot import Slot
+from raytrain_opt.pools.worker import Worker
+from raytrain_opt.search.factory import build_policy
+from raytrain_opt.search.policy import Candidate, History, TryCandidates
+from raytrain_opt.train.data_parallel import distribute, single_process, use_threads
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.state import TrainingState
+from tests.multiprocess.rank import plain_net
+from tests.support.process_group import gloo_group
+
+WORKERS, BATCH, STEPS = 4, 64, 6
+LRS = (0.2, 0.1, 1e-4, 1e-5)  # the best ones are not the last ones
+
+
+def make_job(model: Any) -> Job:
+    return Job.model_validate(
+        {
+            "model": model,
+            "data": "digits",
+            "epochs": 8,
+            "global_batch_size": BATCH,
+            "learning_rate": {"policy": "stpt_horizon", "max_search_cost": 1.0, "horizon": 1.0},
+            "optimizer": {"name": "auto", "candidates": ["SGD", "Muon"]},
+            "workers": {"count": WORKERS},
+        }
+    )
+
+
+class CountedStates(InProcessStates):
+    """States in this process, and how often one was read."""
+
+    reads = 0
+
+    def get(self, ref: StateRef) -> TrainingState:
+        self.reads += 1
+        return super().get(ref)
+
+
+def ignore(_done: int, _total: int) -> None:
+    pass
+
+
+def search(trainer: Slot | Worker, states: CountedStates, job: Job) -> dict[str, Any]:
+    """Let the policy search; rank 0 tells the others what it decides, as the driver does."""
+    info = trainer.learner.info
+    steps = epoch_steps(info.train_size, BATCH, job.batch_ramp.steps, info.search_size)
+    policy, history = build_policy(job, steps), History()
+    start = states.put("initial", trainer.learner.state(copy=True))
+    tried: list[Any] = []
+    while isinstance(action := policy.next(1, history), TryCandidates):
+        reply = trainer.handle(Pretrain(start, action, (0,)), ignore)
+        results = [reply.results]
+        if dist.is_initialized():
+            dist.broadcast_object_list(results, src=0)
+        tried += [
+            (c.candidate.optimizer, c.candidate.lr, c.val_loss, len(c.val_losses))
+            for c in results[0]
+        ]
+        history = history.after_round(policy.decide(action, results[0], history))
+    latest = history.latest
+    assert latest is not None
+    return {
+        "tried": tried,
+        "optimizer": latest.next_optimizer,
+        "peak": latest.next_base_lr,
+    }
+
+
+def one_round(trainer: Slot | Worker, states: CountedStates, _job: Job) -> dict[str, Any]:
+    """Train a round of policy stpt and take over the state of the second candidate."""
+    start = states.put("start", trainer.learner.state(copy=True))
+    candidates = tuple(Candidate(i, 1.0, lr) for i, lr in enumerate(LRS))
+    plan = TryCandidates(1, 0.1, "", candidates, (1.0,) * STEPS, kept_states=2)
+    command = Pretrain(start, plan, (0,))
+    results = trainer.handle(command, ignore).results
+    send = SendCandidateState(command, candidates[1], 0)
+    sent = trainer.handle(send, ignore)
+    outcome = {
+        "losses": [result.val_loss for result in results],
+        "sent": None if sent is None else sent.sha256,
+        "digest": trainer.learner.state(copy=True).digest(),
+    }
+    if isinstance(trainer, Worker):
+        # What was sent has an id that every worker knows: no worker loads it again.
+        live = states.put("1.candidate1", trainer.learner.state(copy=True))
+        trained = trainer.handle(MainTrain(live, 1, STEPS, (0.1,) * 2), ignore)
+        outcome |= {"began_from": trained.loaded_sha256, "reads": states.reads}
+        restarted = Worker(
+            trainer.learner, trainer.index, trainer.world_size, 0.0, states
+        )  # it knows nothing of the round
+        restarted.handle(send, ignore)
+        outcome["digest_after_restart"] = trainer.learner.state(copy=True).digest()
+    return outcome
+
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    use_threads(1)
+    results: dict[str, Any] = {"worker": {}, "slot": {}}
+    connect = distribute if world_size > 1 else single_process
+    with gloo_group(rank, world_size, folder):
+        for model, work in ((plain_net, search), ("small_cnn", one_round)):
+            job, states = make_job(model), CountedStates()
+            config, cpu = LearnerConfig.from_job(job), torch.device("cpu")
+            arrays = load_shared_arrays(job.data)
+            learner = Learner(config, arrays, cpu, connect)
+            worker = Worker(learner, rank, world_size, 0.0, states)
+            results["worker"] |= work(worker, states, job)
+            if world_size == 1:
+                slot = Slot(Learner(config, arrays, cpu), 0, states, "global")
+                results["slot"] |= work(slot, states, job)
+    torch.save(results, folder / f"rank-{rank}.pt")

@@ -1,0 +1,140 @@
+"""What a slot and a worker keep: states in host memory, and memory of the device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+
+from raytrain_opt.pools.commands import Evaluate, MainTrain, Pretrain, SendCandidateState
+from raytrain_opt.pools.in_process import InProcessStates
+from raytrain_opt.pools.slot import Slot
+from raytrain_opt.pools.worker import Worker
+from raytrain_opt.results import EvalTotals, TrainTotals
+from raytrain_opt.search.policy import Candidate, TryCandidates
+
+BATCH = 8
+
+
+class FakeState:
+    """A state: its only number is the rate that it was trained at."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+    def digest(self) -> str:
+        return f"{self.lr:g}"
+
+
+class FakeLearner:
+    """A learner that trains to the loss `lr`; its allocator caches what each phase has used."""
+
+    config = SimpleNamespace(worker_count=1)
+    device = torch.device("cpu")
+    parallel = SimpleNamespace(report=dict)
+
+    def __init__(self) -> None:
+        self.lr, self.cached_mib, self.trained = 0.0, 0, 0
+        self.states: WeakSet[FakeState] = WeakSet()
+
+    def load(self, state: FakeState) -> None:
+        self.lr = state.lr
+
+    def state(self, *, copy: bool) -> FakeState:
+        state = FakeState(self.lr)
+        self.states.add(state)
+        return state
+
+    def train(self, epoch: int, first: int, lrs: Any, *_: Any, **__: Any) -> TrainTotals:
+        if lrs[0] < 0:
+            raise ValueError("a planted failure")
+        self.cached_mib += 100
+        self.trained += 1
+        self.lr = lrs[0]
+        return TrainTotals(len(lrs), BATCH, lrs[0] * BATCH, 1, 0, 1.0, 0.1)
+
+    def evaluate(self, *_: Any, **__: Any) -> EvalTotals:
+        self.cached_mib += 10
+        return EvalTotals(BATCH, self.lr * BATCH, 1, 1, 0.1)
+
+    def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
+        self.cached_mib += 1
+
+    def wait_for_device(self) -> None: ...
+
+    def release_memory(self) -> None:
+        self.cached_mib = 0
+
+
+def ignore(_done: int, _total: int) -> None: ...
+
+
+def make(kind: str) -> tuple[Slot | Worker, FakeLearner, InProcessStates]:
+    learner, states = FakeLearner(), InProcessStates()
+    any_learner: Any = learner
+    if kind == "slot":
+        return Slot(any_learner, 0, states, "global"), learner, states
+    return Worker(any_learner, 0, 1, 0.0, states), learner, states
+
+
+def a_round(states: InProcessStates, *lrs: float, kept: int = 1) -> Pretrain:
+    candidates = tuple(Candidate(i, 1.0, lr) for i, lr in enumerate(lrs))
+    plan = TryCandidates(1, 1.0, "", candidates, (1.0, 1.0), kept_states=kept)
+    start: Any = FakeState(9.0)
+    return Pretrain(states.put("start", start), plan, (0,))
+
+
+@pytest.mark.parametrize("kind", ["slot", "worker"])
+@pytest.mark.parametrize(("kept", "copies"), [(0, 0), (1, 1), (2, 2), (5, 4)])
+def test_only_the_best_states_so_far_are_kept(kind: str, kept: int, copies: int) -> None:
+    resident, learner, states = make(kind)
+    command = a_round(states, 0.2, 0.5, 0.1, 0.3, 0.4, kept=kept)
+    resident.handle(command, ignore)
+    # The state of the last candidate is in the learner.
+    assert sorted(state.lr for state in learner.states) == [0.1, 0.2, 0.3, 0.5][:copies]
+    sent = {0.1: 0, 0.2: 1, 0.4: 2, 0.3: 3}
+    for lr, rank in sent.items():
+        candidate = next(c for c in command.plan.candidates if c.lr == lr)
+        trained = learner.trained
+        ref = resident.handle(SendCandidateState(command, candidate, 0), ignore)
+        assert (ref.sha256, ref.id) == (f"{lr:g}", f"1.candidate{candidate.index}")
+        is_kept = (lr == 0.4 and not trained) or lr in [0.1, 0.2, 0.3][:kept]
+        assert (learner.trained == trained) == is_kept, (lr, rank)
+
+
+@pytest.mark.parametrize("kind", ["slot", "worker"])
+def test_no_command_leaves_cached_memory_on_the_device(kind: str) -> None:
+    resident, learner, states = make(kind)
+    command = a_round(states, 0.2, 0.1)
+    commands: list[Any] = [
+        command,
+        SendCandidateState(command, command.plan.candidates[0], 0),
+        SendCandidateState(command, command.plan.candidates[0], 1),  # to another slot
+    ]
+    if kind == "worker":
+        commands += [MainTrain(command.state, 1, 2, (0.1,)), Evaluate(command.state)]
+    for each in commands:
+        learner.cached_mib = 7
+        resident.handle(each, ignore)
+        assert learner.cached_mib == 0, each.name
+    with pytest.raises(ValueError, match="a planted failure"):
+        resident.handle(a_round(states, 0.1, -1.0), ignore)
+    assert learner.cached_mib == 0
+
+
+def test_the_main_training_keeps_no_state_of_a_candidate() -> None:
+    worker, learner, states = make("worker")
+    worker.handle(a_round(states, 0.1, 0.2), ignore)
+    assert len(learner.states) == 1
+    worker.handle(MainTrain(states.put("other", FakeState(1.0)), 1, 2, (0.1,)), ignore)  # type: ignore[arg-type]
+    assert len(learner.states) == 0
+
+
+def test_a_slot_that_was_given_up_trains_nothing() -> None:
+    slot, learner, states = make("slot")
+    command = a_round(states, 0.2, 0.1)
+    reply = slot.handle(Pretrain(command.state, command.plan, (1, 2)), ignore)
+    assert (reply.results, learner.trained) == ((), 0)
