@@ -1,7 +1,11 @@
-"""The standalone Python example of the documentation, run exactly as it is printed."""
+"""The standalone Python example of the documentation, run exactly as it is printed.
+
+It has the default policy, whose candidates all workers train together.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,12 +15,19 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
+from raytrain_opt.pools.faults import VARIABLE
+from tests.support.small_jobs import read_lines
+
 PAGE = Path(__file__).parents[3] / "docs" / "own-model-and-data.md"
 
 
 @pytest.mark.timeout(600)
 def test_the_example_with_own_model_and_data_runs(tmp_path: Path, local_ray: Cluster) -> None:
-    """On the Ray of these tests, which saves the start of another one."""
+    """On the Ray of these tests, which saves the start of another one; a worker is killed while
+    the workers train a candidate.
+    """
+    fault = {"role": "worker", "index": 1, "phase": "pretrain", "step": 7}
+    faults = {VARIABLE: json.dumps([fault])}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     (example,) = [block for block in blocks if "__main__" in block]
     script = tmp_path / "example.py"
@@ -24,9 +35,21 @@ def test_the_example_with_own_model_and_data_runs(tmp_path: Path, local_ray: Clu
     process = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,
-        env={**os.environ, "RAY_ADDRESS": local_ray.address},
+        env={**os.environ, **faults, "RAY_ADDRESS": local_ray.address},
         capture_output=True,
         text=True,
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    assert list(tmp_path.glob("runs/*/result.json"))
+    (result,) = tmp_path.glob("runs/*/result.json")
+    summary = json.loads(result.read_text())
+    assert (summary["restarts"], summary["hardware"]["slots"]) == ({"worker": 2}, 0)
+    assert summary["final"]["test_accuracy"] > 0.9
+    rounds = read_lines(str(result.parent), "rounds")
+    assert {(line["search_on"], line["search_reason"]) for line in rounds} == {
+        ("workers", "slots would take 1.33 times as long")
+    }
+    assert {c["optimizer"] for line in rounds for c in line["candidates"]} > {"Muon", "SGD"}
+    assert {c["slot"] for line in rounds for c in line["candidates"]} == {-1}
+    spans = read_lines(str(result.parent), "timeline")
+    pretraining = [span["process"] for span in spans if span["command"] == "pretrain"]
+    assert sorted(pretraining) == ["worker 0"] * len(rounds) + ["worker 1"] * len(rounds)
