@@ -82,7 +82,7 @@ def measure(job: Job) -> dict[str, Any]:
     cost = result.summary["search"]
     fraction = cost["fraction_of_training"]
     return {
-        "workers": job.workers.count,
+        "workers": job.workers.size,
         "search_s": search_s,
         "training_s": training_s,
         "search_samples": cost["samples"],

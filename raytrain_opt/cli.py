@@ -322,8 +322,8 @@ def _summary(job: Job) -> str:
         "learning rate": _learning_rate(job),
         "optimizer": " or ".join(str(optimizer.name) for optimizer in job.optimizers),
         "training": f"{job.epochs} epochs, {job.precision}, seed {job.seed}",
-        "global batch": f"{job.global_batch_size} = {job.workers.count} workers x "
-        f"{job.batch_size_per_worker}"
+        "global batch": str(job.global_batch_size)
+        + _split(job)
         + (f", before the search by {searched.strategy}" if searched else ""),
         "slots": _slots(job),
         "results": job.storage_path,
@@ -331,9 +331,17 @@ def _summary(job: Job) -> str:
     return "\n".join(f"  {name:14} {text}" for name, text in lines.items())
 
 
+def _split(job: Job) -> str:
+    if job.workers.count == "auto":
+        return ", divided among the free GPUs"
+    return f" = {job.workers.count} workers x {job.batch_size_per_worker}"
+
+
 def _slots(job: Job) -> str:
-    if job.learning_rate.policy not in ("stpt", "stpt_horizon"):
+    if job.learning_rate.policy not in ("stpt", "stpt_horizon") or job.search_on == "workers":
         return "none"
+    if job.search_on == "auto":
+        return "none, if all workers together train candidates as fast"
     return str(job.slots.count or "one per candidate, if the cluster has room")
 
 

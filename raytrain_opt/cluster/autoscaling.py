@@ -69,7 +69,7 @@ def may_grow(nodes: int) -> bool:
 def worker_requests(workers: WorkersSection) -> list[Resources]:
     """Return what the workers will ask for, as far as it is known before the nodes join."""
     default = {"GPU": 1.0} if workers.use_gpu is True else {"CPU": 1.0}
-    return [dict(workers.resources or default)] * workers.count
+    return [dict(workers.resources or default)] * workers.size
 
 
 @contextmanager

@@ -37,11 +37,13 @@ Resources = dict[str, float]
 class PoolRequest:
     """What a job needs of a cluster.
 
+    `global_batch_size`: what the workers divide among themselves.
     `candidates`: largest number of candidates in a round; 0 for none. `search_on`: who trains
     them. `sync_batch_norm`: whether workers use SyncBatchNorm, which needs GPUs.
     """
 
     workers: WorkersSection
+    global_batch_size: int
     slots: SlotsSection
     candidates: int
     search_on: SearchOn
@@ -103,7 +105,8 @@ def _plan_workers(
 ) -> tuple[PoolPlan, list[_Node]]:
     """Plan the workers, by default with this part of a GPU each; also return what is left."""
     workers = request.workers
-    count, use_gpu = workers.count, _use_gpu(workers, nodes)
+    use_gpu = _use_gpu(workers, nodes)
+    count = _worker_count(request, nodes, use_gpu=use_gpu)
     worker = dict(workers.resources or _default(count, nodes, use_gpu, _WORKER_FRACTION, gpu))
     _require_gpu("workers.resources", worker, use_gpu)
     if request.sync_batch_norm and not use_gpu and count > 1:
@@ -150,6 +153,18 @@ def _plan_both(
     )
     sharing = max(Counter(placed).values())
     return plan, waves * sharing * plan.devices / candidates
+
+
+def _worker_count(
+    request: PoolRequest, nodes: Sequence[Mapping[str, float]], *, use_gpu: bool
+) -> int:
+    workers = request.workers
+    if workers.count != "auto" or not use_gpu:
+        return workers.size
+    devices = max(1, int((workers.resources or {}).get("GPU", 1)))
+    room = sum(int(node.get("GPU", 0)) // devices for node in nodes)
+    counts = (n for n in range(room, 0, -1) if request.global_batch_size % n == 0)
+    return next(counts, 1)
 
 
 def _use_gpu(workers: WorkersSection, nodes: Sequence[Mapping[str, float]]) -> bool:

@@ -19,8 +19,13 @@ from raytrain_opt.config.section import (
 class WorkersSection(Section):
     """The data-parallel workers of Ray Train."""
 
-    count: PositiveInt = Field(
-        1, description="Number of workers; each computes an equal part of the global batch."
+    count: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Number of workers; each computes an equal part of the global batch. auto: as many as "
+            "there are free GPUs, or the largest number below that divides global_batch_size; "
+            "without GPUs, 1."
+        ),
     )
     min_count: PositiveInt | None = Field(
         None,
@@ -46,14 +51,19 @@ class WorkersSection(Section):
     )
 
     @property
+    def size(self) -> int:
+        """The number of workers; of `auto`, 1 until the cluster is known."""
+        return 1 if self.count == "auto" else self.count
+
+    @property
     def min_workers(self) -> int:
         """The smallest number of workers that the job may continue with."""
-        return self.min_count or self.count
+        return self.min_count or self.size
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse a minimum above the number of workers."""
-        if self.min_workers > self.count:
-            yield "min_count", f"is more than count, {self.count}"
+        if self.min_workers > self.size:
+            yield "min_count", f"is more than count, {self.size}"
 
 
 class SlotsSection(Section):

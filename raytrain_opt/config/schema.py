@@ -251,7 +251,7 @@ class Job(Section):
     @property
     def batch_size_per_worker(self) -> int:
         """Samples per update in each worker."""
-        return self.global_batch_size // self.workers.count
+        return self.global_batch_size // self.workers.size
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Yield every rule over several sections that the job breaks."""
@@ -263,13 +263,13 @@ class Job(Section):
             yield from self._async_rules()
 
     def _batch_rules(self) -> Iterator[BrokenRule]:
-        if self.global_batch_size % self.workers.count:
+        if self.global_batch_size % self.workers.size:
             yield (
                 "global_batch_size",
-                f"{self.global_batch_size} does not split evenly over {self.workers.count} "
+                f"{self.global_batch_size} does not split evenly over {self.workers.size} "
                 "workers; give a multiple of workers.count",
             )
-        if self.batch_norm.sync and self.workers.min_workers < self.workers.count:
+        if self.batch_norm.sync and self.workers.min_workers < self.workers.size:
             yield (
                 "workers.min_count",
                 "with fewer workers the micro-batches per worker can differ, and batch_norm.sync "
@@ -359,7 +359,7 @@ class Job(Section):
             gpus = (section.resources or {}).get("GPU", 0)
             if gpus > 1 and gpus != int(gpus):
                 yield f"{pool}.resources.GPU", "must be an integer above 1"
-        if self.batch_norm.sync and self.workers.use_gpu is False and self.workers.count > 1:
+        if self.batch_norm.sync and self.workers.use_gpu is False and self.workers.size > 1:
             yield (
                 "batch_norm.sync",
                 "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false; remove it",
@@ -386,7 +386,7 @@ class Job(Section):
                 "fp16 scales the loss by what overflowed in the last update, which no worker "
                 "knows with parallel.mode: async; use bf16",
             )
-        if self.workers.min_workers < self.workers.count:
+        if self.workers.min_workers < self.workers.size:
             yield (
                 "workers.min_count",
                 "belongs to parallel.mode: sync; with async the remaining workers continue "

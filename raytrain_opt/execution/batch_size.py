@@ -135,7 +135,7 @@ def _search(
 
 
 def _bounds(section: BatchSizeSection, session: Session) -> SizeBounds:
-    workers = session.job.workers.count
+    workers = session.job.workers.size
     epoch_samples = session.preflight.info.train_size // workers
     largest = min(epoch_samples, section.max_batch_size or epoch_samples)
     return SizeBounds(largest, epoch_samples, workers)
@@ -161,7 +161,7 @@ def _probe(
             section=section,
             limits=bounds,
             use_gpu=plan.use_gpu,
-            threads=compute_threads(job.workers.threads, job.workers.count),
+            threads=compute_threads(job.workers.threads, job.workers.size),
             resources=_probe_resources(plan),
             shared=[ray.put(session.preflight.shared)],
             run_id=session.paths.run_id,

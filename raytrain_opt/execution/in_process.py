@@ -9,7 +9,8 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_job, run_preflight
 from raytrain_opt.execution.progress import Startup
-from raytrain_opt.execution.rescale import resolve_lr_scaling
+from raytrain_opt.execution.rescale import resolve_lr_scaling, set_worker_count
+from raytrain_opt.execution.resume import keep_worker_count
 from raytrain_opt.execution.session import explain_interruption, open_run_directory
 from raytrain_opt.execution.signals import stop_on_sigterm
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
@@ -29,7 +30,8 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
     if problems:
         raise JobError(problems)
     _check_in_process(job)
-    job = resolve_lr_scaling(job)
+    job = resolve_lr_scaling(keep_worker_count(job, resume))
+    job = set_worker_count(job, job.workers.size)
     startup = Startup(began_s)
     with open_terminal(job.epochs) as terminal, open_run_directory(job, resume) as directory:
         paths, checkpoints, notes = directory

@@ -69,7 +69,14 @@ class Preflight:
 
 def pool_request(job: Job, *, candidates: int) -> PoolRequest:
     """Return what the job needs of a cluster, with this many candidates in a round."""
-    return PoolRequest(job.workers, job.slots, candidates, job.search_on, job.batch_norm.sync)
+    return PoolRequest(
+        job.workers,
+        job.global_batch_size,
+        job.slots,
+        candidates,
+        job.search_on,
+        job.batch_norm.sync,
+    )
 
 
 def check_job(job: Job) -> list[Problem]:
@@ -186,10 +193,10 @@ def _read_data(job: Job) -> tuple[DatasetArrays | None, DataInfo]:
 
 
 def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
-    if job.workers.count <= info.train_size:
+    if job.workers.size <= info.train_size:
         return []
     rule = f"more than the training set has samples ({info.train_size})"
-    return [Problem("workers.count", rule, str(job.workers.count))]
+    return [Problem("workers.count", rule, str(job.workers.size))]
 
 
 def _check_model(job: Job, info: DataInfo) -> list[Problem]:

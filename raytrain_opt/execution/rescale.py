@@ -1,4 +1,4 @@
-"""Adapt a job's learning rate to its global batch size. Pure: a job in, a job out."""
+"""Adapt a job to the batch size and the workers that it gets. Pure: a job in, a job out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def apply_batch_size(job: Job, batch_size_per_worker: int) -> Job:
     The rule is `learning_rate.scaling` where the job has it, else `batch_size_search.lr_rule`.
     """
     search, policy = job.batch_size_search, scalable_policy(job)
-    global_batch_size = batch_size_per_worker * job.workers.count
+    global_batch_size = batch_size_per_worker * job.workers.size
     resized = job.model_copy(
         update={"global_batch_size": global_batch_size, "batch_size_search": None}
     )
@@ -37,6 +37,12 @@ def resolve_lr_scaling(job: Job) -> Job:
     lr = scalable_policy(job).initial
     scaled = scale_lr(scaling.rule, lr, scaling.reference_batch_size, job.global_batch_size)
     return _with_initial_lr(job, scaled)
+
+
+def set_worker_count(job: Job, count: int) -> Job:
+    """Return the job with this number of workers."""
+    workers = job.workers.model_copy(update={"count": count})
+    return job.model_copy(update={"workers": workers})
 
 
 def scalable_policy(job: Job) -> StptPolicy | HorizonPolicy | SchedulePolicy:

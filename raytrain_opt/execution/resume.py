@@ -13,7 +13,7 @@ from raytrain_opt.config.error_messages import shown
 from raytrain_opt.config.load import parse_job, plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling
+from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_worker_count
 from raytrain_opt.paths import newest_unfinished
 from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.records import BatchSizeRecord
@@ -46,9 +46,20 @@ def find_unfinished_run(job: Job) -> str | None:
     return run_dir
 
 
-def _refuse_another_job(job: Job, run_dir: str) -> None:
+def keep_worker_count(job: Job, run_dir: str | None) -> Job:
+    """Return the job; `workers.count: auto` becomes the number with which that run began."""
+    if run_dir is None or job.workers.count != "auto":
+        return job
+    return set_worker_count(job, _read_job(run_dir).workers.size)
+
+
+def _read_job(run_dir: str) -> Job:
     text = (storage.read(run_dir, "job.yaml") or b"").decode(errors="replace")
-    jobs = (job, parse_job(text, f"{run_dir}/job.yaml"))
+    return parse_job(text, f"{run_dir}/job.yaml")
+
+
+def _refuse_another_job(job: Job, run_dir: str) -> None:
+    jobs = (job, _read_job(run_dir))
     now, then = (_flatten(plain_job(_resolve(job, run_dir))) for job in jobs)
     problems = [
         Problem(key, f"is {_value_text(then, key)} in that run", _value_text(now, key))
@@ -75,7 +86,7 @@ def _resolve(job: Job, run_dir: str) -> Job:
         record = read_record(run_dir, "batch_size.json", BatchSizeRecord)
         if record is not None:
             job = apply_batch_size(job, record.batch_size_per_worker)
-    return resolve_lr_scaling(job)
+    return resolve_lr_scaling(keep_worker_count(job, run_dir))
 
 
 def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from shlex import quote
 from threading import Thread
@@ -31,7 +31,8 @@ from raytrain_opt.execution.preflight import (
     run_preflight,
 )
 from raytrain_opt.execution.progress import RunProgress, Startup
-from raytrain_opt.execution.rescale import resolve_lr_scaling
+from raytrain_opt.execution.rescale import resolve_lr_scaling, set_worker_count
+from raytrain_opt.execution.resume import keep_worker_count
 from raytrain_opt.execution.signals import Terminated, stop_on_sigterm
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
@@ -82,6 +83,7 @@ def open_session(
     """
     check_address(address)
     startup = Startup(began_s)
+    job = keep_worker_count(job, resume)
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal(job.epochs))
         pending_preflight = _start_thread(lambda: _prepare(job))
@@ -111,6 +113,12 @@ def open_session(
         if plan.search_reason:
             where = f"{plan.slots} slots" if plan.slots else "all workers"
             terminal.note(f"candidates train on {where}: {plan.search_reason}")
+        if job.workers.count == "auto":
+            job = set_worker_count(job, plan.workers)
+            if preflight.resolved is not None:
+                resolved = replace(preflight.resolved, job=job)
+                preflight = replace(preflight, resolved=resolved)
+            write_text(paths.job, dump_job(job))
         yield Session(job, paths, terminal, startup, checkpoints, owns_ray, preflight, plan)
 
 

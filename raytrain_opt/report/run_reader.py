@@ -62,7 +62,8 @@ class RunRecords:
     @property
     def workers(self) -> int:
         """Number of workers in the job file."""
-        return int(self.job["workers"]["count"])
+        count = self.job["workers"]["count"]
+        return 1 if count == "auto" else int(count)
 
     @property
     def global_batch_size(self) -> int:

@@ -63,7 +63,7 @@ class LearnerConfig:
             compile=job.compile,
             seed=job.seed,
             global_batch_size=job.global_batch_size,
-            worker_count=job.workers.count,
+            worker_count=job.workers.size,
             eval_batch_size_per_worker=job.evaluate.batch_size_per_worker,
         )
 

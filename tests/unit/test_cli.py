@@ -191,7 +191,10 @@ def test_the_summary_names_the_policy(job_file: str, policy: str, words: str) ->
 def test_the_summary_names_the_batch_size_search(job_file: str) -> None:
     search = "batch_size_search={strategy: throughput_knee}"
     result = invoke("validate", job_file, "--set", search)
-    assert "8 = 1 workers x 8, before the search by throughput_knee" in result.stdout
+    text = "8, divided among the free GPUs, before the search by throughput_knee"
+    assert text in result.stdout
+    result = invoke("validate", job_file, "--set", search, "--set", "workers.count=2")
+    assert "8 = 2 workers x 4, before the search by throughput_knee" in result.stdout
 
 
 def test_validate_checks_names_beyond_the_schema(job_file: str) -> None:

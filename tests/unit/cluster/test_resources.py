@@ -248,3 +248,25 @@ def test_without_slots_a_worker_takes_a_complete_gpu(candidates: int) -> None:
     assert pool_plan.worker_resources == {"CPU": 0.6, "GPU": 1.0}
     asked = {"count": 8, "resources": {"GPU": 0.6}}
     assert plan(EIGHT_GPUS, workers=asked, candidates=0).worker_resources == {"GPU": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "count"),
+    [
+        ([LAPTOP], {}, 1),
+        ([ONE_GPU], {}, 1),
+        ([EIGHT_GPUS], {}, 8),
+        ([EIGHT_GPUS, TWO_GPUS], {}, 10),
+        ([EIGHT_GPUS, EIGHT_GPUS, TWO_GPUS], {}, 16),  # 18 and 17 do not divide 960
+        ([EIGHT_GPUS], {"use_gpu": False}, 1),
+        ([EIGHT_GPUS], {"resources": {"CPU": 1}}, 1),
+        ([EIGHT_GPUS], {"resources": {"GPU": 2}}, 4),
+        ([EIGHT_GPUS], {"count": 3}, 3),
+    ],
+)
+def test_by_default_there_is_a_worker_for_each_gpu(
+    nodes: list[dict[str, float]], workers: dict[str, Any], count: int
+) -> None:
+    for search_on in ("workers", "slots", "auto"):
+        if search_on != "slots" or "resources" not in workers:
+            assert plan(*nodes, workers=workers, search_on=search_on).workers == count

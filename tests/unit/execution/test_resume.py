@@ -10,8 +10,8 @@ import pytest
 from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, StorageError
-from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling
-from raytrain_opt.execution.resume import find_unfinished_run
+from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_worker_count
+from raytrain_opt.execution.resume import find_unfinished_run, keep_worker_count
 from raytrain_opt.execution.session import how_to_resume
 from raytrain_opt.paths import RunPaths, newest_unfinished
 from raytrain_opt.storage import write_json, write_text
@@ -167,3 +167,15 @@ def test_an_interrupted_run_says_how_far_it_is_saved(
     assert how_to_resume(paths) == (
         f"saved through {reached}; resume with: raytrain-opt run --resume {tmp_path}"
     )
+
+
+def test_a_resumed_run_keeps_its_number_of_workers(storage: str) -> None:
+    began = set_worker_count(job(storage), 4)
+    run_dir = make_run(storage, "r-20260103-000000-0000000000000000", began, *SAVED)
+    assert find_unfinished_run(job(storage)) == run_dir
+    assert keep_worker_count(job(storage), run_dir).workers.count == 4
+    assert keep_worker_count(job(storage), None).workers.count == "auto"
+    other = job(storage, workers={"count": 2})
+    assert keep_worker_count(other, run_dir).workers.count == 2
+    with pytest.raises(JobError, match=r"workers\.count"):
+        find_unfinished_run(other)

@@ -13,6 +13,7 @@ from torch import nn
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.resources import PoolPlan
+from raytrain_opt.config.load import load_job
 from raytrain_opt.errors import StorageError
 from raytrain_opt.execution import session
 from raytrain_opt.execution.session import open_session
@@ -111,3 +112,13 @@ def test_without_a_complete_checkpoint_nothing_starts(
     with pytest.raises(StorageError, match=r"(?s)(index\.json is|rest\.pt was changed).*new run"):
         opened(run_dir)
     assert plans == []
+
+
+def test_the_cluster_decides_the_number_of_workers_once(
+    tmp_path: Path, plans: list[PoolPlan]
+) -> None:
+    job = small_job(tmp_path, workers={"threads": 1})
+    with open_session(job, address=None, verbose=False, began_s=0.0) as opened_session:
+        assert opened_session.job == opened_session.resolved.job
+        assert opened_session.job.workers.count == opened_session.plan.workers == 2
+        assert load_job(opened_session.paths.job).workers.count == 2
