@@ -12,8 +12,8 @@ ResNet-8, one thread per worker. From its timeline:
 
 `search_time_ratio` is (search / training in seconds) over (search / training in samples), the
 median over the repetitions, by number of workers; 1 means that the search costs the same part of
-the time as of the samples. Scoring is no sample of the search, but part of its time. The last
-line is one JSON object.
+the time as of the samples. Scoring is no sample of the search, but part of its time.
+`search_cpu_ratio` is the same of the workers' CPU time. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import argparse
 import json
 import tempfile
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -73,7 +74,8 @@ def measure(job: Job) -> dict[str, Any]:
     first_step_s = result.summary["parallel"]["first_step_s"]
     began_s = min(span.start_s for span in searching) + first_step_s
     middle_s = min(span.start_s for span in spans if span.command == "main_train")
-    ends = (span.start_s + span.duration_s for span in spans if span.pool == "worker")
+    training = [span for span in spans if span.command in ("main_train", "evaluate")]
+    ends = (span.start_s + span.duration_s for span in training)
     search_s, training_s = middle_s - began_s, max(ends) - middle_s
     parts_s: Counter[str] = Counter()
     for span in searching:
@@ -96,6 +98,23 @@ def measure(job: Job) -> dict[str, Any]:
             if (span.process, span.command) == ("worker 0", "main_train")
         ),
         "search_time_ratio": search_s / training_s / fraction,
+        "search_cpu_ratio": _cpu_s(searching) / _cpu_s(training) / fraction,
+    }
+
+
+def _cpu_s(spans: Iterable[SpanRecord]) -> float:
+    """Return the CPU time of these commands, which depends less on other processes."""
+    return sum((span.utilization_pct or 0.0) / 100 * span.duration_s for span in spans)
+
+
+def _medians(rows: Sequence[dict[str, Any]], name: str) -> dict[str, dict[int, Any]]:
+    """Return median and spread of a column by number of workers."""
+    values: dict[int, list[float]] = {}
+    for row in rows:
+        values.setdefault(row["workers"], []).append(row[name])
+    return {
+        name: {workers: median(column) for workers, column in values.items()},
+        f"{name}_spread": {workers: [min(c), max(c)] for workers, c in values.items()},
     }
 
 
@@ -117,14 +136,10 @@ def main() -> None:
             for workers in arguments.workers:
                 rows.append(measure(make_job(folder, workers, arguments.search_on)))
                 print(json.dumps(rows[-1]), flush=True)
-    ratios = {
-        workers: [row["search_time_ratio"] for row in rows if row["workers"] == workers]
-        for workers in arguments.workers
-    }
     summary = {
         "search_on": arguments.search_on,
-        "search_time_ratio": {str(workers): median(values) for workers, values in ratios.items()},
-        "spread": {str(workers): [min(v), max(v)] for workers, v in ratios.items()},
+        **_medians(rows, "search_time_ratio"),
+        **_medians(rows, "search_cpu_ratio"),
         "machine": machine(),
         "versions": versions(),
     }
