@@ -140,8 +140,8 @@ class RunPaths:
 
     @property
     def schedule(self) -> Path:
-        """The learning rate of every step."""
-        return self.local / "schedule.json"
+        """One JSON line per epoch: the learning rate of every step."""
+        return self.local / "schedule.jsonl"
 
     @property
     def result(self) -> Path:
@@ -189,7 +189,7 @@ class RunPaths:
 
     def sync_records(self) -> None:
         """Wait until the lines of all records are on disk. Raises StorageError."""
-        for path in (self.rounds, self.epochs, self.timeline, self.events):
+        for path in (self.rounds, self.epochs, self.schedule, self.timeline, self.events):
             try:
                 if path.exists():
                     with path.open("rb") as file:

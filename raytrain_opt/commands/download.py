@@ -13,7 +13,14 @@ from pathlib import Path
 from raytrain_opt import storage
 from raytrain_opt.execution.log_markers import marker_line
 
-FILES = ("result.json", "report.html", "schedule.json", "rounds.jsonl", "epochs.jsonl", "job.yaml")
+FILES = (
+    "result.json",
+    "report.html",
+    "schedule.jsonl",
+    "rounds.jsonl",
+    "epochs.jsonl",
+    "job.yaml",
+)
 MARKER = "files"
 
 

@@ -223,7 +223,7 @@ class ReplayPolicy(Section):
     candidate_batch: ClassVar[None] = None
 
     policy: Literal["replay"]
-    schedule: str = Field(description="Path of the schedule.json of that run.")
+    schedule: str = Field(description="Path of the schedule.jsonl of that run.")
 
 
 LearningRateSection = Annotated[

@@ -34,7 +34,6 @@ from raytrain_opt.pools.protocol import Backend, Pool, fetch_initial_state
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.recorder import Recorder
 from raytrain_opt.recording.records import RoundRecord, ScheduleRecord
-from raytrain_opt.search.fixed_schedule import RecordedSchedule
 from raytrain_opt.search.policy import (
     CandidateResult,
     Decision,
@@ -69,6 +68,7 @@ class TrainingRun:
         self.progress = RunProgress()
         self.parallel: dict[str, object] = {}  # how gradients were exchanged, latest epoch
         self._epoch = EpochMetrics(monotonic_s())
+        self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
         self._workers_ready = False
         self._workers_at_work = backend.workers.size
         for pool in backend.pools:
@@ -87,7 +87,7 @@ class TrainingRun:
     @property
     def lrs(self) -> tuple[float, ...]:
         """The rate of each step so far, including the current epoch."""
-        return (*self.progress.lrs, *self._epoch.lrs)
+        return (*self._lrs, *self._epoch.lrs)
 
     @property
     def round_results(self) -> Sequence[CandidateResult]:
@@ -220,25 +220,20 @@ class TrainingRun:
             self.progress,
             next_epoch=epoch + 1,
             history=history,
-            lrs=self.lrs,
-            weight_decay_factors=(
-                *self.progress.weight_decay_factors,
-                self._epoch.weight_decay_factor,
-            ),
             partial_epoch=PartialEpoch(),
         )
         self.recorder.epoch(record, self.steps.before(epoch + 1))
         self.event_log.write(epoch, self.backend.pools)
-        steps = tuple(self.steps(done) for done in range(1, epoch + 1))
         optimizer = self.job.optimizers[self._epoch.optimizer]
-        schedule = RecordedSchedule(
-            steps,
-            self.progress.lrs,
-            self.progress.weight_decay_factors,
-            optimizer.group_lr_multipliers,
-            str(optimizer.name),
+        schedule = ScheduleRecord(
+            epoch=epoch,
+            optimizer=str(optimizer.name),
+            weight_decay_factor=self._epoch.weight_decay_factor,
+            lr_multipliers=dict(optimizer.group_lr_multipliers),
+            lrs=tuple(self._epoch.lrs),
         )
-        self.recorder.schedule(ScheduleRecord.model_validate(schedule.to_json()))
+        self.recorder.schedule(schedule)
+        self._lrs += schedule.lrs
         if epoch % self.job.checkpoint.every_epochs == 0 or epoch == self.job.epochs:
             self._save(state, epoch, test_accuracy=record.test_accuracy)
         self.terminal.epoch(record, self.job.epochs)
@@ -278,6 +273,7 @@ class TrainingRun:
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
         damaged = self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
+        self._lrs = self.recorder.lrs()
         lost = f"; {damaged} damaged lines of its timeline or events were removed"
         text = f"resumed after {checkpoint.reached}{lost if damaged else ''}"
         self.event_log.resume_clock(epoch, text)
