@@ -175,13 +175,14 @@ class RunPaths:
                 copy = f"{root}/{path.relative_to(self.local)}"
                 filesystem.create_dir(copy.rsplit("/", 1)[0])
                 fs.copy_files(str(path), copy, destination_filesystem=filesystem)
+                self._published[path] = files[path]
             for path in deleted:
                 filesystem.delete_file(f"{root}/{path.relative_to(self.local)}")
+                del self._published[path]
         except STORAGE_ERRORS as error:
             raise StorageError(
                 f"{self.remote} cannot be written: {error}; all files are in {self.local}"
             ) from error
-        self._published = files
 
     def _remove_copy(self) -> None:
         if self._published == self._versions():

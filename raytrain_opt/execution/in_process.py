@@ -11,7 +11,7 @@ from raytrain_opt.execution.preflight import check_job, run_preflight
 from raytrain_opt.execution.progress import Startup
 from raytrain_opt.execution.rescale import resolve_lr_scaling
 from raytrain_opt.execution.session import explain_interruption, open_run_directory
-from raytrain_opt.execution.signals import stop_on_sigterm
+from raytrain_opt.execution.signals import stop_on_signals
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
 from raytrain_opt.pools.in_process import in_process_backend, open_learner
 from raytrain_opt.search.factory import max_candidates
@@ -42,7 +42,7 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
         assert resolved is not None  # no batch size is to be searched
         with (
             explain_interruption(terminal, paths),
-            stop_on_sigterm(),
+            stop_on_signals(),
             open_learner(resolved.learner, job.workers, preflight.shared) as learner,
         ):
             backend = in_process_backend(

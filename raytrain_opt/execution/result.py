@@ -54,7 +54,7 @@ def finish(run: TrainingRun) -> RunResult:
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
     run.recorder.result(record)
-    run.paths.publish()
+    run.checkpoints.publish()
     run.terminal.advance(run.job.epochs)
     print_summary(_rows(epochs, rounds), _facts(run, record, report))
     return RunResult(

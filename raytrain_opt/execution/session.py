@@ -6,14 +6,12 @@ torch, so that Ray starts at once: torch is imported and the data are read besid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from shlex import quote
-from threading import Thread
-from typing import TypeVar
 
 from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session
@@ -21,6 +19,7 @@ from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem, StorageError
+from raytrain_opt.execution.background import start_thread
 from raytrain_opt.execution.lock import lock_run_directory
 from raytrain_opt.execution.log_markers import announce_run_dir
 from raytrain_opt.execution.preflight import (
@@ -32,15 +31,13 @@ from raytrain_opt.execution.preflight import (
 )
 from raytrain_opt.execution.progress import RunProgress, Startup
 from raytrain_opt.execution.rescale import resolve_lr_scaling
-from raytrain_opt.execution.signals import Terminated, stop_on_sigterm
+from raytrain_opt.execution.signals import Terminated, stop_on_signals
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.storage import remove_tree, write_text
 from raytrain_opt.terminal.progress import Terminal, open_terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def open_session(
     startup = Startup(began_s)
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal(job.epochs))
-        pending_preflight = _start_thread(lambda: _prepare(job))
+        pending_preflight = start_thread(lambda: _prepare(job))
         stack.callback(wait, [pending_preflight], job.timeouts.stop_s)
         terminal.phase("starting Ray", 0, job.epochs)
         variables = environment(local=True, start_s=job.timeouts.start_s)
@@ -92,9 +89,15 @@ def open_session(
             ray_session(address, verbose=verbose, environment=variables)
         )
         # After `ray.init`, which installs a SIGTERM handler of its own.
-        stack.enter_context(stop_on_sigterm())
+        stack.enter_context(stop_on_signals())
         startup.mark("ray_connected_s")
         terminal.phase("reading data", 0, job.epochs)
+        limit_s = job.timeouts.no_progress_s
+        if not wait([pending_preflight], limit_s).done:
+            rule = (
+                f"not read within {limit_s:g} s (timeouts.no_progress_s); is their storage well?"
+            )
+            raise DataError("data", rule)
         job, preflight = pending_preflight.result()
         startup.mark("data_read_s")
         paths, checkpoints, notes = stack.enter_context(open_run_directory(job, resume))
@@ -109,20 +112,6 @@ def open_session(
         for note in plan.notes:
             terminal.note(note)
         yield Session(job, paths, terminal, startup, checkpoints, owns_ray, preflight, plan)
-
-
-def _start_thread(function: Callable[[], R]) -> Future[R]:
-    """Call a function in a thread that ends with the process, even if the data never arrive."""
-    future: Future[R] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is needed
-            future.set_exception(error)
-
-    Thread(target=call, daemon=True).start()
-    return future
 
 
 def _prepare(job: Job) -> tuple[Job, Preflight]:

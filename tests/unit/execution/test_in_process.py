@@ -19,8 +19,9 @@ from raytrain_opt.config.schema import CheckpointSection, Job
 from raytrain_opt.driver import run
 from raytrain_opt.errors import DivergedError, JobError, RecordError
 from raytrain_opt.execution.signals import Terminated
-from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint
+from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from tests.support.small_jobs import large_batch_job, read_lines, small_job, without_times
+from tests.support.synthetic_runs import write_schedule
 
 TINY = {"model": {"name": "small_cnn", "args": {"width": 2}}, "epochs": 2}
 STPT = {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 3}
@@ -209,6 +210,20 @@ def test_when_all_candidates_diverge_the_base_is_halved_then_given_up(tmp_path: 
     assert [line["winner"] for line in rounds] == [None, None]
     assert rounds[1]["base_lr"] == rounds[0]["base_lr"] / 2
     assert {c["status"] for line in rounds for c in line["candidates"]} == {"diverged"}
+
+
+def test_weights_that_the_last_step_of_an_epoch_destroys_are_not_saved(tmp_path: Path) -> None:
+    """The training loss, measured before that step, does not show it."""
+    schedule, steps = tmp_path / "schedule.jsonl", 22
+    good = [0.1] * steps
+    write_schedule(schedule, good, [*good[1:], 1e38], good)
+    replay = {"policy": "replay", "schedule": str(schedule)}
+    job = tiny_job(tmp_path / "runs", epochs=3, learning_rate=replay, optimizer="SGD")
+    message = "epoch 2: the test loss is .*the last checkpoint is after epoch 1"
+    with pytest.raises(DivergedError, match=message):
+        run(job, in_process=True)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert [checkpoint.epoch for checkpoint in read_index(run_dir / "checkpoints")] == [1]
 
 
 def test_sigterm_ends_a_run_and_keeps_its_checkpoints(
