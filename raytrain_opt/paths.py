@@ -26,10 +26,16 @@ from raytrain_opt.storage import (
     last_name,
     local_path,
     open_filesystem,
+    read,
     remove_tree,
 )
 
 _INDEX = "checkpoints/index.json"
+# A file of a checkpoint, and a record; other names of a storage could lead anywhere.
+_CHECKPOINT_FILE = re.compile(
+    r"checkpoints/(epoch-\d+(?:-round-\d+)?)/(weights\.safetensors|rest\.pt)"
+)
+_RECORD_FILE = re.compile(r"\w+\.(json|jsonl|yaml)")
 # After all other files.
 _PUBLISHED_LAST = ("index.json", "result.json")
 
@@ -68,7 +74,7 @@ class RunPaths:
 
     @classmethod
     def existing(cls, run_dir: str, argument: str = "--resume") -> RunPaths:
-        """Return the directory of an earlier run; one under a URI is copied here first.
+        """Return the directory of an earlier run; what a resume needs of a URI is copied here.
 
         `argument`: the option that names the run, for messages. Raises JobError when the
         directory has no checkpoint.
@@ -77,11 +83,33 @@ class RunPaths:
         if "://" not in run_dir:
             return cls(local_path(run_dir))
         paths = cls(Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir)
-        with _readable(run_dir, argument):
-            filesystem, root = open_filesystem(run_dir)
-            fs.copy_files(root, str(paths.local), source_filesystem=filesystem)
-        paths._published = paths._versions()
+        try:
+            with _readable(run_dir, argument):
+                paths._fetch(run_dir)
+        except BaseException:
+            remove_tree(paths.local)
+            raise
         return paths
+
+    def _fetch(self, uri: str) -> None:
+        """Copy the records and the checkpoints that the index names; note others to be removed.
+
+        A run that was killed between two writes leaves a checkpoint that no index names.
+        """
+        filesystem, root = open_filesystem(uri)
+        named = set(
+            re.findall(r"epoch-[-\w]+", (read(uri, _INDEX) or b"").decode(errors="replace"))
+        )
+        folders = [fs.FileSelector(root), fs.FileSelector(f"{root}/checkpoints", recursive=True)]
+        for entry in [e for folder in folders for e in filesystem.get_file_info(folder)]:
+            name = entry.path.removeprefix(f"{root}/")
+            checkpoint, path = _CHECKPOINT_FILE.fullmatch(name), self.local / name
+            if checkpoint and checkpoint[1] not in named:
+                self._published[path] = (0, 0)
+            elif checkpoint or name == _INDEX or _RECORD_FILE.fullmatch(name):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                fs.copy_files(entry.path, str(path), source_filesystem=filesystem)
+                self._published[path] = _version(path)
 
     @property
     def shown(self) -> str:
@@ -185,7 +213,7 @@ class RunPaths:
             ) from error
 
     def _remove_copy(self) -> None:
-        if self._published == self._versions():
+        if all(self._published.get(path) == now for path, now in self._versions().items()):
             remove_tree(self.local)
 
     def sync_records(self) -> None:

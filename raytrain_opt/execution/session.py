@@ -161,6 +161,7 @@ def open_run_directory(
             damages = checkpoints.drop_damaged()
             notes += [f"{damage}; the one before is used" for damage in damages]
             _check_latest(checkpoints)
+            checkpoints.remove_orphans()
             write_text(paths.job, text)
             paths.publish()
         except CheckpointError:

@@ -99,6 +99,16 @@ class Checkpoints:
             )
         return messages
 
+    def remove_orphans(self) -> None:
+        """Remove checkpoints that the index does not name: a run was killed while it wrote them.
+
+        Nothing without an index, which may have been lost. Only for the process that writes.
+        """
+        known = self._damaged_folders.union(checkpoint.folder for checkpoint in self.saved)
+        for folder in self.folder.glob("epoch-*") if self.saved else ():
+            if folder.name not in known:
+                remove_tree(folder)
+
     def _damage(self, checkpoint: Checkpoint) -> str | None:
         for name in (_WEIGHTS, _REST):
             path = self.folder / checkpoint.folder / name

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -192,9 +193,11 @@ def test_a_downloaded_run_is_not_copied_back_and_its_deletions_are_repeated(
     tmp_path: Path,
 ) -> None:
     run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
-    for name in ("index.json", "epoch-0001/rest.pt", "epoch-0002/rest.pt"):
-        (run.checkpoints / name).parent.mkdir(exist_ok=True)
-        write_json(run.checkpoints / name, {})
+    folders = ["epoch-0001", "epoch-0002"]
+    for folder in folders:
+        (run.checkpoints / folder).mkdir()
+        write_json(run.checkpoints / folder / "rest.pt", {})
+    write_json(run.checkpoints / "index.json", folders)
     run.publish()
     copy = tmp_path / "bucket" / run.run_id / "checkpoints"
     resumed = RunPaths.existing(run.shown)
@@ -203,6 +206,48 @@ def test_a_downloaded_run_is_not_copied_back_and_its_deletions_are_repeated(
     resumed.publish()
     assert not (copy / "epoch-0001" / "rest.pt").exists()
     assert (copy / "epoch-0002" / "rest.pt").read_text() == "as sent before"
+
+
+def test_of_a_run_under_a_uri_only_what_its_index_names_is_fetched(tmp_path: Path) -> None:
+    """A checkpoint that it does not name, left by a killed run, is removed with the next copy."""
+    run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
+    remote = tmp_path / "bucket" / run.run_id
+    wanted = {"job.yaml", "epochs.jsonl", "checkpoints/epoch-0002-round-01/weights.safetensors"}
+    orphan = "checkpoints/epoch-0003/weights.safetensors"
+    others = {
+        "ray/workers/state",
+        "checkpoints/epoch-0002-round-01/notes",
+        "checkpoints/core",
+        ".a",
+    }
+    for name in {*wanted, orphan, *others}:
+        (remote / name).parent.mkdir(parents=True, exist_ok=True)
+        write_text(remote / name, name)
+    write_json(remote / "checkpoints/index.json", [{"folder": "epoch-0002-round-01"}])
+    resumed = RunPaths.existing(run.shown)
+    files = {str(p.relative_to(resumed.local)) for p in resumed.local.rglob("*") if p.is_file()}
+    assert files == {*wanted, "checkpoints/index.json"}
+    resumed.publish()
+    assert not (remote / orphan).exists()
+    assert all((remote / name).exists() for name in {*wanted, *others})
+
+
+def test_a_run_that_cannot_be_fetched_leaves_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    remote = tmp_path / "bucket" / "r"
+    (remote / "checkpoints").mkdir(parents=True)
+    write_json(remote / "checkpoints/index.json", [])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("503")
+
+    monkeypatch.setattr(fs, "copy_files", refuse)
+    with pytest.raises(JobError, match="503"):
+        RunPaths.existing(f"file://{remote}")
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize(

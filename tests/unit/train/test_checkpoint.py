@@ -297,6 +297,26 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     assert open_checkpoints(tmp_path).drop_damaged() == []
 
 
+def test_checkpoints_that_the_index_does_not_name_are_removed(tmp_path: Path) -> None:
+    """A kill between two writes leaves them. Damaged ones stay until they are replaced."""
+    checkpoints = open_checkpoints(tmp_path, keep=2)
+    save_all(checkpoints, [0.1, 0.2, 0.3])
+    for name in ("epoch-0001", "epoch-0003-round-01", "mine"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "epoch-0003" / "rest.pt").unlink()
+    resumed = open_checkpoints(tmp_path, keep=2)
+    resumed.drop_damaged()
+    resumed.remove_orphans()
+    assert folders(tmp_path) == ["epoch-0002", "epoch-0003", "mine"]
+
+
+def test_without_an_index_no_checkpoint_is_removed(tmp_path: Path) -> None:
+    save_all(open_checkpoints(tmp_path), [0.1])
+    (tmp_path / "index.json").unlink()
+    open_checkpoints(tmp_path).remove_orphans()
+    assert folders(tmp_path) == ["epoch-0001"]
+
+
 def test_a_damaged_checkpoint_is_replaced_when_its_epoch_is_trained_again(tmp_path: Path) -> None:
     save_all(open_checkpoints(tmp_path), [0.1, 0.2])
     flip_bit(tmp_path / "epoch-0002" / "rest.pt")
