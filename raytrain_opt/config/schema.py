@@ -24,6 +24,7 @@ from raytrain_opt.config.section import (
     NonNegativeInt,
     PositiveInt,
     Section,
+    is_function_name,
 )
 from raytrain_opt.config.updates import (
     AverageSection,
@@ -225,6 +226,17 @@ class Job(Section):
     def optimizers(self) -> tuple[OptimizerSection, ...]:
         """The optimizers that the search chooses from; without such a choice, the only one."""
         return self.optimizer.choices
+
+    @property
+    def functions(self) -> list[tuple[str, object]]:
+        """The field and the name of each function that is not this package's."""
+        pairs: list[tuple[str, object]] = [
+            ("model.name", self.model.name),
+            ("data.name", self.data.name),
+            ("loss.name", self.loss.name),
+            *(("optimizer.name", optimizer.name) for optimizer in self.optimizers),
+        ]
+        return [(field, name) for field, name in pairs if is_function_name(name)]
 
     @property
     def hold_out(self) -> HoldOut:

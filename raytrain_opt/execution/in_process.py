@@ -41,7 +41,7 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
         resolved = preflight.resolved
         assert resolved is not None  # no batch size is to be searched
         with (
-            explain_interruption(terminal, paths),
+            explain_interruption(terminal, paths, job),
             stop_on_signals(),
             open_learner(resolved.learner, job.workers, preflight.shared) as learner,
         ):

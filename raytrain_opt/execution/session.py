@@ -101,7 +101,7 @@ def open_session(
         job, preflight = pending_preflight.result()
         startup.mark("data_read_s")
         paths, checkpoints, notes = stack.enter_context(open_run_directory(job, resume))
-        stack.enter_context(explain_interruption(terminal, paths))
+        stack.enter_context(explain_interruption(terminal, paths, job))
         announce_run_dir(paths.shown)
         for note in notes:
             terminal.note(note)
@@ -127,13 +127,13 @@ def _prepare(job: Job) -> tuple[Job, Preflight]:
 
 
 @contextmanager
-def explain_interruption(terminal: Terminal, paths: RunPaths) -> Iterator[None]:
+def explain_interruption(terminal: Terminal, paths: RunPaths, job: Job) -> Iterator[None]:
     """Say how to resume a run that Ctrl-C or SIGTERM ends within the block."""
     try:
         yield
     except KeyboardInterrupt as stop:
         cause = "terminated" if isinstance(stop, Terminated) else "interrupted"
-        terminal.note(f"{cause}; {how_to_resume(paths)}")
+        terminal.note(f"{cause}; {how_to_resume(paths, job)}")
         raise
 
 
@@ -190,11 +190,13 @@ def _check_latest(checkpoints: Checkpoints) -> None:
         RunProgress.from_json(progress)
 
 
-def how_to_resume(paths: RunPaths) -> str:
+def how_to_resume(paths: RunPaths, job: Job) -> str:
     """Say how much of a run that ended early is saved, and the command that resumes it."""
     checkpoints = read_index(paths.checkpoints)
     if not checkpoints:
         return f"no checkpoint was saved yet in {paths.shown}"
     reached = checkpoints[-1].reached
     # Quoted for a shell: options of a URI contain &.
-    return f"saved through {reached}; resume with: raytrain-opt run --resume {quote(paths.shown)}"
+    trust = " --trust" if job.functions else ""
+    command = f"raytrain-opt run --resume {quote(paths.shown)}{trust}"
+    return f"saved through {reached}; resume with: {command}"
