@@ -202,7 +202,12 @@ class RunPaths:
             for path in sorted(changed, key=lambda path: (path.name in _PUBLISHED_LAST, path)):
                 copy = f"{root}/{path.relative_to(self.local)}"
                 filesystem.create_dir(copy.rsplit("/", 1)[0])
-                fs.copy_files(str(path), copy, destination_filesystem=filesystem)
+                # Object stores show a file when it is complete, these while it is written.
+                complete = filesystem.type_name not in ("local", "hdfs")
+                target = copy if complete else f"{copy}.tmp"
+                fs.copy_files(str(path), target, destination_filesystem=filesystem)
+                if target != copy:
+                    filesystem.move(target, copy)
                 self._published[path] = files[path]
             for path in deleted:
                 filesystem.delete_file(f"{root}/{path.relative_to(self.local)}")

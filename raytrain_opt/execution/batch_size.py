@@ -200,7 +200,7 @@ def _follow(
     limit_s = session.job.timeouts.no_progress_s
     while True:
         done = bool(ray.wait([pending], timeout=_POLL_S)[0])
-        for record in ray.get(launcher.probe_records.remote(len(lines))):
+        for record in ray.get(launcher.probe_records.remote(len(lines)), timeout=limit_s):
             line = BatchSizeProbeRecord.from_probe(
                 len(lines) + 1, record.probe, record.reason, check=record.check, pid=record.pid
             )

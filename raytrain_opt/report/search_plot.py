@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
 from raytrain_opt.report.formatting import plain, rate, times
-from raytrain_opt.report.plots import SERIES, Plot, color, draw
+from raytrain_opt.report.plots import SERIES, Plot, color, draw, plain_log
 from raytrain_opt.report.run_reader import RunRecords
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def search_plots(run: RunRecords) -> list[Plot]:
             )
         if peak is not None:
             axes.axvline(peak, color=color("ink"), linewidth=1, label="chosen peak")
-        axes.set_xscale("log")
+        plain_log(axes, "x")
         axes.set(xlabel="peak learning rate", ylabel="validation loss")
 
     caption = (

@@ -126,6 +126,28 @@ def test_what_completes_a_run_is_published_last(
     remove_tree(run.local)
 
 
+def test_a_copy_that_is_cut_off_leaves_the_index_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
+    write_json(run.checkpoints / "index.json", {"checkpoints": [1]})
+    run.publish()
+
+    def cut_off(_source: str, target: str, **_: object) -> None:
+        Path(target).write_text("{")
+        raise OSError("connection lost")
+
+    write_json(run.checkpoints / "index.json", {"checkpoints": [1, 2]})
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, "copy_files", cut_off)
+        with pytest.raises(StorageError, match="connection lost"):
+            run.publish()
+    copy = tmp_path / "bucket" / run.run_id / "checkpoints" / "index.json"
+    assert json.loads(copy.read_text()) == {"checkpoints": [1]}
+    run.publish()
+    assert json.loads(copy.read_text()) == {"checkpoints": [1, 2]}
+
+
 def test_publish_removes_deleted_files_and_copies_nothing_twice(tmp_path: Path) -> None:
     run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
     copy = tmp_path / "bucket" / run.run_id
