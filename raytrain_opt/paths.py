@@ -7,7 +7,6 @@ copies new files there after every checkpoint.
 from __future__ import annotations
 
 import atexit
-import os
 import re
 import secrets
 import tempfile
@@ -28,6 +27,7 @@ from raytrain_opt.storage import (
     open_filesystem,
     read,
     remove_tree,
+    sync,
 )
 
 _INDEX = "checkpoints/index.json"
@@ -222,12 +222,14 @@ class RunPaths:
             remove_tree(self.local)
 
     def sync_records(self) -> None:
-        """Wait until the lines of all records are on disk. Raises StorageError."""
-        for path in (self.rounds, self.epochs, self.schedule, self.timeline, self.events):
+        """Wait until the lines of all records, and the run directory, are on disk.
+
+        Raises StorageError.
+        """
+        records = (self.rounds, self.epochs, self.schedule, self.timeline, self.events)
+        for path in (*filter(Path.exists, records), self.local, self.local.parent):
             try:
-                if path.exists():
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
+                sync(path)
             except OSError as error:
                 raise StorageError(f"{path} cannot be written: {error}") from error
 

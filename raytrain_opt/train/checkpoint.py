@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import CheckpointError, StorageError
-from raytrain_opt.storage import remove_tree, write_atomic, write_json
+from raytrain_opt.storage import remove_tree, sync, write_atomic, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,6 +181,7 @@ def write_checkpoint(
 
     try:
         folder.mkdir(exist_ok=True)
+        sync(folder.parent)  # before the index names it
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}") from error
     weights = {name: tensor.contiguous() for name, tensor in model_tensors(state).items()}

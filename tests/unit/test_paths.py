@@ -296,9 +296,11 @@ def test_sync_records_flushes_existing_records(
 ) -> None:
     run, synced = RunPaths.create(str(tmp_path), "r"), []
     monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    directories = [run.local.stat().st_ino, tmp_path.stat().st_ino]
     run.sync_records()
-    assert synced == []
+    assert synced == directories
+    synced.clear()
     append_lines(run.rounds, ["{}"])
     append_lines(run.epochs, ["{}"])
     run.sync_records()
-    assert synced == [run.rounds.stat().st_ino, run.epochs.stat().st_ino]
+    assert synced == [run.rounds.stat().st_ino, run.epochs.stat().st_ino, *directories]
