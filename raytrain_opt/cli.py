@@ -264,17 +264,11 @@ def evaluate(
 
 
 @main.command()
-@click.option("--markdown", is_flag=True, help="Print tables of all fields in Markdown instead.")
-def schema(markdown: bool) -> None:
+def schema() -> None:
     """Print the JSON schema of job files.
 
     Example: raytrain-opt schema > job.schema.json
     """
-    if markdown:
-        from raytrain_opt.config.reference import job_reference
-
-        click.echo(job_reference(), nl=False)
-        return
     from raytrain_opt.config.load import job_schema
 
     click.echo(json.dumps(job_schema(), indent=2))
