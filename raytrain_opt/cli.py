@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from raytrain_opt import clock
-from raytrain_opt.errors import JobError, RaytrainOptError, printable
+from raytrain_opt.errors import JobError, Problem, RaytrainOptError, printable
 from raytrain_opt.execution.signals import Terminated
 
 if TYPE_CHECKING:
@@ -310,8 +310,10 @@ def _load_run_job(run_dir: str, overrides: tuple[str, ...], *, trust: bool) -> J
 
     refuse_changes(overrides)
     check_run(run_dir)
-    text = read_text(run_dir, "job.yaml") or ""
-    job = parse_job(text, join(run_dir, "job.yaml"), overrides)
+    text, source = read_text(run_dir, "job.yaml"), join(run_dir, "job.yaml")
+    if text is None:
+        raise JobError([Problem("the file", "does not exist")], source)
+    job = parse_job(text, source, overrides)
     if not trust:
         refuse_functions(job, run_dir)
     return job

@@ -7,8 +7,10 @@ copies new files there after every checkpoint.
 from __future__ import annotations
 
 import atexit
+import os
 import re
 import secrets
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +19,8 @@ from pathlib import Path
 
 from pyarrow import fs
 
-from raytrain_opt.errors import JobError, Problem, StorageError
+from raytrain_opt.clock import utc_now
+from raytrain_opt.errors import JobError, Problem, StorageError, TakenOverError, printable
 from raytrain_opt.storage import (
     STORAGE_ERRORS,
     check_uri,
@@ -28,6 +31,7 @@ from raytrain_opt.storage import (
     read,
     remove_tree,
     sync,
+    write,
 )
 
 _INDEX = "checkpoints/index.json"
@@ -36,6 +40,8 @@ _CHECKPOINT_FILE = re.compile(
     r"checkpoints/(epoch-\d+(?:-round-\d+)?)/(weights\.safetensors|rest\.pt)"
 )
 _RECORD_FILE = re.compile(r"\w+\.(json|jsonl|yaml)")
+# Who may write; see `RunPaths.claim`.
+_OWNER = "owner.txt"
 # After all other files.
 _PUBLISHED_LAST = ("index.json", "result.json")
 
@@ -46,6 +52,7 @@ class RunPaths:
     def __init__(self, local: Path, remote: str | None = None) -> None:
         self.local = local
         self.remote = remote
+        self._owner = b""
         # Version of each file in the remote copy.
         self._published: dict[Path, tuple[int, int]] = {}
         if remote is not None:
@@ -186,6 +193,22 @@ class RunPaths:
         """Directory of checkpoints; its `index.json` names the complete ones."""
         return self.local / "checkpoints"
 
+    def claim(self) -> None:
+        """Let no other process write to the remote copy from now on. Raises StorageError."""
+        if self.remote is not None:
+            holder = f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}"
+            self._owner = f"{holder} ({secrets.token_hex(8)})".encode()
+            write(self.remote, _OWNER, self._owner)
+
+    def _refuse_if_taken_over(self, uri: str) -> None:
+        """Check before each copy: without conditional writes, one in progress is not stopped."""
+        owner = (read(uri, _OWNER) if self._owner else None) or self._owner
+        if owner != self._owner:
+            raise TakenOverError(
+                f"{uri} was resumed by another process, which writes to it now: "
+                f"{printable(owner.decode(errors='replace'))}"
+            )
+
     def publish(self) -> None:
         """Copy new and changed files to the remote storage, and remove deleted ones there.
 
@@ -194,6 +217,7 @@ class RunPaths:
         """
         if self.remote is None:
             return
+        self._refuse_if_taken_over(self.remote)
         files = self._versions()
         changed = [path for path, version in files.items() if self._published.get(path) != version]
         deleted = [path for path in self._published if path not in files]

@@ -6,7 +6,7 @@ from concurrent.futures import Future, wait
 from threading import Event
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.errors import DivergedError, StorageError
+from raytrain_opt.errors import DivergedError, StorageError, TakenOverError
 from raytrain_opt.execution.background import start_thread
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.paths import RunPaths
@@ -84,6 +84,8 @@ class CheckpointWriter:
         while True:
             try:
                 self._paths.publish()
+            except TakenOverError:
+                raise
             except StorageError as error:
                 if monotonic_s() + pause_s > deadline_s or self._closing.wait(pause_s):
                     raise

@@ -163,6 +163,7 @@ def open_run_directory(
             _check_latest(checkpoints)
             checkpoints.remove_orphans()
             write_text(paths.job, text)
+            paths.claim()
             paths.publish()
         except CheckpointError:
             raise

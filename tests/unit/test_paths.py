@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
-from raytrain_opt.errors import JobError, StorageError
+from raytrain_opt.errors import JobError, StorageError, TakenOverError
 from raytrain_opt.paths import RunPaths, check_run
 from raytrain_opt.storage import (
     append_lines,
@@ -252,6 +252,25 @@ def test_of_a_run_under_a_uri_only_what_its_index_names_is_fetched(tmp_path: Pat
     resumed.publish()
     assert not (remote / orphan).exists()
     assert all((remote / name).exists() for name in {*wanted, *others})
+
+
+def test_a_run_that_another_process_has_resumed_is_not_written(tmp_path: Path) -> None:
+    """A driver that was cut off, and comes back, must not overwrite what the other has done."""
+    first = RunPaths.create(f"file://{tmp_path}/bucket", "r")
+    write_json(first.checkpoints / "index.json", {"checkpoints": [1]})
+    first.claim()
+    first.publish()
+    second = RunPaths.existing(first.shown)
+    first.publish()
+    second.claim()
+    write_json(second.checkpoints / "index.json", {"checkpoints": [1, 2]})
+    second.publish()
+    write_json(first.checkpoints / "index.json", {"checkpoints": []})
+    with pytest.raises(TakenOverError, match=f"resumed by another process.*{os.getpid()}"):
+        first.publish()
+    copy = tmp_path / "bucket" / first.run_id / "checkpoints" / "index.json"
+    assert json.loads(copy.read_text()) == {"checkpoints": [1, 2]}
+    second.publish()
 
 
 def test_a_run_that_cannot_be_fetched_leaves_no_copy(

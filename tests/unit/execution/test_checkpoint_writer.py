@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from raytrain_opt.config.schema import CheckpointSection
-from raytrain_opt.errors import DivergedError, StorageError
+from raytrain_opt.errors import DivergedError, StorageError, TakenOverError
 from raytrain_opt.execution import checkpoint_writer
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.progress import RunProgress
@@ -98,14 +99,15 @@ def test_refused_copies_are_repeated_beside_the_training(
 
 
 def test_storage_that_refuses_for_long_ends_the_run(
-    open_writer: OpenWriter, paths: RunPaths, storage: Storage
+    open_writer: OpenWriter, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = open_writer(limit_s=0.05)
+    monkeypatch.setattr(checkpoint_writer, "monotonic_s", count(0.0, step=10.0).__next__)
+    writer = open_writer()
     storage.refused = 1000
     writer.save(1, state(), RunProgress())
     with pytest.raises(StorageError, match="503 Slow Down"):
         writer.wait()
-    assert storage.refused < 1000
+    assert storage.refused == 1000 - 3  # after 10, 20 and 30 s of 30
 
 
 def test_storage_that_does_not_answer_ends_the_run(
@@ -118,6 +120,15 @@ def test_storage_that_does_not_answer_ends_the_run(
     with pytest.raises(StorageError, match=r"not written within 0\.1 s \(timeouts.no_progress_s"):
         writer.save(2, state(), RunProgress())
     writer.close()
+
+
+def test_a_run_that_was_taken_over_ends_at_once(open_writer: OpenWriter, paths: RunPaths) -> None:
+    writer = open_writer()
+    paths.claim()
+    RunPaths(paths.local, paths.remote).claim()
+    writer.save(1, state(), RunProgress())
+    with pytest.raises(TakenOverError):
+        writer.wait()
 
 
 def test_an_interrupted_run_repeats_no_copy(
