@@ -47,11 +47,22 @@ _PUBLISHED_LAST = ("index.json", "result.json")
 
 
 class RunPaths:
-    """The files of one run below `local`; `remote` is the URI of its copy, if any."""
+    """The files of one run below `local`; `remote` is the URI of its copy, if any.
+
+    Files of JSON lines have a line per round, epoch, command or checkpoint (`timeline`), failure
+    or recovery (`events`), probe (`batch_sizes`), and epoch with its learning rates (`schedule`).
+    `job` has all defaults filled in; `index.json` of `checkpoints` names the complete ones.
+    """
 
     def __init__(self, local: Path, remote: str | None = None) -> None:
         self.local = local
         self.remote = remote
+        self.job, self.result = local / "job.yaml", local / "result.json"
+        self.rounds, self.epochs = local / "rounds.jsonl", local / "epochs.jsonl"
+        self.timeline, self.events = local / "timeline.jsonl", local / "events.jsonl"
+        self.batch_sizes, self.batch_size = local / "batch_size.jsonl", local / "batch_size.json"
+        self.schedule, self.trace = local / "schedule.jsonl", local / "trace.json"
+        self.tensorboard, self.checkpoints = local / "tensorboard", local / "checkpoints"
         self._owner = b""
         # Version of each file in the remote copy.
         self._published: dict[Path, tuple[int, int]] = {}
@@ -132,66 +143,6 @@ class RunPaths:
     def ray_storage(self) -> str:
         """Storage path of Ray Train and Ray Tune."""
         return join(self.shown, "ray")
-
-    @property
-    def job(self) -> Path:
-        """The job with all defaults filled in."""
-        return self.local / "job.yaml"
-
-    @property
-    def rounds(self) -> Path:
-        """One JSON line per round."""
-        return self.local / "rounds.jsonl"
-
-    @property
-    def epochs(self) -> Path:
-        """One JSON line per epoch."""
-        return self.local / "epochs.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        """One JSON line per command that a worker or slot executed, and per checkpoint."""
-        return self.local / "timeline.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """One JSON line per failure, recovery, resume and early end."""
-        return self.local / "events.jsonl"
-
-    @property
-    def batch_sizes(self) -> Path:
-        """One JSON line per probe of the batch-size search."""
-        return self.local / "batch_size.jsonl"
-
-    @property
-    def batch_size(self) -> Path:
-        """The chosen batch size and its consequences."""
-        return self.local / "batch_size.json"
-
-    @property
-    def trace(self) -> Path:
-        """Chrome trace of training steps at the chosen batch size."""
-        return self.local / "trace.json"
-
-    @property
-    def schedule(self) -> Path:
-        """One JSON line per epoch: the learning rate of every step."""
-        return self.local / "schedule.jsonl"
-
-    @property
-    def result(self) -> Path:
-        """The result of a finished run."""
-        return self.local / "result.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Directory of TensorBoard events."""
-        return self.local / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Directory of checkpoints; its `index.json` names the complete ones."""
-        return self.local / "checkpoints"
 
     def claim(self) -> None:
         """Let no other process write to the remote copy from now on. Raises StorageError."""

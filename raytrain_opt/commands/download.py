@@ -16,13 +16,8 @@ from raytrain_opt.errors import ClusterError
 from raytrain_opt.execution.log_markers import marker_line
 
 FILES = (
-    "result.json",
-    "report.html",
-    "schedule.jsonl",
-    "rounds.jsonl",
-    "epochs.jsonl",
-    "job.yaml",
-)
+    "result.json", "report.html", "schedule.jsonl", "rounds.jsonl", "epochs.jsonl", "job.yaml",
+)  # fmt: skip
 MARKER = "files"
 # Far more than any of these files has: a few bytes of a log must not fill memory or disk.
 _MAX_BYTES = 2**30
