@@ -10,8 +10,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from click.testing import CliRunner
-
 DOCS = Path(__file__).parent
 _GENERATED = re.compile(
     r"(<!-- generated: (?P<name>[\w-]+)\. .*? -->\n).*?(<!-- end of generated text -->)", re.DOTALL
@@ -19,14 +17,10 @@ _GENERATED = re.compile(
 
 
 def job_file() -> str:
-    """Return the tables of `raytrain-opt schema --markdown`, as a part of a page."""
-    from raytrain_opt import cli
+    """Return the tables of every field of a job file."""
+    from docs.job_tables import job_markdown
 
-    outcome = CliRunner().invoke(cli.main, ["schema", "--markdown"], catch_exceptions=False)
-    if outcome.exit_code != 0:
-        raise RuntimeError(f"raytrain-opt schema --markdown failed: {outcome.output}")
-    tables = outcome.stdout.partition("\n| ")  # what comes before them is said on the page
-    return re.sub(r"^## ", "### ", "".join(tables[1:]), flags=re.MULTILINE)
+    return job_markdown()
 
 
 def records() -> str:

@@ -24,7 +24,7 @@ RECORDS: dict[str, type[Record]] = {
     "events.jsonl": EventRecord,
     "batch_size.jsonl": BatchSizeProbeRecord,
     "batch_size.json": BatchSizeRecord,
-    "schedule.json": ScheduleRecord,
+    "schedule.jsonl": ScheduleRecord,
     "result.json": ResultRecord,
 }
 

@@ -4,7 +4,7 @@
     ray job submit --working-dir . -- python jobs/only_learning_rate.py
 
 CPU only, no download. Expected on 2 cores: about a minute, at least 95 % test accuracy. The
-learning rates are in RUN_DIR/schedule.json; jobs/replay_schedule.py trains with them again.
+learning rates are in RUN_DIR/schedule.jsonl; jobs/replay_schedule.py trains with them again.
 """
 
 from __future__ import annotations

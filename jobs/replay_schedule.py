@@ -19,9 +19,9 @@ from raytrain_opt import Job, load_job, run
 def make_job(run_dir: str) -> Job:
     """Return the job of that run with its learning rates replayed instead of searched."""
     directory = Path(run_dir).expanduser()
-    schedule = directory / "schedule.json"
+    schedule = directory / "schedule.jsonl"
     searched = load_job(directory / "job.yaml")
-    chosen = json.loads(schedule.read_text())["optimizer"]
+    chosen = json.loads(schedule.read_text().split("\n")[0])["optimizer"]
     optimizer = next(o for o in searched.optimizers if o.name == chosen)
     hold_out = searched.hold_out
     values = searched.model_dump()

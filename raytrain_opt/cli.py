@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from raytrain_opt import clock
-from raytrain_opt.errors import JobError, RaytrainOptError, printable
+from raytrain_opt.errors import JobError, Problem, RaytrainOptError, printable
 from raytrain_opt.execution.signals import Terminated
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ _address = click.option(
     help="Address of a Ray cluster. Default: RAY_ADDRESS, else Ray is started on this machine.",
 )
 _verbose = click.option("--verbose", is_flag=True, help="Show tracebacks.")
+_trust = click.option(
+    "--trust", is_flag=True, help="Run functions that the job.yaml of the run directory names."
+)
 _dashboard = click.option(
     "--address",
     metavar="URL",
@@ -60,6 +63,7 @@ def main() -> None:
 @click.argument("job_file", metavar="JOB.yaml", required=False)
 @_overrides
 @click.option("--resume", metavar="RUN_DIR", help="Resume this run from its latest checkpoint.")
+@_trust
 @_fresh
 @_address
 @click.option(
@@ -70,6 +74,7 @@ def run(
     job_file: str | None,
     overrides: tuple[str, ...],
     resume: str | None,
+    trust: bool,
     fresh: bool,
     address: str | None,
     in_process: bool,
@@ -85,7 +90,7 @@ def run(
         job = (
             _load_job(str(job_file), overrides)
             if resume is None
-            else _load_run_job(resume, overrides)
+            else _load_run_job(resume, overrides, trust=trust)
         )
 
         # Imported after the job is known to be well-formed: this loads Ray.
@@ -237,8 +242,11 @@ def validate(job_file: str, overrides: tuple[str, ...], verbose: bool) -> None:
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 @click.option("--ensemble", is_flag=True, help="Also evaluate the mean of their probabilities.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_trust
 @_verbose
-def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, verbose: bool) -> None:
+def evaluate(
+    run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bool, verbose: bool
+) -> None:
     """Compute the top-1 and top-5 error of finished runs or of single checkpoints.
 
     A single checkpoint is RUN_DIR/checkpoints/NAME.
@@ -248,7 +256,7 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, verbose: 
     with _exit_on_error(verbose):
         from raytrain_opt.commands.evaluate import evaluate_runs
 
-        evaluation = evaluate_runs(run_dirs, ensemble=ensemble)
+        evaluation = evaluate_runs(run_dirs, ensemble=ensemble, trust=trust)
         for note in evaluation.notes:
             click.echo(note, err=True)
         text = json.dumps(evaluation.to_json()) if as_json else "\n".join(evaluation.lines())
@@ -256,17 +264,11 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, verbose: 
 
 
 @main.command()
-@click.option("--markdown", is_flag=True, help="Print tables of all fields in Markdown instead.")
-def schema(markdown: bool) -> None:
+def schema() -> None:
     """Print the JSON schema of job files.
 
     Example: raytrain-opt schema > job.schema.json
     """
-    if markdown:
-        from raytrain_opt.config.reference import job_reference
-
-        click.echo(job_reference(), nl=False)
-        return
     from raytrain_opt.config.load import job_schema
 
     click.echo(json.dumps(job_schema(), indent=2))
@@ -295,21 +297,26 @@ def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:
     return load_job(job_file, overrides, check_sections)
 
 
-def _load_run_job(run_dir: str, overrides: tuple[str, ...]) -> Job:
-    """Load the job of a run that is resumed; under a URI, nothing else is fetched for that."""
+def _load_run_job(run_dir: str, overrides: tuple[str, ...], *, trust: bool) -> Job:
+    """Load the job of a run that is resumed; under a URI, nothing else is fetched for that.
+
+    Without `trust`, a job that names functions is refused before one of them is imported.
+    """
     from raytrain_opt.config.load import parse_job
-    from raytrain_opt.execution.preflight import check_sections
-    from raytrain_opt.execution.resume import refuse_changes
+    from raytrain_opt.execution.resume import refuse_changes, refuse_functions
     from raytrain_opt.paths import check_run
     from raytrain_opt.recording.reader import read_text
-    from raytrain_opt.storage import join, local_path
+    from raytrain_opt.storage import join
 
     refuse_changes(overrides)
     check_run(run_dir)
-    if "://" not in run_dir:
-        return _load_job(str(local_path(run_dir) / "job.yaml"), overrides)
-    text = read_text(run_dir, "job.yaml") or ""
-    return parse_job(text, join(run_dir, "job.yaml"), overrides, check_sections)
+    text, source = read_text(run_dir, "job.yaml"), join(run_dir, "job.yaml")
+    if text is None:
+        raise JobError([Problem("the file", "does not exist")], source)
+    job = parse_job(text, source, overrides)
+    if not trust:
+        refuse_functions(job, run_dir)
+    return job
 
 
 def _summary(job: Job) -> str:

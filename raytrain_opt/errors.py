@@ -124,6 +124,10 @@ class StorageError(RaytrainOptError):
     """A checkpoint or record could not be read or written; names the path and the cause."""
 
 
+class TakenOverError(StorageError):
+    """Another process has resumed this run; it must not be written by this one any more."""
+
+
 class CheckpointError(StorageError):
     """A checkpoint is damaged or was not made by this package; names the file; exit code 2."""
 

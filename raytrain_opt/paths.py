@@ -10,6 +10,7 @@ import atexit
 import os
 import re
 import secrets
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from pyarrow import fs
 
-from raytrain_opt.errors import JobError, Problem, StorageError
+from raytrain_opt.clock import utc_now
+from raytrain_opt.errors import JobError, Problem, StorageError, TakenOverError, printable
 from raytrain_opt.storage import (
     STORAGE_ERRORS,
     check_uri,
@@ -26,20 +28,42 @@ from raytrain_opt.storage import (
     last_name,
     local_path,
     open_filesystem,
+    read,
     remove_tree,
+    sync,
+    write,
 )
 
 _INDEX = "checkpoints/index.json"
+# A file of a checkpoint, and a record; other names of a storage could lead anywhere.
+_CHECKPOINT_FILE = re.compile(
+    r"checkpoints/(epoch-\d+(?:-round-\d+)?)/(weights\.safetensors|rest\.pt)"
+)
+_RECORD_FILE = re.compile(r"\w+\.(json|jsonl|yaml)")
+# Who may write; see `RunPaths.claim`.
+_OWNER = "owner.txt"
 # After all other files.
 _PUBLISHED_LAST = ("index.json", "result.json")
 
 
 class RunPaths:
-    """The files of one run below `local`; `remote` is the URI of its copy, if any."""
+    """The files of one run below `local`; `remote` is the URI of its copy, if any.
+
+    Files of JSON lines have a line per round, epoch, command or checkpoint (`timeline`), failure
+    or recovery (`events`), probe (`batch_sizes`), and epoch with its learning rates (`schedule`).
+    `job` has all defaults filled in; `index.json` of `checkpoints` names the complete ones.
+    """
 
     def __init__(self, local: Path, remote: str | None = None) -> None:
         self.local = local
         self.remote = remote
+        self.job, self.result = local / "job.yaml", local / "result.json"
+        self.rounds, self.epochs = local / "rounds.jsonl", local / "epochs.jsonl"
+        self.timeline, self.events = local / "timeline.jsonl", local / "events.jsonl"
+        self.batch_sizes, self.batch_size = local / "batch_size.jsonl", local / "batch_size.json"
+        self.schedule, self.trace = local / "schedule.jsonl", local / "trace.json"
+        self.tensorboard, self.checkpoints = local / "tensorboard", local / "checkpoints"
+        self._owner = b""
         # Version of each file in the remote copy.
         self._published: dict[Path, tuple[int, int]] = {}
         if remote is not None:
@@ -68,7 +92,7 @@ class RunPaths:
 
     @classmethod
     def existing(cls, run_dir: str, argument: str = "--resume") -> RunPaths:
-        """Return the directory of an earlier run; one under a URI is copied here first.
+        """Return the directory of an earlier run; what a resume needs of a URI is copied here.
 
         `argument`: the option that names the run, for messages. Raises JobError when the
         directory has no checkpoint.
@@ -77,11 +101,33 @@ class RunPaths:
         if "://" not in run_dir:
             return cls(local_path(run_dir))
         paths = cls(Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir)
-        with _readable(run_dir, argument):
-            filesystem, root = open_filesystem(run_dir)
-            fs.copy_files(root, str(paths.local), source_filesystem=filesystem)
-        paths._published = paths._versions()
+        try:
+            with _readable(run_dir, argument):
+                paths._fetch(run_dir)
+        except BaseException:
+            remove_tree(paths.local)
+            raise
         return paths
+
+    def _fetch(self, uri: str) -> None:
+        """Copy the records and the checkpoints that the index names; note others to be removed.
+
+        A run that was killed between two writes leaves a checkpoint that no index names.
+        """
+        filesystem, root = open_filesystem(uri)
+        named = set(
+            re.findall(r"epoch-[-\w]+", (read(uri, _INDEX) or b"").decode(errors="replace"))
+        )
+        folders = [fs.FileSelector(root), fs.FileSelector(f"{root}/checkpoints", recursive=True)]
+        for entry in [e for folder in folders for e in filesystem.get_file_info(folder)]:
+            name = entry.path.removeprefix(f"{root}/")
+            checkpoint, path = _CHECKPOINT_FILE.fullmatch(name), self.local / name
+            if checkpoint and checkpoint[1] not in named:
+                self._published[path] = (0, 0)
+            elif checkpoint or name == _INDEX or _RECORD_FILE.fullmatch(name):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                fs.copy_files(entry.path, str(path), source_filesystem=filesystem)
+                self._published[path] = _version(path)
 
     @property
     def shown(self) -> str:
@@ -98,65 +144,21 @@ class RunPaths:
         """Storage path of Ray Train and Ray Tune."""
         return join(self.shown, "ray")
 
-    @property
-    def job(self) -> Path:
-        """The job with all defaults filled in."""
-        return self.local / "job.yaml"
+    def claim(self) -> None:
+        """Let no other process write to the remote copy from now on. Raises StorageError."""
+        if self.remote is not None:
+            holder = f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}"
+            self._owner = f"{holder} ({secrets.token_hex(8)})".encode()
+            write(self.remote, _OWNER, self._owner)
 
-    @property
-    def rounds(self) -> Path:
-        """One JSON line per round."""
-        return self.local / "rounds.jsonl"
-
-    @property
-    def epochs(self) -> Path:
-        """One JSON line per epoch."""
-        return self.local / "epochs.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        """One JSON line per command that a worker or slot executed, and per checkpoint."""
-        return self.local / "timeline.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """One JSON line per failure, recovery, resume and early end."""
-        return self.local / "events.jsonl"
-
-    @property
-    def batch_sizes(self) -> Path:
-        """One JSON line per probe of the batch-size search."""
-        return self.local / "batch_size.jsonl"
-
-    @property
-    def batch_size(self) -> Path:
-        """The chosen batch size and its consequences."""
-        return self.local / "batch_size.json"
-
-    @property
-    def trace(self) -> Path:
-        """Chrome trace of training steps at the chosen batch size."""
-        return self.local / "trace.json"
-
-    @property
-    def schedule(self) -> Path:
-        """The learning rate of every step."""
-        return self.local / "schedule.json"
-
-    @property
-    def result(self) -> Path:
-        """The result of a finished run."""
-        return self.local / "result.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Directory of TensorBoard events."""
-        return self.local / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Directory of checkpoints; its `index.json` names the complete ones."""
-        return self.local / "checkpoints"
+    def _refuse_if_taken_over(self, uri: str) -> None:
+        """Check before each copy: without conditional writes, one in progress is not stopped."""
+        owner = (read(uri, _OWNER) if self._owner else None) or self._owner
+        if owner != self._owner:
+            raise TakenOverError(
+                f"{uri} was resumed by another process, which writes to it now: "
+                f"{printable(owner.decode(errors='replace'))}"
+            )
 
     def publish(self) -> None:
         """Copy new and changed files to the remote storage, and remove deleted ones there.
@@ -166,6 +168,7 @@ class RunPaths:
         """
         if self.remote is None:
             return
+        self._refuse_if_taken_over(self.remote)
         files = self._versions()
         changed = [path for path, version in files.items() if self._published.get(path) != version]
         deleted = [path for path in self._published if path not in files]
@@ -174,26 +177,34 @@ class RunPaths:
             for path in sorted(changed, key=lambda path: (path.name in _PUBLISHED_LAST, path)):
                 copy = f"{root}/{path.relative_to(self.local)}"
                 filesystem.create_dir(copy.rsplit("/", 1)[0])
-                fs.copy_files(str(path), copy, destination_filesystem=filesystem)
+                # Object stores show a file when it is complete, these while it is written.
+                complete = filesystem.type_name not in ("local", "hdfs")
+                target = copy if complete else f"{copy}.tmp"
+                fs.copy_files(str(path), target, destination_filesystem=filesystem)
+                if target != copy:
+                    filesystem.move(target, copy)
+                self._published[path] = files[path]
             for path in deleted:
                 filesystem.delete_file(f"{root}/{path.relative_to(self.local)}")
+                del self._published[path]
         except STORAGE_ERRORS as error:
             raise StorageError(
                 f"{self.remote} cannot be written: {error}; all files are in {self.local}"
             ) from error
-        self._published = files
 
     def _remove_copy(self) -> None:
-        if self._published == self._versions():
+        if all(self._published.get(path) == now for path, now in self._versions().items()):
             remove_tree(self.local)
 
     def sync_records(self) -> None:
-        """Wait until the lines of all records are on disk. Raises StorageError."""
-        for path in (self.rounds, self.epochs, self.timeline, self.events):
+        """Wait until the lines of all records, and the run directory, are on disk.
+
+        Raises StorageError.
+        """
+        records = (self.rounds, self.epochs, self.schedule, self.timeline, self.events)
+        for path in (*filter(Path.exists, records), self.local, self.local.parent):
             try:
-                if path.exists():
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
+                sync(path)
             except OSError as error:
                 raise StorageError(f"{path} cannot be written: {error}") from error
 

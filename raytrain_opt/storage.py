@@ -144,15 +144,16 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
         mode = temporary.stat().st_mode
         write(temporary)
         temporary.chmod(mode)
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     except _WRITE_ERRORS as error:
         temporary.unlink(missing_ok=True)
         raise StorageError(f"{path} cannot be written: {error}") from error
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a directory's list of names, is on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -20,6 +20,10 @@ gradient is late if that is no later than its deadline, for all of them; that is
     gradients that are still being computed can meet theirs. Else the update waits for them.
 With s = 0, and micro-batches begun in order, these are the micro-batches of one step: the
 synchronous result.
+
+A micro-batch that is given to another worker gets a new number, the old one plus that of all
+micro-batches. So a gradient of the first worker, which was only slow or cut off, is none of an
+update's, whenever it arrives.
 """
 
 from __future__ import annotations
@@ -73,7 +77,8 @@ class EpochPhase:
 
     def index_of(self, number: int) -> tuple[int, int]:
         """Return the step of the epoch and the micro-batch of that step."""
-        return self.first_step + number // self.micro_batches, number % self.micro_batches
+        step, micro_batch = divmod(number % self.size, self.micro_batches)
+        return self.first_step + step, micro_batch
 
 
 def epoch_phase(
@@ -209,7 +214,7 @@ class SspScheduler:
         for number in [n for n, owner in self._claims.items() if owner == worker]:
             del self._claims[number]
             self._begun.pop(number, None)
-            heapq.heappush(self._returned, number)
+            heapq.heappush(self._returned, number + self.phase.size)
         return self._make_updates()
 
     @property
@@ -230,7 +235,7 @@ class SspScheduler:
         bound = self.phase.bound
         # Micro-batches of a dead worker may be missing in this step: waiting workers take them.
         in_order = self.phase.in_order and not self._returned
-        if in_order and number >= self.phase.micro_batches * (self.version + 1):
+        if in_order and number % self.phase.size >= self.phase.micro_batches * (self.version + 1):
             return False
         if bound is None:
             return True
@@ -279,7 +284,8 @@ class SspScheduler:
 
     def _make_update(self, chosen: list[int]) -> Update:
         weights = []
-        for number in sorted(chosen):  # so that sums do not depend on the order of arrival
+        # In their order in the step, so that sums do not depend on the order of arrival.
+        for number in sorted(chosen, key=self.phase.index_of):
             staleness = self.version - self._waiting.pop(number)
             self._counts[staleness] += 1
             damping = 1 + staleness if self.phase.damped else 1

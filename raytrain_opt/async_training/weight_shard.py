@@ -180,7 +180,10 @@ class WeightShard:
         return TrainingState(own, {**state.plain, "optimizer_state": plain})
 
     def add(self, number: int, gradient: Tensor) -> None:
-        """Collect the flat gradient of a micro-batch, for the update that names it."""
+        """Collect the flat gradient of a micro-batch, for the update that names it.
+
+        One that no update names, of a worker that was taken for dead, stays until the next phase.
+        """
         self._gradients[number] = gradient
 
     def apply(self, update: Update) -> None:

@@ -12,6 +12,7 @@ from raytrain_opt.config.load import load_job, plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_job
+from raytrain_opt.execution.resume import refuse_functions
 from raytrain_opt.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -84,16 +85,17 @@ class _SavedRun:
     notes: tuple[str, ...]
 
 
-def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool) -> Evaluation:
+def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = False) -> Evaluation:
     """Evaluate the latest checkpoint of each run directory, or single checkpoints in them.
 
-    With `ensemble` the mean of all probabilities is evaluated too. Raises JobError when an
+    With `ensemble` the mean of all probabilities is evaluated too; with `trust`, functions that
+    the runs' jobs name are run. Raises JobError when an
     argument is not a run or the runs have different test data, CheckpointError or DataError when
     checkpoint or data cannot be read.
     """
     from raytrain_opt.train.ensemble import average_predictions, error_rates
 
-    runs = [_find_run(run_dir) for run_dir in run_dirs]
+    runs = [_find_run(run_dir, trust) for run_dir in run_dirs]
     _refuse_different_data(runs)
     predictions = [_predict(run) for run in runs]
     evaluated = tuple(
@@ -109,15 +111,15 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool) -> Evaluation:
     return Evaluation(evaluated, of_ensemble, notes)
 
 
-def _find_run(run_dir: str) -> _SavedRun:
+def _find_run(run_dir: str, trust: bool) -> _SavedRun:
     from raytrain_opt.train.checkpoint import Checkpoints
 
     folder = Path(run_dir).expanduser().absolute()
     if "://" not in run_dir and (folder / "weights.safetensors").is_file():
-        job = _load_run_job(folder.parents[1] / "job.yaml", run_dir)
+        job = _load_run_job(folder.parents[1] / "job.yaml", run_dir, trust)
         return _SavedRun(run_dir, job, folder, folder.name, ())
     paths = RunPaths.existing(run_dir, _ARGUMENT)
-    job = _load_run_job(paths.job, run_dir)
+    job = _load_run_job(paths.job, run_dir, trust)
     checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
     notes = tuple(f"{damage}; the one before is used" for damage in checkpoints.drop_damaged())
     latest = checkpoints.latest
@@ -126,11 +128,13 @@ def _find_run(run_dir: str) -> _SavedRun:
     return _SavedRun(run_dir, job, paths.checkpoints / latest.folder, latest.reached, notes)
 
 
-def _load_run_job(path: Path, run_dir: str) -> Job:
+def _load_run_job(path: Path, run_dir: str, trust: bool) -> Job:
     if not path.is_file():
         rule = f"is not a run directory: {path} is missing"
         raise JobError([Problem(_ARGUMENT, rule, repr(run_dir))], "arguments")
     job = load_job(path)
+    if not trust:
+        refuse_functions(job, run_dir)
     problems = check_job(job)
     if problems:
         raise JobError(problems, str(path))

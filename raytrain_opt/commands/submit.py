@@ -189,8 +189,8 @@ def _exit_code(client: JobSubmissionClient, job_id: str) -> int:
 
 def _download(client: JobSubmissionClient, run_dir: str) -> None:
     """Write the run's small files, which a second job prints, to LOCAL_RUNS/RUN_ID."""
-    run_id = last_name(run_dir)
-    if run_id in ("", ".", ".."):
+    run_id = last_name(str(run_dir))
+    if not isinstance(run_dir, str) or run_id in ("", ".", ".."):
         raise ClusterError(f"{run_dir} in the job's log is no run directory")
     job_id = _start(client, ["-m", "raytrain_opt.commands.download", run_dir])
     log = asyncio.run(_follow(client, job_id, show=False))

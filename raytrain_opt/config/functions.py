@@ -14,11 +14,6 @@ from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.errors import JobError, Problem
 
 
-def is_function_name(name: object) -> bool:
-    """Return whether `name` is a function, or text of the form `package.module:function`."""
-    return callable(name) or (isinstance(name, str) and ":" in name)
-
-
 def resolve_function(name: str | Callable[..., Any], path: str) -> Callable[..., Any]:
     """Import and return the function called `name`; `path` is the field that errors name.
 

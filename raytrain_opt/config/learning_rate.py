@@ -236,7 +236,7 @@ class ReplayPolicy(Section):
     search_on: ClassVar[SearchOn] = "slots"
 
     policy: Literal["replay"]
-    schedule: str = Field(description="Path of the schedule.json of that run.")
+    schedule: str = Field(description="Path of the schedule.jsonl of that run.")
 
 
 LearningRateSection = Annotated[

@@ -83,7 +83,11 @@ class TimeoutsSection(Section):
 
     start_s: Seconds = Field(600.0, description="Until all workers and slots are ready.")
     no_progress_s: Seconds = Field(
-        900.0, description="Without any progress of a worker, slot or probe that has a command."
+        900.0,
+        description=(
+            "Without any progress of a worker, slot or probe that has a command, of the data that "
+            "are read at the start, or of a checkpoint that is written."
+        ),
     )
     stop_s: Seconds = Field(
         20.0, description="Until the pools have ended, before they are killed."

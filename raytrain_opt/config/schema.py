@@ -29,6 +29,7 @@ from raytrain_opt.config.section import (
     NonNegativeInt,
     PositiveInt,
     Section,
+    is_function_name,
 )
 from raytrain_opt.config.updates import (
     AverageSection,
@@ -237,6 +238,17 @@ class Job(Section):
         section = self.learning_rate
         needs_slots = section.candidate_batch == "local" or self.parallel.mode == "async"
         return "slots" if needs_slots else section.search_on
+
+    @property
+    def functions(self) -> list[tuple[str, object]]:
+        """The field and the name of each function that is not this package's."""
+        pairs: list[tuple[str, object]] = [
+            ("model.name", self.model.name),
+            ("data.name", self.data.name),
+            ("loss.name", self.loss.name),
+            *(("optimizer.name", optimizer.name) for optimizer in self.optimizers),
+        ]
+        return [(field, name) for field, name in pairs if is_function_name(name)]
 
     @property
     def hold_out(self) -> HoldOut:

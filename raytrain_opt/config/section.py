@@ -32,6 +32,11 @@ def function_name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
+def is_function_name(name: object) -> bool:
+    """Return whether `name` is a function, or text of the form `package.module:function`."""
+    return callable(name) or (isinstance(name, str) and ":" in name)
+
+
 class BrokenRulesError(ValueError):
     """Every rule over several fields that a section breaks, though each field alone is valid."""
 

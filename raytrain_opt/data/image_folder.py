@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
 from raytrain_opt.errors import DataError
 
 if TYPE_CHECKING:
-    from torchvision.datasets import ImageFolder
+    from PIL import Image
 
 # The usual evaluation crop: 224 pixels out of a shorter side of 256.
 _RESIZE_RATIO = 256 / 224
@@ -32,7 +34,7 @@ class ImageFolderSource:
     mean_std: MeanStd | None = IMAGENET_MEAN_STD
 
     def __init__(self, section: ImageFolderData) -> None:
-        self._folders: dict[SourceSplit, ImageFolder] = {
+        self._folders: dict[SourceSplit, ImageFiles] = {
             "train": _open(section, section.train_split, "data.train_split"),
             "test": _open(section, section.test_split, "data.test_split"),
         }
@@ -43,28 +45,71 @@ class ImageFolderSource:
 
     def size(self, split: SourceSplit) -> int:
         """Return the number of files."""
-        return len(self._folders[split].samples)
+        return len(self._folders[split])
 
     def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
         """Return a random crop, perhaps mirrored, when `augment`; else the center crop.
 
         Decoding errors pass through.
         """
-        folder = self._folders[split]
-        path, label = folder.samples[index]
-        image = (self._augmented if augment else self._plain)(folder.loader(path))
+        path, label = self._folders[split][index]
+        image = (self._augmented if augment else self._plain)(_read_image(path))
         return torch.from_numpy(np.array(image)), label
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the file and its class, for an error message."""
         folder = self._folders[split]
-        path, label = folder.samples[index]
+        path, label = folder[index]
         return f"{path} (class {folder.classes[label]}) cannot be read"
 
 
-def _open(section: ImageFolderData, split: str, field: str) -> ImageFolder:
-    from torchvision.datasets import ImageFolder
+class ImageFiles:
+    """Files and classes of one folder, in the order of torchvision's ImageFolder.
 
+    The paths are one array of bytes: 1.3 million objects would take 243 MiB, which every loader
+    process would copy by counting references. Links are followed, but not those to a folder within
+    a class, which may lead back to itself and repeat all files. Raises OSError.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from torchvision.datasets.folder import IMG_EXTENSIONS
+
+        self.root = folder
+        self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        paths, self._ends, self._labels = bytearray(), array("q"), array("q")
+        for label, name in enumerate(self.classes):
+            first = len(paths)
+            for directory, _, files in sorted(os.walk(folder / name)):
+                for file in sorted(files):
+                    if file.lower().endswith(IMG_EXTENSIONS):
+                        paths += os.fsencode(f"{directory}/{file}")
+                        self._ends.append(len(paths))
+                        self._labels.append(label)
+            if len(paths) == first:
+                raise FileNotFoundError(f"class {name} has no file {', '.join(IMG_EXTENSIONS)}")
+        if not self.classes:
+            raise FileNotFoundError("it has no folder of a class")
+        self._paths = bytes(paths)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        start = self._ends[index - 1] if index else 0
+        return os.fsdecode(self._paths[start : self._ends[index]]), self._labels[index]
+
+
+def _read_image(path: str) -> Image.Image:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        pixels, limit = image.width * image.height, Image.MAX_IMAGE_PIXELS
+        if limit is not None and pixels > limit:  # PIL itself only warns up to twice of it
+            raise ValueError(f"{pixels:,} pixels, more than {limit:,}: decoding would fill memory")
+        return image.convert("RGB")
+
+
+def _open(section: ImageFolderData, split: str, field: str) -> ImageFiles:
     folder = Path(section.root).expanduser() / split
     if not folder.is_dir():
         raise DataError(
@@ -73,12 +118,12 @@ def _open(section: ImageFolderData, split: str, field: str) -> ImageFolder:
             "data.root/<split>/<class>/<image files>, on every node",
         )
     try:
-        return ImageFolder(folder)
+        return ImageFiles(folder)
     except OSError as error:
         raise DataError(field, f"{folder} has no usable images: {error}") from error
 
 
-def _check_classes(train: ImageFolder, test: ImageFolder) -> None:
+def _check_classes(train: ImageFiles, test: ImageFiles) -> None:
     if train.classes != test.classes:
         different = sorted(set(train.classes) ^ set(test.classes))
         names = ", ".join(different[:5]) + (", …" if len(different) > 5 else "")

@@ -172,6 +172,12 @@ def _probe(
         result = _follow(launcher, config, lines, session)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
+    except ray.exceptions.GetTimeoutError as error:
+        limit_s = job.timeouts.no_progress_s
+        raise PoolError(
+            f"the process that searches the batch size did not answer within {limit_s:g} s "
+            "(timeouts.no_progress_s)"
+        ) from error
     except ray.exceptions.RayActorError as error:
         raise PoolError(
             f"the process that searched the batch size died: {error}; its probes are in "
@@ -200,7 +206,7 @@ def _follow(
     limit_s = session.job.timeouts.no_progress_s
     while True:
         done = bool(ray.wait([pending], timeout=_POLL_S)[0])
-        for record in ray.get(launcher.probe_records.remote(len(lines))):
+        for record in ray.get(launcher.probe_records.remote(len(lines)), timeout=limit_s):
             line = BatchSizeProbeRecord.from_probe(
                 len(lines) + 1, record.probe, record.reason, check=record.check, pid=record.pid
             )

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from threading import Event
 
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.errors import DivergedError, StorageError, TakenOverError
+from raytrain_opt.execution.background import start_thread
 from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.train.checkpoint import Checkpoint, Checkpoints
 from raytrain_opt.train.state import TrainingState
 
+# Between two attempts to copy to remote storage: short after a lost connection, and not so often
+# that a storage which asks for less traffic (503) gets more of it.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
 
 class CheckpointWriter:
-    """Saves one checkpoint at a time; the training continues meanwhile."""
+    """Saves one checkpoint at a time; the training continues meanwhile.
 
-    def __init__(self, checkpoints: Checkpoints, paths: RunPaths, event_log: EventLog) -> None:
+    `limit_s`: how long refused copies to remote storage are repeated, and how long a call to the
+    storage may take.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, paths: RunPaths, event_log: EventLog, limit_s: float
+    ) -> None:
         self._checkpoints, self._paths, self._event_log = checkpoints, paths, event_log
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._limit_s = limit_s
         self._pending: Future[None] | None = None
+        self._epoch = 0
+        self._refused: tuple[int, StorageError] | None = None  # attempts, the last one's error
+        self._closing = Event()
 
     @property
     def latest(self) -> Checkpoint | None:
@@ -35,28 +52,71 @@ class CheckpointWriter:
     ) -> None:
         """Begin to save the run after `epoch` full epochs and `rounds` rounds of the next one.
 
-        Waits for the save before; raises StorageError if that one failed. `state` must not change
-        until the save is complete.
+        Waits for the save before; raises StorageError if that one failed, DivergedError if its
+        state was not finite. `state` must not change until the save is complete.
         """
         self.wait()
+        self._epoch = epoch
 
         def write() -> None:
+            tensor = state.first_not_finite()
+            if tensor is not None:
+                raise DivergedError(
+                    f"after epoch {epoch}: {tensor} is not finite, so this state was not saved. "
+                    "Lower learning_rate.initial or add a warm-up (learning_rate.warmup)."
+                )
             with self._event_log.span("checkpoint"):
                 # The records must never be behind the checkpoint: a resume truncates, not adds.
                 self._paths.sync_records()
                 self._checkpoints.save(
                     epoch, state, progress.to_json(), test_accuracy=test_accuracy, rounds=rounds
                 )
-                self._paths.publish()
+                self.publish()
 
-        self._pending = self._thread.submit(write)
+        self._pending = start_thread(write)
+
+    def publish(self) -> None:
+        """Copy the run to its remote storage. Raises StorageError when that is refused for long.
+
+        Attempts end with `close`.
+        """
+        deadline_s, pause_s, attempts = monotonic_s() + self._limit_s, _FIRST_PAUSE_S, 1
+        while True:
+            try:
+                self._paths.publish()
+            except TakenOverError:
+                raise
+            except StorageError as error:
+                if monotonic_s() + pause_s > deadline_s or self._closing.wait(pause_s):
+                    raise
+                self._refused = attempts, error
+                pause_s, attempts = min(2 * pause_s, _LONGEST_PAUSE_S), attempts + 1
+            else:
+                return
 
     def wait(self) -> None:
-        """Wait until the last `save` is complete. Raises StorageError if it failed."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
+        """Wait until the last `save` is complete.
+
+        Raises what the save raised, and StorageError when the storage does not answer.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        # Once for repeated copies, and once for the last of them.
+        if not wait([pending], 2 * self._limit_s).done:
+            raise StorageError(
+                f"{self._paths.shown}: a checkpoint was not written within "
+                f"{2 * self._limit_s:g} s (timeouts.no_progress_s: {self._limit_s:g}); does the "
+                "storage answer?"
+            )
+        pending.result()
+        if self._refused is not None:
+            (attempts, error), self._refused = self._refused, None
+            text = f"the storage refused {attempts} copies before one succeeded: {error}"
+            self._event_log.log("storage", self._epoch, text)
 
     def close(self) -> None:
-        """Let a `save` in progress finish, then end the thread."""
-        self._thread.shutdown(wait=True)
+        """Let a `save` in progress finish, without repeating refused copies."""
+        self._closing.set()
+        if self._pending is not None:
+            wait([self._pending], self._limit_s)

@@ -12,7 +12,7 @@ from raytrain_opt.execution.progress import Startup
 from raytrain_opt.execution.rescale import resolve_lr_scaling, set_worker_count
 from raytrain_opt.execution.resume import keep_worker_count
 from raytrain_opt.execution.session import explain_interruption, open_run_directory
-from raytrain_opt.execution.signals import stop_on_sigterm
+from raytrain_opt.execution.signals import stop_on_signals
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
 from raytrain_opt.pools.in_process import in_process_backend, open_learner
 from raytrain_opt.search.factory import max_candidates
@@ -43,8 +43,8 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
         resolved = preflight.resolved
         assert resolved is not None  # no batch size is to be searched
         with (
-            explain_interruption(terminal, paths),
-            stop_on_sigterm(),
+            explain_interruption(terminal, paths, job),
+            stop_on_signals(),
             open_learner(resolved.learner, job.workers, preflight.shared) as learner,
         ):
             backend = in_process_backend(

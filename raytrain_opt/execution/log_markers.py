@@ -32,9 +32,9 @@ def find_marker(log: str, name: str) -> Any | None:
             continue
         try:
             values = json.loads(line)[_KEY]
-        except ValueError:  # the log was cut within the line
+        except (ValueError, RecursionError):  # the log was cut within the line, or is forged
             continue
-        if name in values:
+        if isinstance(values, dict) and name in values:
             return values[name]
     return None
 

@@ -207,7 +207,8 @@ def _check_model(job: Job, info: DataInfo) -> list[Problem]:
     shape, classes = info.sample_shape, info.num_classes
     try:
         model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
-        check_output(model, shape, classes, "cpu")
+        alone = job.batch_size_per_worker == 1 and job.batch_size_search is None
+        check_output(model, shape, classes, "cpu", trains_on_one=alone)
         for optimizer in job.optimizers:
             group_parameters(optimizer, model)
         if job.parallel.mode == "async":

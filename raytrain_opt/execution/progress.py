@@ -47,16 +47,12 @@ class PartialEpoch:
 class RunProgress:
     """What a resume starts from, besides the state.
 
-    `lrs`: the rate of each step of the finished epochs, `weight_decay_factors`: one of
-    each of these epochs. `kept_samples`: samples trained on the way to the present weights.
-    `search_samples`: all other samples trained (the search cost); the winner's kept steps are not
-    counted.
+    `kept_samples`: samples trained on the way to the present weights. `search_samples`: all other
+    samples trained (the search cost); the winner's kept steps are not counted.
     """
 
     next_epoch: int = 1
     history: History = History()
-    lrs: tuple[float, ...] = ()
-    weight_decay_factors: tuple[float, ...] = ()
     search_samples: int = 0
     kept_samples: int = 0
     partial_epoch: PartialEpoch = PartialEpoch()

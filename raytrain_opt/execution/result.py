@@ -54,7 +54,7 @@ def finish(run: TrainingRun) -> RunResult:
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
     run.recorder.result(record)
-    run.paths.publish()
+    run.checkpoints.publish()
     run.terminal.advance(run.job.epochs)
     print_summary(_rows(epochs, rounds), _facts(run, record, report))
     return RunResult(
@@ -62,7 +62,7 @@ def finish(run: TrainingRun) -> RunResult:
         test_accuracy=record.final.test_accuracy,
         best_test_accuracy=record.best.test_accuracy if record.best else None,
         best_epoch=record.best.epoch if record.best else None,
-        lrs=run.progress.lrs,
+        lrs=run.lrs,
         wall_s=record.wall_s,
         summary=record.model_dump(),
     )
@@ -138,7 +138,7 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
         ("result", join(run_dir, "result.json")),
         ("rounds", join(run_dir, "rounds.jsonl")),
         ("epochs", join(run_dir, "epochs.jsonl")),
-        ("schedule", join(run_dir, "schedule.json")),
+        ("schedule", join(run_dir, "schedule.jsonl")),
         ("TensorBoard", f"tensorboard --logdir {join(run_dir, 'tensorboard')}"),
     ]
     if record.noise_scale is not None:

@@ -6,14 +6,12 @@ torch, so that Ray starts at once: torch is imported and the data are read besid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from shlex import quote
-from threading import Thread
-from typing import TypeVar
 
 from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session
@@ -21,6 +19,7 @@ from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem, StorageError
+from raytrain_opt.execution.background import start_thread
 from raytrain_opt.execution.lock import lock_run_directory
 from raytrain_opt.execution.log_markers import announce_run_dir
 from raytrain_opt.execution.preflight import (
@@ -33,15 +32,13 @@ from raytrain_opt.execution.preflight import (
 from raytrain_opt.execution.progress import RunProgress, Startup
 from raytrain_opt.execution.rescale import resolve_lr_scaling, set_worker_count
 from raytrain_opt.execution.resume import keep_worker_count
-from raytrain_opt.execution.signals import Terminated, stop_on_sigterm
+from raytrain_opt.execution.signals import Terminated, stop_on_signals
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.storage import remove_tree, write_text
 from raytrain_opt.terminal.progress import Terminal, open_terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def open_session(
     job = keep_worker_count(job, resume)
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal(job.epochs))
-        pending_preflight = _start_thread(lambda: _prepare(job))
+        pending_preflight = start_thread(lambda: _prepare(job))
         stack.callback(wait, [pending_preflight], job.timeouts.stop_s)
         terminal.phase("starting Ray", 0, job.epochs)
         variables = environment(local=True, start_s=job.timeouts.start_s)
@@ -94,13 +91,19 @@ def open_session(
             ray_session(address, verbose=verbose, environment=variables)
         )
         # After `ray.init`, which installs a SIGTERM handler of its own.
-        stack.enter_context(stop_on_sigterm())
+        stack.enter_context(stop_on_signals())
         startup.mark("ray_connected_s")
         terminal.phase("reading data", 0, job.epochs)
+        limit_s = job.timeouts.no_progress_s
+        if not wait([pending_preflight], limit_s).done:
+            rule = (
+                f"not read within {limit_s:g} s (timeouts.no_progress_s); is their storage well?"
+            )
+            raise DataError("data", rule)
         job, preflight = pending_preflight.result()
         startup.mark("data_read_s")
         paths, checkpoints, notes = stack.enter_context(open_run_directory(job, resume))
-        stack.enter_context(explain_interruption(terminal, paths))
+        stack.enter_context(explain_interruption(terminal, paths, job))
         announce_run_dir(paths.shown)
         for note in notes:
             terminal.note(note)
@@ -122,20 +125,6 @@ def open_session(
         yield Session(job, paths, terminal, startup, checkpoints, owns_ray, preflight, plan)
 
 
-def _start_thread(function: Callable[[], R]) -> Future[R]:
-    """Call a function in a thread that ends with the process, even if the data never arrive."""
-    future: Future[R] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is needed
-            future.set_exception(error)
-
-    Thread(target=call, daemon=True).start()
-    return future
-
-
 def _prepare(job: Job) -> tuple[Job, Preflight]:
     """Check the job, read its data, and import what the run needs next."""
     problems = check_job(job)
@@ -149,13 +138,13 @@ def _prepare(job: Job) -> tuple[Job, Preflight]:
 
 
 @contextmanager
-def explain_interruption(terminal: Terminal, paths: RunPaths) -> Iterator[None]:
+def explain_interruption(terminal: Terminal, paths: RunPaths, job: Job) -> Iterator[None]:
     """Say how to resume a run that Ctrl-C or SIGTERM ends within the block."""
     try:
         yield
     except KeyboardInterrupt as stop:
         cause = "terminated" if isinstance(stop, Terminated) else "interrupted"
-        terminal.note(f"{cause}; {how_to_resume(paths)}")
+        terminal.note(f"{cause}; {how_to_resume(paths, job)}")
         raise
 
 
@@ -183,7 +172,9 @@ def open_run_directory(
             damages = checkpoints.drop_damaged()
             notes += [f"{damage}; the one before is used" for damage in damages]
             _check_latest(checkpoints)
+            checkpoints.remove_orphans()
             write_text(paths.job, text)
+            paths.claim()
             paths.publish()
         except CheckpointError:
             raise
@@ -211,11 +202,13 @@ def _check_latest(checkpoints: Checkpoints) -> None:
         RunProgress.from_json(progress)
 
 
-def how_to_resume(paths: RunPaths) -> str:
+def how_to_resume(paths: RunPaths, job: Job) -> str:
     """Say how much of a run that ended early is saved, and the command that resumes it."""
     checkpoints = read_index(paths.checkpoints)
     if not checkpoints:
         return f"no checkpoint was saved yet in {paths.shown}"
     reached = checkpoints[-1].reached
     # Quoted for a shell: options of a URI contain &.
-    return f"saved through {reached}; resume with: raytrain-opt run --resume {quote(paths.shown)}"
+    trust = " --trust" if job.functions else ""
+    command = f"raytrain-opt run --resume {quote(paths.shown)}{trust}"
+    return f"saved through {reached}; resume with: {command}"

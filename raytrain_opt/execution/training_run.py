@@ -34,7 +34,6 @@ from raytrain_opt.pools.protocol import Backend, Pool, fetch_initial_state
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.recorder import Recorder
 from raytrain_opt.recording.records import RoundRecord, ScheduleRecord
-from raytrain_opt.search.fixed_schedule import RecordedSchedule
 from raytrain_opt.search.policy import (
     CandidateResult,
     Decision,
@@ -69,6 +68,7 @@ class TrainingRun:
         self.progress = RunProgress()
         self.parallel: dict[str, object] = {}  # how gradients were exchanged, latest epoch
         self._epoch = EpochMetrics(monotonic_s())
+        self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
         self._workers_ready = False
         self._in_round = False  # candidates are trained
         self._workers_at_work = backend.workers.size
@@ -88,7 +88,7 @@ class TrainingRun:
     @property
     def lrs(self) -> tuple[float, ...]:
         """The rate of each step so far, including the current epoch."""
-        return (*self.progress.lrs, *self._epoch.lrs)
+        return (*self._lrs, *self._epoch.lrs)
 
     @property
     def round_results(self) -> Sequence[CandidateResult]:
@@ -204,16 +204,20 @@ class TrainingRun:
         self.progress = self.progress.add_samples(kept=samples)
         if self._epoch.round_record is not None:
             self._write_round(self._epoch.round_record, outcome.loaded_sha256)
-        self._raise_if_diverged(action, outcome.totals.loss)
+        self._raise_if_diverged(action.epoch, "training", outcome.totals.loss)
         return outcome.state, self._epoch.train_loss
 
     def evaluate(self, state: StateRef, epoch: int) -> None:
-        """Measure top-1 and top-5 on the test split, if `evaluate.every_epochs` says so."""
+        """Measure top-1 and top-5 on the test split, if `evaluate.every_epochs` says so.
+
+        Raises DivergedError if the loss is not finite.
+        """
         if epoch % self.job.evaluate.every_epochs and epoch != self.job.epochs:
             return
         self.terminal.phase("evaluate", epoch, self.job.epochs)
         with self._epoch.stopwatch.measure("evaluate_s"):
-            self._epoch.test = self.backend.main_training.evaluate(state)
+            self._epoch.test = test = self.backend.main_training.evaluate(state)
+        self._raise_if_diverged(epoch, "test", test.loss)
 
     def checkpoint_epoch(self, state: StateRef, history: History) -> None:
         """Record the epoch; begin to save its state, if `checkpoint.every_epochs` says so."""
@@ -223,30 +227,25 @@ class TrainingRun:
             self.progress,
             next_epoch=epoch + 1,
             history=history,
-            lrs=self.lrs,
-            weight_decay_factors=(
-                *self.progress.weight_decay_factors,
-                self._epoch.weight_decay_factor,
-            ),
             partial_epoch=PartialEpoch(),
         )
         self.recorder.epoch(record, self.steps.before(epoch + 1))
         self.event_log.write(epoch, self.backend.pools)
-        steps = tuple(self.steps(done) for done in range(1, epoch + 1))
         optimizer = self.job.optimizers[self._epoch.optimizer]
-        schedule = RecordedSchedule(
-            steps,
-            self.progress.lrs,
-            self.progress.weight_decay_factors,
-            optimizer.group_lr_multipliers,
-            str(optimizer.name),
+        schedule = ScheduleRecord(
+            epoch=epoch,
+            optimizer=str(optimizer.name),
+            weight_decay_factor=self._epoch.weight_decay_factor,
+            lr_multipliers=dict(optimizer.group_lr_multipliers),
+            lrs=tuple(self._epoch.lrs),
         )
-        self.recorder.schedule(ScheduleRecord.model_validate(schedule.to_json()))
+        self.recorder.schedule(schedule)
+        self._lrs += schedule.lrs
+        # The next epoch starts where this record's time ends, so that no time is lost.
+        self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
         if epoch % self.job.checkpoint.every_epochs == 0 or epoch == self.job.epochs:
             self._save(state, epoch, test_accuracy=record.test_accuracy)
         self.terminal.epoch(record, self.job.epochs)
-        # The next epoch starts where this record's time ends, so that no time is lost.
-        self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
 
     # After the last move.
 
@@ -279,6 +278,7 @@ class TrainingRun:
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
         damaged = self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
+        self._lrs = self.recorder.lrs()
         lost = f"; {damaged} damaged lines of its timeline or events were removed"
         text = f"resumed after {checkpoint.reached}{lost if damaged else ''}"
         self.event_log.resume_clock(epoch, text)
@@ -368,14 +368,14 @@ class TrainingRun:
         complete = record.complete(loaded_sha256, self._epoch.stopwatch.timings_s)
         self.recorder.round(complete, self.steps.before(record.epoch))
 
-    def _raise_if_diverged(self, action: TrainEpoch, loss: float) -> None:
+    def _raise_if_diverged(self, epoch: int, split: str, loss: float) -> None:
         if is_finite(loss):
             return
-        latest = self.checkpoints.latest
+        lrs, latest = self._epoch.lrs, self.checkpoints.latest
         kept = f"the last checkpoint is after {latest.reached}" if latest else "no checkpoint yet"
         raise DivergedError(
-            f"epoch {action.epoch}: the training loss is {loss} at learning rates "
-            f"{min(action.lrs, default=0):.4g} to {max(action.lrs, default=0):.4g}; {kept} in "
+            f"epoch {epoch}: the {split} loss is {loss} at learning rates "
+            f"{min(lrs, default=0):.4g} to {max(lrs, default=0):.4g}; {kept} in "
             f"{self.paths.shown}. Lower learning_rate.initial or add a warm-up "
             "(learning_rate.warmup)."
         )
@@ -383,13 +383,11 @@ class TrainingRun:
     def _save(
         self, state: StateRef, epoch: int, *, rounds: int = 0, test_accuracy: float | None = None
     ) -> None:
-        self.checkpoints.save(
-            epoch,
-            self.backend.states.get(state),
-            self.progress,
-            rounds=rounds,
-            test_accuracy=test_accuracy,
-        )
+        tensors = self.backend.states.get(state)
+        with self._epoch.stopwatch.measure("checkpoint_wait_s"):
+            self.checkpoints.save(
+                epoch, tensors, self.progress, rounds=rounds, test_accuracy=test_accuracy
+            )
 
 
 @contextmanager
@@ -404,7 +402,7 @@ def open_training_run(
     """Yield a run that writes to its run directory; record why it ended if it was not finished."""
     recorder = Recorder(paths)
     event_log = EventLog(recorder, terminal, startup.began_s)
-    writer = CheckpointWriter(checkpoints, paths, event_log)
+    writer = CheckpointWriter(checkpoints, paths, event_log, resolved.job.timeouts.no_progress_s)
     run = TrainingRun(resolved, backend, paths, recorder, writer, event_log, terminal, startup)
     try:
         yield run

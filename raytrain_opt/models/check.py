@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from raytrain_opt.config.error_messages import nearest
-from raytrain_opt.config.functions import is_function_name, resolve_function
+from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import ModelSection
+from raytrain_opt.config.section import is_function_name
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.models.registry import (
     TORCHVISION_DEFAULTS,

@@ -22,9 +22,12 @@ def check_output(
     num_classes: int,
     device: torch.device | str,
     dtype: torch.dtype | None = None,
+    *,
+    trains_on_one: bool = False,
 ) -> None:
     """Pass a batch of two zero samples through `model`, which is on `device`, in eval mode.
 
+    `trains_on_one`: then one sample in training mode, which some layers (BatchNorm1d) refuse.
     `dtype` is the type of the samples (default: float32). Weights, buffers, random states,
     gradients and the mode of every layer are preserved, also when the check fails.
     Raises DataError: the model cannot take such samples, or its output is not
@@ -37,6 +40,9 @@ def check_output(
         model.eval()
         try:
             output = model(samples)
+            if trains_on_one:
+                model.train()
+                model(samples[:1])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

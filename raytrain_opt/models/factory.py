@@ -6,8 +6,9 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from raytrain_opt.config.functions import is_function_name, resolve_function
+from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import ModelSection
+from raytrain_opt.config.section import is_function_name
 from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError
 from raytrain_opt.models.check import DATA_ARGUMENTS, check_names, keyword_parameters
 from raytrain_opt.models.registry import TORCHVISION_DEFAULTS, model_function, model_names

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.error_messages import nearest
-from raytrain_opt.config.functions import is_function_name, resolve_function
+from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem
 

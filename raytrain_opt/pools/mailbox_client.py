@@ -26,6 +26,9 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.recording.spans import Event, Span
 
+# What the mailbox answers at once takes milliseconds; minutes on a node that swaps.
+_ANSWER_S = 300.0
+
 
 class DriverMailbox:
     """The driver's view of one pool. Methods raise PoolError when the mailbox has died."""
@@ -102,9 +105,14 @@ class DriverMailbox:
 
     @staticmethod
     def answer(ref: Any) -> Any:
-        """Wait for an answer of the mailbox. Raises PoolError when it has died."""
+        """Wait for an answer of the mailbox. Raises PoolError when it has died or is hung."""
         try:
-            return ray.get(ref)
+            return ray.get(ref, timeout=_ANSWER_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise PoolError(
+                f"the mailbox, the process through which driver, workers and slots talk, did not "
+                f"answer within {_ANSWER_S:g} s (its node is overloaded or hung?)"
+            ) from error
         except ray.exceptions.RayActorError as error:
             raise PoolError(
                 "the mailbox, the process through which driver, workers and slots talk, has died "

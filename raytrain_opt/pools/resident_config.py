@@ -72,13 +72,15 @@ class SynchronousWorkers:
 
     def import_modules(self) -> None:
         """Import Ray Train's part for torch."""
-        import ray.train.torch  # noqa: F401
+        import raytrain_opt.pools.process_group  # noqa: F401
 
     def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
         """Return a TorchTrainer, which connects the workers."""
-        from ray.train.torch import TorchConfig, TorchTrainer
+        from ray.train.torch import TorchTrainer
 
-        torch_config = TorchConfig(
+        from raytrain_opt.pools.process_group import OneAddressTorchConfig
+
+        torch_config = OneAddressTorchConfig(
             backend="nccl" if config.plan.use_gpu else "gloo",
             timeout_s=int(config.timeouts.no_progress_s) + _COLLECTIVE_MARGIN_S,
         )

@@ -82,8 +82,14 @@ class Recorder:
         append_records(self.paths.events, [event])
 
     def schedule(self, record: ScheduleRecord) -> None:
-        """Write schedule.json."""
-        write_record(self.paths.schedule, record)
+        """Write a line of schedule.jsonl."""
+        append_records(self.paths.schedule, [record])
+
+    def lrs(self) -> list[float]:
+        """Return the learning rate of every step in schedule.jsonl."""
+        path = self.paths.schedule
+        epochs = read_lines(str(path.parent), path.name, ScheduleRecord)
+        return [lr for epoch in epochs for lr in epoch.lrs]
 
     def result(self, record: ResultRecord) -> None:
         """Write result.json."""
@@ -103,6 +109,7 @@ class Recorder:
         """
         _keep_first(self.paths.rounds, RoundRecord, rounds)
         _keep_first(self.paths.epochs, EpochRecord, epochs)
+        _keep_first(self.paths.schedule, ScheduleRecord, epochs)
         spans = _undamaged(self.paths.timeline, SpanRecord)
         events = _undamaged(self.paths.events, EventRecord)
         lines = len(_lines(self.paths.timeline)) + len(_lines(self.paths.events))

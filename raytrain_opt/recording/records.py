@@ -293,23 +293,14 @@ class BatchSizeRecord(Record):
     probes: int = Field(description="Number of probes.")
 
 
-class ScheduleSegment(RecordPart):
-    """Consecutive steps with one learning rate."""
-
-    steps: int = Field(description="Number of steps.")
-    lr: float = Field(description="Learning rate.")
-
-
 class ScheduleRecord(Record):
-    """schedule.json: the learning rate of every step so far; policy `replay` repeats it."""
+    """A line of schedule.jsonl: the rate of every step of an epoch; policy `replay` repeats it."""
 
-    epoch_steps: tuple[int, ...] = Field(description="Steps of each epoch.")
-    steps: int = Field(description="Steps in all.")
+    epoch: int = Field(description="Epoch, from 1.")
     optimizer: str = Field(description="Name of the optimizer.")
-    weight_decay_factors: tuple[float, ...] = Field(
+    weight_decay_factor: float = Field(
         description=(
-            "Factor on the optimizer's weight decay in each epoch; with `weight_decay: auto` the "
-            "decay itself."
+            "Factor on the optimizer's weight decay; with `weight_decay: auto` the decay itself."
         )
     )
     lr_multipliers: dict[str, float] = Field(
@@ -318,7 +309,7 @@ class ScheduleRecord(Record):
             "the parameters that follow Muon's second rule."
         )
     )
-    segments: tuple[ScheduleSegment, ...] = Field(description="Learning rates in order.")
+    lrs: tuple[float, ...] = Field(description="Learning rate of each step.")
 
 
 class EpochResult(RecordPart):

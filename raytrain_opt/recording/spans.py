@@ -41,7 +41,7 @@ class Event(BaseModel):
     kind: str = Field(
         description=(
             "`restarted` (a process), `lost` (a slot, for good), `fewer` or `more` (workers), "
-            "`resumed`, `interrupted`, `failed`."
+            "`storage` (refused copies, then took one), `resumed`, `interrupted`, `failed`."
         )
     )
     text: str = Field(description="What happened, as text.")

@@ -133,15 +133,10 @@ def _learning_rates(run: RunRecords) -> Plot:
 
 
 def _rates_of_training(run: RunRecords) -> tuple[list[float], list[float]]:
-    """Return position (in epochs) and learning rate of each segment's ends, without rates of 0."""
-    if run.schedule is None:
-        return [], []
-    segments = run.schedule.segments
-    epoch_ends = np.cumsum([0, *run.schedule.epoch_steps])
-    segment_ends = np.cumsum([0, *(segment.steps for segment in segments)])
-    positions = np.interp(segment_ends, epoch_ends, range(len(epoch_ends)))
-    x = np.repeat(positions, 2)[1:-1].tolist()
-    y = np.repeat([segment.lr or nan for segment in segments], 2).tolist()
+    """Return position (in epochs) and learning rate of each step's ends, without rates of 0."""
+    ends = [n - 1 + np.linspace(0, 1, len(e.lrs) + 1) for n, e in enumerate(run.schedule, 1)]
+    x = [position for epoch in ends for position in np.repeat(epoch, 2)[1:-1].tolist()]
+    y = [lr or nan for epoch in run.schedule for lr in epoch.lrs for _ in range(2)]
     return thin_out(x, _MAX_POINTS), thin_out(y, _MAX_POINTS)
 
 

@@ -186,6 +186,7 @@ _STYLE: dict[str, Any] = {
     "grid.color": COLORS["grid"],
     "grid.linewidth": 0.6,
     "text.color": COLORS["ink"],
+    "text.parse_math": False,  # a name of the user's with $ is no formula
     "xtick.color": COLORS["soft"],
     "ytick.color": COLORS["soft"],
     "xtick.labelcolor": COLORS["ink"],

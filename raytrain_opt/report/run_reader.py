@@ -51,7 +51,7 @@ class RunRecords:
     spans: Sequence[SpanRecord] = ()
     events: Sequence[EventRecord] = ()
     batch_size: BatchSizeRecord | None = None
-    schedule: ScheduleRecord | None = None
+    schedule: Sequence[ScheduleRecord] = ()
     result: ResultRecord | None = None
 
     @property
@@ -78,8 +78,7 @@ class RunRecords:
     @cached_property
     def _steps_before(self) -> list[int]:
         """Steps before each epoch, and one entry after the last known epoch."""
-        steps = self.schedule.epoch_steps if self.schedule else ()
-        return list(accumulate(steps, initial=0))
+        return list(accumulate((len(epoch.lrs) for epoch in self.schedule), initial=0))
 
     def first_step(self, epoch: int) -> int:
         """Return the steps before this epoch; later epochs are taken as long as the last known."""
@@ -127,7 +126,7 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
         spans=read_lines(run_dir, "timeline.jsonl", SpanRecord),
         events=read_lines(run_dir, "events.jsonl", EventRecord),
         batch_size=read_record(run_dir, "batch_size.json", BatchSizeRecord),
-        schedule=read_record(run_dir, "schedule.json", ScheduleRecord),
+        schedule=read_lines(run_dir, "schedule.jsonl", ScheduleRecord),
         result=read_record(run_dir, "result.json", ResultRecord),
     )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from raytrain_opt.recording.records import CandidateRecord, RoundRecord
+from raytrain_opt.recording.records import RoundRecord
 from raytrain_opt.report.formatting import plain, rate, times
-from raytrain_opt.report.plots import SERIES, Plot, color, draw
+from raytrain_opt.report.plots import SERIES, Plot, color, draw, plain_log
 from raytrain_opt.report.run_reader import RunRecords
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def search_plots(run: RunRecords) -> list[Plot]:
             )
         if peak is not None:
             axes.axvline(peak, color=color("ink"), linewidth=1, label="chosen peak")
-        axes.set_xscale("log")
+        plain_log(axes, "x")
         axes.set(xlabel="peak learning rate", ylabel="validation loss")
 
     caption = (
@@ -69,21 +69,11 @@ def _points(
     """Return the rate and the loss of the candidates that did not diverge, by rate."""
     return sorted(
         (candidate.lr, candidate.val_loss)
-        for candidate in _candidates(rounds, optimizer, steps)
-        if candidate.val_loss is not None
-    )
-
-
-def _candidates(
-    rounds: Sequence[RoundRecord], optimizer: str, steps: int
-) -> list[CandidateRecord]:
-    return [
-        candidate
         for record in rounds
         if record.pretrain_steps == steps
         for candidate in record.candidates
-        if candidate.optimizer == optimizer
-    ]
+        if candidate.optimizer == optimizer and candidate.val_loss is not None
+    )
 
 
 def _outcomes(rounds: Sequence[RoundRecord], optimizers: Sequence[str]) -> list[str]:

@@ -36,6 +36,7 @@ _EPOCH_PARTS = {
     "compute_s": "main train",
     "main_data_wait_s": "data wait",
     "evaluate_s": "evaluate",
+    "checkpoint_wait_s": "wait for storage",
 }
 # More cannot be distinguished in a plot of this size.
 _MAX_BARS, _MAX_POINTS, _MAX_DOTS = 60, 240, 60
@@ -57,7 +58,8 @@ def epoch_parts(epoch: EpochRecord) -> dict[str, float]:
     main_s = timings_s.get("main_train_s", 0.0)
     parts["communicate"] = max(0.0, main_s - parts["compute_s"] - wait_s - parts["main_load_s"])
     search_s = parts["pretrain_s"] + parts["take_state_s"]
-    parts["other"] = max(0.0, epoch.duration_s - search_s - parts["evaluate_s"] - main_s)
+    beside_s = parts["evaluate_s"] + parts["checkpoint_wait_s"]
+    parts["other"] = max(0.0, epoch.duration_s - search_s - beside_s - main_s)
     return parts
 
 

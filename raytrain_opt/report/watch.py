@@ -71,10 +71,11 @@ class WatchedRun:
         return True
 
     def _new_lines(self, name: str, kind: type[R]) -> list[R]:
-        records = read_lines(self.run_dir, name, kind)
-        shown = min(self.shown.get(name, 0), len(records))
-        self.shown[name] = len(records)
-        return records[shown:]
+        lines = (storage.read(self.run_dir, name) or b"").count(b"\n")
+        shown = min(self.shown.get(name, 0), lines)
+        records = read_lines(self.run_dir, name, kind, skip=shown)
+        self.shown[name] = shown + len(records)
+        return records
 
 
 def _round_text(record: RoundRecord) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from raytrain_opt.config.learning_rate import HorizonPolicy, ReplayPolicy, StptPolicy
@@ -41,13 +40,13 @@ def build_policy(job: Job, steps: EpochSteps) -> Policy:
 
 
 def read_schedule(path: str) -> RecordedSchedule:
-    """Read the schedule.json of an earlier run. Raises JobError if that is impossible."""
+    """Read the schedule.jsonl of an earlier run. Raises JobError if that is impossible."""
     try:
-        value = json.loads(Path(path).expanduser().read_text())
+        text = Path(path).expanduser().read_text()
     except (OSError, ValueError) as error:
         problem = Problem("learning_rate.schedule", f"cannot be read: {error}", repr(path))
         raise JobError([problem]) from error
-    return RecordedSchedule.from_json(value, path)
+    return RecordedSchedule.parse(text, path)
 
 
 def max_candidates(job: Job) -> int:

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import CheckpointError, StorageError
-from raytrain_opt.storage import remove_tree, write_atomic, write_json
+from raytrain_opt.storage import remove_tree, sync, write_atomic, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,6 +99,16 @@ class Checkpoints:
             )
         return messages
 
+    def remove_orphans(self) -> None:
+        """Remove checkpoints that the index does not name: a run was killed while it wrote them.
+
+        Nothing without an index, which may have been lost. Only for the process that writes.
+        """
+        known = self._damaged_folders.union(checkpoint.folder for checkpoint in self.saved)
+        for folder in self.folder.glob("epoch-*") if self.saved else ():
+            if folder.name not in known:
+                remove_tree(folder)
+
     def _damage(self, checkpoint: Checkpoint) -> str | None:
         for name in (_WEIGHTS, _REST):
             path = self.folder / checkpoint.folder / name
@@ -171,6 +181,7 @@ def write_checkpoint(
 
     try:
         folder.mkdir(exist_ok=True)
+        sync(folder.parent)  # before the index names it
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}") from error
     weights = {name: tensor.contiguous() for name, tensor in model_tensors(state).items()}

@@ -260,6 +260,8 @@ class Learner:
         with self.autocast():
             output = self.parallel.forward(batch.x)
             loss = self.loss(output, batch.y)
+        # An unreadable sample has no gradient; the others must not weigh more for it.
+        divisor *= 1 + batch.skipped / len(batch.y)
         scaled = loss if divisor == 1 else loss / divisor
         self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():

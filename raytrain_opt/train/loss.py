@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raytrain_opt.config.error_messages import nearest
-from raytrain_opt.config.functions import is_function_name, resolve_function
+from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import LossSection
+from raytrain_opt.config.section import is_function_name
 from raytrain_opt.errors import JobError, Problem
 
 if TYPE_CHECKING:

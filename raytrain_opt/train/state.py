@@ -88,6 +88,20 @@ class TrainingState:
         """The size of all tensors in bytes."""
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
 
+    def first_not_finite(self) -> str | None:
+        """Return the name of a tensor with NaN or infinity; None if there is none.
+
+        Negative infinity alone is valid: masks of attention have it.
+        """
+        for name, packed in self.tensors.items():
+            tensor = packed.tensor()
+            if tensor.is_floating_point() and tensor.numel():
+                # NaN is the maximum of any tensor that has one. Eight-bit types have no maximum.
+                wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+                if not wide.max() < torch.inf:
+                    return name
+        return None
+
     def digest(self) -> str:
         """Return the SHA-256 of names and contents, in the order of the names; hexadecimal.
 

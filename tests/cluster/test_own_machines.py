@@ -189,7 +189,7 @@ def test_the_quickstart_waits_for_the_second_host_and_trains_on_both(cluster: Cl
     result = json.loads((run_dir / "result.json").read_text())
     assert result["final"]["test_accuracy"] >= 0.95
     assert len(result["hardware"]["nodes"]) == 2
-    assert (run_dir / "schedule.json").exists()
+    assert (run_dir / "schedule.jsonl").exists()
     cluster.figures |= {
         "quickstart_s": round(time.monotonic() - began_s, 1),
         "submit_to_run_directory_s": round(marks["run"], 1),

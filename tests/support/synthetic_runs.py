@@ -6,7 +6,7 @@ The numbers follow simple rules, so that tests can compute the expected values.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,12 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Write a record of JSON lines."""
     text = "".join(json.dumps({"schema_version": 1, **line}) + "\n" for line in lines)
     path.write_text(text, encoding="utf-8")
+
+
+def write_schedule(path: Path, *epochs: Sequence[float], **changes: Any) -> None:
+    """Write the learning rates of these epochs, as schedule.jsonl has them."""
+    line = {"optimizer": "SGD", "weight_decay_factor": 1.0, "lr_multipliers": {}, **changes}
+    write_lines(path, ({"epoch": n, **line, "lrs": lrs} for n, lrs in enumerate(epochs, 1)))
 
 
 def accuracy(epoch: int) -> float:
@@ -257,16 +263,8 @@ def write_run(
         write_lines(folder / "rounds.jsonl", map(round_line, numbers))
     spans = (span for epoch in numbers for span in span_lines(epoch))
     write_lines(folder / "timeline.jsonl", spans)
-    schedule = {
-        "schema_version": 1,
-        "epoch_steps": [STEPS] * epochs,
-        "steps": STEPS * epochs,
-        "optimizer": "SGD",
-        "weight_decay_factors": [1.0] * epochs,
-        "lr_multipliers": {},
-        "segments": [{"steps": STEPS, "lr": 0.1 + 0.01 * (epoch % 3)} for epoch in numbers],
-    }
-    (folder / "schedule.json").write_text(json.dumps(schedule))
+    lrs = ([0.1 + 0.01 * (epoch % 3)] * STEPS for epoch in numbers)
+    write_schedule(folder / "schedule.jsonl", *lrs)
     if finished:
         (folder / "result.json").write_text(json.dumps(result(epochs)))
     return folder

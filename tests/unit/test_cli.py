@@ -111,6 +111,55 @@ def test_resume_takes_the_job_of_the_run(tmp_path: Path, job_file: str, driver: 
     assert call["resume"] == str(run_dir)
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        "model: 'theirs:run'",
+        "data: {name: 'theirs:run'}",
+        "loss: {name: 'theirs:run'}",
+        "optimizer: {name: 'theirs:run'}",
+        "optimizer: {name: auto, candidates: [SGD, {name: 'theirs:run'}]}",
+    ],
+)
+@pytest.mark.parametrize("command", [("run", "--resume"), ("evaluate",)])
+def test_functions_that_a_run_directory_names_need_trust(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    driver: Any,
+    section: str,
+    command: tuple[str, ...],
+) -> None:
+    """Not even their module is imported."""
+    calls, run_dir = driver(lambda: None), tmp_path / "run"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "theirs", raising=False)
+    marker = str(tmp_path / "imported")
+    (tmp_path / "theirs.py").write_text(f"import pathlib\npathlib.Path({marker!r}).touch()")
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "index.json").write_text('{"checkpoints": []}')
+    lines = {"model": "model: resnet8", "data": "data: digits", "epochs": "epochs: 1"}
+    lines |= {"batch": "global_batch_size: 64", "lr": "learning_rate: {policy: stpt_horizon}"}
+    lines |= {"workers": "workers: {count: 1}", section.partition(":")[0]: section}
+    (run_dir / "job.yaml").write_text("\n".join(lines.values()))
+    result = invoke(*command, str(run_dir))
+    assert result.exit_code == 2
+    assert ".name: names a function" in result.output
+    assert "--trust" in result.output
+    assert not (tmp_path / "imported").exists()
+    trusted = invoke(*command, str(run_dir), "--trust")
+    assert "names a function" not in trusted.output
+    assert len(calls) == (command[0] == "run")
+
+
+def test_a_run_directory_without_a_job_is_named(tmp_path: Path, driver: Any) -> None:
+    driver(lambda: None)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "index.json").write_text('{"checkpoints": []}')
+    result = invoke("run", "--resume", str(tmp_path))
+    assert result.exit_code == 2
+    assert f"{tmp_path}/job.yaml" in result.output
+
+
 def test_a_resumed_run_keeps_what_it_computes(driver: Any) -> None:
     """Another seed would move samples that were trained on into the validation split."""
     calls = driver(lambda: None)

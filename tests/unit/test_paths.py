@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from pyarrow import fs
 
-from raytrain_opt.errors import JobError, StorageError
+from raytrain_opt.errors import JobError, StorageError, TakenOverError
 from raytrain_opt.paths import RunPaths, check_run
 from raytrain_opt.storage import (
     append_lines,
@@ -125,6 +126,28 @@ def test_what_completes_a_run_is_published_last(
     remove_tree(run.local)
 
 
+def test_a_copy_that_is_cut_off_leaves_the_index_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
+    write_json(run.checkpoints / "index.json", {"checkpoints": [1]})
+    run.publish()
+
+    def cut_off(_source: str, target: str, **_: object) -> None:
+        Path(target).write_text("{")
+        raise OSError("connection lost")
+
+    write_json(run.checkpoints / "index.json", {"checkpoints": [1, 2]})
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, "copy_files", cut_off)
+        with pytest.raises(StorageError, match="connection lost"):
+            run.publish()
+    copy = tmp_path / "bucket" / run.run_id / "checkpoints" / "index.json"
+    assert json.loads(copy.read_text()) == {"checkpoints": [1]}
+    run.publish()
+    assert json.loads(copy.read_text()) == {"checkpoints": [1, 2]}
+
+
 def test_publish_removes_deleted_files_and_copies_nothing_twice(tmp_path: Path) -> None:
     run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
     copy = tmp_path / "bucket" / run.run_id
@@ -192,9 +215,11 @@ def test_a_downloaded_run_is_not_copied_back_and_its_deletions_are_repeated(
     tmp_path: Path,
 ) -> None:
     run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
-    for name in ("index.json", "epoch-0001/rest.pt", "epoch-0002/rest.pt"):
-        (run.checkpoints / name).parent.mkdir(exist_ok=True)
-        write_json(run.checkpoints / name, {})
+    folders = ["epoch-0001", "epoch-0002"]
+    for folder in folders:
+        (run.checkpoints / folder).mkdir()
+        write_json(run.checkpoints / folder / "rest.pt", {})
+    write_json(run.checkpoints / "index.json", folders)
     run.publish()
     copy = tmp_path / "bucket" / run.run_id / "checkpoints"
     resumed = RunPaths.existing(run.shown)
@@ -203,6 +228,67 @@ def test_a_downloaded_run_is_not_copied_back_and_its_deletions_are_repeated(
     resumed.publish()
     assert not (copy / "epoch-0001" / "rest.pt").exists()
     assert (copy / "epoch-0002" / "rest.pt").read_text() == "as sent before"
+
+
+def test_of_a_run_under_a_uri_only_what_its_index_names_is_fetched(tmp_path: Path) -> None:
+    """A checkpoint that it does not name, left by a killed run, is removed with the next copy."""
+    run = RunPaths.create(f"file://{tmp_path}/bucket", "r")
+    remote = tmp_path / "bucket" / run.run_id
+    wanted = {"job.yaml", "epochs.jsonl", "checkpoints/epoch-0002-round-01/weights.safetensors"}
+    orphan = "checkpoints/epoch-0003/weights.safetensors"
+    others = {
+        "ray/workers/state",
+        "checkpoints/epoch-0002-round-01/notes",
+        "checkpoints/core",
+        ".a",
+    }
+    for name in {*wanted, orphan, *others}:
+        (remote / name).parent.mkdir(parents=True, exist_ok=True)
+        write_text(remote / name, name)
+    write_json(remote / "checkpoints/index.json", [{"folder": "epoch-0002-round-01"}])
+    resumed = RunPaths.existing(run.shown)
+    files = {str(p.relative_to(resumed.local)) for p in resumed.local.rglob("*") if p.is_file()}
+    assert files == {*wanted, "checkpoints/index.json"}
+    resumed.publish()
+    assert not (remote / orphan).exists()
+    assert all((remote / name).exists() for name in {*wanted, *others})
+
+
+def test_a_run_that_another_process_has_resumed_is_not_written(tmp_path: Path) -> None:
+    """A driver that was cut off, and comes back, must not overwrite what the other has done."""
+    first = RunPaths.create(f"file://{tmp_path}/bucket", "r")
+    write_json(first.checkpoints / "index.json", {"checkpoints": [1]})
+    first.claim()
+    first.publish()
+    second = RunPaths.existing(first.shown)
+    first.publish()
+    second.claim()
+    write_json(second.checkpoints / "index.json", {"checkpoints": [1, 2]})
+    second.publish()
+    write_json(first.checkpoints / "index.json", {"checkpoints": []})
+    with pytest.raises(TakenOverError, match=f"resumed by another process.*{os.getpid()}"):
+        first.publish()
+    copy = tmp_path / "bucket" / first.run_id / "checkpoints" / "index.json"
+    assert json.loads(copy.read_text()) == {"checkpoints": [1, 2]}
+    second.publish()
+
+
+def test_a_run_that_cannot_be_fetched_leaves_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    remote = tmp_path / "bucket" / "r"
+    (remote / "checkpoints").mkdir(parents=True)
+    write_json(remote / "checkpoints/index.json", [])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("503")
+
+    monkeypatch.setattr(fs, "copy_files", refuse)
+    with pytest.raises(JobError, match="503"):
+        RunPaths.existing(f"file://{remote}")
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -229,9 +315,11 @@ def test_sync_records_flushes_existing_records(
 ) -> None:
     run, synced = RunPaths.create(str(tmp_path), "r"), []
     monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    directories = [run.local.stat().st_ino, tmp_path.stat().st_ino]
     run.sync_records()
-    assert synced == []
+    assert synced == directories
+    synced.clear()
     append_lines(run.rounds, ["{}"])
     append_lines(run.epochs, ["{}"])
     run.sync_records()
-    assert synced == [run.rounds.stat().st_ino, run.epochs.stat().st_ino]
+    assert synced == [run.rounds.stat().st_ino, run.epochs.stat().st_ino, *directories]

@@ -26,6 +26,8 @@ from raytrain_opt.search.factory import max_candidates
 
 # The defaults of the job file, used without a job.
 _STORAGE_PATH, _START_S = "runs", 600.0
+# Seconds for a node's clock, or its storage, to answer: generous for any that work.
+_ANSWER_S = 60.0
 # Resources below this are rounding errors of Ray's fractions.
 _MIN_AMOUNT = 0.01
 
@@ -82,11 +84,10 @@ def _ask_nodes(job: Job | None, limit_s: float) -> tuple[list[NodeFacts], list[F
             try:
                 left_s = max(0.0, start_s + limit_s - monotonic_s())
                 reported: NodeFacts = ray.get(reply, timeout=left_s)
-            except (GetTimeoutError, RayError) as error:
-                failures.append(_silent_node(node, error))
-            else:
                 ready_s = monotonic_s() - start_s
                 facts.append(_add_measurements(reported, node, ready_s, inspector))
+            except (GetTimeoutError, RayError) as error:
+                failures.append(_silent_node(node, error))
         if not failures:
             storage_path = _STORAGE_PATH if job is None else job.storage_path
             facts = _add_storage(facts, inspectors, storage_path)
@@ -129,7 +130,7 @@ def _start_inspector(node_id: str) -> Any:
 def _measure_clock(inspector: Any) -> tuple[float, float]:
     """Return the offset of the node's clock from ours, and its uncertainty, in seconds."""
     sent = time.time()
-    remote = float(ray.get(inspector.now.remote()))
+    remote = float(ray.get(inspector.now.remote(), timeout=_ANSWER_S))
     received = time.time()
     return remote - (sent + received) / 2, (received - sent) / 2
 
@@ -147,12 +148,13 @@ def _add_storage(
         storage.write(storage_path, driver_file, b"written by raytrain-opt doctor")
     except StorageError as error:
         return [replace(facts[0], storage_error=str(error)), *facts[1:]]
-    replies = ray.get(
-        [
-            inspector.check_storage.remote(storage_path, driver_file, node_file)
-            for inspector, node_file in zip(inspectors, node_files, strict=True)
-        ]
-    )
+    pending = [
+        inspector.check_storage.remote(storage_path, driver_file, node_file)
+        for inspector, node_file in zip(inspectors, node_files, strict=True)
+    ]
+    ready, _ = ray.wait(pending, num_returns=len(pending), timeout=_ANSWER_S)
+    silent = (False, f"the storage did not answer within {_ANSWER_S:g} s")
+    replies = [ray.get(ref) if ref in ready else silent for ref in pending]
     visible = [storage.read(storage_path, name) is not None for name in node_files]
     written = [name for name, is_visible in zip(node_files, visible, strict=True) if is_visible]
     for name in (driver_file, *written):

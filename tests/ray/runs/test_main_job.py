@@ -77,10 +77,11 @@ def test_the_noise_scale_of_the_gradients_is_reported(finished: RunResult) -> No
 
 
 def test_the_schedule_is_the_rate_of_every_step(finished: RunResult) -> None:
-    schedule = json.loads((Path(finished.run_dir) / "schedule.json").read_text())
+    schedule = [line["lrs"] for line in read_lines(finished.run_dir, "schedule")]
     rounds = read_lines(finished.run_dir, "rounds")
-    steps = schedule["epoch_steps"][0]
-    assert len(finished.lrs) == schedule["steps"] == 8 * steps
+    steps = len(schedule[0])
+    assert finished.lrs == tuple(lr for lrs in schedule for lr in lrs)
+    assert len(finished.lrs) == 8 * steps
     for number, line in enumerate(rounds):
         lrs = finished.lrs[number * steps : (number + 1) * steps]
         assert set(lrs) == {line["next_base_lr"]}

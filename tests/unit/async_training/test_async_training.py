@@ -230,7 +230,7 @@ def test_a_worker_that_stops_does_not_stop_the_others(digits: DatasetArrays) -> 
     trainers[1].load(state)
     report = trainers[1].train(phase, LocalClient(server, 1), lambda _: None)
     numbers = [number for update in server.updates for number, _ in update.weights]
-    assert sorted(numbers) == list(range(len(LRS) * WORKERS))
+    assert sorted(n % phase.size for n in numbers) == list(range(len(LRS) * WORKERS))
     assert report.micro_batches == len(numbers) - 2
     assert threading.active_count() < 20
 

@@ -137,19 +137,24 @@ def test_a_stale_gradient_is_damped_if_requested() -> None:
     assert weights == [((0, 1.0),), ((1, 1 / 2),), ((2, 1 / 3),)]
 
 
-def test_claims_of_a_dead_worker_go_to_others_and_its_late_gradient_is_ignored() -> None:
+@pytest.mark.parametrize("successor", [0, 1])
+def test_claims_of_a_dead_worker_go_to_others_and_its_late_gradient_is_ignored(
+    successor: int,
+) -> None:
+    """Also if the successor is a new process of the same worker."""
     scheduler = SspScheduler(phase(2, 2, 4))
     assert [scheduler.claim(0, 0.0), scheduler.claim(1, 0.0)] == [0, 1]
     scheduler.begin(0, 0, 0, 0.0)
     scheduler.begin(1, 1, 0, 0.0)
     scheduler.leave(0)
-    assert scheduler.claim(1, 1.0) == 0
-    scheduler.begin(1, 0, 0, 1.0)
+    assert scheduler.claim(successor, 1.0) == 4  # the first of four, once more
+    assert scheduler.phase.index_of(4) == scheduler.phase.index_of(0)
+    scheduler.begin(successor, 4, 0, 1.0)
     assert scheduler.done(0, done(0), 2.0) == []
     assert scheduler.totals.samples == 0
-    assert scheduler.done(1, done(0), 2.0) == []
+    assert scheduler.done(successor, done(4), 2.0) == []
     [update] = scheduler.done(1, done(1), 2.0)
-    assert [number for number, _ in update.weights] == [0, 1]
+    assert [number for number, _ in update.weights] == [4, 1]
     assert scheduler.done(1, done(1), 2.0) == []
     assert scheduler.totals.samples == 8
 

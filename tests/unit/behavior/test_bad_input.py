@@ -5,7 +5,6 @@ Ray is not started for any of it.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from click.testing import CliRunner
 
 from raytrain_opt import cli
 from tests.support.cli_errors import LINEAR, command_error, write_job
+from tests.support.synthetic_runs import write_schedule
 
 pytestmark = pytest.mark.usefixtures("no_ray")
 
@@ -318,7 +318,7 @@ MISMATCHES = [
     ("global_batch_size: 5000\nworkers: {count: 5000}", "workers.count", "more than the training"),
     (STPT + "alpha: 163}", "learning_rate.alpha", "longer than an epoch, which has 161"),
     (
-        "learning_rate: {policy: replay, schedule: schedule.json}",
+        "learning_rate: {policy: replay, schedule: schedule.jsonl}",
         "learning_rate.schedule",
         "epochs",
     ),
@@ -384,8 +384,7 @@ def test_names_and_data_that_do_not_exist_or_match(
     (tmp_path / "raises.py").write_text("1 / 0")
     (tmp_path / "no_python.py").write_text("def f(:")
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
-    schedule = {"epoch_steps": [1, 1], "steps": 2, "segments": [{"steps": 2, "lr": 0.1}]}
-    (tmp_path / "schedule.json").write_text(json.dumps(schedule))
+    write_schedule(tmp_path / "schedule.jsonl", (0.1,), (0.1,))
     damaged = tmp_path / "damaged" / "MNIST" / "raw"
     damaged.mkdir(parents=True)
     for split in ("train", "t10k"):

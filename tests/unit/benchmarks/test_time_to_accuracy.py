@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,9 @@ def test_the_search_affects_the_weights_only_through_the_rates_it_chose(
         in_process.ObservedRun(job, in_process.open_learner(job)) for _ in range(2)
     )
     train(searched)
-    steps = tuple(searched.steps(epoch) for epoch in range(1, EPOCHS + 1))
-    recorded = RecordedSchedule(steps, searched.lrs)
+    ends = [searched.steps.before(epoch) for epoch in range(1, EPOCHS + 2)]
+    lrs = tuple(searched.lrs[first:end] for first, end in pairwise(ends))
+    recorded = RecordedSchedule(lrs, (1.0,) * EPOCHS)
     replayed.policy = recorded.policy(EPOCHS, replayed.steps)
     train(replayed)
     assert len(set(searched.lrs)) > 1

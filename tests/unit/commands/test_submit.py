@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import socket
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -14,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from raytrain_opt.cli import main
+from raytrain_opt.commands import download
 from raytrain_opt.commands.download import MARKER, pack_files, unpack_files
 from raytrain_opt.commands.submit import _download, _relative_path, _show_lines
 from raytrain_opt.errors import ClusterError, JobError
@@ -205,3 +208,13 @@ def test_results_do_not_go_to_the_copy_that_ray_deletes(
     assert local_path("runs") == tmp_path / "home/runs"
     assert local_path("~/runs") == tmp_path / "home/runs"
     assert local_path("/data/runs") == Path("/data/runs")
+
+
+def test_a_few_bytes_of_a_log_fill_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "_MAX_BYTES", 1000)
+    bomb = base64.b64encode(zlib.compress(bytes(1001))).decode()
+    with pytest.raises(ClusterError, match="more than 1,000 bytes"):
+        unpack_files({"job.yaml": bomb}, tmp_path / "r")
+    assert not (tmp_path / "r").exists()

@@ -81,7 +81,7 @@ def test_a_schedule_free_optimizer_needs_a_constant_rate(policy: str) -> None:
     "policy",
     [
         "{policy: schedule, shape: constant, warmup: {epochs: 1}}",
-        "{policy: replay, schedule: runs/it/schedule.json}",
+        "{policy: replay, schedule: runs/it/schedule.jsonl}",
         "{policy: stpt_horizon}",
     ],
 )

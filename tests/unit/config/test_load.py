@@ -106,7 +106,7 @@ def test_a_validation_split_is_held_out_where_candidates_are_scored(
         {"learning_rate": {"policy": "stpt", "alpha": 200, "candidates": [2.0, 1.0]}},
         {"learning_rate": {"policy": "stpt", "alpha": 1.0, "warmup": {"epochs": 1}}},
         {"learning_rate": {"policy": "schedule", "shape": "multistep", "milestones": [1]}},
-        {"learning_rate": {"policy": "replay", "schedule": "schedule.json"}},
+        {"learning_rate": {"policy": "replay", "schedule": "schedule.jsonl"}},
         {"data": {"name": "cifar10", "normalize": [[0.5], [0.25]], "augment": {"flip": True}}},
         {"data": {"name": "arrays", "train": ["a", "b"], "test": ["c", "d"]}},
         {"data": {"name": "image_folder", "root": "~/images", "on_unreadable": "skip"}},

@@ -17,10 +17,12 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
+from torchvision.datasets import ImageFolder
 
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
 from raytrain_opt.data import load_shared_arrays, open_data
 from raytrain_opt.data.base import Batch
+from raytrain_opt.data.image_folder import ImageFiles
 from raytrain_opt.data.loader import DataLoaderData
 from raytrain_opt.errors import DataError
 
@@ -334,6 +336,39 @@ def test_info_of_an_image_folder(image_tree: Path) -> None:
     assert batch.x.shape == (4, 3, 8, 8)
     assert batch.x.is_contiguous(memory_format=torch.channels_last)
     assert batch.x.dtype == torch.float32
+
+
+def test_files_are_those_of_torchvisions_image_folder(image_tree: Path) -> None:
+    """Also with a folder in a class, a class that is a link, and a name that is not UTF-8."""
+    train = image_tree / "train"
+    (train / "cat" / "more").mkdir()
+    for target in (train / "cat" / "more" / "0.JPEG", train / "cat" / os.fsdecode(b"caf\xe9.png")):
+        target.write_bytes((train / "cat" / "0.png").read_bytes())
+    (train / "cat" / "notes.txt").write_text("no image")
+    (train / "lynx").symlink_to("cat")
+    expected, files = ImageFolder(train), ImageFiles(train)
+    assert files.classes == expected.classes
+    assert [files[i] for i in range(len(files))] == expected.samples
+
+
+def test_a_link_to_its_own_folder_repeats_no_file(image_tree: Path) -> None:
+    before = len(ImageFiles(image_tree / "train"))
+    (image_tree / "train" / "cat" / "loop").symlink_to(".")
+    assert len(ImageFiles(image_tree / "train")) == before
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_that_would_fill_the_memory_is_not_decoded(
+    image_tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PIL only warns of a file of 21 kB that has 13,300 x 13,300 pixels."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    Image.new("1", (40, 40)).save(image_tree / "val" / "cat" / "0.png")
+    with (
+        open_section(folder_section(image_tree)) as data,
+        pytest.raises(DataError, match=r"cat/0\.png .*1,600 pixels, more than 1,000"),
+    ):
+        data.check_samples()
 
 
 def test_evaluation_crops_the_center(image_tree: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_chosen_batch_is_scaled_by_the_jobs_own_rule() -> None:
 
 def test_a_replayed_schedule_keeps_its_batch_size() -> None:
     with pytest.raises(JobError, match="batch_size_search: a replayed schedule"):
-        job(learning_rate={"policy": "replay", "schedule": "schedule.json"})
+        job(learning_rate={"policy": "replay", "schedule": "schedule.jsonl"})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -20,8 +19,9 @@ from raytrain_opt.config.schema import CheckpointSection, Job
 from raytrain_opt.driver import run
 from raytrain_opt.errors import DivergedError, JobError, RecordError
 from raytrain_opt.execution.signals import Terminated
-from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint
+from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from tests.support.small_jobs import large_batch_job, read_lines, small_job, without_times
+from tests.support.synthetic_runs import write_schedule
 
 TINY = {"model": {"name": "small_cnn", "args": {"width": 2}}, "epochs": 2}
 STPT = {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 3}
@@ -43,7 +43,7 @@ def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(
     )
     files = {path.name for path in Path(result.run_dir).iterdir()}
     assert {"job.yaml", "rounds.jsonl", "epochs.jsonl", "timeline.jsonl"} < files
-    assert {"result.json", "report.html", "schedule.json", "checkpoints", "tensorboard"} < files
+    assert {"result.json", "report.html", "schedule.jsonl", "checkpoints", "tensorboard"} < files
     assert (Path(result.run_dir) / "checkpoints" / "epoch-0002").is_dir()
     assert result.summary["hardware"]["workers"] == result.summary["hardware"]["slots"] == 1
 
@@ -119,9 +119,9 @@ def test_muon_with_rates_by_group_resumes_and_is_replayed_bit_for_bit(tmp_path: 
     uninterrupted, folder = weights("a")
     _, interrupted = weights("b", epochs=2)
     assert weights("b", resume=interrupted)[0] == uninterrupted
-    schedule = Path(folder) / "schedule.json"
-    multipliers = json.loads(schedule.read_text())["lr_multipliers"]
-    assert multipliers == {"aux": 0.05, "0.*": 0.5}
+    schedule = Path(folder) / "schedule.jsonl"
+    multipliers = [line["lr_multipliers"] for line in read_lines(folder, "schedule")]
+    assert multipliers == [{"aux": 0.05, "0.*": 0.5}] * 3
     replay = ReplayPolicy(policy="replay", schedule=str(schedule))
     with pytest.raises(JobError, match="policy stpt, data.validation_fraction: 0.1"):
         weights("c", job={"learning_rate": replay})
@@ -141,7 +141,7 @@ def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     rounds = read_lines(searched.run_dir, "rounds")
     raced = {candidate["optimizer"] for line in rounds for candidate in line["candidates"]}
     assert raced == {"Adagrad", "Muon"}
-    schedule = str(Path(searched.run_dir) / "schedule.json")
+    schedule = str(Path(searched.run_dir) / "schedule.jsonl")
     replay = {"policy": "replay", "schedule": schedule}
     with pytest.raises(JobError, match=r"optimizer: the replayed schedule belongs to Muon"):
         run(tiny_job(tmp_path / "b", learning_rate=replay, **changes), in_process=True)
@@ -189,7 +189,7 @@ def test_averaged_and_training_weights_survive_a_resume(
 def test_the_large_batch_kit_trains_together(tmp_path: Path) -> None:
     """On two processes too: see tests/multiprocess."""
     result = run(large_batch_job(tmp_path), in_process=True)
-    first, *later = json.loads((Path(result.run_dir) / "schedule.json").read_text())["epoch_steps"]
+    first, *later = (len(line["lrs"]) for line in read_lines(result.run_dir, "schedule"))
     assert later == [first // 2] * 2
     assert max(result.lrs) <= 1.0 < 2 * max(result.lrs)
     assert not (Path(result.run_dir) / "rounds.jsonl").exists()
@@ -210,6 +210,20 @@ def test_when_all_candidates_diverge_the_base_is_halved_then_given_up(tmp_path: 
     assert [line["winner"] for line in rounds] == [None, None]
     assert rounds[1]["base_lr"] == rounds[0]["base_lr"] / 2
     assert {c["status"] for line in rounds for c in line["candidates"]} == {"diverged"}
+
+
+def test_weights_that_the_last_step_of_an_epoch_destroys_are_not_saved(tmp_path: Path) -> None:
+    """The training loss, measured before that step, does not show it."""
+    schedule, steps = tmp_path / "schedule.jsonl", 22
+    good = [0.1] * steps
+    write_schedule(schedule, good, [*good[1:], 1e38], good)
+    replay = {"policy": "replay", "schedule": str(schedule)}
+    job = tiny_job(tmp_path / "runs", epochs=3, learning_rate=replay, optimizer="SGD")
+    message = "epoch 2: the test loss is .*the last checkpoint is after epoch 1"
+    with pytest.raises(DivergedError, match=message):
+        run(job, in_process=True)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert [checkpoint.epoch for checkpoint in read_index(run_dir / "checkpoints")] == [1]
 
 
 def test_sigterm_ends_a_run_and_keeps_its_checkpoints(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import Problem
 from raytrain_opt.execution.preflight import check_job
+from tests.support.synthetic_runs import write_schedule
 
 HERE = "on this machine (the job is checked where it starts)"
 
@@ -81,14 +81,13 @@ def test_a_public_set_exists_or_may_be_downloaded(
 
 @pytest.mark.parametrize("content", ["{", "[]", "3", '{"segments": 3}'])
 def test_a_replayed_schedule_must_be_valid(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "schedule.json"
+    file = tmp_path / "schedule.jsonl"
     file.write_text(content)
     reported = problems(learning_rate={"policy": "replay", "schedule": str(file)})
     assert [problem.path for problem in reported] == ["learning_rate.schedule"]
 
 
 def test_a_recorded_schedule_passes(tmp_path: Path) -> None:
-    file = tmp_path / "schedule.json"
-    segments = [{"steps": 4, "lr": 0.1}]
-    file.write_text(json.dumps({"epoch_steps": [2, 2], "steps": 4, "segments": segments}))
+    file = tmp_path / "schedule.jsonl"
+    write_schedule(file, (0.1, 0.1), (0.1, 0.1))
     assert problems(learning_rate={"policy": "replay", "schedule": str(file)}) == []

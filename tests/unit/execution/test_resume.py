@@ -160,13 +160,16 @@ def test_an_interrupted_run_says_how_far_it_is_saved(
     tmp_path: Path, rounds: int, reached: str
 ) -> None:
     paths = RunPaths(tmp_path)
-    assert "no checkpoint was saved yet" in how_to_resume(paths)
+    plain = job(tmp_path)
+    assert "no checkpoint was saved yet" in how_to_resume(paths, plain)
     paths.checkpoints.mkdir()
     entry = {"epoch": 3, "rounds": rounds, "test_accuracy": None, "sha256": {}}
     write_json(paths.checkpoints / "index.json", {"checkpoints": [entry]})
-    assert how_to_resume(paths) == (
+    assert how_to_resume(paths, plain) == (
         f"saved through {reached}; resume with: raytrain-opt run --resume {tmp_path}"
     )
+    own = job(tmp_path, model="my.models:net")
+    assert how_to_resume(paths, own).endswith(f"--resume {tmp_path} --trust")
 
 
 def test_a_resumed_run_keeps_its_number_of_workers(storage: str) -> None:

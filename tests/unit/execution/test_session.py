@@ -14,9 +14,9 @@ from torch import nn
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.load import load_job
-from raytrain_opt.errors import StorageError
+from raytrain_opt.errors import DataError, StorageError
 from raytrain_opt.execution import session
-from raytrain_opt.execution.session import open_session
+from raytrain_opt.execution.session import open_run_directory, open_session
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.train.checkpoint import Checkpoints
@@ -84,6 +84,33 @@ def test_a_signal_does_not_wait_for_data_that_never_arrive(
         assert monotonic_s() - start_s < 30
     finally:
         hung.set()
+
+
+def test_data_that_never_arrive_end_the_run(
+    tmp_path: Path, plans: list[PoolPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung = threading.Event()
+    monkeypatch.setattr(session, "_prepare", lambda _: hung.wait(60))
+    job = small_job(tmp_path, timeouts={"stop_s": 0.1, "no_progress_s": 0.1})
+    message = r"data: not read within 0\.1 s \(timeouts\.no_progress_s\)"
+    try:
+        with (
+            pytest.raises(DataError, match=message),
+            open_session(job, address=None, verbose=False, began_s=monotonic_s()),
+        ):
+            pass
+    finally:
+        hung.set()
+    assert plans == []
+
+
+@pytest.mark.parametrize(("prefix", "warned"), [("", False), ("file://", True)])
+def test_a_run_under_a_uri_says_that_nothing_locks_it(
+    tmp_path: Path, prefix: str, warned: bool
+) -> None:
+    job = small_job(tmp_path, storage_path=f"{prefix}{tmp_path}/runs")
+    with open_run_directory(job, None) as (_, _, notes):
+        assert any("this storage has no locks" in note for note in notes) == warned
 
 
 def test_damaged_checkpoints_are_named_and_the_one_before_is_used(

@@ -1,15 +1,17 @@
-"""How the driver reacts to SIGTERM."""
+"""How the driver reacts to SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from raytrain_opt.execution.signals import Terminated, stop_on_sigterm
+from raytrain_opt.execution.signals import Terminated, stop_on_signals
 
 
 def terminate() -> None:
@@ -17,7 +19,8 @@ def terminate() -> None:
     time.sleep(0.01)
 
 
-def test_the_first_signal_stops_and_later_ones_are_ignored() -> None:
+def test_the_first_signal_stops_and_the_same_one_again_changes_nothing() -> None:
+    """`timeout` sends it to the process and to its group: what cleans up must not be cut off."""
     before = signal.getsignal(signal.SIGTERM)
     cleaned_up = []
 
@@ -28,15 +31,56 @@ def test_the_first_signal_stops_and_later_ones_are_ignored() -> None:
             terminate()
             cleaned_up.append(True)
 
-    with pytest.raises(Terminated), stop_on_sigterm():
+    with pytest.raises(Terminated), stop_on_signals():
         work()
     assert cleaned_up
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+HANGING = """
+import sys, time
+from raytrain_opt.execution import signals
+signals._SAME_SIGNAL_S = 0.0
+with signals.stop_on_signals():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt as stop:
+        print(type(stop).__name__, flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "name"), [(signal.SIGTERM, "Terminated"), (signal.SIGINT, "KeyboardInterrupt")]
+)
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_leaves_at_once(
+    first: signal.Signals, name: str, second: signal.Signals
+) -> None:
+    command = [sys.executable, "-c", HANGING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(first)
+        assert process.stdout.readline() == f"{name}\n"
+        process.send_signal(second)
+        assert process.wait(30) == -second
+
+
+def test_ctrl_c_stays_ignored_where_it_was() -> None:
+    """A shell's background job ignores it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_on_signals():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_it_is_handled_like_ctrl_c() -> None:
     """Code that cleans up after Ctrl-C also cleans up after SIGTERM."""
-    with pytest.raises(KeyboardInterrupt), stop_on_sigterm():
+    with pytest.raises(KeyboardInterrupt), stop_on_signals():
         terminate()
 
 
@@ -44,7 +88,7 @@ def test_in_another_thread_nothing_changes() -> None:
     handlers = []
 
     def work() -> None:
-        with stop_on_sigterm():
+        with stop_on_signals():
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)

@@ -83,3 +83,15 @@ def test_samples_may_be_integers() -> None:
     check_output(tokens, (7,), 4, "cpu", dtype=torch.int64)
     with pytest.raises(DataError, match="cannot process"):
         check_output(tokens, (7,), 4, "cpu")
+
+
+def test_a_layer_that_cannot_train_on_one_sample_is_found() -> None:
+    """With one sample a worker it would fail in the first step, with all processes started."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3))
+    before = model.state_dict()["2.running_var"].clone()
+    check_output(model, (1, 2, 2), 3, "cpu")
+    with pytest.raises(DataError, match="Expected more than 1 value per channel when training"):
+        check_output(model, (1, 2, 2), 3, "cpu", trains_on_one=True)
+    with_images = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(4, 3))
+    check_output(with_images, (1, 2, 2), 3, "cpu", trains_on_one=True)
+    assert torch.equal(model.state_dict()["2.running_var"], before)

@@ -12,6 +12,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
+import ray
 
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools import ray_pool as module
@@ -26,6 +27,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.mailbox import Mailbox
+from raytrain_opt.pools.mailbox_client import DriverMailbox
 from raytrain_opt.pools.protocol import fetch_initial_state
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
@@ -87,7 +89,7 @@ class Store(dict[str, Any]):
         self[name] = value
         return name
 
-    def get(self, ref: Any) -> Any:
+    def get(self, ref: Any, timeout: float | None = None) -> Any:
         if isinstance(ref, Future):
             return ref.result(10)
         if ref not in self:
@@ -220,3 +222,21 @@ def test_progress_is_reported_while_waiting(mailbox: FakeMailboxActor, store: St
     with pytest.raises(PoolError):
         pool.command(SendInitialState())
     assert ("worker", None) in reports
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ray.exceptions.GetTimeoutError(), "did not answer within 300 s"),
+        (ray.exceptions.RayActorError(), "has died"),
+    ],
+)
+def test_a_mailbox_that_hangs_or_dies_is_named(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def get(_: Any, timeout: float) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(PoolError, match=f"the mailbox, .* {message}"):
+        DriverMailbox.answer(None)

@@ -131,6 +131,7 @@ def test_a_resumed_run_continues_where_its_timeline_ends(
     event_log.write(1, [FakePool()])
     event_log.write(2, [FakePool(SPAN.model_copy(update={"start_s": BEGAN_S + 20}))])
     recorder.epoch(EpochRecord.model_validate(synthetic_runs.epoch_line(1)), 1)
+    synthetic_runs.write_schedule(paths.schedule, [0.1])
     assert recorder.truncate_after(0, 1) == 0
     resumed = EventLog(recorder, Terminal(Console(file=output)), began_s=5000.0)
     resumed.resume_clock(2, "resumed after epoch 1")

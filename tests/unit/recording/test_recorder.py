@@ -14,7 +14,7 @@ from raytrain_opt.errors import RecordError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.recorder import Recorder, versions
-from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
+from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord, ScheduleRecord
 from raytrain_opt.search.noise_scale import NoiseScale
 from tests.support import synthetic_runs
 
@@ -40,6 +40,13 @@ def epoch(number: int = 1, **values: Any) -> EpochRecord:
         "timings_s": {"main_train_s": 1.5},
     }
     return EpochRecord(epoch=number, **{**record, **values})
+
+
+def add_epoch(recorder: Recorder, number: int) -> None:
+    """Write both lines of an epoch."""
+    recorder.epoch(epoch(number), number)
+    schedule = {"optimizer": "SGD", "weight_decay_factor": 1.0, "lr_multipliers": {}}
+    recorder.schedule(ScheduleRecord(epoch=number, lrs=(0.1, 0.2), **schedule))
 
 
 def round_(number: int = 1, *scores: float, **changes: Any) -> RoundRecord:
@@ -130,11 +137,12 @@ def test_lines_after_the_last_checkpoint_are_removed(
     for number in (1, 2, 3):
         recorder.round(round_(number, 0.1), 0)
         recorder.round(round_(number, 0.2), 0)
-        recorder.epoch(epoch(number), number)
+        add_epoch(recorder, number)
     before = lines(paths.rounds)
     recorder.truncate_after(rounds, epochs)
     assert lines(paths.rounds) == before[:rounds]
     assert [line["epoch"] for line in lines(paths.epochs)] == [1, 2, 3][:epochs]
+    assert recorder.lrs() == [0.1, 0.2] * epochs
     recorder.epoch(epoch(9), 9)
     assert lines(paths.epochs)[-1]["epoch"] == 9
 
@@ -148,7 +156,7 @@ def test_truncating_a_run_without_records_creates_no_files(
 
 
 def test_a_line_cut_off_by_a_crash_is_removed(recorder: Recorder, paths: RunPaths) -> None:
-    recorder.epoch(epoch(1), 1)
+    add_epoch(recorder, 1)
     with paths.epochs.open("a") as file:
         file.write('{"schema_version": 1, "epo')
     recorder.truncate_after(0, 1)
@@ -181,10 +189,19 @@ def test_damaged_lines_of_timeline_and_events_are_removed(
     damaged = b"\0" * 20 + b'\n{"epo\n\xff\n'
     for path, line in ((paths.timeline, span), (paths.events, event)):
         path.write_bytes(damaged + f"{json.dumps(line)}\n".encode())
-    recorder.epoch(epoch(1), 1)
+    add_epoch(recorder, 1)
     assert recorder.truncate_after(0, 1) == 6
     assert len(lines(paths.timeline)) == len(lines(paths.events)) == 1
     assert recorder.truncate_after(0, 1) == 0
+
+
+def test_a_run_without_the_rates_of_its_checkpoint_is_not_resumed(
+    recorder: Recorder, paths: RunPaths
+) -> None:
+    add_epoch(recorder, 1)
+    paths.schedule.unlink()
+    with pytest.raises(RecordError, match=r"schedule\.jsonl: has 0 lines, but had 1"):
+        recorder.truncate_after(0, 1)
 
 
 @pytest.mark.parametrize(

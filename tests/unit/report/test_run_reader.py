@@ -40,7 +40,7 @@ def test_an_epoch_ends_with_its_last_span(run_dir: Path) -> None:
 
 def test_a_run_that_has_just_started_has_only_a_job(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", epochs=0, finished=False)
-    for name in ("epochs.jsonl", "rounds.jsonl", "timeline.jsonl", "schedule.json"):
+    for name in ("epochs.jsonl", "rounds.jsonl", "timeline.jsonl", "schedule.jsonl"):
         (run_dir / name).unlink()
     run = read_run(str(run_dir))
     assert (run.epochs, run.rounds, run.result) == ([], [], None)
@@ -65,6 +65,7 @@ def test_an_incomplete_last_line_is_left_out(run_dir: Path) -> None:
         ("epochs.jsonl", "{", "EOF"),
         ("epochs.jsonl", "[]", "object"),
         ("rounds.jsonl", '{"epoch": 2}', "stage"),
+        ("schedule.jsonl", '{"epoch": 2}', "optimizer"),
         ("timeline.jsonl", json.dumps({"epoch": 2}), "process"),
         ("epochs.jsonl", json.dumps(epoch_line(2, lr="fast")), "lr"),
         ("epochs.jsonl", json.dumps(epoch_line(2, schema_version=99)), "newer version"),
@@ -88,7 +89,7 @@ def test_a_line_that_is_not_utf_8_is_named(run_dir: Path) -> None:
         read_run(str(run_dir))
 
 
-@pytest.mark.parametrize("name", ["result.json", "schedule.json", "batch_size.json"])
+@pytest.mark.parametrize("name", ["result.json", "batch_size.json"])
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '"x"'])
 def test_a_damaged_file_is_named(run_dir: Path, name: str, text: str) -> None:
     (run_dir / name).write_text(text)

@@ -27,12 +27,14 @@ def _fields(names: str) -> dict[str, Any]:
 
 # Fields of KubeRay's types, ray.io/v1 (1.5.1 and newer), and of the Kubernetes objects in them as
 # far as these files need them. A name maps to what is inside, or to None where anything may be.
-_CONTAINER = _fields("name image env resources volumeMounts")
+_CONTAINER = _fields("name image env resources securityContext volumeMounts")
 _POD = {
     **_fields("metadata"),
     "spec": {
         "containers": [_CONTAINER],
-        **_fields("nodeSelector tolerations volumes serviceAccountName"),
+        **_fields(
+            "nodeSelector serviceAccountName terminationGracePeriodSeconds tolerations volumes"
+        ),
     },
 }
 _CLUSTER_SPEC = {
@@ -235,6 +237,15 @@ def test_kuberay_pods_have_the_token_room_and_few_threads(name: str) -> None:
         assert {v["name"] for v in container["volumeMounts"]} == {
             v["name"] for v in pod["volumes"]
         }
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_kuberays_head_may_finish_a_checkpoint_and_no_pod_gains_privileges(name: str) -> None:
+    """A pod is killed 30 s after its SIGTERM unless it says otherwise; Ray's user may use sudo."""
+    head, worker = pods(name)
+    assert head["terminationGracePeriodSeconds"] == 120
+    context = {"runAsUser": 1000, "runAsNonRoot": True, "allowPrivilegeEscalation": False}
+    assert [pod["containers"][0]["securityContext"] for pod in (head, worker)] == [context] * 2
 
 
 @pytest.mark.parametrize("name", KUBERAY)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import re
 import tomllib
@@ -19,7 +18,7 @@ from torch import nn
 from raytrain_opt.config.load import dump_job, load_job
 from raytrain_opt.execution.preflight import check_job
 from raytrain_opt.models.check import check_names
-from raytrain_opt.search.fixed_schedule import RecordedSchedule
+from tests.support.synthetic_runs import write_schedule
 
 ROOT = Path(__file__).parents[3]
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
@@ -74,8 +73,7 @@ def test_the_job_of_every_script_is_valid(name: str) -> None:
 def test_the_replay_script_takes_job_and_rates_of_a_run(tmp_path: Path) -> None:
     job = load_job(ROOT / "jobs/quickstart.yaml", ["epochs=1"])
     (tmp_path / "job.yaml").write_text(dump_job(job))
-    schedule = RecordedSchedule((2,), (0.1, 0.05))
-    (tmp_path / "schedule.json").write_text(json.dumps(schedule.to_json()))
+    write_schedule(tmp_path / "schedule.jsonl", (0.1, 0.05))
     replay = script("replay_schedule").make_job(str(tmp_path))
     assert check_job(replay) == []
     assert replay.learning_rate.policy == "replay"
@@ -86,8 +84,7 @@ def test_the_replay_script_names_the_optimizer_that_the_search_chose(tmp_path: P
     job = load_job(ROOT / "jobs/quickstart.yaml", ["learning_rate={policy: stpt_horizon}"])
     assert job.optimizer.name == "auto"
     (tmp_path / "job.yaml").write_text(dump_job(job))
-    schedule = RecordedSchedule((2,), (0.1, 0.05), optimizer="Muon")
-    (tmp_path / "schedule.json").write_text(json.dumps(schedule.to_json()))
+    write_schedule(tmp_path / "schedule.jsonl", (0.1, 0.05), optimizer="Muon")
     replay = script("replay_schedule").make_job(str(tmp_path))
     assert check_job(replay) == []
     assert (replay.optimizer.name, replay.optimizer.args) == ("Muon", {"weight_decay": "auto"})

@@ -11,11 +11,11 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.search.factory import build_policy, max_candidates
-from raytrain_opt.search.fixed_schedule import FixedSchedule, RecordedSchedule
+from raytrain_opt.search.fixed_schedule import FixedSchedule
 from raytrain_opt.search.policy import History, TrainEpoch
 from raytrain_opt.search.stpt import Stpt
 from raytrain_opt.search.stpt_horizon import HorizonStpt
-from raytrain_opt.storage import write_json
+from tests.support.synthetic_runs import write_schedule
 
 
 def job(epochs: int = 4, **learning_rate: Any) -> Job:
@@ -62,8 +62,8 @@ def test_a_schedule_covers_all_epochs() -> None:
 
 
 def test_replay_reads_the_file_of_an_earlier_run(tmp_path: Path) -> None:
-    path = tmp_path / "schedule.json"
-    write_json(path, RecordedSchedule((2, 2), (0.1, 0.2, 0.3, 0.3)).to_json())
+    path = tmp_path / "schedule.jsonl"
+    write_schedule(path, (0.1, 0.2), (0.3, 0.3))
     policy = build_policy(job(epochs=2, policy="replay", schedule=str(path)), EpochSteps(2))
     action = policy.next(2, History())
     assert isinstance(action, TrainEpoch)
@@ -71,9 +71,8 @@ def test_replay_reads_the_file_of_an_earlier_run(tmp_path: Path) -> None:
 
 
 def test_replay_refuses_other_rates_of_parameter_groups(tmp_path: Path) -> None:
-    path = tmp_path / "schedule.json"
-    schedule = RecordedSchedule((2, 2), (0.1, 0.2, 0.3, 0.3), (1.0, 1.0), {"fc.*": 2.0})
-    write_json(path, schedule.to_json())
+    path = tmp_path / "schedule.jsonl"
+    write_schedule(path, (0.1, 0.2), (0.3, 0.3), lr_multipliers={"fc.*": 2.0})
     replay = job(epochs=2, policy="replay", schedule=str(path))
     with pytest.raises(
         JobError, match=r"optimizer\.lr_multipliers: .*belongs to {'fc\.\*': 2\.0}"
@@ -85,12 +84,12 @@ def test_replay_refuses_other_rates_of_parameter_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read"), ("{", "cannot be read"), ("[1]", r"not a schedule\.json")],
+    [(None, "cannot be read"), ("{\n", r"not a schedule\.jsonl"), ("", r"not a schedule\.jsonl")],
 )
 def test_replay_says_what_is_wrong_with_the_file(
     tmp_path: Path, content: str | None, message: str
 ) -> None:
-    path = tmp_path / "schedule.json"
+    path = tmp_path / "schedule.jsonl"
     if content is not None:
         path.write_text(content)
     with pytest.raises(JobError, match=message) as error:

@@ -20,6 +20,7 @@ from raytrain_opt.train import checkpoint as checkpoint_module
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.state import TrainingState, capture, model_tensors
 from tests.support.full_disk import limit_file_size
+from tests.support.lossy_disk import LossyDisk
 
 PROGRESS = {"next_epoch": 4, "lrs": [0.1, 0.2], "history": ({"winner": None, "x": float("-inf")},)}
 
@@ -297,6 +298,26 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     assert open_checkpoints(tmp_path).drop_damaged() == []
 
 
+def test_checkpoints_that_the_index_does_not_name_are_removed(tmp_path: Path) -> None:
+    """A kill between two writes leaves them. Damaged ones stay until they are replaced."""
+    checkpoints = open_checkpoints(tmp_path, keep=2)
+    save_all(checkpoints, [0.1, 0.2, 0.3])
+    for name in ("epoch-0001", "epoch-0003-round-01", "mine"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "epoch-0003" / "rest.pt").unlink()
+    resumed = open_checkpoints(tmp_path, keep=2)
+    resumed.drop_damaged()
+    resumed.remove_orphans()
+    assert folders(tmp_path) == ["epoch-0002", "epoch-0003", "mine"]
+
+
+def test_without_an_index_no_checkpoint_is_removed(tmp_path: Path) -> None:
+    save_all(open_checkpoints(tmp_path), [0.1])
+    (tmp_path / "index.json").unlink()
+    open_checkpoints(tmp_path).remove_orphans()
+    assert folders(tmp_path) == ["epoch-0001"]
+
+
 def test_a_damaged_checkpoint_is_replaced_when_its_epoch_is_trained_again(tmp_path: Path) -> None:
     save_all(open_checkpoints(tmp_path), [0.1, 0.2])
     flip_bit(tmp_path / "epoch-0002" / "rest.pt")
@@ -368,3 +389,31 @@ def test_an_index_can_neither_leave_out_a_file_nor_name_a_folder_elsewhere(tmp_p
     again.save(2, trained(), {}, None)
     assert folders(tmp_path) == ["checkpoints", "mine"]
     assert folders(folder) == ["epoch-0002"]
+
+
+# Power loss.
+
+
+def test_after_a_power_failure_the_last_reported_checkpoint_is_there(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every prefix of the system calls, and whatever of the unsynced rest is kept."""
+    state, disk = trained(), LossyDisk(tmp_path)
+    with monkeypatch.context() as patch:
+        disk.record(patch)
+        checkpoints = open_checkpoints(tmp_path, keep=1)
+        for number, (epoch, rounds) in enumerate([(1, 0), (1, 1), (2, 0), (3, 0)], start=1):
+            checkpoints.save(epoch, state, PROGRESS, None, rounds=rounds)
+            disk.reported = number
+    order = {"none": 0, "epoch 1": 1, "round 1 of epoch 2": 2, "epoch 2": 3, "epoch 3": 4}
+    found = set()
+    for reported, root in disk.restored(tmp_path_factory.mktemp("restored")):
+        restored = open_checkpoints(root, keep=1)
+        restored.drop_damaged()
+        latest = restored.latest
+        assert order[latest.reached if latest else "none"] >= reported, root
+        if latest:
+            assert read_checkpoint(root / latest.folder)[1] == PROGRESS
+        found.add((reported, latest.reached if latest else "none"))
+    assert {name for _, name in found} == set(order)
+    assert len(disk.crashes) > 100

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt.config.schema import Job
+from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.train.learner import Learner, reduce_sums
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -510,3 +511,19 @@ def test_read_only_arrays_are_accepted() -> None:
         learner(data=d).train(1, 0, LRS, all_of(2)) for d in (replace(shared, **frozen), shared)
     ]
     assert totals[0].loss_sum == totals[1].loss_sum
+
+
+def test_a_readable_sample_does_not_weigh_more_for_an_unreadable_one() -> None:
+    """Of four samples, two are unreadable: the gradient is half that of a batch of the two."""
+    trained = learner()
+    x, y = torch.randn(2, 1, 4, 4), torch.tensor([1, 2])
+    gradients = []
+    for skipped in (0, 2):
+        trained.optimizer.zero_grad()
+        trained.begin_micro_batches(1, 1)
+        trained.add_gradient(Batch(x, y, skipped), (0, 0))
+        gradients.append(
+            [p.grad.clone() for p in trained.model.parameters() if p.grad is not None]
+        )
+    for whole, half in zip(*gradients, strict=True):
+        torch.testing.assert_close(half, whole / 2)

@@ -1,0 +1,162 @@
+"""Checkpoints beside the training: storage that refuses or hangs, states that are of no use."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from pyarrow import fs
+from rich.console import Console
+from torch import nn
+
+from raytrain_opt.config.schema import CheckpointSection
+from raytrain_opt.errors import DivergedError, StorageError, TakenOverError
+from raytrain_opt.execution import checkpoint_writer
+from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
+from raytrain_opt.execution.progress import RunProgress
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import Recorder
+from raytrain_opt.storage import remove_tree
+from raytrain_opt.terminal.progress import Terminal
+from raytrain_opt.train.checkpoint import Checkpoints, read_index
+from raytrain_opt.train.state import TrainingState, capture
+from tests.support.small_jobs import read_lines
+
+
+def state(value: float = 1.0, mask: float = 1.0) -> TrainingState:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2, 2), mask, dtype=torch.float16))
+    torch.nn.init.constant_(model.weight, value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return capture(model, optimizer, torch.amp.GradScaler("cpu"), copy=True)
+
+
+class Storage:
+    """Remote storage whose copies a test refuses or delays."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refused, self.answers = 0, threading.Event()
+        self.answers.set()
+        self._copy = fs.copy_files
+        monkeypatch.setattr(fs, "copy_files", self.copy_files)
+
+    def copy_files(self, *arguments: object, **options: object) -> None:
+        self.answers.wait(60)
+        if self.refused:
+            self.refused -= 1
+            raise OSError("503 Slow Down")
+        self._copy(*arguments, **options)
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
+    monkeypatch.setattr(checkpoint_writer, "_FIRST_PAUSE_S", 0.01)
+    return Storage(monkeypatch)
+
+
+@pytest.fixture
+def paths(tmp_path: Path, storage: Storage) -> Iterator[RunPaths]:
+    paths = RunPaths.create(f"file://{tmp_path}/bucket", "r")
+    yield paths
+    storage.answers.set()
+    remove_tree(paths.local)
+
+
+OpenWriter = Callable[..., CheckpointWriter]
+
+
+@pytest.fixture
+def open_writer(paths: RunPaths) -> Iterator[OpenWriter]:
+    recorder, terminal = Recorder(paths), Terminal(Console(file=io.StringIO()))
+    checkpoints = Checkpoints(paths.checkpoints, CheckpointSection())
+
+    def open_with(limit_s: float = 30.0) -> CheckpointWriter:
+        return CheckpointWriter(checkpoints, paths, EventLog(recorder, terminal, 0.0), limit_s)
+
+    yield open_with
+    recorder.close()
+
+
+def test_refused_copies_are_repeated_beside_the_training(
+    open_writer: OpenWriter, paths: RunPaths, storage: Storage, tmp_path: Path
+) -> None:
+    writer = open_writer()
+    storage.refused = 3
+    writer.save(1, state(), RunProgress())
+    writer.wait()
+    remote = tmp_path / "bucket" / paths.run_id
+    assert [checkpoint.epoch for checkpoint in read_index(remote / "checkpoints")] == [1]
+    [event] = read_lines(str(paths.local), "events")
+    assert (event["kind"], event["epoch"]) == ("storage", 1)
+    assert "refused 3 copies" in event["text"]
+    assert "503 Slow Down" in event["text"]
+
+
+def test_storage_that_refuses_for_long_ends_the_run(
+    open_writer: OpenWriter, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "monotonic_s", count(0.0, step=10.0).__next__)
+    writer = open_writer()
+    storage.refused = 1000
+    writer.save(1, state(), RunProgress())
+    with pytest.raises(StorageError, match="503 Slow Down"):
+        writer.wait()
+    assert storage.refused == 1000 - 3  # after 10, 20 and 30 s of 30
+
+
+def test_storage_that_does_not_answer_ends_the_run(
+    open_writer: OpenWriter, paths: RunPaths, storage: Storage
+) -> None:
+    """The training waits for it no longer than the limit, and so does the end of the run."""
+    storage.answers.clear()
+    writer = open_writer(limit_s=0.05)
+    writer.save(1, state(), RunProgress())
+    with pytest.raises(StorageError, match=r"not written within 0\.1 s \(timeouts.no_progress_s"):
+        writer.save(2, state(), RunProgress())
+    writer.close()
+
+
+def test_a_run_that_was_taken_over_ends_at_once(open_writer: OpenWriter, paths: RunPaths) -> None:
+    writer = open_writer()
+    paths.claim()
+    RunPaths(paths.local, paths.remote).claim()
+    writer.save(1, state(), RunProgress())
+    with pytest.raises(TakenOverError):
+        writer.wait()
+
+
+def test_an_interrupted_run_repeats_no_copy(
+    open_writer: OpenWriter, paths: RunPaths, storage: Storage
+) -> None:
+    storage.refused = 10**9
+    writer = open_writer()
+    writer.save(1, state(), RunProgress())
+    writer.close()
+    with pytest.raises(StorageError):
+        writer.wait()
+    assert [checkpoint.epoch for checkpoint in read_index(paths.checkpoints)] == [1]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_state_that_is_not_finite_is_not_saved(
+    open_writer: OpenWriter, paths: RunPaths, value: float
+) -> None:
+    writer = open_writer()
+    writer.save(1, state(), RunProgress())
+    writer.save(2, state(value), RunProgress())
+    with pytest.raises(DivergedError, match=r"after epoch 2: model\.weight is not finite"):
+        writer.wait()
+    assert [checkpoint.epoch for checkpoint in read_index(paths.checkpoints)] == [1]
+
+
+def test_masks_of_negative_infinity_are_saved(open_writer: OpenWriter, paths: RunPaths) -> None:
+    writer = open_writer()
+    writer.save(1, state(mask=float("-inf")), RunProgress())
+    writer.wait()
+    assert writer.latest is not None
