@@ -77,6 +77,7 @@ class Unit:
         """A digest of everything the result depends on, except versions and machine."""
         inputs = {
             "kind": self.kind,
+            # Without the network, which the job names.
             "task": {k: v for k, v in asdict(self.setting.task).items() if k != "network"},
             "job": {key: value for key, value in self.job.items() if key != "data"},
             "options": dict(self.options),

@@ -62,8 +62,8 @@ class WorkersSection(Section):
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse a minimum above the number of workers."""
-        if self.min_workers > self.size:
-            yield "min_count", f"is more than count, {self.size}"
+        if self.count != "auto" and self.min_workers > self.count:
+            yield "min_count", f"is more than count, {self.count}"
 
 
 class SlotsSection(Section):

@@ -63,6 +63,7 @@ def job(model: Any, batch: int = 32, workers: int = WORKERS, **changes: Any) -> 
             "global_batch_size": batch,
             "workers": {"count": workers},
             "evaluate": {"batch_size_per_worker": 5},
+            "average": None,
             **changes,
         }
     )

@@ -54,6 +54,7 @@ def job(**changes: Any) -> Job:
         "epochs": 2,
         "global_batch_size": 48,
         "optimizer": "SGD",
+        "average": None,
         "workers": {"count": WORKERS},
     }
     return Job.model_validate(values | changes)

@@ -33,6 +33,13 @@ def problems(*lines: str) -> list[Problem]:
     return caught.value.problems
 
 
+def test_a_minimum_above_the_number_of_workers_is_refused_where_that_is_given() -> None:
+    [problem] = problems("workers: {count: 2, min_count: 3}")
+    assert (problem.path, problem.rule) == ("workers.min_count", "is more than count, 2")
+    found = parse_job("\n".join([*GOOD.values(), "workers: {min_count: 3}"]))
+    assert (found.workers.count, found.workers.min_workers) == ("auto", 3)
+
+
 @pytest.mark.parametrize("key", GOOD)
 def test_a_missing_key_is_named(key: str) -> None:
     lines = [line for name, line in GOOD.items() if name != key]
