@@ -34,6 +34,7 @@ from raytrain_opt.pools.protocol import Backend, Pool, fetch_initial_state
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.recorder import Recorder
 from raytrain_opt.recording.records import RoundRecord, ScheduleRecord
+from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.search.policy import (
     CandidateResult,
     Decision,
@@ -177,6 +178,8 @@ class TrainingRun:
         self._wait_for_workers()
         self._in_round = False
         self._show_phase(action.epoch, "main train")
+        if action.epoch == 1 and not self.history.decisions and max_candidates(self.job):
+            self.terminal.note(f"epoch 1, no search: {action.reason}")
         first_step = self.steps(action.epoch) - len(action.lrs)
         command = MainTrain(
             state,

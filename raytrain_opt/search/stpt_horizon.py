@@ -163,11 +163,11 @@ class HorizonStpt:
         if self.race.all_diverged(rounds):
             return replace(undecided, reason=f"all {len(undecided.scores)} candidates diverged")
         optimizer, following = self.race.next(rounds)
+        name = f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
         if isinstance(following, PeakRequest):
-            return replace(undecided, reason=following.reason)
+            return replace(undecided, reason=f"next {name}{following.stage}: {following.reason}")
         if self._can_afford_weight_decays(rounds):
             return replace(undecided, reason=f"{following.reason}: next its weight decay")
-        name = f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
         reason = f"{name}peak {following.lr:.3g}: {following.reason}"
         return _decided(undecided, following.result, following.lr, reason)
 

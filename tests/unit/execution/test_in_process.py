@@ -48,6 +48,16 @@ def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(
     assert result.summary["hardware"]["workers"] == result.summary["hardware"]["slots"] == 1
 
 
+def test_a_training_that_is_too_short_for_a_search_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tiny_job(tmp_path, epochs=1, learning_rate={"policy": "stpt_horizon"})
+    result = run(job, in_process=True)
+    assert result.summary["search"]["rounds"] == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "epoch 1, no search: linear decay from 0.1: too few steps for a search" in shown
+
+
 def test_a_run_in_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     uninterrupted = run(tiny_job(tmp_path / "a", epochs=3), in_process=True)
     first = run(tiny_job(tmp_path / "b", epochs=2), in_process=True)
