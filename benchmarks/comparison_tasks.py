@@ -60,14 +60,14 @@ class Task:
     width: int = 8
 
     def scaled(self, factor: float, batch_factor: int = 1) -> Task:
-        """Return the task with `factor` times the images, rounded to full training batches.
+        """Return the task with `factor` times the images, rounded down to full training batches.
 
         `batch_factor`: factor of the batch size.
         """
         batch = batch_factor * self.batch
         return replace(
             self,
-            train=max(1, round(factor * self.train / batch)) * batch,
+            train=max(1, int(factor * self.train / batch)) * batch,
             validation=max(1, round(factor * self.validation)),
             batch=batch,
         )

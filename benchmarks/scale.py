@@ -1,6 +1,7 @@
 """The mailbox with thousands of residents: its CPU per command, and the latency of a command.
 
     python -m benchmarks.scale [--commands 60] [--real 2 8 32 64] [--simulated 256 1024 4096]
+        [--search-workers 1 2]
 
 Real: residents are Ray actors that reply at once and compute nothing, with the loop of a worker's
 process; driver's side, mailbox and relays are those of a run. `latency_s`: from posting a command
@@ -19,7 +20,8 @@ mailbox's share of a core when every resident reports its progress once a second
 share one interpreter, which stretches a command over seconds, so relays wait for their callers as
 long as it takes, and the garbage of other threads is not collected in the mailbox's.
 
-`mailbox_cpu_s_at_4096` is `cpu_s` of the largest simulation. The last line is one JSON object.
+`mailbox_cpu_s_at_4096` is `cpu_s` of the largest simulation. `search_time_ratio`: by number of
+workers (search_time.py). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ import psutil
 import ray
 from ray import cloudpickle
 
+from benchmarks import search_time
 from benchmarks.common import machine
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import ray_session
@@ -356,7 +359,9 @@ def main() -> None:
     parser.add_argument("--commands", type=int, default=60)
     parser.add_argument("--real", type=int, nargs="+", default=[2, 8, 32, 64])
     parser.add_argument("--simulated", type=int, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--search-workers", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
+    search = search_time.compare(arguments.search_workers, 3, "workers")
     with ray_session(None, verbose=False):
         real = [_shown(measure_real(n, arguments.commands)) for n in sorted(arguments.real)]
     ray_call_cpu_s = real[0].get("ray_call_cpu_s", 0.0)
@@ -372,6 +377,7 @@ def main() -> None:
                 "mailbox_cpu_s_at_4096": simulated[-1]["cpu_s"],
                 "core_while_training_at_4096": simulated[-1]["core_while_training"],
                 "latency_64_over_2": real[-1]["latency_s"] / real[0]["latency_s"],
+                "search_time_ratio": search["search_time_ratio"],
                 "ray_call_cpu_s": ray_call_cpu_s,
                 "real": real,
                 "simulated": simulated,

@@ -118,13 +118,8 @@ def _medians(rows: Sequence[dict[str, Any]], name: str) -> dict[str, dict[int, A
     }
 
 
-def main() -> None:
-    """Measure all numbers of workers in turn, and print the medians."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--search-on", choices=("workers", "slots"), default="workers")
-    arguments = parser.parse_args()
+def compare(workers: Sequence[int], repetitions: int, search_on: str) -> dict[str, Any]:
+    """Measure all numbers of workers in turn; return the medians."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -132,18 +127,23 @@ def main() -> None:
             x, y = synthetic_images(samples, SHAPE, CLASSES)
             np.save(folder / f"{split}_x.npy", x)
             np.save(folder / f"{split}_y.npy", y)
-        for _ in range(arguments.repetitions):
-            for workers in arguments.workers:
-                rows.append(measure(make_job(folder, workers, arguments.search_on)))
+        for _ in range(repetitions):
+            for count in workers:
+                rows.append(measure(make_job(folder, count, search_on)))
                 print(json.dumps(rows[-1]), flush=True)
-    summary = {
-        "search_on": arguments.search_on,
-        **_medians(rows, "search_time_ratio"),
-        **_medians(rows, "search_cpu_ratio"),
-        "machine": machine(),
-        "versions": versions(),
-    }
-    print(json.dumps(summary))
+    return {**_medians(rows, "search_time_ratio"), **_medians(rows, "search_cpu_ratio")}
+
+
+def main() -> None:
+    """Print the medians."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--search-on", choices=("workers", "slots"), default="workers")
+    arguments = parser.parse_args()
+    medians = compare(arguments.workers, arguments.repetitions, arguments.search_on)
+    about = {"search_on": arguments.search_on, "machine": machine(), "versions": versions()}
+    print(json.dumps({**medians, **about}))
 
 
 if __name__ == "__main__":
