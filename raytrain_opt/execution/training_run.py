@@ -179,7 +179,7 @@ class TrainingRun:
         self._in_round = False
         self._show_phase(action.epoch, "main train")
         if action.epoch == 1 and not self.history.decisions and max_candidates(self.job):
-            self.terminal.note(f"epoch 1, no search: {action.reason}")
+            self.terminal.note(f"epoch 1: {action.reason}")
         first_step = self.steps(action.epoch) - len(action.lrs)
         command = MainTrain(
             state,

@@ -17,7 +17,7 @@ diverge leaves the race.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raytrain_opt.errors import DivergedError
@@ -72,9 +72,9 @@ class OptimizerRace:
         for index in finalists:
             own, request = _rounds_of(index, rounds), following[index]
             losses[index] = _lowest_loss(own)
-            if isinstance(request, PeakRequest) and not self._is_behind(own, losses):
-                against = self.names[finalists[0]]
-                return index, _single(request, against) if len(losses) > 1 else request
+            first = finalists[0]
+            if isinstance(request, PeakRequest) and not _is_behind(own, losses[first]):
+                return index, request if index == first else _single(request, self.names[first])
         best = min(finalists, key=lambda index: losses[index])
         choice = following[best]
         assert isinstance(choice, PeakChoice)
@@ -83,12 +83,6 @@ class OptimizerRace:
             reason = f"{self.names[best]} has the lowest loss ({listed}); {choice.reason}"
             choice = replace(choice, reason=reason)
         return best, choice
-
-    def _is_behind(self, own: Sequence[Decision], losses: Mapping[int, float]) -> bool:
-        """Return whether other rates would hardly bring the last of these optimizers ahead."""
-        first, *others = losses.values()
-        has_loss = bool(others) and own[-1].stage == FINE and math.isfinite(others[-1])
-        return has_loss and others[-1] > first + TOLERANCE * abs(first)
 
     def all_diverged(self, rounds: Sequence[Decision]) -> bool:
         """Return whether all candidates of the last round's optimizer and stage diverged."""
@@ -115,6 +109,13 @@ class OptimizerRace:
 def optimizer_of(decision: Decision) -> int:
     """Return the optimizer of a round before epoch 1: all its candidates have the same."""
     return decision.tried[0].candidate.optimizer
+
+
+def _is_behind(own: Sequence[Decision], first: float) -> bool:
+    """Return whether other rates would hardly bring an optimizer ahead of the first one's loss."""
+    loss = _lowest_loss(own)
+    is_fine = own[-1].stage == FINE and math.isfinite(loss)
+    return is_fine and loss > first + TOLERANCE * abs(first)
 
 
 def _single(request: PeakRequest, against: str) -> PeakRequest:

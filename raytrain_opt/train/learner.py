@@ -168,8 +168,8 @@ class Learner:
         state give the same result, whatever ran before. The configured weight decay is
         multiplied by `weight_decay_factor`. `optimizer`: position among those of the job; one
         that did not train before starts anew. In a `search` the validation split is held out.
-        With averaging, the model has the averaged weights
-        afterwards; `sync_batch_norm_stats` takes the statistics that belong to them.
+        With averaging, the model has the averaged weights afterwards; `sync_batch_norm_stats`
+        takes the statistics that belong to them.
         """
         started_s, wait_s, samples, skipped = monotonic_s(), 0.0, 0, 0
         micro_batches = self._grown(epoch, micro_batches)

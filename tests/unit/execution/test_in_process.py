@@ -55,7 +55,7 @@ def test_a_training_that_is_too_short_for_a_search_says_so(
     result = run(job, in_process=True)
     assert result.summary["search"]["rounds"] == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "epoch 1, no search: linear decay from 0.1: too few steps for a search" in shown
+    assert "epoch 1: linear decay from 0.1: too few steps for a search" in shown
 
 
 def test_a_run_in_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
