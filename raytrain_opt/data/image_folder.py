@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
 
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
+from raytrain_opt.data.images import center_crop, random_crop
 from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
 from raytrain_opt.errors import DataError
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-# The usual evaluation crop: 224 pixels out of a shorter side of 256.
-_RESIZE_RATIO = 256 / 224
 
 
 class ImageFolderSource:
@@ -39,7 +29,7 @@ class ImageFolderSource:
             "test": _open(section, section.test_split, "data.test_split"),
         }
         _check_classes(self._folders["train"], self._folders["test"])
-        self._augmented, self._plain = _make_transforms(section.image_size)
+        self._size = section.image_size
         self.num_classes = len(self._folders["train"].classes)
         self.sample_shape = (3, section.image_size, section.image_size)
 
@@ -53,8 +43,8 @@ class ImageFolderSource:
         Decoding errors pass through.
         """
         path, label = self._folders[split][index]
-        image = (self._augmented if augment else self._plain)(_read_image(path))
-        return torch.from_numpy(np.array(image)), label
+        content = Path(path).read_bytes()
+        return (random_crop if augment else center_crop)(content, self._size), label
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the file and its class, for an error message."""
@@ -99,16 +89,6 @@ class ImageFiles:
         return os.fsdecode(self._paths[start : self._ends[index]]), self._labels[index]
 
 
-def _read_image(path: str) -> Image.Image:
-    from PIL import Image
-
-    with Image.open(path) as image:
-        pixels, limit = image.width * image.height, Image.MAX_IMAGE_PIXELS
-        if limit is not None and pixels > limit:  # PIL itself only warns up to twice of it
-            raise ValueError(f"{pixels:,} pixels, more than {limit:,}: decoding would fill memory")
-        return image.convert("RGB")
-
-
 def _open(section: ImageFolderData, split: str, field: str) -> ImageFiles:
     folder = Path(section.root).expanduser() / split
     if not folder.is_dir():
@@ -132,14 +112,3 @@ def _check_classes(train: ImageFiles, test: ImageFiles) -> None:
             f"{train.root} and {test.root} must have the same class folders; "
             f"only one of them has: {names}",
         )
-
-
-def _make_transforms(size: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Return the transforms (training, evaluation) of a PIL image to size x size pixels."""
-    from torchvision.transforms import v2
-
-    augmented = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
-    plain = v2.Compose(
-        [v2.Resize(round(size * _RESIZE_RATIO), antialias=True), v2.CenterCrop(size)]
-    )
-    return augmented, plain

@@ -381,7 +381,8 @@ def test_evaluation_crops_the_center(image_tree: Path) -> None:
     for i in range(6):
         file = image_tree / "val" / ("cat", "dog")[i // 3] / f"{i % 3}.png"
         image = transform(Image.open(file).convert("RGB"))
-        torch.testing.assert_close(x[i], image / 255)
+        # The same weights, but PIL rounds between rows and columns.
+        torch.testing.assert_close(x[i], image / 255, rtol=0, atol=1.01 / 255)
 
 
 def test_grayscale_becomes_rgb(image_tree: Path) -> None:
