@@ -92,7 +92,7 @@ def epoch_phase(
     ramp, parallel = config.batch_ramp, config.parallel
     factor = ramp_factor(ramp.steps, epoch) if ramp.grow == "accumulation" else 1
     bound = parallel.staleness_bound
-    reads_ahead = config.data.loader_workers > 0
+    reads_ahead = config.data.loader_workers != 0
     return EpochPhase(
         id=f"{epoch}.{first_step + len(lrs)}",
         epoch=epoch,

@@ -102,10 +102,13 @@ class ArraysData(_DataSection):
 class _LoaderSection(_DataSection):
     download: ClassVar[bool] = False
 
-    loader_workers: NonNegativeInt = Field(
-        2,
-        le=256,
-        description="Loader processes per worker and slot; 0: load in the process itself.",
+    loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = Field(
+        "auto",
+        description=(
+            "Loader processes per worker and slot; 0: load in the process itself. auto: 2, and "
+            "more when loading a batch takes longer than computing one, up to its compute threads "
+            "(workers.threads)."
+        ),
     )
     prefetch: PositiveInt = Field(
         2, le=100, description="Batches that each loader process prepares ahead."

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.sampling import Purpose, sample_seed
 from raytrain_opt.errors import DataError
 from raytrain_opt.random_state import preserve_random_state
@@ -60,6 +61,7 @@ class LoadedBatch(NamedTuple):
     y: torch.Tensor
     skipped: int
     error: DataError | None
+    load_s: float = 0.0
 
 
 class BatchReader(Dataset[Sample]):
@@ -72,9 +74,11 @@ class BatchReader(Dataset[Sample]):
 
     def __getitems__(self, requests: list[BatchRequest]) -> LoadedBatch:
         """Load the batch of the only request in the list."""
+        started_s = monotonic_s()
         try:
             with isolated_random_state():
-                return self._load(requests[0])
+                loaded = self._load(requests[0])
+            return loaded._replace(load_s=monotonic_s() - started_s)
         except DataError as error:
             return LoadedBatch(torch.empty(0), torch.empty(0), 0, error)
 

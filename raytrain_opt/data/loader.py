@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, no_op
@@ -27,6 +29,12 @@ from raytrain_opt.data.user_datasets import UserDatasetSource
 
 # Samples of each set that are read before a run; more would cost seconds with large images.
 _CHECKED_SAMPLES = 16
+# Of `loader_workers: auto`, until batches were measured: with one process, every delay is waited
+# for.
+_FIRST_PROCESSES = 2
+_MEASURED_BATCHES = 8
+# More than the mean needs, as batches differ.
+_SPARE = 1.25
 
 
 class DataLoaderData(TrainingData):
@@ -138,7 +146,9 @@ class DataLoaderData(TrainingData):
 class _ReusedLoader:
     """One DataLoader for all phases; each phase (training or evaluation) has its own requests.
 
-    The loader processes, and what the Datasets cache in them, live from phase to phase.
+    The loader processes, and what the Datasets cache in them, live from phase to phase. With
+    `loader_workers: auto`, a phase begins with more of them when in earlier ones a batch took
+    longer to load, per process, than to compute; at most one for each compute thread.
     """
 
     def __init__(
@@ -151,6 +161,13 @@ class _ReusedLoader:
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._phase = 0
+        self._load_s: list[float] = []
+        self._compute_s: list[float] = []
+        self._processes = (
+            min(_FIRST_PROCESSES, torch.get_num_threads())
+            if section.loader_workers == "auto"
+            else section.loader_workers
+        )
 
     def load(self, requests: Iterator[BatchRequest]) -> Iterator[LoadedBatch]:
         """Yield the batches of one phase, which the loader processes read ahead.
@@ -160,6 +177,7 @@ class _ReusedLoader:
         self._phase += 1
         phase = self._phase
         self._sampler.requests = requests
+        self._add_processes()
         if self._loader is None:
             self._loader = self._start()
         with self._explain_dead_process():
@@ -174,7 +192,22 @@ class _ReusedLoader:
                 batch = next(self._batches, None)
             if batch is None:
                 return
+            received_s = monotonic_s()
             yield cast(LoadedBatch, batch)
+            self._load_s.append(batch.load_s)
+            self._compute_s.append(monotonic_s() - received_s)
+
+    def _add_processes(self) -> None:
+        """Start more loader processes if those of `loader_workers: auto` are too slow."""
+        if self._section.loader_workers != "auto" or len(self._load_s) < _MEASURED_BATCHES:
+            return
+        load_s, compute_s = sum(self._load_s), sum(self._compute_s)
+        self._load_s, self._compute_s = [], []
+        limit = torch.get_num_threads()
+        needed = limit if compute_s == 0 else math.ceil(_SPARE * load_s / compute_s)
+        if min(needed, limit) > self._processes:
+            self._processes = min(needed, limit)
+            self._batches = self._loader = None
 
     @contextmanager
     def _explain_dead_process(self) -> Iterator[None]:
@@ -183,12 +216,12 @@ class _ReusedLoader:
             yield
         except (RuntimeError, OSError, EOFError) as error:
             self.close()
-            if not self._section.loader_workers:
+            if not self._processes:
                 raise
             raise RuntimeError(
                 "a loader process ended unexpectedly: it was killed, or ran out of memory or of "
-                f"shared memory; try fewer data.loader_workers (now "
-                f"{self._section.loader_workers}): {error}"
+                "shared memory; try fewer data.loader_workers (now "
+                f"{self._processes}): {error}"
             ) from error
 
     def close(self) -> None:
@@ -198,7 +231,7 @@ class _ReusedLoader:
         self._loader = None
 
     def _start(self) -> DataLoader[Any]:
-        workers = self._section.loader_workers
+        workers = self._processes
         return DataLoader(
             self._reader,
             batch_sampler=self._sampler,

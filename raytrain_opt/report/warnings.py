@@ -79,7 +79,8 @@ def _data_wait(run: RunRecords) -> Iterator[str]:
     if fraction is not None and fraction > _MAX_DATA_WAIT:
         yield (
             f"Workers waited for data in {percent(fraction, 0)} of the main training's time: "
-            "increase data.loader_workers or use faster storage"
+            "use data.loader_workers: auto, more cores per worker, smaller image files or faster "
+            "storage"
         )
 
 

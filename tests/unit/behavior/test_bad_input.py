@@ -90,7 +90,7 @@ SCHEMA = [
         "must be at most 3.1536e+07",
     ),
     (FOLDER + "image_size: 1000000}", "data.image_size", "must be at most 4096"),
-    (FOLDER + "loader_workers: 100000}", "data.loader_workers", "must be at most 256"),
+    (FOLDER + "loader_workers: 100000}", "data.loader_workers", "must be auto or at most 256"),
     (FOLDER + "prefetch: 1000000000}", "data.prefetch", "must be at most 100"),
     (CIFAR + "augment: {crop_padding: 999}}", "data.augment.crop_padding", "at most 64"),
     # choices
