@@ -1,4 +1,4 @@
-"""The files of a run directory, and its copy in a remote storage.
+"""The files of a run directory.
 
 A run directory is always written on this machine. When the job's storage is a URI, `publish`
 copies new files there after every checkpoint.
@@ -7,43 +7,33 @@ copies new files there after every checkpoint.
 from __future__ import annotations
 
 import atexit
-import os
 import re
 import secrets
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pyarrow import fs
+import obstore
 
-from raytrain_opt.clock import utc_now
-from raytrain_opt.errors import JobError, Problem, StorageError, TakenOverError, printable
+from raytrain_opt.errors import JobError, Problem, StorageError
+from raytrain_opt.remote.run_copy import INDEX, RAY_FOLDER, RunCopy
 from raytrain_opt.storage import (
     STORAGE_ERRORS,
     check_uri,
+    error_text,
+    is_remote,
     join,
     last_name,
     local_path,
-    open_filesystem,
+    open_store,
     read,
+    read_object,
     remove_tree,
+    storage_errors,
     sync,
-    write,
 )
-
-_INDEX = "checkpoints/index.json"
-# A file of a checkpoint, and a record; other names of a storage could lead anywhere.
-_CHECKPOINT_FILE = re.compile(
-    r"checkpoints/(epoch-\d+(?:-round-\d+)?)/(weights\.safetensors|rest\.pt)"
-)
-_RECORD_FILE = re.compile(r"\w+\.(json|jsonl|yaml)")
-# Who may write; see `RunPaths.claim`.
-_OWNER = "owner.txt"
-# After all other files.
-_PUBLISHED_LAST = ("index.json", "result.json")
 
 
 class RunPaths:
@@ -63,9 +53,7 @@ class RunPaths:
         self.batch_sizes, self.batch_size = local / "batch_size.jsonl", local / "batch_size.json"
         self.schedule, self.trace = local / "schedule.jsonl", local / "trace.json"
         self.tensorboard, self.checkpoints = local / "tensorboard", local / "checkpoints"
-        self._owner = b""
-        # Version of each file in the remote copy.
-        self._published: dict[Path, tuple[int, int]] = {}
+        self._copy = None if remote is None else RunCopy(remote, local)
         if remote is not None:
             atexit.register(self._remove_copy)
 
@@ -77,7 +65,7 @@ class RunPaths:
             raise JobError(problems)
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         run_id = f"{name}-{stamp}-{secrets.token_hex(8)}"
-        if "://" in storage_path:
+        if is_remote(storage_path):
             local = Path(tempfile.mkdtemp(prefix="raytrain_opt-"))
             (local / "checkpoints").mkdir()
             return cls(local, join(storage_path, run_id))
@@ -91,43 +79,28 @@ class RunPaths:
         return cls(local)
 
     @classmethod
-    def existing(cls, run_dir: str, argument: str = "--resume") -> RunPaths:
+    def existing(cls, run_dir: str, argument: str = "--resume", *, write: bool = True) -> RunPaths:
         """Return the directory of an earlier run; what a resume needs of a URI is copied here.
 
-        `argument`: the option that names the run, for messages. Raises JobError when the
-        directory has no checkpoint.
+        `argument`: the option that names the run, for messages. `write`: whether the run is to be
+        written under its URI, where `release` lets others write again. Raises JobError when the
+        directory has no checkpoint, or another process writes to it.
         """
         check_run(run_dir, argument)
-        if "://" not in run_dir:
+        if not is_remote(run_dir):
             return cls(local_path(run_dir))
         paths = cls(Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir)
         try:
             with _readable(run_dir, argument):
-                paths._fetch(run_dir)
+                if write:
+                    paths.claim()
+                if paths._copy is not None:
+                    paths._copy.fetch()
         except BaseException:
+            paths.release()
             remove_tree(paths.local)
             raise
         return paths
-
-    def _fetch(self, uri: str) -> None:
-        """Copy the records and the checkpoints that the index names; note others to be removed.
-
-        A run that was killed between two writes leaves a checkpoint that no index names.
-        """
-        filesystem, root = open_filesystem(uri)
-        named = set(
-            re.findall(r"epoch-[-\w]+", (read(uri, _INDEX) or b"").decode(errors="replace"))
-        )
-        folders = [fs.FileSelector(root), fs.FileSelector(f"{root}/checkpoints", recursive=True)]
-        for entry in [e for folder in folders for e in filesystem.get_file_info(folder)]:
-            name = entry.path.removeprefix(f"{root}/")
-            checkpoint, path = _CHECKPOINT_FILE.fullmatch(name), self.local / name
-            if checkpoint and checkpoint[1] not in named:
-                self._published[path] = (0, 0)
-            elif checkpoint or name == _INDEX or _RECORD_FILE.fullmatch(name):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                fs.copy_files(entry.path, str(path), source_filesystem=filesystem)
-                self._published[path] = _version(path)
 
     @property
     def shown(self) -> str:
@@ -141,59 +114,33 @@ class RunPaths:
 
     @property
     def ray_storage(self) -> str:
-        """Storage path of Ray Train and Ray Tune."""
-        return join(self.shown, "ray")
+        """Storage path of Ray Train and Ray Tune, on this machine: no run needs it later."""
+        return str(self.local / RAY_FOLDER)
 
     def claim(self) -> None:
-        """Let no other process write to the remote copy from now on. Raises StorageError."""
-        if self.remote is not None:
-            holder = f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}"
-            self._owner = f"{holder} ({secrets.token_hex(8)})".encode()
-            write(self.remote, _OWNER, self._owner)
+        """Let no other process write under the URI until `release`.
 
-    def _refuse_if_taken_over(self, uri: str) -> None:
-        """Check before each copy: without conditional writes, one in progress is not stopped."""
-        owner = (read(uri, _OWNER) if self._owner else None) or self._owner
-        if owner != self._owner:
-            raise TakenOverError(
-                f"{uri} was resumed by another process, which writes to it now: "
-                f"{printable(owner.decode(errors='replace'))}"
-            )
+        Raises JobError if a live one does, and StorageError.
+        """
+        if self._copy is not None:
+            self._copy.take_lease()
+
+    def release(self) -> None:
+        """Let other processes write under the URI."""
+        if self._copy is not None:
+            self._copy.release_lease()
 
     def publish(self) -> None:
         """Copy new and changed files to the remote storage, and remove deleted ones there.
 
-        The index of checkpoints and the result are copied last, so that they never name or follow
-        something missing. Does nothing for a local run. Raises StorageError.
+        The index of checkpoints and the result are copied last. Does nothing for a local run.
+        Raises StorageError, and TakenOverError if another process has resumed the run.
         """
-        if self.remote is None:
-            return
-        self._refuse_if_taken_over(self.remote)
-        files = self._versions()
-        changed = [path for path, version in files.items() if self._published.get(path) != version]
-        deleted = [path for path in self._published if path not in files]
-        try:
-            filesystem, root = fs.FileSystem.from_uri(self.remote)
-            for path in sorted(changed, key=lambda path: (path.name in _PUBLISHED_LAST, path)):
-                copy = f"{root}/{path.relative_to(self.local)}"
-                filesystem.create_dir(copy.rsplit("/", 1)[0])
-                # Object stores show a file when it is complete, these while it is written.
-                complete = filesystem.type_name not in ("local", "hdfs")
-                target = copy if complete else f"{copy}.tmp"
-                fs.copy_files(str(path), target, destination_filesystem=filesystem)
-                if target != copy:
-                    filesystem.move(target, copy)
-                self._published[path] = files[path]
-            for path in deleted:
-                filesystem.delete_file(f"{root}/{path.relative_to(self.local)}")
-                del self._published[path]
-        except STORAGE_ERRORS as error:
-            raise StorageError(
-                f"{self.remote} cannot be written: {error}; all files are in {self.local}"
-            ) from error
+        if self._copy is not None:
+            self._copy.publish()
 
     def _remove_copy(self) -> None:
-        if all(self._published.get(path) == now for path, now in self._versions().items()):
+        if self._copy is not None and self._copy.is_complete():
             remove_tree(self.local)
 
     def sync_records(self) -> None:
@@ -208,17 +155,6 @@ class RunPaths:
             except OSError as error:
                 raise StorageError(f"{path} cannot be written: {error}") from error
 
-    def _versions(self) -> dict[Path, tuple[int, int]]:
-        """Return the version of every complete file; names of temporary files begin with a dot."""
-        paths = self.local.rglob("*")
-        return {p: _version(p) for p in paths if p.is_file() and not p.name.startswith(".")}
-
-
-def _version(path: Path) -> tuple[int, int]:
-    """Return modification time (ns) and size (bytes), which change with the content."""
-    status = path.stat()
-    return status.st_mtime_ns, status.st_size
-
 
 def check_run(run_dir: str, argument: str = "--resume") -> None:
     """Raise JobError unless the directory holds a run with checkpoints; copies nothing."""
@@ -226,13 +162,12 @@ def check_run(run_dir: str, argument: str = "--resume") -> None:
     if problems:
         raise JobError(problems, "arguments")
     with _readable(run_dir, argument):
-        if "://" in run_dir:
-            filesystem, root = open_filesystem(run_dir)
-            found = filesystem.get_file_info(f"{root}/{_INDEX}").type == fs.FileType.File
+        if is_remote(run_dir):
+            found = read_object(open_store(run_dir), INDEX) is not None
         else:
-            found = (local_path(run_dir) / _INDEX).is_file()
+            found = (local_path(run_dir) / INDEX).is_file()
     if not found:
-        rule = f"holds no checkpoint of a run ({_INDEX})"
+        rule = f"holds no checkpoint of a run ({INDEX})"
         raise JobError([Problem(argument, rule, repr(run_dir))], "arguments")
 
 
@@ -240,9 +175,9 @@ def check_run(run_dir: str, argument: str = "--resume") -> None:
 def _readable(run_dir: str, argument: str) -> Iterator[None]:
     try:
         yield
-    except (*STORAGE_ERRORS, RuntimeError) as error:  # RuntimeError: unknown ~user
-        problem = Problem(argument, f"cannot be read: {error}", repr(run_dir))
-        raise JobError([problem], "arguments") from error
+    except (*STORAGE_ERRORS, StorageError, RuntimeError) as error:  # RuntimeError: unknown ~user
+        problem = Problem(argument, f"cannot be read: {error_text(error)}", repr(run_dir))
+        raise JobError([problem], "arguments") from None
 
 
 def newest_unfinished(storage_path: str, name: str) -> str | None:
@@ -251,20 +186,20 @@ def newest_unfinished(storage_path: str, name: str) -> str | None:
     None when there is none. Raises StorageError when the storage cannot be read.
     """
     run_id = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}-[0-9a-f]{{16}}")
-    try:
-        filesystem, root = open_filesystem(storage_path)
-        entries = filesystem.get_file_info(fs.FileSelector(root, allow_not_found=True))
+    parent = storage_path if is_remote(storage_path) else str(local_path(storage_path))
+    with storage_errors(f"{storage_path} cannot be read"):
         # A run id begins with its date, so the newest is the last one in order.
-        run_ids = sorted(e.base_name for e in entries if run_id.fullmatch(e.base_name))
-        unfinished = (r for r in reversed(run_ids) if _is_unfinished(filesystem, f"{root}/{r}"))
-        newest = next(unfinished, None)
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{storage_path} cannot be read: {error}") from error
-    parent = storage_path if "://" in storage_path else root
-    return None if newest is None else join(parent, newest)
+        run_ids = sorted(filter(run_id.fullmatch, _subfolders(parent)), reverse=True)
+        run_dirs = (join(parent, run_id) for run_id in run_ids)
+        return next((run_dir for run_dir in run_dirs if _is_unfinished(run_dir)), None)
 
 
-def _is_unfinished(filesystem: fs.FileSystem, run_dir: str) -> bool:
-    files = [f"{run_dir}/{_INDEX}", f"{run_dir}/result.json"]
-    index, result = filesystem.get_file_info(files)
-    return bool(index.type == fs.FileType.File and result.type == fs.FileType.NotFound)
+def _subfolders(storage_path: str) -> list[str]:
+    if is_remote(storage_path):
+        return list(obstore.list_with_delimiter(open_store(storage_path))["common_prefixes"])
+    folder = Path(storage_path)
+    return [path.name for path in folder.iterdir()] if folder.exists() else []
+
+
+def _is_unfinished(run_dir: str) -> bool:
+    return read(run_dir, "result.json") is None and read(run_dir, INDEX) is not None

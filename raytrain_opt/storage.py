@@ -1,34 +1,50 @@
-"""Reading and writing files: complete or not at all, locally or under a URI.
+"""Reading and writing files: complete or not at all, in a folder or an object storage.
 
-A storage path is a local path or a URI (s3://, gs://, abfss://, file://). `read`, `write` and
-`remove` work on files directly under one; the other functions write local files.
+A storage path is a folder (also as file://) or the URI of an object storage (s3://, gs://, az://,
+abfss://). `read`, `write` and `remove` work on files below one; the others write local files.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
-from pyarrow import ArrowException, fs
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import ObjectStore, from_url
 from safetensors import SafetensorError
 
 from raytrain_opt.errors import Problem, StorageError
 
 # On a full disk, torch.save raises RuntimeError, and safetensors its own error.
 _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-# What pyarrow raises for a storage that cannot be used.
-STORAGE_ERRORS = (OSError, ValueError, ArrowException)
+# What obstore raises for a storage that cannot be used.
+STORAGE_ERRORS = (OSError, ValueError, NotImplementedError, BaseError)
 
 # Ray unpacks the directory that a job was submitted with below this one, and deletes it later.
 _SUBMITTED_DIRECTORIES = "working_dir_files"
 
-# Options of a URI (of pyarrow) without secrets; any other may be one, as `sig` of Azure is.
-_OPTIONS = {"endpoint_override", "force_virtual_addressing", "project_id", "region", "scheme"}
+_SCHEMES = ("s3", "gs", "az", "azure", "abfs", "abfss")
+# Options of a URI (of obstore) without secrets; any other may be one, as `sig` of Azure is.
+_OPTIONS = {"endpoint", "region", "virtual_hosted_style_request"}
+# A request is repeated after 5xx and lost connections. Short, because checkpoints are repeated as
+# a whole (`CheckpointWriter`), and because Ctrl-C waits for a request of the main thread.
+_RETRIES: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
+# A request sends or receives at most 8 MiB before an answer or more data has to follow; the other
+# limit, for all of a request, ends downloads of large checkpoints, so it is generous.
+_CLIENT = {"read_timeout": timedelta(seconds=30), "timeout": timedelta(hours=1)}
+# An object cannot be appended to. Records grow by one object after each of this size, so that
+# an epoch never sends more than this of a record again.
+RECORD_PART = 2**20
 
 
 def check_uri(storage_path: str, field: str = "storage_path") -> list[Problem]:
@@ -39,15 +55,21 @@ def check_uri(storage_path: str, field: str = "storage_path") -> list[Problem]:
     # A user without a password is not a secret: abfss://container@account names a container.
     user, separator, _ = uri.netloc.rpartition("@")
     has_password = bool(separator) and ":" in user
-    options = {name for name, _ in parse_qsl(uri.query, keep_blank_values=True)}
-    if not has_password and options <= _OPTIONS:
+    options = dict(parse_qsl(uri.query, keep_blank_values=True))
+    if not has_password and options.keys() <= _OPTIONS and "@" not in "".join(options.values()):
         return []
     rule = "holds credentials, or options that may be: a run would write them into its records"
     hint = (
-        "use the environment or the configuration files of your cloud's tools instead; options "
-        f"that may stand here are {', '.join(sorted(_OPTIONS))}"
+        "use environment variables (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, "
+        "AZURE_STORAGE_ACCOUNT_KEY, ...) or the roles of your machines instead; options that may "
+        f"stand here are {', '.join(sorted(_OPTIONS))}"
     )
     return [Problem(field, rule, None, hint)]
+
+
+def is_remote(storage_path: str) -> bool:
+    """Return whether a storage path is the URI of an object storage."""
+    return "://" in storage_path and not storage_path.startswith("file://")
 
 
 def join(storage_path: str, name: str) -> str:
@@ -68,21 +90,57 @@ def last_name(storage_path: str) -> str:
 
 
 def local_path(path: str) -> Path:
-    """Return the absolute path for results.
+    """Return the absolute path of a folder, which may be a URI (file://).
 
     A relative path is below the working directory. In a submitted job, whose working directory Ray
     deletes afterwards, it is below the home directory.
     """
+    if path.startswith("file://"):
+        return Path(unquote(urlsplit(path).path))
     directory = Path.cwd()
     base = Path.home() if _SUBMITTED_DIRECTORIES in directory.parts else directory
     return base / Path(path).expanduser()
 
 
-def open_filesystem(storage_path: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a storage path, and the path in it without a final slash."""
-    uri = storage_path if "://" in storage_path else str(local_path(storage_path))
-    filesystem, root = fs.FileSystem.from_uri(uri)
-    return filesystem, root.rstrip("/")
+@lru_cache
+def open_store(uri: str) -> ObjectStore:
+    """Return a client for the objects below a URI. Raises ValueError and errors of obstore."""
+    parts = urlsplit(uri)
+    if parts.scheme not in _SCHEMES:
+        schemes = ", ".join(f"{scheme}://" for scheme in (*_SCHEMES, "file"))
+        raise ValueError(f"unknown kind of storage {parts.scheme}://; there are {schemes}")
+    options: Any = dict(parse_qsl(parts.query))
+    client: Any = dict(_CLIENT)
+    if options.get("endpoint", "").startswith("http://"):
+        client["allow_http"] = True
+    return from_url(
+        urlunsplit(parts._replace(query="")),
+        config=options,
+        client_options=client,
+        retry_config=_RETRIES,
+    )
+
+
+@contextmanager
+def storage_errors(action: str) -> Iterator[None]:
+    """Raise StorageError with what failed (`action`) for an error of the storage."""
+    try:
+        yield
+    except STORAGE_ERRORS as error:
+        # Without its cause: URLs in it may be signed.
+        raise StorageError(f"{action}: {error_text(error)}") from None
+
+
+def error_text(error: BaseException) -> str:
+    """Return the message of a storage's error in a line, without the queries of its URLs."""
+    message, _, debug = str(error).partition("\n\nDebug source")
+    text = re.sub(r"(://[^\s?]*)\?\S*", r"\1", " ".join(message.split()))
+    return f"{text} (timed out)" if "TimedOut" in debug else text
+
+
+def record_part(name: str, number: int) -> str:
+    """Return the name of the object with the n-th `RECORD_PART` bytes of a record, from 0."""
+    return f"{name}.{number}" if number else name
 
 
 def read(storage_path: str, name: str) -> bytes | None:
@@ -90,42 +148,42 @@ def read(storage_path: str, name: str) -> bytes | None:
 
     Raises StorageError when the storage cannot be read.
     """
+    with storage_errors(f"{join(storage_path, name)} cannot be read"):
+        if is_remote(storage_path):
+            return read_object(open_store(storage_path), name)
+        path = local_path(storage_path) / name
+        return path.read_bytes() if path.is_file() else None
+
+
+def read_object(store: ObjectStore, name: str) -> bytes | None:
+    """Return the content of an object, of a record (.jsonl) all parts; None if it is missing."""
+    parts: list[bytes] = []
     try:
-        filesystem, root = open_filesystem(storage_path)
-        if filesystem.get_file_info(f"{root}/{name}").type != fs.FileType.File:
-            return None
-        with filesystem.open_input_file(f"{root}/{name}") as file:
-            return bytes(file.read())
-    except STORAGE_ERRORS as error:
-        raise StorageError(f"{join(storage_path, name)} cannot be read: {error}") from error
+        while not parts or (name.endswith(".jsonl") and len(parts[-1]) == RECORD_PART):
+            parts.append(bytes(obstore.get(store, record_part(name, len(parts))).bytes()))
+    except FileNotFoundError:
+        pass
+    return b"".join(parts) if parts else None
 
 
 def write(storage_path: str, name: str, content: bytes) -> None:
-    """Write a file, atomically on this machine, and the directories above it.
-
-    Raises StorageError.
-    """
-    try:
-        if "://" not in storage_path:
-            path = local_path(storage_path) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, content)
+    """Write a file, atomically, and the folders above it. Raises StorageError."""
+    with storage_errors(f"{join(storage_path, name)} cannot be written"):
+        if is_remote(storage_path):
+            obstore.put(open_store(storage_path), name, content)
             return
-        filesystem, root = open_filesystem(storage_path)
-        filesystem.create_dir(f"{root}/{name}".rsplit("/", 1)[0])
-        with filesystem.open_output_stream(f"{root}/{name}") as file:
-            file.write(content)
-    except STORAGE_ERRORS as error:
-        raise StorageError(f"{join(storage_path, name)} cannot be written: {error}") from error
+        path = local_path(storage_path) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, content)
 
 
 def remove(storage_path: str, name: str) -> None:
     """Remove a file. Raises StorageError."""
-    try:
-        filesystem, root = open_filesystem(storage_path)
-        filesystem.delete_file(f"{root}/{name}")
-    except STORAGE_ERRORS as error:
-        raise StorageError(f"{join(storage_path, name)} cannot be removed: {error}") from error
+    with storage_errors(f"{join(storage_path, name)} cannot be removed"):
+        if is_remote(storage_path):
+            obstore.delete(open_store(storage_path), name)
+        else:
+            (local_path(storage_path) / name).unlink()
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:

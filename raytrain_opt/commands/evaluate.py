@@ -115,10 +115,10 @@ def _find_run(run_dir: str, trust: bool) -> _SavedRun:
     from raytrain_opt.train.checkpoint import Checkpoints
 
     folder = Path(run_dir).expanduser().absolute()
-    if "://" not in run_dir and (folder / "weights.safetensors").is_file():
+    if (folder / "weights.safetensors").is_file():
         job = _load_run_job(folder.parents[1] / "job.yaml", run_dir, trust)
         return _SavedRun(run_dir, job, folder, folder.name, ())
-    paths = RunPaths.existing(run_dir, _ARGUMENT)
+    paths = RunPaths.existing(run_dir, _ARGUMENT, write=False)
     job = _load_run_job(paths.job, run_dir, trust)
     checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
     notes = tuple(f"{damage}; the one before is used" for damage in checkpoints.drop_damaged())

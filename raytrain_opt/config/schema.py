@@ -200,7 +200,7 @@ class Job(Section):
         default_factory=SlotsSection, description="The processes that train candidates."
     )
     storage_path: str = Field(
-        "runs", description="Folder or URI (s3://…, gs://…) in which run directories are created."
+        "runs", description="Folder or URI (s3://, gs://, az://, abfss://) of run directories."
     )
     resume: Literal["never", "auto"] = Field(
         "never",

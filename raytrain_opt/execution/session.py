@@ -163,8 +163,10 @@ def open_run_directory(
     notes = [f"{'resuming' if resume else 'run directory:'} {paths.shown}"]
     with ExitStack() as stack:
         try:
-            # A lock under a URI would be on the copy here, which nobody else sees.
-            if not stack.enter_context(lock_run_directory(paths.local)) or paths.remote:
+            stack.callback(paths.release)
+            if not resume:
+                paths.claim()
+            if not stack.enter_context(lock_run_directory(paths.local)):
                 notes.append(
                     "this storage has no locks: do not resume this run twice at the same time"
                 )
@@ -174,7 +176,6 @@ def open_run_directory(
             _check_latest(checkpoints)
             checkpoints.remove_orphans()
             write_text(paths.job, text)
-            paths.claim()
             paths.publish()
         except CheckpointError:
             raise

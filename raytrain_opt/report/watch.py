@@ -36,7 +36,7 @@ def watch(run_dir: str, terminal: Terminal | None = None) -> None:
     """
     run = read_run(run_dir)
     watched = WatchedRun(run_dir, int(run.job["epochs"]))
-    period_s = _REMOTE_PERIOD_S if "://" in run_dir else _LOCAL_PERIOD_S
+    period_s = _REMOTE_PERIOD_S if storage.is_remote(run_dir) else _LOCAL_PERIOD_S
     with terminal or open_terminal(watched.epochs) as display:
         while not watched.show_new(display):
             time.sleep(period_s)

@@ -20,6 +20,7 @@ from raytrain_opt.cluster import fork_client
 from raytrain_opt.cluster.fork_server import fork_server
 from raytrain_opt.cluster.ray_private import start_processes_with
 from raytrain_opt.pools.launcher import environment as launcher_environment
+from tests.support.s3_server import s3, s3_server  # noqa: F401 - fixtures
 from tests.support.small_jobs import quickstart
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.s3_server import s3, s3_server  # noqa: F401 - fixtures
+
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:

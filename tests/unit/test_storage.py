@@ -28,9 +28,10 @@ from raytrain_opt.storage import (
         ("s3://bucket/runs?access_key=KEY&secret_key=SECRET", True),
         ("abfss://container@account/runs?sas_token=SECRET", True),
         ("abfss://container@account/runs?se=2030-01-01&sig=SECRET", True),
-        ("s3://bucket/runs?scheme=http&sig=", True),
+        ("s3://bucket/runs?region=a&sig=", True),
+        ("s3://bucket/runs?endpoint=http://KEY:SECRET@host", True),
         ("abfss://container@account.dfs.core.windows.net/runs", False),
-        ("s3://bucket/runs?region=eu-west-1&endpoint_override=host:9000", False),
+        ("s3://bucket/runs?region=eu-west-1&endpoint=http://host:9000", False),
         ("runs/key:secret@home", False),
     ],
 )
@@ -47,8 +48,8 @@ def test_credentials_in_a_uri_are_refused_without_showing_them(uri: str, secret:
         ("/a b?c=d", "/a b?c=d/r-1"),
         ("s3://bucket", "s3://bucket/r-1"),
         (
-            "s3://bucket/runs/?scheme=http&endpoint_override=127.0.0.1:9000&region=eu-west-1",
-            "s3://bucket/runs/r-1?scheme=http&endpoint_override=127.0.0.1:9000&region=eu-west-1",
+            "s3://bucket/runs/?virtual_hosted_style_request=true&endpoint=127.0.0.1:9000&region=eu-west-1",
+            "s3://bucket/runs/r-1?virtual_hosted_style_request=true&endpoint=127.0.0.1:9000&region=eu-west-1",
         ),
         ("file:///tmp/runs", "file:///tmp/runs/r-1"),
     ],

@@ -17,10 +17,12 @@ import torch
 from raytrain_opt import RunResult, load_job, run
 from raytrain_opt.commands.doctor.diagnose import diagnose
 from raytrain_opt.errors import ResourcesError
+from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.train.checkpoint import read_index, read_rest, read_weights
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
+from tests.support.s3_server import S3Server, cut, refuse
 from tests.support.small_jobs import quickstart, read_lines, small_job, without_times
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
@@ -154,11 +156,11 @@ def test_the_doctor_finds_this_machine_fit_or_says_why_not(
 
 
 def test_killed_processes_are_restarted_and_nothing_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: RunResult
+    monkeypatch: pytest.MonkeyPatch, finished: RunResult, s3: S3Server
 ) -> None:
     """Kill a slot, the winner's slot, and a worker at a random step of a real training.
 
-    Nor does a storage URI change the numbers.
+    Nor does a storage change the numbers that refuses requests and loses connections.
     """
     chance = random.Random(seed := random.randrange(10**9))
     print(f"seed of the random kill: {seed}")
@@ -171,10 +173,13 @@ def test_killed_processes_are_restarted_and_nothing_changes(
         {"role": "worker", "index": worker, "epoch": 2, "phase": "main_train", "step": step},
     ]
     monkeypatch.setenv(VARIABLE, json.dumps(faults))
-    disturbed = run(quickstart(f"file://{tmp_path}", epochs=epochs))
+    uri = s3.new_uri()
+    s3.faults.extend([None, refuse("SlowDown"), None, cut] * 20)
+    disturbed = run(quickstart(uri, epochs=epochs))
+    assert len(s3.faults) < 50
     restarts = disturbed.summary["restarts"]
     assert (restarts["slot"], restarts["worker"]) == (2, 2)
-    run_dir = disturbed.run_dir.removeprefix("file://")
+    run_dir = str(RunPaths.existing(disturbed.run_dir, write=False).local)
     events = read_lines(run_dir, "events")
     assert [event["kind"] for event in events] == ["restarted"] * 4
     assert all(event["silent_s"] > 0 for event in events)

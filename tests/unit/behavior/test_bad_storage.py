@@ -41,7 +41,7 @@ STORAGES = [
         "{folder}/" + "n" * 300,
         "the run directory cannot be created: [Errno 36] File name too long",
     ),
-    ("file://{folder}/file/below", "cannot be written"),
+    ("file://{folder}/file/below", "the run directory cannot be created: [Errno 20]"),
     ("nowhere://bucket/runs", "cannot be written: nowhere://bucket/runs"),
     ("s3://KEY:hunter2@bucket/runs", "holds credentials"),
     ("s3://bucket/runs?secret_key=hunter2", "holds credentials"),

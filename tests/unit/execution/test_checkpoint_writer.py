@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
-from pyarrow import fs
 from rich.console import Console
 from torch import nn
 
@@ -22,10 +21,11 @@ from raytrain_opt.execution.progress import RunProgress
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.recorder import Recorder
-from raytrain_opt.storage import remove_tree
+from raytrain_opt.storage import read, remove_tree
 from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_index
 from raytrain_opt.train.state import TrainingState, capture
+from tests.support.s3_server import S3Server, refuse
 from tests.support.small_jobs import read_lines
 
 
@@ -37,34 +37,15 @@ def state(value: float = 1.0, mask: float = 1.0) -> TrainingState:
     return capture(model, optimizer, torch.amp.GradScaler("cpu"), copy=True)
 
 
-class Storage:
-    """Remote storage whose copies a test refuses or delays."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.refused, self.answers = 0, threading.Event()
-        self.answers.set()
-        self._copy = fs.copy_files
-        monkeypatch.setattr(fs, "copy_files", self.copy_files)
-
-    def copy_files(self, *arguments: object, **options: object) -> None:
-        self.answers.wait(60)
-        if self.refused:
-            self.refused -= 1
-            raise OSError("503 Slow Down")
-        self._copy(*arguments, **options)
+EXPIRED = refuse("ExpiredToken", "400 Bad Request")
 
 
 @pytest.fixture
-def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
+def paths(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunPaths]:
     monkeypatch.setattr(checkpoint_writer, "_FIRST_PAUSE_S", 0.01)
-    return Storage(monkeypatch)
-
-
-@pytest.fixture
-def paths(tmp_path: Path, storage: Storage) -> Iterator[RunPaths]:
-    paths = RunPaths.create(f"file://{tmp_path}/bucket", "r")
+    paths = RunPaths.create(s3.new_uri(), "r")
+    s3.applies_to = lambda request: "index.json" in request.path
     yield paths
-    storage.answers.set()
     remove_tree(paths.local)
 
 
@@ -84,57 +65,61 @@ def open_writer(paths: RunPaths) -> Iterator[OpenWriter]:
 
 
 def test_refused_copies_are_repeated_beside_the_training(
-    open_writer: OpenWriter, paths: RunPaths, storage: Storage, tmp_path: Path
+    open_writer: OpenWriter, paths: RunPaths, s3: S3Server
 ) -> None:
     writer = open_writer()
-    storage.refused = 3
+    s3.faults.extend([EXPIRED] * 3)
     writer.save(1, state(), RunProgress())
     writer.wait()
-    remote = tmp_path / "bucket" / paths.run_id
-    assert [checkpoint.epoch for checkpoint in read_index(remote / "checkpoints")] == [1]
+    index = read(paths.shown, "checkpoints/index.json")
+    assert index is not None
+    assert [checkpoint["epoch"] for checkpoint in json.loads(index)["checkpoints"]] == [1]
     [event] = read_lines(str(paths.local), "events")
     assert (event["kind"], event["epoch"]) == ("storage", 1)
     assert "refused 3 copies" in event["text"]
-    assert "503 Slow Down" in event["text"]
+    assert "ExpiredToken" in event["text"]
 
 
 def test_storage_that_refuses_for_long_ends_the_run(
-    open_writer: OpenWriter, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    open_writer: OpenWriter, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "monotonic_s", count(0.0, step=10.0).__next__)
     writer = open_writer()
-    storage.refused = 1000
+    s3.faults.extend([EXPIRED] * 1000)
     writer.save(1, state(), RunProgress())
-    with pytest.raises(StorageError, match="503 Slow Down"):
+    with pytest.raises(StorageError, match="ExpiredToken"):
         writer.wait()
-    assert storage.refused == 1000 - 3  # after 10, 20 and 30 s of 30
+    assert len(s3.faults) == 1000 - 3  # after 10, 20 and 30 s of 30
 
 
-def test_storage_that_does_not_answer_ends_the_run(
-    open_writer: OpenWriter, paths: RunPaths, storage: Storage
-) -> None:
+def test_storage_that_does_not_answer_ends_the_run(open_writer: OpenWriter, s3: S3Server) -> None:
     """The training waits for it no longer than the limit, and so does the end of the run."""
-    storage.answers.clear()
+    answers = threading.Event()
+    s3.faults.append(lambda _: answers.wait(60) and None)
     writer = open_writer(limit_s=0.05)
     writer.save(1, state(), RunProgress())
     with pytest.raises(StorageError, match=r"not written within 0\.1 s \(timeouts.no_progress_s"):
         writer.save(2, state(), RunProgress())
+    answers.set()
     writer.close()
 
 
 def test_a_run_that_was_taken_over_ends_at_once(open_writer: OpenWriter, paths: RunPaths) -> None:
     writer = open_writer()
     paths.claim()
-    RunPaths(paths.local, paths.remote).claim()
+    paths.release()
+    other = RunPaths(paths.local, paths.remote)
+    other.claim()
     writer.save(1, state(), RunProgress())
     with pytest.raises(TakenOverError):
         writer.wait()
+    other.release()
 
 
 def test_an_interrupted_run_repeats_no_copy(
-    open_writer: OpenWriter, paths: RunPaths, storage: Storage
+    open_writer: OpenWriter, paths: RunPaths, s3: S3Server
 ) -> None:
-    storage.refused = 10**9
+    s3.faults.extend([EXPIRED] * 1000)
     writer = open_writer()
     writer.save(1, state(), RunProgress())
     writer.close()

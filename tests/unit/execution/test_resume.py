@@ -14,7 +14,8 @@ from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling,
 from raytrain_opt.execution.resume import find_unfinished_run, keep_worker_count
 from raytrain_opt.execution.session import how_to_resume
 from raytrain_opt.paths import RunPaths, newest_unfinished
-from raytrain_opt.storage import write_json, write_text
+from raytrain_opt.storage import join, write, write_json
+from tests.support.s3_server import S3Server
 from tests.support.synthetic_runs import batch_size
 
 SEARCH = {"strategy": "throughput_knee", "lr_rule": "linear"}
@@ -36,20 +37,19 @@ def job(storage: object, **changes: Any) -> Job:
 
 def make_run(storage: object, run_id: str, started_with: Job, *files: str) -> str:
     """Make a run directory with the job as a run writes it and these other files."""
-    folder = Path(str(storage).removeprefix("file://")) / run_id
-    (folder / "checkpoints").mkdir(parents=True)
-    write_text(folder / "job.yaml", dump_job(started_with))
+    run_dir = join(str(storage), run_id)
+    write(run_dir, "job.yaml", dump_job(started_with).encode())
     for name in files:
-        write_json(folder / name, {"checkpoints": []})
-    return f"{storage}/{run_id}"
+        write(run_dir, name, b'{"checkpoints": []}')
+    return run_dir
 
 
 SAVED, FINISHED = ("checkpoints/index.json",), ("checkpoints/index.json", "result.json")
 
 
-@pytest.fixture(params=["", "file://"], ids=["folder", "URI"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"{request.param}{tmp_path}/runs"
+@pytest.fixture(params=["folder", "URI"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) -> str:
+    return s3.new_uri() if request.param == "URI" else f"{tmp_path}/runs"
 
 
 def test_the_newest_unfinished_run_of_the_name_is_resumed(storage: str) -> None:
@@ -62,7 +62,7 @@ def test_the_newest_unfinished_run_of_the_name_is_resumed(storage: str) -> None:
     make_run(storage, "r-more-20260106-000000-aaaaaaaaaaaaaaaa", unfinished_job, *SAVED)
     make_run(storage, "r-20260107-000000-aaaaaaaaaaaaaaaa.old", unfinished_job, *SAVED)
     assert find_unfinished_run(unfinished_job) == newest
-    assert RunPaths.existing(newest).shown == newest
+    assert RunPaths.existing(newest, write=False).shown == newest
 
 
 def test_the_directory_of_a_run_is_recognized(tmp_path: Path) -> None:

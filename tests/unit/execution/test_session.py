@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +15,15 @@ from torch import nn
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.load import load_job
-from raytrain_opt.errors import DataError, StorageError
+from raytrain_opt.errors import DataError, JobError, StorageError
 from raytrain_opt.execution import session
 from raytrain_opt.execution.session import open_run_directory, open_session
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.paths import RunPaths
+from raytrain_opt.storage import write_json
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.state import capture
+from tests.support.s3_server import S3Server
 from tests.support.small_jobs import small_job
 
 
@@ -104,13 +107,22 @@ def test_data_that_never_arrive_end_the_run(
     assert plans == []
 
 
-@pytest.mark.parametrize(("prefix", "warned"), [("", False), ("file://", True)])
-def test_a_run_under_a_uri_says_that_nothing_locks_it(
-    tmp_path: Path, prefix: str, warned: bool
+@pytest.mark.parametrize("location", ["folder", "URI"])
+def test_one_process_at_a_time_has_a_run_directory(
+    tmp_path: Path, s3: S3Server, location: str
 ) -> None:
-    job = small_job(tmp_path, storage_path=f"{prefix}{tmp_path}/runs")
-    with open_run_directory(job, None) as (_, _, notes):
-        assert any("this storage has no locks" in note for note in notes) == warned
+    storage_path = s3.new_uri() if location == "URI" else f"{tmp_path}/runs"
+    job = small_job(tmp_path, storage_path=storage_path)
+    with open_run_directory(job, None) as (paths, _, _):
+        write_json(paths.checkpoints / "index.json", {"checkpoints": []})
+        paths.publish()
+        with (
+            pytest.raises(JobError, match=rf"another .* is writing.*process {os.getpid()} on"),
+            open_run_directory(job, paths.shown),
+        ):
+            pass
+    with open_run_directory(job, paths.shown):
+        pass
 
 
 def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
