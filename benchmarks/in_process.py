@@ -157,7 +157,7 @@ class ObservedRun(TrainingRun):
         )
         terminal, recorder = Terminal(Console(quiet=True)), NullRecorder()
         super().__init__(
-            ResolvedJob(job, steps, build_policy(job, steps)),
+            ResolvedJob(job, info, steps, build_policy(job, steps)),
             in_process_backend(
                 learner,
                 with_slots=max_candidates(job) > 0 and job.search_on == "slots",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raytrain_opt.execution.batch_size import find_batch_size
     from raytrain_opt.execution.result import RunResult
     from raytrain_opt.train.batch_size_finder import MinibatchSizeOptimizer
+    from raytrain_opt.train.trained_model import TrainedModel, load_model
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,8 +28,10 @@ __all__ = [
     "MinibatchSizeOptimizer",
     "RaytrainOptError",
     "RunResult",
+    "TrainedModel",
     "find_batch_size",
     "load_job",
+    "load_model",
     "run",
 ]
 
@@ -37,8 +40,10 @@ _MODULES = {
     "MinibatchSizeOptimizer": "raytrain_opt.train.batch_size_finder",
     "RaytrainOptError": "raytrain_opt.errors",
     "RunResult": "raytrain_opt.execution.result",
+    "TrainedModel": "raytrain_opt.train.trained_model",
     "find_batch_size": "raytrain_opt.execution.batch_size",
     "load_job": "raytrain_opt.config.load",
+    "load_model": "raytrain_opt.train.trained_model",
     "run": "raytrain_opt.driver",
 }
 

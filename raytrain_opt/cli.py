@@ -264,6 +264,67 @@ def evaluate(
 
 
 @main.command()
+@click.argument("run_dir", metavar="RUN")
+@click.argument("images", metavar="IMAGE...", nargs=-1, required=True)
+@click.option("--top", default=3, show_default=True, type=click.IntRange(1), help="Classes shown.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_trust
+@_verbose
+def predict(
+    run_dir: str, images: tuple[str, ...], top: int, as_json: bool, trust: bool, verbose: bool
+) -> None:
+    """Print the most probable classes of images, and their probabilities.
+
+    RUN is a run directory, a URI, or RUN_DIR/checkpoints/NAME; images are files or folders. Ends
+    with 1 if a file is not an image.
+
+    Example: raytrain-opt predict runs/quickstart-* photo.png scans/
+    """
+    with _exit_on_error(verbose):
+        from raytrain_opt.commands.predict import predict as predict_images
+        from raytrain_opt.train.trained_model import load_model
+
+        model = load_model(run_dir, trust=trust)
+        predictions = []
+        for prediction in predict_images(model, images, top=top):
+            predictions.append(prediction)
+            if not as_json:
+                click.echo(printable(prediction.line()))
+        if as_json:
+            rows = [prediction.to_json() for prediction in predictions]
+            click.echo(json.dumps({"checkpoint": model.checkpoint, "predictions": rows}))
+        raise SystemExit(any(prediction.error for prediction in predictions))
+
+
+@main.command()
+@click.argument("run_dir", metavar="RUN")
+@click.option(
+    "--format",
+    "name",
+    required=True,
+    type=click.Choice(["torch_export", "onnx", "torchscript", "safetensors"]),
+    help="onnx needs the packages of raytrain_opt[onnx].",
+)
+@click.option("--output", metavar="FILE", help="Default: model.SUFFIX in this directory.")
+@_trust
+@_verbose
+def export(run_dir: str, name: str, output: str | None, trust: bool, verbose: bool) -> None:
+    """Write the network of a run as one file, if it computes the same as the network.
+
+    Example: raytrain-opt export runs/quickstart-* --format torch_export --output digits.pt2
+    """
+    with _exit_on_error(verbose):
+        from raytrain_opt.commands.export import FORMATS
+        from raytrain_opt.commands.export import export as export_model
+        from raytrain_opt.train.trained_model import load_model
+
+        model = load_model(run_dir, device="cpu", trust=trust)
+        path = output or f"model.{FORMATS[name].suffix}"
+        difference = export_model(model, name, path)
+        click.echo(f"{path}: {model.checkpoint}, outputs equal to {difference:.1g} of the largest")
+
+
+@main.command()
 def schema() -> None:
     """Print the JSON schema of job files.
 
@@ -302,8 +363,9 @@ def _load_run_job(run_dir: str, overrides: tuple[str, ...], *, trust: bool) -> J
 
     Without `trust`, a job that names functions is refused before one of them is imported.
     """
+    from raytrain_opt.config.functions import refuse_functions
     from raytrain_opt.config.load import parse_job
-    from raytrain_opt.execution.resume import refuse_changes, refuse_functions
+    from raytrain_opt.execution.resume import refuse_changes
     from raytrain_opt.paths import check_run
     from raytrain_opt.recording.reader import read_text
     from raytrain_opt.storage import join
@@ -315,7 +377,7 @@ def _load_run_job(run_dir: str, overrides: tuple[str, ...], *, trust: bool) -> J
         raise JobError([Problem("the file", "does not exist")], source)
     job = parse_job(text, source, overrides)
     if not trust:
-        refuse_functions(job, run_dir)
+        refuse_functions(job.functions, run_dir)
     return job
 
 

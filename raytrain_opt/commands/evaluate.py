@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.error_messages import shown
+from raytrain_opt.config.functions import refuse_functions
 from raytrain_opt.config.load import load_job, plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_job
-from raytrain_opt.execution.resume import refuse_functions
-from raytrain_opt.paths import RunPaths
 
 if TYPE_CHECKING:
     from raytrain_opt.train.ensemble import ErrorRates, Predictions
+    from raytrain_opt.train.trained_model import SavedWeights
 
 _ARGUMENT = "RUN_DIR"
 # Fields of `data` that change neither the test samples nor their classes.
@@ -80,9 +80,7 @@ class _SavedRun:
 
     argument: str
     job: Job
-    folder: Path
-    checkpoint: str
-    notes: tuple[str, ...]
+    weights: SavedWeights
 
 
 def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = False) -> Evaluation:
@@ -99,7 +97,7 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = Fals
     _refuse_different_data(runs)
     predictions = [_predict(run) for run in runs]
     evaluated = tuple(
-        EvaluatedRun(run.argument, run.checkpoint, error_rates(of_run))
+        EvaluatedRun(run.argument, run.weights.reached, error_rates(of_run))
         for run, of_run in zip(runs, predictions, strict=True)
     )
     try:
@@ -107,25 +105,15 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = Fals
     except ValueError as error:
         rule = "the runs have the same data section, but not the same test labels"
         raise JobError([Problem(_ARGUMENT, rule)], "arguments") from error
-    notes = tuple(f"{run.argument}: {note}" for run in runs for note in run.notes)
+    notes = tuple(f"{run.argument}: {note}" for run in runs for note in run.weights.notes)
     return Evaluation(evaluated, of_ensemble, notes)
 
 
 def _find_run(run_dir: str, trust: bool) -> _SavedRun:
-    from raytrain_opt.train.checkpoint import Checkpoints
+    from raytrain_opt.train.trained_model import find_weights
 
-    folder = Path(run_dir).expanduser().absolute()
-    if (folder / "weights.safetensors").is_file():
-        job = _load_run_job(folder.parents[1] / "job.yaml", run_dir, trust)
-        return _SavedRun(run_dir, job, folder, folder.name, ())
-    paths = RunPaths.existing(run_dir, _ARGUMENT, write=False)
-    job = _load_run_job(paths.job, run_dir, trust)
-    checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
-    notes = tuple(f"{damage}; the one before is used" for damage in checkpoints.drop_damaged())
-    latest = checkpoints.latest
-    if latest is None:
-        raise JobError([Problem(_ARGUMENT, "has no checkpoint yet", repr(run_dir))], "arguments")
-    return _SavedRun(run_dir, job, paths.checkpoints / latest.folder, latest.reached, notes)
+    weights = find_weights(run_dir, _ARGUMENT)
+    return _SavedRun(run_dir, _load_run_job(weights.job_file, run_dir, trust), weights)
 
 
 def _load_run_job(path: Path, run_dir: str, trust: bool) -> Job:
@@ -134,7 +122,7 @@ def _load_run_job(path: Path, run_dir: str, trust: bool) -> Job:
         raise JobError([Problem(_ARGUMENT, rule, repr(run_dir))], "arguments")
     job = load_job(path)
     if not trust:
-        refuse_functions(job, run_dir)
+        refuse_functions(job.functions, run_dir)
     problems = check_job(job)
     if problems:
         raise JobError(problems, str(path))
@@ -171,7 +159,7 @@ def _predict(run: _SavedRun) -> Predictions:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     learner = Learner(LearnerConfig.from_job(run.job), load_shared_arrays(run.job.data), device)
     try:
-        learner.model.load_state_dict(read_weights(run.folder))
+        learner.model.load_state_dict(read_weights(run.weights.folder))
         return predict(learner)
     except RuntimeError as error:
         rule = f"the weights do not match the job's model: {error}"

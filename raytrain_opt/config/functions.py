@@ -7,10 +7,10 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from raytrain_opt.config.error_messages import nearest
+from raytrain_opt.config.error_messages import nearest, shown
 from raytrain_opt.errors import JobError, Problem
 
 
@@ -44,6 +44,18 @@ def resolve_function(name: str | Callable[..., Any], path: str) -> Callable[...,
     if not callable(target):
         raise JobError([Problem(path, "must be a function or class", repr(name))])
     return target  # type: ignore[no-any-return]
+
+
+def refuse_functions(functions: Iterable[tuple[str, object]], run_dir: str) -> None:
+    """Raise JobError naming each function, by (field, name), that a run directory would run.
+
+    Anybody may have made that directory, and chosen any function that is installed here.
+    """
+    rule = "names a function, and anybody may have written this run directory"
+    hint = "add --trust (in Python trust=True) if you know that it is yours, or who made it"
+    problems = [Problem(field, rule, shown(name), hint) for field, name in functions]
+    if problems:
+        raise JobError(problems, run_dir)
 
 
 def _refuse_standard_library(module: str | None, path: str, name: str) -> None:

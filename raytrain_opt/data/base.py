@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
+    from raytrain_opt.data.transforms import Preprocessing
+
 Split = Literal["validation", "test"]
 
 
@@ -35,7 +37,8 @@ class Batch:
 class DataInfo:
     """Sizes of the splits in samples, and the shape of one sample as the model sees it.
 
-    `train_size` samples are trained on, `search_size` of them by candidates.
+    `train_size` samples are trained on, `search_size` of them by candidates. `class_names`: none
+    if the data have no names.
     """
 
     num_classes: int
@@ -44,6 +47,8 @@ class DataInfo:
     search_size: int
     validation_size: int
     test_size: int
+    class_names: tuple[str, ...] = ()
+    preprocessing: Preprocessing | None = None
 
     def steps_per_epoch(self, global_batch_size: int) -> int:
         """Return the number of full global batches; an epoch leaves out the remaining samples."""

@@ -30,7 +30,8 @@ class ImageFolderSource:
         }
         _check_classes(self._folders["train"], self._folders["test"])
         self._size = section.image_size
-        self.num_classes = len(self._folders["train"].classes)
+        self.class_names = tuple(self._folders["train"].classes)
+        self.num_classes = len(self.class_names)
         self.sample_shape = (3, section.image_size, section.image_size)
 
     def size(self, split: SourceSplit) -> int:

@@ -63,6 +63,11 @@ def center_crop(content: bytes, size: int) -> torch.Tensor:
     return pixels[top : top + size, left : left + size]
 
 
+def stretch(content: bytes, height: int, width: int) -> torch.Tensor:
+    """Return all of an image file, uint8 [height, width, 3]. Raises the decoder's errors."""
+    return _resized(content, Box(0, 0, *_image_size(content)), (height, width))
+
+
 def draw_box(height: int, width: int) -> Box:
     """Draw a crop as torchvision does; the largest in the middle if none fits."""
     for _ in range(_MAX_DRAWS):

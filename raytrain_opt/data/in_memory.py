@@ -46,17 +46,21 @@ class InMemoryData(TrainingData):
         is_image = x.dtype == np.uint8
         shape = (x.shape[3], *x.shape[1:3]) if is_image else x.shape[1:]
         self._split = sampling.TrainingSplit(len(x), hold_out, seed)
-        self.info = DataInfo(
-            arrays.num_classes, shape, *self._split.sizes, test_size=len(arrays.test_x)
-        )
         self.on_copy: Callable[[], None] = no_op
         self._seed = seed
         self._augment = _resolve_augment(section, is_image)
         auto = None
         if is_image and section.normalize == "auto":
             auto = transforms.channel_mean_std(x, self._split.training.samples)
-        self._transform = transforms.make_transform(
-            section.normalize, shape, is_image, auto, device, channels_last
+        preprocessing = transforms.resolve_preprocessing(section.normalize, shape, is_image, auto)
+        self._transform = transforms.make_transform(preprocessing, shape, device, channels_last)
+        self.info = DataInfo(
+            arrays.num_classes,
+            shape,
+            *self._split.sizes,
+            test_size=len(arrays.test_x),
+            class_names=arrays.class_names,
+            preprocessing=preprocessing,
         )
         total_bytes = x.nbytes + arrays.test_x.nbytes
         on_device = device.type == "cuda" and total_bytes < _MAX_BYTES_ON_DEVICE

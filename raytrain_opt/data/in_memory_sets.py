@@ -33,7 +33,7 @@ class DatasetArrays:
     """A data set as arrays, which may be read-only and shared with other processes.
 
     Images: uint8 [N, H, W, C]; anything else: float32 [N, ...]. Labels: int64 [N],
-    0 .. num_classes - 1.
+    0 .. num_classes - 1. `class_names` in their order; none for arrays of the user's.
     """
 
     train_x: Array
@@ -41,6 +41,7 @@ class DatasetArrays:
     test_x: Array
     test_y: npt.NDArray[np.int64]
     num_classes: int
+    class_names: tuple[str, ...] = ()
 
 
 def load_arrays(section: ArraySetData | ArraysData) -> DatasetArrays:
@@ -69,7 +70,7 @@ def _load_digits() -> DatasetArrays:
         of_class = order[y[order] == label]
         is_test[of_class[: round(_DIGITS_TEST_FRACTION * len(of_class))]] = True
     train, test = pair("train", x[~is_test], y[~is_test]), pair("test", x[is_test], y[is_test])
-    return validate_arrays(train, test, 10)
+    return validate_arrays(train, test, 10, tuple(map(str, range(10))))
 
 
 def _load_torchvision(section: ArraySetData) -> DatasetArrays:
@@ -102,7 +103,8 @@ def _load_torchvision(section: ArraySetData) -> DatasetArrays:
         pair(name, np.asarray(split.data), np.asarray(split.targets, dtype=np.int64))
         for name, split in zip(("train", "test"), splits, strict=True)
     )
-    return validate_arrays(train, test, len(splits[0].classes))
+    classes = splits[0].classes
+    return validate_arrays(train, test, len(classes), tuple(map(str, classes)))
 
 
 def _load_files(section: ArraysData) -> DatasetArrays:
@@ -152,6 +154,7 @@ def validate_arrays(
     train: tuple[NamedArray, NamedArray],
     test: tuple[NamedArray, NamedArray],
     num_classes: int | None,
+    class_names: tuple[str, ...] = (),
 ) -> DatasetArrays:
     """Return samples and labels in the types of `DatasetArrays`.
 
@@ -176,7 +179,7 @@ def validate_arrays(
             f"{train[0].values.dtype} {train_x.shape[1:]}; both must be the same",
         )
     labels = [np.ascontiguousarray(y.values, dtype=np.int64) for y in (train[1], test[1])]
-    return DatasetArrays(train_x, labels[0], test_x, labels[1], num_classes)
+    return DatasetArrays(train_x, labels[0], test_x, labels[1], num_classes, class_names)
 
 
 def _check_labels(array: NamedArray, num_classes: int | None = None) -> None:

@@ -58,13 +58,23 @@ class DataLoaderData(TrainingData):
         else:
             source = UserDatasetSource(section, seed)
         shape = source.sample_shape
-        self._transform = transforms.make_transform(
-            section.normalize, shape, source.is_image, source.mean_std, device, channels_last
+        preprocessing = transforms.resolve_preprocessing(
+            section.normalize,
+            shape,
+            source.is_image,
+            source.mean_std,
+            center_crop=isinstance(section, ImageFolderData),
         )
+        self._transform = transforms.make_transform(preprocessing, shape, device, channels_last)
         self._split = sampling.TrainingSplit(source.size("train"), hold_out, seed)
         self._test = np.arange(source.size("test"))
         self.info = DataInfo(
-            source.num_classes, shape, *self._split.sizes, test_size=len(self._test)
+            source.num_classes,
+            shape,
+            *self._split.sizes,
+            test_size=len(self._test),
+            class_names=source.class_names,
+            preprocessing=preprocessing,
         )
         self.on_copy: Callable[[], None] = no_op
         self._device = device

@@ -18,6 +18,7 @@ ImageNet's means and standard deviations are those of torchvision's pretrained m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -31,6 +32,21 @@ from raytrain_opt.errors import DataError
 NormalizeSetting = Literal["auto", "none"] | tuple[list[float], list[float]]
 MeanStd = tuple[Sequence[float], Sequence[float]]
 Transform = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What turns a sample into the input of the model; checkpoints hold it.
+
+    `is_image`: samples are uint8 images. `mean_std`: of each channel; of an image's values scaled
+    to 0..1. `center_crop`: an image file is resized and cropped as in an evaluation on ImageNet,
+    else its height and width are resized independently.
+    """
+
+    is_image: bool
+    mean_std: tuple[list[float], list[float]] | None
+    center_crop: bool = False
+
 
 IMAGENET_MEAN_STD: MeanStd = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
@@ -123,24 +139,37 @@ class NormalizeValues:
         return values
 
 
-def make_transform(
+def resolve_preprocessing(
     normalize: NormalizeSetting,
     shape: tuple[int, ...],
     is_image: bool,
     auto: MeanStd | None,
+    *,
+    center_crop: bool = False,
+) -> Preprocessing:
+    """Return what `data.normalize` asks for, for samples of this `shape` for the model.
+
+    `auto`: the statistics of images for `normalize: auto`; None only scales them to 0..1. Raises
+    DataError as `explicit_mean_std` does.
+    """
+    mean_std = explicit_mean_std(normalize, shape[0]) if shape else None
+    if is_image and mean_std is None:
+        mean_std = auto if auto and normalize == "auto" else ([0.0], [1.0])
+    plain = None if mean_std is None else (list(mean_std[0]), list(mean_std[1]))
+    return Preprocessing(is_image, plain, center_crop)
+
+
+def make_transform(
+    preprocessing: Preprocessing,
+    shape: tuple[int, ...],
     device: torch.device,
     channels_last: bool,
 ) -> Transform:
-    """Return the transform of batches whose samples have this `shape` for the model.
-
-    `is_image`: the batches are uint8 images. `auto`: their statistics for `normalize: auto`; None
-    only scales them to 0..1. Raises DataError as `explicit_mean_std` does.
-    """
-    mean_std = explicit_mean_std(normalize, shape[0]) if shape else None
-    if not is_image:
+    """Return the transform of batches whose samples have this `shape` for the model."""
+    mean_std = preprocessing.mean_std
+    if not preprocessing.is_image:
         return NormalizeValues(mean_std, shape, device, channels_last)
-    if mean_std is None:
-        mean_std = auto if auto and normalize == "auto" else ([0.0], [1.0])
+    assert mean_std is not None  # images are always scaled
     channels, height, width = shape
     return NormalizeImages(mean_std, (height, width, channels), device, channels_last)
 

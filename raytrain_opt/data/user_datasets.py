@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sized
+from collections.abc import Collection, Sized
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,10 @@ class UserDatasetSource:
         for split in self._datasets:
             self._check_dataset(split)
         self.num_classes = self._resolve_num_classes(section.num_classes)
+        names = getattr(self._datasets["train"], "classes", None)
+        self.class_names: tuple[str, ...] = ()
+        if isinstance(names, Collection) and len(names) == self.num_classes:
+            self.class_names = tuple(map(str, names))
         self._expected = self._probe(section.on_unreadable == "skip")
         self.sample_shape: tuple[int, ...] = self._expected[0]
         self.is_image = self._expected[1] == torch.uint8

@@ -45,6 +45,7 @@ class ResolvedJob:
     """
 
     job: Job
+    info: DataInfo
     steps: EpochSteps
     policy: Policy
 
@@ -168,7 +169,7 @@ def resolve(job: Job, info: DataInfo) -> ResolvedJob:
     steps = epoch_steps(
         info.train_size, job.global_batch_size, job.batch_ramp.steps, info.search_size
     )
-    return ResolvedJob(job, steps, build_policy(job, steps))
+    return ResolvedJob(job, info, steps, build_policy(job, steps))
 
 
 def _read_data(job: Job) -> tuple[DatasetArrays | None, DataInfo]:

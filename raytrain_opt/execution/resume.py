@@ -34,18 +34,6 @@ def refuse_changes(overrides: Sequence[str]) -> None:
         raise JobError(problems, "arguments")
 
 
-def refuse_functions(job: Job, run_dir: str) -> None:
-    """Raise JobError naming each function that a job.yaml read from a run directory would run.
-
-    Anybody may have made that directory, and chosen any function that is installed here.
-    """
-    rule = "names a function, and anybody may have written this run directory"
-    hint = "add --trust if you know that it is yours, or who made it"
-    problems = [Problem(field, rule, shown(name), hint) for field, name in job.functions]
-    if problems:
-        raise JobError(problems, f"{run_dir}/job.yaml")
-
-
 def find_unfinished_run(job: Job) -> str | None:
     """Return the newest run directory of this name with checkpoints and without a result.
 

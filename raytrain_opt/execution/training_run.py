@@ -45,6 +45,7 @@ from raytrain_opt.search.policy import (
 )
 from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.checkpoint import Checkpoint, Checkpoints, read_checkpoint
+from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.train.weight_average import average_states
 
 
@@ -403,6 +404,7 @@ def open_training_run(
     startup: Startup,
 ) -> Iterator[TrainingRun]:
     """Yield a run that writes to its run directory; record why it ended if it was not finished."""
+    checkpoints.metadata = model_metadata(resolved.job.model, resolved.info)
     recorder = Recorder(paths)
     event_log = EventLog(recorder, terminal, startup.began_s)
     writer = CheckpointWriter(checkpoints, paths, event_log, resolved.job.timeouts.no_progress_s)

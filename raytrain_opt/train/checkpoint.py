@@ -1,6 +1,6 @@
 """Checkpoints on disk: weights as safetensors, the rest as a file that loads without pickle.
 
-    checkpoints/epoch-0003/weights.safetensors   the model's tensors by name
+    checkpoints/epoch-0003/weights.safetensors   the model's tensors by name, and how to build it
     checkpoints/epoch-0003/rest.pt               optimizer, scaler, progress (weights_only=True)
     checkpoints/epoch-0003-round-02/             the same after 2 rounds of epoch 4
     checkpoints/index.json                       the complete checkpoints, oldest first
@@ -13,7 +13,7 @@ checkpoints before it has loaded torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +72,7 @@ class Checkpoints:
         """Read the index of a checkpoint folder, if there is one. Raises CheckpointError."""
         self.folder, self.section = folder, section
         self.saved = read_index(folder)
+        self.metadata: dict[str, str] = {}  # of the weights' files (`train.trained_model`)
         self._damaged_folders: set[str] = set()
 
     @property
@@ -135,7 +136,7 @@ class Checkpoints:
         dicts. Raises StorageError when a file cannot be written; earlier checkpoints stay.
         """
         folder = _folder_name(epoch, rounds)
-        sha256 = write_checkpoint(self.folder / folder, state, progress)
+        sha256 = write_checkpoint(self.folder / folder, state, progress, self.metadata)
         checkpoint = Checkpoint(epoch, test_accuracy, sha256, rounds)
         kept = self._select_kept([*self.saved, checkpoint])
         entries = [{"folder": c.folder, **vars(c)} for c in kept]
@@ -171,7 +172,10 @@ def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 
 def write_checkpoint(
-    folder: Path, state: TrainingState, progress: dict[str, Any]
+    folder: Path,
+    state: TrainingState,
+    progress: dict[str, Any],
+    metadata: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Write the files of a checkpoint; return the SHA-256 of each. Raises StorageError."""
     import torch
@@ -185,6 +189,7 @@ def write_checkpoint(
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}") from error
     weights = {name: tensor.contiguous() for name, tensor in model_tensors(state).items()}
+    texts = {"format": "pt", **(metadata or {})}  # as transformers marks such files
     rest = {
         "optimizer": optimizer_state_dict(state),
         "optimizer_index": state.optimizer_index,
@@ -192,7 +197,7 @@ def write_checkpoint(
         "progress": progress,
     }
     return {
-        _WEIGHTS: _write(folder / _WEIGHTS, lambda path: save_file(weights, path)),
+        _WEIGHTS: _write(folder / _WEIGHTS, lambda path: save_file(weights, path, texts)),
         _REST: _write(folder / _REST, lambda path: torch.save(rest, path)),
     }
 
@@ -214,6 +219,17 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     try:
         return load_file(folder / _WEIGHTS)
+    except Exception as error:
+        raise _unreadable(folder / _WEIGHTS, error) from error
+
+
+def read_metadata(folder: Path) -> dict[str, str]:
+    """Read the texts that were saved with the model's tensors. Raises CheckpointError."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(folder / _WEIGHTS, "pt") as file:
+            return file.metadata() or {}
     except Exception as error:
         raise _unreadable(folder / _WEIGHTS, error) from error
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -135,8 +136,13 @@ def test_functions_that_a_run_directory_names_need_trust(
     monkeypatch.delitem(sys.modules, "theirs", raising=False)
     marker = str(tmp_path / "imported")
     (tmp_path / "theirs.py").write_text(f"import pathlib\npathlib.Path({marker!r}).touch()")
-    (run_dir / "checkpoints").mkdir(parents=True)
-    (run_dir / "checkpoints" / "index.json").write_text('{"checkpoints": []}')
+    folder, digest = run_dir / "checkpoints" / "epoch-0001", sha256(b"").hexdigest()
+    folder.mkdir(parents=True)
+    digests = dict.fromkeys(("weights.safetensors", "rest.pt"), digest)
+    for name in digests:
+        (folder / name).touch()
+    saved = {"checkpoints": [{"epoch": 1, "test_accuracy": None, "sha256": digests}]}
+    (folder.parent / "index.json").write_text(json.dumps(saved))
     lines = {"model": "model: resnet8", "data": "data: digits", "epochs": "epochs: 1"}
     lines |= {"batch": "global_batch_size: 64", "lr": "learning_rate: {policy: stpt_horizon}"}
     lines |= {"workers": "workers: {count: 1}", section.partition(":")[0]: section}
@@ -330,6 +336,8 @@ def test_schema_is_json() -> None:
 
 
 COMMANDS = (
+    "predict",
+    "export",
     "run",
     "find-batch-size",
     "report",

@@ -158,7 +158,7 @@ def execute(
     process = Process([], "", finished=False)
     try:
         with open_training_run(
-            ResolvedJob(job, steps, build_policy(job, steps)),
+            ResolvedJob(job, info, steps, build_policy(job, steps)),
             backend,
             paths,
             checkpoints,

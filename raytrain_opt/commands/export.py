@@ -1,0 +1,176 @@
+"""Write the network of a run in a format of other tools, after a check of what it computes.
+
+Every file takes the preprocessed input [batch, *sample_shape] and returns [batch, classes], for
+any size of the batch. It carries the metadata of the checkpoint (class names, preprocessing).
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from raytrain_opt.errors import JobError, Problem, RaytrainOptError
+from raytrain_opt.storage import local_path, write_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from raytrain_opt.train.trained_model import TrainedModel
+
+# Sizes of the batches of the check: one, and not the one that the network is traced with.
+_BATCH_SIZES = (1, 3)
+# Largest difference to the network's outputs, in parts of the largest output: rounding of float32
+# in another order of the same operations.
+_TOLERANCE = 1e-4
+_FILE = "metadata.json"
+
+Run = Callable[["Tensor"], "Tensor"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """`write` turns a model into the bytes of a file, `load` these into a function again."""
+
+    suffix: str
+    write: Callable[[TrainedModel, Tensor], bytes]
+    load: Callable[[bytes, nn.Module], Run]
+
+
+def export(model: TrainedModel, name: str, path: str) -> float:
+    """Write the network as format `name`; return the largest difference to its outputs.
+
+    `model` is on the CPU. Raises JobError when packages for the format are missing,
+    RaytrainOptError when the network cannot be exported or computes something else; then no file
+    is written.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(n, *model.sample_shape, generator=generator) for n in (2, *_BATCH_SIZES)]
+    fmt = FORMATS[name]
+    try:
+        content = fmt.write(model, inputs[0])
+        exported = fmt.load(content, model.network)
+        difference = max(_difference(model.network, exported, x) for x in inputs)
+    except ImportError as error:
+        rule = f"needs packages that are not installed: {error}"
+        hint = "pip install 'raytrain_opt[onnx]'"
+        raise JobError([Problem("--format", rule, name, hint)], "arguments") from error
+    except Exception as error:
+        raise RaytrainOptError(
+            f"this network cannot be exported as {name}: {type(error).__name__}: {error}"
+        ) from error
+    if not difference <= _TOLERANCE:
+        raise RaytrainOptError(
+            f"the network exported as {name} computes something else: its outputs differ by "
+            f"{difference:.2g} of the largest one; no file was written. Does its forward depend "
+            "on values of the input, or on random numbers?"
+        )
+    write_bytes(local_path(path), content)
+    return difference
+
+
+def _difference(network: nn.Module, exported: Run, x: Tensor) -> float:
+    import torch
+
+    with torch.no_grad():
+        expected, output = network(x), exported(x)
+    return float((output - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
+
+
+def _write_torch_export(model: TrainedModel, x: Tensor) -> bytes:
+    import torch
+
+    buffer, batch = io.BytesIO(), torch.export.Dim("batch")
+    program = torch.export.export(model.network, (x,), dynamic_shapes=({0: batch},))
+    torch.export.save(program, buffer, extra_files={_FILE: _text(model)})
+    return buffer.getvalue()
+
+
+def _load_torch_export(content: bytes, _: nn.Module) -> Run:
+    import torch
+
+    run: Run = torch.export.load(io.BytesIO(content)).module()
+    return run
+
+
+def _write_torchscript(model: TrainedModel, x: Tensor) -> bytes:
+    import torch
+
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        # torch recommends torch.export, which is a format of its own here.
+        warnings.filterwarnings("ignore", "`torch.jit", FutureWarning)
+        traced = torch.jit.trace(model.network, x)  # type: ignore[no-untyped-call]
+        torch.jit.save(traced, buffer, _extra_files={_FILE: _text(model)})
+    return buffer.getvalue()
+
+
+def _load_torchscript(content: bytes, _: nn.Module) -> Run:
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit", FutureWarning)
+        run: Run = torch.jit.load(io.BytesIO(content))  # type: ignore[no-untyped-call]
+    return run
+
+
+def _write_onnx(model: TrainedModel, x: Tensor) -> bytes:
+    import onnxruntime  # noqa: F401 - of the check: fail before the export, which takes seconds
+    import torch
+
+    batch = torch.export.Dim("batch")
+    program = torch.onnx.export(
+        model.network,
+        (x,),
+        dynamo=True,
+        verbose=False,
+        input_names=["input"],
+        output_names=["output"],
+        dynamic_shapes=({0: batch},),
+    )
+    assert program is not None  # with dynamo=True
+    program.model.metadata_props.update(model.metadata)
+    content: bytes = program.model_proto.SerializeToString()
+    return content
+
+
+def _load_onnx(content: bytes, _: nn.Module) -> Run:
+    import onnxruntime
+    import torch
+
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+
+
+def _write_safetensors(model: TrainedModel, _: Tensor) -> bytes:
+    from safetensors.torch import save
+
+    tensors = {name: value.contiguous() for name, value in model.network.state_dict().items()}
+    content: bytes = save(tensors, model.metadata)
+    return content
+
+
+def _load_safetensors(content: bytes, network: nn.Module) -> Run:
+    from copy import deepcopy
+
+    from safetensors.torch import load
+
+    copy = deepcopy(network)
+    copy.load_state_dict(load(content))
+    return copy
+
+
+def _text(model: TrainedModel) -> Any:
+    return model.metadata["raytrain_opt"]
+
+
+FORMATS = {
+    "torch_export": Format("pt2", _write_torch_export, _load_torch_export),
+    "onnx": Format("onnx", _write_onnx, _load_onnx),
+    "torchscript": Format("pt", _write_torchscript, _load_torchscript),
+    "safetensors": Format("safetensors", _write_safetensors, _load_safetensors),
+}

@@ -1,0 +1,116 @@
+"""The classes of image files, by the network of a run; one process, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import obstore
+
+from raytrain_opt import storage
+from raytrain_opt.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from raytrain_opt.train.trained_model import TrainedModel
+
+# Images in memory at a time.
+_BATCH_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of one image as (name, probability), or why it has none."""
+
+    image: str
+    classes: tuple[tuple[str, float], ...] = ()
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the prediction for scripts."""
+        if self.error is not None:
+            return {"image": self.image, "error": self.error}
+        classes = [{"name": name, "probability": value} for name, value in self.classes]
+        return {"image": self.image, "classes": classes}
+
+    def line(self) -> str:
+        """Return a line for the terminal."""
+        texts = [f"{name} {value:.1%}" for name, value in self.classes]
+        return f"{self.image}  {self.error or '  '.join(texts)}"
+
+
+@dataclass(frozen=True)
+class _ImageFile:
+    """An image `path` below `folder`, a storage path; `name` as the user knows it."""
+
+    name: str
+    folder: str
+    path: str
+
+    def read(self) -> bytes:
+        content = storage.read(self.folder, self.path)
+        if content is None:
+            raise FileNotFoundError("there is no such file")
+        return content
+
+
+def predict(model: TrainedModel, images: Sequence[str], *, top: int) -> Iterator[Prediction]:
+    """Yield the `top` classes of each image, most probable first.
+
+    images: files, or folders (also URIs) that are searched with all their subfolders. A file that
+    is not an image yields an error. Raises JobError for an argument that is no such file or
+    folder, or a network that does not take images.
+    """
+    if not model.preprocessing.is_image:
+        rule = f"takes arrays of shape {model.sample_shape}, not images"
+        hint = "use raytrain_opt.load_model and its probabilities()"
+        raise JobError([Problem("RUN", rule, None, hint)], "arguments")
+    files = [file for argument in images for file in _find_images(argument)]
+    for start in range(0, len(files), _BATCH_SIZE):
+        yield from _predict_batch(model, files[start : start + _BATCH_SIZE], top)
+
+
+def _predict_batch(
+    model: TrainedModel, files: Sequence[_ImageFile], top: int
+) -> Iterator[Prediction]:
+    import torch
+
+    inputs: dict[str, Tensor] = {}
+    errors: dict[str, str] = {}
+    for file in files:
+        try:
+            inputs[file.name] = model.preprocess([file.read()])
+        except Exception as error:  # noqa: BLE001 - a damaged file makes a decoder raise anything
+            errors[file.name] = f"cannot be read as an image: {error}"
+    probabilities = model.classify(torch.cat([*inputs.values()])).tolist() if inputs else []
+    rows = dict(zip(inputs, probabilities, strict=True))
+    for file in files:
+        ranked = sorted(
+            zip(model.class_names, rows.get(file.name, ()), strict=False),
+            key=lambda pair: -pair[1],
+        )
+        yield Prediction(file.name, tuple(ranked[:top]), errors.get(file.name))
+
+
+def _find_images(argument: str) -> list[_ImageFile]:
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    try:
+        if storage.is_remote(argument):
+            objects = obstore.list(storage.open_store(argument))
+            names = [entry["path"] for chunk in objects for entry in chunk]
+        else:
+            root = storage.local_path(argument)
+            if root.is_file():
+                return [_ImageFile(argument, str(root.parent), root.name)]
+            names = [path.relative_to(root).as_posix() for path in root.rglob("*")]
+    except storage.STORAGE_ERRORS as error:
+        rule = f"cannot be read: {storage.error_text(error)}"
+        raise JobError([Problem("IMAGE", rule, repr(argument))], "arguments") from None
+    images = sorted(name for name in names if name.lower().endswith(IMG_EXTENSIONS))
+    if not images:
+        rule = f"is neither a file nor a folder with files {', '.join(IMG_EXTENSIONS)}"
+        raise JobError([Problem("IMAGE", rule, repr(argument))], "arguments")
+    return [_ImageFile(storage.join(argument, name), argument, name) for name in images]

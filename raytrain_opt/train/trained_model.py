@@ -1,0 +1,219 @@
+"""A trained network as others use it: with its preprocessing and class names, without the data.
+
+A checkpoint's weights carry, as text, what builds the network and prepares a sample for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from raytrain_opt.config.functions import refuse_functions
+from raytrain_opt.config.schema import CheckpointSection, ModelSection
+from raytrain_opt.config.section import is_function_name
+from raytrain_opt.data.base import DataInfo
+from raytrain_opt.data.transforms import Preprocessing, make_transform
+from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.train.checkpoint import Checkpoints, read_metadata, read_weights
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+_KEY = "raytrain_opt"
+# Brightness of red, green and blue in a gray image (ITU-R BT.601), as in PIL.
+_LUMA = (0.299, 0.587, 0.114)
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What a checkpoint says about its network. `class_names`: numbers if there are no names."""
+
+    model: ModelSection
+    sample_shape: tuple[int, ...]
+    class_names: tuple[str, ...]
+    preprocessing: Preprocessing
+
+
+_DESCRIPTION = TypeAdapter(ModelDescription)
+
+
+def model_metadata(model: ModelSection, info: DataInfo) -> dict[str, str]:
+    """Return the metadata of the weights of a network trained on such data."""
+    assert info.preprocessing is not None  # of all data that are read
+    names = info.class_names or tuple(map(str, range(info.num_classes)))
+    description = ModelDescription(model, info.sample_shape, names, info.preprocessing)
+    return {_KEY: _DESCRIPTION.dump_json(description).decode()}
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """A checkpoint folder that an argument names: a run's latest, or a single one.
+
+    `job_file`: where the run's job is; it may be missing beside a single checkpoint. `notes`:
+    later checkpoints that are damaged.
+    """
+
+    folder: Path
+    reached: str
+    job_file: Path
+    notes: tuple[str, ...] = ()
+
+
+def find_weights(run: str | Path, argument: str) -> SavedWeights:
+    """Find the latest checkpoint of a run (a folder or a URI), or a single checkpoint's folder.
+
+    `argument`: the option or field that names it. Raises JobError, CheckpointError.
+    """
+    folder = Path(run).expanduser().absolute()
+    if (folder / "weights.safetensors").is_file():
+        return SavedWeights(folder, folder.name, folder.parents[1] / "job.yaml")
+    paths = RunPaths.existing(str(run), argument, write=False)
+    checkpoints = Checkpoints(paths.checkpoints, CheckpointSection())
+    notes = tuple(f"{damage}; the one before is used" for damage in checkpoints.drop_damaged())
+    latest = checkpoints.latest
+    if latest is None:
+        raise JobError([Problem(argument, "has no checkpoint yet", repr(str(run)))], "arguments")
+    return SavedWeights(paths.checkpoints / latest.folder, latest.reached, paths.job, notes)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedModel:
+    """A network in eval mode, and what it takes to use it.
+
+    `checkpoint`: the point of the training, such as `epoch 8`. `metadata`: the text from which
+    the other fields come, for files in other formats.
+    """
+
+    network: nn.Module
+    class_names: tuple[str, ...]
+    sample_shape: tuple[int, ...]
+    preprocessing: Preprocessing
+    device: torch.device
+    checkpoint: str
+    metadata: dict[str, str]
+
+    def preprocess(self, samples: Sequence[Any]) -> Tensor:
+        """Return a batch for the network, on its device.
+
+        Samples are arrays as the training data had them (images: uint8 [height, width, channels]),
+        or images of any size: PIL's, paths of files, or their bytes. Raises DataError for an array
+        of another shape, and the decoder's errors.
+        """
+        import numpy as np
+        import torch
+
+        convert = self._image if self.preprocessing.is_image else np.asarray
+        shape = self.sample_shape
+        if self.preprocessing.is_image:
+            shape = (*shape[1:], shape[0])
+        arrays = [convert(sample) for sample in samples]
+        for array in arrays:
+            if array.shape != shape:
+                rule = f"a sample has shape {array.shape}; the network was trained on {shape}"
+                raise DataError("samples", rule)
+        batch = torch.from_numpy(np.stack(arrays)).to(self.device)
+        if not self.preprocessing.is_image and batch.is_floating_point():
+            batch = batch.float()
+        transform = make_transform(self.preprocessing, self.sample_shape, self.device, False)
+        return transform(batch)
+
+    def probabilities(self, samples: Sequence[Any]) -> Tensor:
+        """Return the probability of each class, [samples, classes], on the CPU."""
+        return self.classify(self.preprocess(samples))
+
+    def classify(self, batch: Tensor) -> Tensor:
+        """Return the probabilities of preprocessed samples, [samples, classes], on the CPU."""
+        import torch
+
+        with torch.no_grad():
+            output: Tensor = self.network(batch)
+        return output.float().softmax(dim=1).cpu()
+
+    def _image(self, sample: Any) -> Any:
+        """Return an image as uint8 [height, width, channels]."""
+        import numpy as np
+        import torch
+        from PIL import Image
+
+        from raytrain_opt.data.images import center_crop, stretch
+
+        if isinstance(sample, Image.Image):
+            sample.save(file := BytesIO(), "PNG")
+            sample = file.getvalue()
+        elif isinstance(sample, (str, Path)):
+            sample = Path(sample).read_bytes()
+        if not isinstance(sample, bytes):
+            return np.asarray(sample, np.uint8)
+        channels, height, width = self.sample_shape
+        crop = self.preprocessing.center_crop
+        pixels = center_crop(sample, height) if crop else stretch(sample, height, width)
+        if channels != 1:
+            return pixels.numpy()
+        return (pixels.float() @ torch.tensor(_LUMA))[..., None].round().byte().numpy()
+
+
+def load_model(
+    run: str | Path, *, device: str | torch.device | None = None, trust: bool = False
+) -> TrainedModel:
+    """Load the network of a run or of a checkpoint; needs neither its data nor a GPU.
+
+    run: run directory or URI (its latest checkpoint), or the folder of one checkpoint.
+    device: default is a GPU if torch sees one, else the CPU.
+    trust: run the function of your own that the run names as its model.
+
+    Raises JobError, CheckpointError.
+    """
+    return build_trained(find_weights(run, "RUN"), str(run), device=device, trust=trust)
+
+
+def build_trained(
+    saved: SavedWeights, run: str, *, device: str | torch.device | None = None, trust: bool
+) -> TrainedModel:
+    """Build the network of a checkpoint; see `load_model`."""
+    import torch
+
+    from raytrain_opt.models import build_model
+
+    metadata = read_metadata(saved.folder)
+    description = _read_description(saved.folder, metadata)
+    names = [("model.name", description.model.name)]
+    if not trust:
+        refuse_functions((pair for pair in names if is_function_name(pair[1])), run)
+    network = build_model(
+        description.model,
+        num_classes=len(description.class_names),
+        sample_shape=description.sample_shape,
+        seed=0,
+    )
+    try:
+        network.load_state_dict(read_weights(saved.folder))
+    except RuntimeError as error:
+        rule = f"the weights do not match the network {description.model.name}: {error}"
+        raise JobError([Problem("RUN", rule, repr(run))], "arguments") from error
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return TrainedModel(
+        network.to(target).eval(),
+        description.class_names,
+        description.sample_shape,
+        description.preprocessing,
+        target,
+        saved.reached,
+        metadata,
+    )
+
+
+def _read_description(folder: Path, metadata: dict[str, str]) -> ModelDescription:
+    try:
+        return _DESCRIPTION.validate_json(metadata[_KEY])
+    except (KeyError, ValidationError) as error:
+        raise CheckpointError(
+            f"{folder}/weights.safetensors does not say how to build its network (metadata "
+            f"{_KEY!r}): it was not written by a run of this package"
+        ) from error
