@@ -26,28 +26,33 @@ def job_markdown() -> str:
     """Return a table of all fields for the job, and for each of its sections."""
     definitions = Job.model_json_schema()["$defs"]
     lines = [*_table(Job, "", Job.model_json_schema()["properties"])]
-    written: set[type[BaseModel]] = set()
+    written: dict[type[BaseModel], str] = {}
     for name, field in Job.model_fields.items():
         lines += _sections(name, field, definitions, written)
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _sections(
-    path: str, field: FieldInfo, definitions: dict[str, Any], written: set[type[BaseModel]]
+    path: str,
+    field: FieldInfo,
+    definitions: dict[str, Any],
+    written: dict[type[BaseModel], str],
+    choice_above: str = "",
 ) -> Iterator[str]:
-    """Yield the lines of the sections below a field, each class once."""
+    """Yield the lines of the sections below a field, each class once, where it comes first."""
     members = [without_annotation(member) for member in union_members(field.annotation)]
     sections = [model for kind in members for model in _models_in(kind)]
     for model in sections:
         if model in written:
             continue
-        written.add(model)
-        choice = _choice(model) if len(sections) > 1 else ""
+        choice = choice_above if path in written.values() else ""
+        written[model] = path
+        choice = _choice(model) if len(sections) > 1 else choice
         yield f"\n### `{path}`{choice}\n"
         yield f"{_escape(inspect.cleandoc(model.__doc__ or ''))}\n"
         yield from _table(model, f"{path}.", definitions[model.__name__]["properties"])
         for name, inner in model.model_fields.items():
-            yield from _sections(f"{path}.{name}", inner, definitions, written)
+            yield from _sections(f"{path}.{name}", inner, definitions, written, choice)
 
 
 def _models_in(kind: Any) -> list[type[BaseModel]]:

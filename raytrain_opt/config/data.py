@@ -19,7 +19,35 @@ from raytrain_opt.config.section import (
 ARRAY_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100")
 
 
-class Augment(Section):
+class BatchAugment(Section):
+    """Random changes to training samples, on top of the crop and flip of image folders."""
+
+    policy: Literal["none", "rand_augment", "trivial_augment"] = Field(
+        "none", description="torchvision's RandAugment or TrivialAugmentWide, for uint8 images."
+    )
+    magnitude: Annotated[int, Field(ge=0, le=30)] = Field(
+        9, description="Strength of rand_augment."
+    )
+    random_erasing: Fraction = Field(
+        0.0, description="Probability that a box of 2 to 33 % of an image is erased."
+    )
+    mixup: Annotated[float, Field(ge=0, le=100)] = Field(
+        0.0, description="alpha of Beta(alpha, alpha), e.g. 0.2. 0: no mixup."
+    )
+    cutmix: Annotated[float, Field(ge=0, le=100)] = Field(
+        0.0,
+        description="alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps.",
+    )
+    repeats: Annotated[int, Field(ge=1, le=16)] = Field(
+        1,
+        description=(
+            "Repeated augmentation: copies of a sample in a batch, augmented differently. An "
+            "epoch keeps its length, so it has this many times fewer different samples."
+        ),
+    )
+
+
+class Augment(BatchAugment):
     """Random changes to training images; applied to batches on the device for in-memory sets."""
 
     crop_padding: NonNegativeInt = Field(
@@ -77,7 +105,10 @@ class ArraySetData(_DataSection):
     download: bool = Field(False, description="Download the data set if it is missing.")
     augment: Augment | None = Field(
         None,
-        description="Default: crop_padding 4 and flip for CIFAR, no augmentation for the others.",
+        description=(
+            "Default: crop_padding 4 and flip for CIFAR, which a section replaces; none for the "
+            "others."
+        ),
     )
 
 
@@ -109,6 +140,9 @@ class _LoaderSection(_DataSection):
             "more when loading a batch takes longer than computing one, up to its compute threads "
             "(workers.threads)."
         ),
+    )
+    augment: BatchAugment = Field(
+        default_factory=BatchAugment, description="Applied to samples as they are read."
     )
     prefetch: PositiveInt = Field(
         2, le=100, description="Batches that each loader process prepares ahead."

@@ -25,12 +25,24 @@ class Batch:
     """Samples on the device, ready for the model.
 
     x [samples, ...]: float32, normalized where it came from uint8 images (then [N, C, H, W]).
-    y [samples]: int64 class indices. skipped: number of unreadable samples left out.
+    y [samples]: int64 class indices. skipped: number of unreadable samples left out. Of mixed
+    samples, `weight` belongs to y and the rest to `other_y`.
     """
 
     x: torch.Tensor
     y: torch.Tensor
     skipped: int = 0
+    other_y: torch.Tensor | None = None
+    weight: float = 1.0
+
+    def mean_loss(
+        self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], output: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the mean of `loss` over the samples, of mixed ones over both labels."""
+        mean = loss(output, self.y)
+        if self.other_y is None:
+            return mean
+        return self.weight * mean + (1 - self.weight) * loss(output, self.other_y)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -23,6 +24,8 @@ from raytrain_opt.random_state import preserve_random_state
 # The sets a source has: the validation split of `base.Split` is cut from "train".
 SourceSplit = Literal["train", "test"]
 Sample = tuple[torch.Tensor, int]
+# Of one image, uint8 [C, H, W].
+Policy = Callable[[torch.Tensor], torch.Tensor]
 
 
 class SampleSource(Protocol):
@@ -45,13 +48,17 @@ class SampleSource(Protocol):
 
 
 class BatchRequest(NamedTuple):
-    """The samples of a batch to load, and the keys of their random numbers."""
+    """The samples of a batch to load, and the keys of their random numbers.
+
+    `keys`: one per sample, else its index.
+    """
 
     name: str
     split: SourceSplit
     purpose: Purpose
     epoch: int
     indices: tuple[int, ...]
+    keys: tuple[int, ...] = ()
 
 
 class LoadedBatch(NamedTuple):
@@ -67,10 +74,13 @@ class LoadedBatch(NamedTuple):
 class BatchReader(Dataset[Sample]):
     """The Dataset given to torch's DataLoader; its "indices" are one `BatchRequest`."""
 
-    def __init__(self, source: SampleSource, seed: int, skip: bool) -> None:
+    def __init__(
+        self, source: SampleSource, seed: int, skip: bool, policy: Policy | None = None
+    ) -> None:
         self._source = source
         self._seed = seed
         self._skip = skip
+        self._policy = policy
 
     def __getitems__(self, requests: list[BatchRequest]) -> LoadedBatch:
         """Load the batch of the only request in the list."""
@@ -86,10 +96,13 @@ class BatchReader(Dataset[Sample]):
         samples: list[Sample] = []
         reason = ""
         augment = request.purpose is Purpose.TRAIN_SAMPLE
-        for index in request.indices:
-            seed_all(sample_seed(self._seed, request.purpose, request.epoch, index))
+        for index, key in zip(request.indices, request.keys or request.indices, strict=True):
+            seed_all(sample_seed(self._seed, request.purpose, request.epoch, key))
             try:
-                samples.append(self._source.read(request.split, index, augment))
+                x, label = self._source.read(request.split, index, augment)
+                if augment and self._policy is not None:
+                    x = self._policy(x.permute(2, 0, 1)).permute(1, 2, 0)
+                samples.append((x, label))
             except DataError:
                 raise
             except Exception as error:

@@ -13,9 +13,10 @@ import torch
 
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
 from raytrain_opt.data import sampling, transforms
+from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, no_op
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
-from raytrain_opt.data.sampling import Indices
+from raytrain_opt.data.sampling import Indices, Purpose
 from raytrain_opt.errors import DataError
 
 # Larger data sets stay in CPU memory, so that a device has room for model and activations.
@@ -45,10 +46,11 @@ class InMemoryData(TrainingData):
         x = arrays.train_x
         is_image = x.dtype == np.uint8
         shape = (x.shape[3], *x.shape[1:3]) if is_image else x.shape[1:]
-        self._split = sampling.TrainingSplit(len(x), hold_out, seed)
+        self._augment = _resolve_augment(section, is_image)
+        self._more = Augmentation(self._augment, seed, shape, is_uint8=is_image)
+        self._split = sampling.TrainingSplit(len(x), hold_out, seed, self._augment.repeats)
         self.on_copy: Callable[[], None] = no_op
         self._seed = seed
-        self._augment = _resolve_augment(section, is_image)
         auto = None
         if is_image and section.normalize == "auto":
             auto = transforms.channel_mean_std(x, self._split.training.samples)
@@ -90,7 +92,12 @@ class InMemoryData(TrainingData):
             x, y = self._train_store.take(samples, self.on_copy)
             if draws is not None:
                 x = transforms.crop_and_flip(x, draws.take(rows), self._augment.crop_padding)
-            yield Batch(self._transform(x), y)
+            if self._augment.policy != "none":
+                purpose, repeats = Purpose.TRAIN_SAMPLE, self._augment.repeats
+                keys = sampling.sample_keys(samples, step, rows, global_batch_size, repeats)
+                seeds = [sampling.sample_seed(self._seed, purpose, epoch, key) for key in keys]
+                x = self._more.apply_policy(x, seeds)
+            yield self._more(Batch(self._transform(x), y), epoch, step, rows)
 
     def eval_batches(
         self, split: Split, rank: int, world_size: int, batch_size: int

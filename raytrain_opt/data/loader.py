@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
 from raytrain_opt.data import sampling, transforms
+from raytrain_opt.data.augmentation import Augmentation, make_policy
 from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, no_op
 from raytrain_opt.data.batch_reader import (
     BatchReader,
@@ -66,7 +68,9 @@ class DataLoaderData(TrainingData):
             center_crop=isinstance(section, ImageFolderData),
         )
         self._transform = transforms.make_transform(preprocessing, shape, device, channels_last)
-        self._split = sampling.TrainingSplit(source.size("train"), hold_out, seed)
+        self._repeats = section.augment.repeats
+        self._split = sampling.TrainingSplit(source.size("train"), hold_out, seed, self._repeats)
+        self._augment = Augmentation(section.augment, seed, shape, is_uint8=source.is_image)
         self._test = np.arange(source.size("test"))
         self.info = DataInfo(
             source.num_classes,
@@ -78,7 +82,8 @@ class DataLoaderData(TrainingData):
         )
         self.on_copy: Callable[[], None] = no_op
         self._device = device
-        self._reader = BatchReader(source, seed, section.on_unreadable == "skip")
+        skip, policy = section.on_unreadable == "skip", make_policy(section.augment)
+        self._reader = BatchReader(source, seed, skip, policy)
         self._loader = _ReusedLoader(section, self._reader, device)
 
     def train_batches_at(
@@ -92,15 +97,21 @@ class DataLoaderData(TrainingData):
     ) -> Iterator[Batch]:
         """See `TrainingData.train_batches_at`."""
         order = self._split.order(epoch, search=search)
+        requested: deque[tuple[int, slice]] = deque()
 
         def requests() -> Iterator[BatchRequest]:
             for step, number in indices:
-                samples = sampling.step_indices(order, step, global_batch_size)
                 rows = sampling.micro_batch_slice(number, num_micro_batches, global_batch_size)
+                samples = sampling.step_indices(order, step, global_batch_size)[rows]
+                keys = sampling.sample_keys(samples, step, rows, global_batch_size, self._repeats)
                 name = f"micro-batch {number} of {num_micro_batches}, step {step}, epoch {epoch}"
-                yield _request(name, "train", Purpose.TRAIN_SAMPLE, epoch, samples[rows])
+                request = _request(name, "train", Purpose.TRAIN_SAMPLE, epoch, samples)
+                requested.append((step, rows))
+                yield request._replace(keys=tuple(keys.tolist()))
 
-        return self._batches(requests())
+        for batch in self._batches(requests()):
+            step, rows = requested.popleft()
+            yield self._augment(batch, epoch, step, rows)
 
     def eval_batches(
         self, split: Split, rank: int, world_size: int, batch_size: int

@@ -49,6 +49,8 @@ class Purpose(IntEnum):
     TEST_SAMPLE = 7
     DIGITS_SPLIT = 8
     USER_FUNCTION = 9
+    ERASE = 10
+    MIX = 11
 
 
 def _philox(seed: int, purpose: Purpose, epoch: int, step: int) -> np.random.Philox:
@@ -99,13 +101,13 @@ class TrainingSplit:
     search only. Raises DataError like `split_validation`.
     """
 
-    def __init__(self, size: int, hold_out: HoldOut, seed: int) -> None:
+    def __init__(self, size: int, hold_out: HoldOut, seed: int, repeats: int = 1) -> None:
         searched, self.validation = split_validation(
             size, hold_out.fraction, hold_out.max_samples, seed
         )
-        self.search = EpochOrders(searched, seed)
+        self.search = EpochOrders(searched, seed, repeats)
         self.training = (
-            EpochOrders(np.arange(size), seed) if hold_out.only_in_search else self.search
+            EpochOrders(np.arange(size), seed, repeats) if hold_out.only_in_search else self.search
         )
 
     @property
@@ -119,17 +121,21 @@ class TrainingSplit:
 
 
 class EpochOrders:
-    """The orders of the epochs of one training set; the last one is cached."""
+    """The orders of the epochs of one training set; the last one is cached.
 
-    def __init__(self, samples: Indices, seed: int) -> None:
+    With `repeats`, the first samples of an order stand there so many times, side by side.
+    """
+
+    def __init__(self, samples: Indices, seed: int, repeats: int = 1) -> None:
         self.samples = samples
-        self._seed = seed
+        self._seed, self._repeats = seed, repeats
         self._last: tuple[int, Indices] | None = None
 
     def order(self, epoch: int) -> Indices:
         """Return the order of an epoch; callers must not write to it."""
         if self._last is None or self._last[0] != epoch:
-            self._last = epoch, epoch_order(self.samples, self._seed, epoch)
+            once = epoch_order(self.samples, self._seed, epoch)
+            self._last = epoch, np.repeat(once, self._repeats)[: len(once)]
         return self._last[1]
 
 
@@ -144,6 +150,17 @@ def micro_batch_slice(micro_batch: int, num_micro_batches: int, global_batch_siz
         )
     size = global_batch_size // num_micro_batches
     return slice(micro_batch * size, (micro_batch + 1) * size)
+
+
+def sample_keys(
+    samples: Indices, step: int, rows: slice, global_batch_size: int, repeats: int
+) -> Indices:
+    """Return the keys of the random numbers of `samples`, which differ for copies of a sample.
+
+    They are the given rows of the step's global batch.
+    """
+    positions = step * global_batch_size + np.arange(rows.start, rows.stop)
+    return samples + (positions % repeats << 48)
 
 
 def step_indices(order: Indices, step: int, global_batch_size: int) -> Indices:

@@ -259,7 +259,7 @@ class Learner:
         """
         with self.autocast():
             output = self.parallel.forward(batch.x)
-            loss = self.loss(output, batch.y)
+            loss = batch.mean_loss(self.loss, output)
         # An unreadable sample has no gradient; the others must not weigh more for it.
         divisor *= 1 + batch.skipped / len(batch.y)
         scaled = loss if divisor == 1 else loss / divisor

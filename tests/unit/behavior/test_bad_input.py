@@ -36,7 +36,11 @@ SCHEMA = [
     ("model: {name: resnet8, arg: {}}", "model.arg", "did you mean 'args'?"),
     (CIFAR + "rot: x}", "data.rot", "did you mean 'root'?"),
     (CIFAR + "augment: {flips: true}}", "data.augment.flips", "did you mean 'flip'?"),
-    (CIFAR + "augment: {mirror: true}}", "data.augment.mirror", "here: crop_padding, flip"),
+    (
+        CIFAR + "augment: {mirror: true}}",
+        "data.augment.mirror",
+        "valid here: policy, magnitude, ",
+    ),
     (CIFAR + "image_size: 3}", "data.image_size", "normalize, name, root, download, augment"),
     (STPT + "gamma: 3}", "learning_rate.gamma", "valid here: policy, initial, "),
     (STPT + "warmup: {epoch: 1}}", "learning_rate.warmup.epoch", "did you mean 'epochs'?"),

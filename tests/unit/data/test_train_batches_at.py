@@ -15,11 +15,23 @@ from raytrain_opt.data import TrainingData, load_shared_arrays, open_data
 BATCH_SIZE, MICRO_BATCHES = 12, 3
 INDICES = [(4, 2), (0, 0), (4, 1), (7, 0), (0, 0)]
 AUGMENT = {"crop_padding": 1, "flip": True}
+EVERYTHING = {
+    "policy": "rand_augment",
+    "random_erasing": 0.5,
+    "mixup": 0.5,
+    "cutmix": 1.0,
+    "repeats": 2,
+}
 
 
 def numbers() -> tuple[TensorDataset, TensorDataset]:
     """Return a user's Datasets, whose samples are their own indices."""
     x = torch.arange(200.0).reshape(200, 1)
+    return TensorDataset(x, torch.arange(200) % 2), TensorDataset(x[:9], torch.arange(9) % 2)
+
+
+def images() -> tuple[TensorDataset, TensorDataset]:
+    x = torch.arange(200 * 3 * 64).reshape(200, 3, 8, 8).to(torch.uint8)
     return TensorDataset(x, torch.arange(200) % 2), TensorDataset(x[:9], torch.arange(9) % 2)
 
 
@@ -32,10 +44,17 @@ def open_section(section: Any) -> TrainingData:
     )
 
 
-@pytest.fixture(params=["in memory", "no loader process", "two loader processes"])
+KINDS = ["in memory", "no loader process", "two loader processes"]
+
+
+@pytest.fixture(params=[*KINDS, *(f"{kind}, augmented" for kind in KINDS)])
 def data(request: pytest.FixtureRequest) -> Iterator[TrainingData]:
     user = {"name": numbers, "num_classes": 2, "normalize": "none"}
+    augmented = {**user, "name": images, "augment": EVERYTHING}
     sections: dict[str, Any] = {
+        "in memory, augmented": {"name": "digits", "augment": {**AUGMENT, **EVERYTHING}},
+        "no loader process, augmented": {**augmented, "loader_workers": 0},
+        "two loader processes, augmented": {**augmented, "loader_workers": 2},
         "in memory": {"name": "digits", "augment": AUGMENT},
         "no loader process": {**user, "loader_workers": 0},
         "two loader processes": {**user, "loader_workers": 2},
@@ -53,6 +72,9 @@ def test_micro_batches_in_any_order(data: TrainingData) -> None:
         [expected] = data.train_batches(2, steps, micro_batches, MICRO_BATCHES, BATCH_SIZE)
         assert torch.equal(batch.x, expected.x)
         assert torch.equal(batch.y, expected.y)
+        assert batch.weight == expected.weight
+        if batch.other_y is not None and expected.other_y is not None:
+            assert torch.equal(batch.other_y, expected.other_y)
 
 
 def test_no_indices_yield_no_batches(data: TrainingData) -> None:
