@@ -145,7 +145,7 @@ def _probe(
     section: BatchSizeSection, bounds: SizeBounds, session: Session, *, trace: bool
 ) -> CachedSearch:
     """Probe until the strategy has chosen; record every probe as soon as it is measured."""
-    # Not at the top: they load torch and Ray Tune, which a job without a search never needs here.
+    # Not at the top: they load torch, which a job without a search never needs here.
     from raytrain_opt.execution.start import start_launcher
     from raytrain_opt.pools.probes import ProbeConfig
 
@@ -164,8 +164,6 @@ def _probe(
             threads=compute_threads(job.workers.threads, job.workers.size),
             resources=_probe_resources(plan),
             shared=[ray.put(session.preflight.shared)],
-            run_id=session.paths.run_id,
-            ray_storage_path=session.paths.ray_storage,
             trace=trace,
         )
         lines: list[BatchSizeProbeRecord] = []

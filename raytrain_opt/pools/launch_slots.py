@@ -35,29 +35,22 @@ def run_slots(config: ResidentConfig) -> None:
     ).fit()
 
 
-class QuietTune(TrialProgressCallback):
-    """Keeps Tune from printing.
+class ReportLostSlot(TrialProgressCallback):
+    """Reports a slot that died more often than the job allows to the mailbox.
 
     Tune prints a line for every trial that ends, whatever its verbosity, unless it finds a
-    callback of this class. Slots are no trials of interest to a user.
+    callback of its base class, whose methods print. Slots are no trials of interest to a user.
     """
-
-    def on_trial_result(self, *_: Any, **__: Any) -> None:
-        """Print nothing."""
-
-    def on_trial_error(self, *_: Any, **__: Any) -> None:
-        """Print nothing: the pool raises an error of its own."""
-
-    def on_trial_complete(self, *_: Any, **__: Any) -> None:
-        """Print nothing."""
-
-
-class ReportLostSlot(QuietTune):
-    """Reports a slot that died more often than the job allows to the mailbox."""
 
     def __init__(self, mailbox: Any) -> None:
         super().__init__()
         self._mailbox = mailbox
+
+    def on_trial_result(self, *_: Any, **__: Any) -> None:
+        """Print nothing."""
+
+    def on_trial_complete(self, *_: Any, **__: Any) -> None:
+        """Print nothing."""
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
         """Report the slot; Tune calls this when it gives a trial up."""
