@@ -219,6 +219,50 @@ def doctor(
 @main.command()
 @_job_file
 @_overrides
+@click.option(
+    "--cluster",
+    metavar="CLUSTER",
+    required=True,
+    help="NODESxDEVICESxKIND such as 8x8xH100, or a YAML file with bandwidths and price.",
+)
+@click.option(
+    "--measured",
+    metavar="RUN_DIR",
+    multiple=True,
+    help="Run of one worker, or of find-batch-size, that measured the job on such a device.",
+)
+@click.option(
+    "--data", metavar="SAMPLESxCLASSES", help="Size of an image folder that is not here."
+)
+@click.option("--within", metavar="TIME", help="Find the cheapest choice, such as within 90m.")
+@click.option("--budget", type=float, help="Find the fastest choice for this price.")
+@_verbose
+def plan(
+    job_file: str,
+    overrides: tuple[str, ...],
+    cluster: str,
+    measured: tuple[str, ...],
+    data: str | None,
+    within: str | None,
+    budget: float | None,
+    verbose: bool,
+) -> None:
+    """Predict time, memory, storage and cost of a job on a cluster that is only described.
+
+    Example: raytrain-opt plan jobs/imagenet_resnet50_81920.yaml --cluster 256x8xH100
+    --data 1281167x1000
+    """
+    with _exit_on_error(verbose):
+        from raytrain_opt.commands.plan import plan as make_plan
+
+        # Files of the data may be on the cluster only.
+        job = _load_job(job_file, overrides, check=data is None)
+        click.echo(make_plan(job, cluster, measured, data, within, budget))
+
+
+@main.command()
+@_job_file
+@_overrides
 @_verbose
 def validate(job_file: str, overrides: tuple[str, ...], verbose: bool) -> None:
     """Check a job file and its data, without training or downloading anything.
@@ -350,12 +394,12 @@ def _exit_on_error(verbose: bool) -> Iterator[None]:
         raise SystemExit(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED) from stop
 
 
-def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:
+def _load_job(job_file: str, overrides: tuple[str, ...], *, check: bool = True) -> Job:
     """Load the job; report errors of names and files together with those of the schema."""
     from raytrain_opt.config.load import load_job
     from raytrain_opt.execution.preflight import check_sections
 
-    return load_job(job_file, overrides, check_sections)
+    return load_job(job_file, overrides, check_sections if check else None)
 
 
 def _load_run_job(run_dir: str, overrides: tuple[str, ...], *, trust: bool) -> Job:

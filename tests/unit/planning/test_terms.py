@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from raytrain_opt.config.load import dump_job
+from raytrain_opt.errors import JobError
+from raytrain_opt.planning.cluster import read_cluster
+from raytrain_opt.planning.terms import (
+    Work,
+    count_work,
+    fit_line,
+    measured_terms,
+    public_terms,
+    state_bytes,
+)
+from raytrain_opt.recording.records import BatchSizeProbeRecord
+from tests.support.small_jobs import small_job
+
+HERE = Path()
+
+WORK = Work(parameters=10**6, flops=1e9, activation_bytes=1e6, operations=100)
+
+
+def test_the_work_of_a_linear_layer() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    work = count_work(model, (3, 2, 2), 5)
+    assert work.parameters == 12 * 5 + 5
+    # Forward 2 x 12 x 5; backward as much for the weights; the input needs no gradient.
+    assert work.flops == 2 * 2 * 12 * 5
+    # The input of the layer and the log-probabilities of the loss are kept, not the weights.
+    assert 4 * 12 <= work.activation_bytes <= 4 * (12 + 2 * 5) + 8
+    assert 0 < work.operations < 30
+
+
+def test_half_precision_halves_the_traffic_and_uses_the_faster_units() -> None:
+    cluster = read_cluster("1x8xV100")
+    job = small_job(HERE)
+    full = public_terms(job, WORK, cluster)
+    half = public_terms(job.model_copy(update={"precision": "fp16"}), WORK, cluster)
+    assert full is not None
+    assert half is not None
+    assert full.sample_s == pytest.approx(1e9 / (0.6 * 15.7e12) + 5e6 / (0.8 * 900e9))
+    assert half.sample_s == pytest.approx(1e9 / (0.6 * 125e12) + 2.5e6 / (0.8 * 900e9))
+    assert half.sample_bytes == full.sample_bytes / 2
+    assert half.update_s == full.update_s > 100 * 10e-6
+
+
+def test_cpus_have_no_public_figures() -> None:
+    assert public_terms(small_job(HERE), WORK, read_cluster("1x2xCPU")) is None
+
+
+def test_a_checkpoint_holds_weights_average_and_moments() -> None:
+    sgd = small_job(HERE, optimizer="SGD", average=None)
+    adam = small_job(HERE, optimizer="AdamW", average={})
+    assert state_bytes(sgd, 100) == 4 * 100 * 2
+    assert state_bytes(adam, 100) == 4 * 100 * 4
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ([(1, 5.0), (2, 7.0), (4, 11.0)], (3, 2)),
+        ([(4, 8.0), (4, 8.0)], (0, 2)),  # one size: in proportion
+        ([(1, 1.0), (2, 3.0), (4, 8.0)], (0, 1.28)),  # no negative constant
+    ],
+)
+def test_a_line_through_measurements(points: Any, line: tuple[float, float]) -> None:
+    assert fit_line(points) == pytest.approx(line, rel=0.01)
+
+
+def write_probes(folder: Path, sizes: dict[int, float]) -> str:
+    values = dict.fromkeys(BatchSizeProbeRecord.model_fields)
+    fixed = {"check": False, "reason": "", "error": "", "timings_s": {}, "utilization_samples": 0}
+    lines = [
+        BatchSizeProbeRecord.model_validate(
+            values
+            | fixed
+            | {"schema_version": 1, "probe": 1, "batch_size": size, "status": "ok", "steps": 9}
+            | {"samples_per_s": size / seconds, "peak_memory_mib": 100 + size}
+        )
+        for size, seconds in sizes.items()
+    ]
+    (folder / "batch_size.jsonl").write_text("".join(f"{x.model_dump_json()}\n" for x in lines))
+    (folder / "job.yaml").write_text(
+        dump_job(small_job(folder, workers={"count": 1, "threads": 2}))
+    )
+    return str(folder)
+
+
+def test_probes_give_the_terms_of_time_and_memory(tmp_path: Path) -> None:
+    run_dir = write_probes(tmp_path, {8: 0.1 + 8e-3, 16: 0.1 + 16e-3, 64: 0.1 + 64e-3})
+    terms = measured_terms([run_dir], None, cores=8)
+    assert (terms.update_s, terms.sample_s) == pytest.approx((0.1, 1e-3))
+    assert (terms.fixed_bytes, terms.sample_bytes) == pytest.approx((100 * 2**20, 2**20))
+    assert terms.threads == 2
+    assert run_dir in terms.source
+
+
+def test_a_run_that_measured_nothing_is_refused(tmp_path: Path) -> None:
+    run_dir = write_probes(tmp_path, {})
+    with pytest.raises(JobError, match=r"--measured: .*find-batch-size.*one worker"):
+        measured_terms([run_dir], None, cores=1)
