@@ -1,26 +1,34 @@
-"""Runs of the quickstart job, each with a `kill -9` at a random time of a random process.
+"""Runs of the quickstart job, each disturbed at random times.
 
     python -m benchmarks.chaos [--runs 20] [--first 1] [--into FILE] [--seed 0] [--only ROLE ...]
+        [--s3]
 
-Roles: a worker, a slot, the mailbox, the launcher of the pools, and the driver. A run that dies
-of the kill is started again with the same command (`resume: auto`), as a shell loop or a cluster
-would do; the others recover by themselves. Each run is compared with an undisturbed one.
+Roles that are ended by `kill -9`: a worker, a slot, the mailbox, the launcher of the pools, the
+driver. `sigterm` ends the driver as a cluster does. `connection` cuts five TCP connections of the
+run's processes with `ss -K` (needs root), one after each further record. With `--s3` runs are kept
+under the URI of an S3 endpoint over HTTP (moto), and `storage` lets it refuse, cut off or hang
+requests after each of five records.
 
-    runs, kills         runs made, and processes killed
+A run that dies is started again with the same command (`resume: auto`), as a shell loop or a
+cluster would do; the others recover by themselves. Each run is compared with an undisturbed one.
+
+    runs, faults        runs made, and processes killed, connections cut, times of bad storage
     completed           runs that ended with a result
     bit_identical       runs with the same weights and the same numbers in rounds.jsonl as the
                         undisturbed run
     lost_checkpoints    runs that resumed from before the checkpoint their index named at the kill
     leaked_processes    processes of a command that are alive 90 s after the run's end (Ray's own
                         agents take a minute to notice that a driver was killed)
-    median_recovery_s   from the kill until the run writes records again: the time of restarts,
-                        and of repeating the interrupted phase; `recovery_s`: by role
+    median_recovery_s, worst_recovery_s
+                        from the first fault until the run writes records again: the time of
+                        restarts, and of repeating the interrupted phase; `recovery_s`: median by
+                        role. Under S3, a killed driver's lease lasts 60 s
     restarts            commands started again because the previous one died
     roles               runs by role
 
-Each kill comes after a random one of the run's records (lines of epochs.jsonl and rounds.jsonl,
-except the last), delayed by a random fraction of the mean time per record so far; seed and N
-decide both for run N, independent of other runs. On 2 cores a run takes 1 to 3 minutes, so a
+The first fault comes after a random one of the run's records (lines of epochs.jsonl and
+rounds.jsonl, except the last), delayed by a random fraction of the mean time per record so far;
+seed and N decide both for run N, independent of other runs. On 2 cores a run takes 1 to 3 minutes, so a
 series can be made in pieces: `--into FILE` keeps each outcome as a line of JSON, and `--first 6
 --runs 5` adds the runs 6 to 10. The last line is one JSON object over all runs in FILE.
 """
@@ -38,18 +46,26 @@ import sys
 import tempfile
 import uuid
 from collections import defaultdict
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from time import sleep
 from typing import Any
 
+import obstore
 import psutil
 
 from benchmarks.common import machine
+from raytrain_opt import storage
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.errors import StorageError
+from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.train.checkpoint import Checkpoint, read_index, read_weights
+from raytrain_opt.storage import open_store
+from raytrain_opt.train.checkpoint import read_weights
+from tests.support.s3_server import Fault, S3Server, cut, delay, refuse
 
 ROOT = Path(__file__).parents[1]
 # The process titles that Ray sets; the driver is the command itself.
@@ -59,15 +75,18 @@ TITLES = {
     "mailbox": "ray::Mailbox",
     "launcher": "ray::PoolLauncher",
 }
-ROLES = (*TITLES, "driver")
+ROLES = (*TITLES, "driver", "sigterm", "connection", "storage")
+# Roles that are disturbed again after each further record.
+REPEATED, REPETITIONS = ("connection", "storage"), 5
 # An environment variable that every process of a command inherits.
 MARK = "RAYTRAIN_OPT_CHAOS"
 # Many times what a run takes, restarts included.
 RUN_LIMIT_S = 900.0
 # Ray's agents need a minute to notice a killed driver.
 EXIT_LIMIT_S = 90.0
-# A run that dies of its kill recovers with one restart; more mean that it never will.
-MAX_RESTARTS = 3
+# A run that dies of its kill recovers with one restart; more mean that it never will. Under S3 the
+# lease of the killed driver refuses some before.
+MAX_RESTARTS = 12
 
 
 @dataclass
@@ -77,7 +96,7 @@ class Outcome:
     number: int
     role: str
     completed: bool = False
-    killed: bool = False
+    faults: int = 0
     identical: bool = False
     lost_checkpoint: bool = False
     leaked: list[str] = field(default_factory=list)
@@ -88,16 +107,17 @@ class Outcome:
 class Run:
     """One run directory and the commands that work on it."""
 
-    def __init__(self, storage: Path, epochs: int) -> None:
-        self.storage, self._epochs = storage, epochs
+    def __init__(self, folder: Path, epochs: int, server: S3Server | None = None) -> None:
+        self.folder, self._epochs, self.server = folder, epochs, server
+        self._storage_path = server.new_uri() if server else str(folder)
         self._marks: list[str] = []
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the command, which resumes the run of an earlier one if there is one."""
-        settings = {"storage_path": self.storage, "epochs": self._epochs, "resume": "auto"}
+        settings = {"storage_path": self._storage_path, "epochs": self._epochs, "resume": "auto"}
         options = [part for item in settings.items() for part in ("--set", "{}={}".format(*item))]
         self._marks.append(uuid.uuid4().hex)
-        with (self.storage / "log.txt").open("ab") as log:
+        with (self.folder / "log.txt").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "raytrain_opt", "run", "jobs/quickstart.yaml", *options],
                 cwd=ROOT,
@@ -107,28 +127,40 @@ class Run:
                 start_new_session=True,
             )
 
-    @property
-    def folder(self) -> Path | None:
-        """The run directory, once it exists."""
-        return next((path for path in self.storage.iterdir() if path.is_dir()), None)
+    @cached_property
+    def run_dir(self) -> str:
+        """The run directory; raises ValueError before it exists."""
+        if self.server:
+            [name] = obstore.list_with_delimiter(open_store(self._storage_path))["common_prefixes"]
+        else:
+            [name] = [path.name for path in self.folder.iterdir() if path.is_dir()]
+        return storage.join(self._storage_path, name)
 
-    def checkpoints(self) -> list[Checkpoint]:
+    def read(self, name: str) -> bytes:
+        """Return the content of a file of the run, nothing before it exists."""
+        try:
+            return storage.read(self.run_dir, name) or b""
+        except (StorageError, ValueError):  # under S3 also: while the storage refuses requests
+            return b""
+
+    def checkpoints(self) -> list[dict[str, Any]]:
         """Return the checkpoints that the index names."""
-        return read_index(self.folder / "checkpoints") if self.folder else []
+        index = self.read("checkpoints/index.json")
+        checkpoints: list[dict[str, Any]] = json.loads(index)["checkpoints"] if index else []
+        return checkpoints
 
     def reached(self) -> tuple[int, int]:
         """Return complete epochs and later rounds up to the latest checkpoint."""
-        progress = ((checkpoint.epoch, checkpoint.rounds) for checkpoint in self.checkpoints())
-        return max(progress, default=(0, 0))
+        return max(((c["epoch"], c.get("rounds", 0)) for c in self.checkpoints()), default=(0, 0))
 
     def output(self) -> str:
         """Return what the commands printed."""
-        return (self.storage / "log.txt").read_text()
+        return (self.folder / "log.txt").read_text()
 
     def records(self) -> int:
         """Return the number of records; it grows as the run progresses."""
-        files = [*self.storage.glob("*/epochs.jsonl"), *self.storage.glob("*/rounds.jsonl")]
-        return sum(len(path.read_bytes().splitlines()) for path in files)
+        files = ("epochs.jsonl", "rounds.jsonl")
+        return sum(len(self.read(name).splitlines()) for name in files)
 
     def processes(self) -> list[psutil.Process]:
         """Return the living processes of the latest command."""
@@ -146,14 +178,13 @@ class Run:
 
     def result(self) -> str:
         """Return a digest of everything that must not depend on a kill."""
-        assert self.folder is not None
-        lines = (self.folder / "rounds.jsonl").read_text().splitlines()
-        rounds = [json.loads(line) for line in lines]
+        rounds = [json.loads(line) for line in self.read("rounds.jsonl").splitlines()]
         for line in rounds:
             del line["timings_s"]
             for candidate in line["candidates"]:
                 del candidate["duration_s"]
-        weights = read_weights(self.folder / f"checkpoints/{self.checkpoints()[-1].folder}")
+        checkpoints = RunPaths.existing(self.run_dir, write=False).checkpoints
+        weights = read_weights(checkpoints / self.checkpoints()[-1]["folder"])
         digest = hashlib.sha256(json.dumps(rounds).encode())
         for name, tensor in sorted(weights.items()):
             digest.update(name.encode() + tensor.numpy().tobytes())
@@ -182,7 +213,11 @@ class Undisturbed:
 
 def main() -> None:
     args = _arguments()
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        server = stack.enter_context(S3Server().running()) if args.s3 else None
+        if server:
+            os.environ |= {"AWS_ACCESS_KEY_ID": "KEY", "AWS_SECRET_ACCESS_KEY": "SECRET"}
         into = args.into or Path(folder) / "outcomes.jsonl"
         if not into.exists():
             _append(into, run_undisturbed(Path(folder), args.epochs))
@@ -192,7 +227,7 @@ def main() -> None:
                 f"{into} holds runs of {undisturbed_run.epochs} epochs, not {args.epochs}"
             )
         for number in range(args.first, args.first + args.runs):
-            run = Run(_new_folder(Path(folder) / str(number)), args.epochs)
+            run = Run(_new_folder(Path(folder) / str(number)), args.epochs, server)
             outcome = Outcome(number, args.only[(number - 1) % len(args.only)])
             disturb(run, outcome, random.Random(f"{args.seed} {number}"), undisturbed_run)
             _append(into, outcome)
@@ -222,12 +257,12 @@ def read(into: Path) -> tuple[Undisturbed, list[Outcome]]:
 def disturb(
     run: Run, outcome: Outcome, chance: random.Random, undisturbed_run: Undisturbed
 ) -> None:
-    """Make one run with one kill, restarting the command until it is done."""
+    """Disturb one run, restarting the command until it is done."""
     command = run.start()
     _wait(run, command, chance, undisturbed_run)
     before = run.reached()
-    outcome.killed, killed_s = _kill(run, command, outcome.role, chance), monotonic_s()
-    records = run.records()
+    outcome.faults, killed_s = _disturb_once(run, command, outcome.role, chance), monotonic_s()
+    records = disturbed_records = run.records()
     while outcome.recovery_s is None or command.poll() is None:
         # A command that finds its latest checkpoint damaged drops it from the index.
         outcome.lost_checkpoint |= run.reached() < before
@@ -236,12 +271,18 @@ def disturb(
                 break
             outcome.restarts += 1
             command = run.start()
+        repeats = outcome.role in REPEATED and outcome.faults < REPETITIONS
+        if repeats and run.records() > disturbed_records:
+            disturbed_records = run.records()
+            outcome.faults += _disturb_once(run, command, outcome.role, chance)
         if outcome.recovery_s is None and (run.records() > records or command.poll() == 0):
             outcome.recovery_s = monotonic_s() - killed_s
         if monotonic_s() - killed_s > RUN_LIMIT_S:
             command.kill()
             break
-        sleep(0.05)
+        sleep(0.5 if run.server else 0.05)
+    if run.server:
+        run.server.reset()
     outcome.leaked = run.leaked()
     outcome.completed = command.poll() == 0
     outcome.identical = outcome.completed and run.result() == undisturbed_run.result
@@ -263,35 +304,67 @@ def _wait(
         sleep(0.01)
 
 
-def _kill(run: Run, command: subprocess.Popen[bytes], role: str, chance: random.Random) -> bool:
-    """Kill a process of this role; return whether one was alive."""
+def _disturb_once(
+    run: Run, command: subprocess.Popen[bytes], role: str, chance: random.Random
+) -> bool:
+    """Disturb the run once; return whether there was something to disturb."""
     if command.poll() is not None:
         return False
-    if role == "driver":
-        command.kill()
+    if role in ("driver", "sigterm"):
+        command.send_signal(signal.SIGKILL if role == "driver" else signal.SIGTERM)
         command.wait()
         return True
+    if role == "storage":
+        assert run.server is not None
+        # More refusals than a request is repeated, cut connections, and an answer too late.
+        faults: list[list[Fault]] = [[refuse("SlowDown")] * 30, [cut] * 10, [delay(40.0)]]
+        run.server.applies_to = lambda request: request.method == "PUT"
+        run.server.faults.extend(chance.choice(faults))
+        return True
+    if role == "connection":
+        return _cut_connection(run.processes(), chance)
     candidates = [p for p in run.processes() if TITLES[role] in " ".join(p.cmdline())]
     if candidates:
         os.kill(chance.choice(candidates).pid, signal.SIGKILL)
     return bool(candidates)
 
 
+def _cut_connection(processes: list[psutil.Process], chance: random.Random) -> bool:
+    """Cut a TCP connection between two of the processes; return whether there was one."""
+    connections = []
+    for process in processes:
+        with suppress(psutil.Error):
+            connections += process.net_connections("tcp")
+    ports = {c.laddr.port for c in connections}
+    inner = [
+        (c.laddr.port, c.raddr.port)
+        for c in connections
+        if c.status == psutil.CONN_ESTABLISHED and c.raddr.port in ports
+    ]
+    if not inner:
+        return False
+    local, remote = chance.choice(inner)
+    command = ["ss", "-K", "-t", "-n", f"sport = :{local} and dport = :{remote}"]
+    cut_sockets = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return f":{local}" in cut_sockets
+
+
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
     """Return the figures of the module's docstring."""
     recoveries: dict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
-        if outcome.killed and outcome.recovery_s is not None:
+        if outcome.faults and outcome.recovery_s is not None:
             recoveries[outcome.role].append(outcome.recovery_s)
     all_s = [recovery_s for values in recoveries.values() for recovery_s in values]
     return {
         "runs": len(outcomes),
-        "kills": sum(o.killed for o in outcomes),
+        "faults": sum(o.faults for o in outcomes),
         "completed": sum(o.completed for o in outcomes),
         "bit_identical": sum(o.identical for o in outcomes),
         "lost_checkpoints": sum(o.lost_checkpoint for o in outcomes),
         "leaked_processes": sum(len(o.leaked) for o in outcomes),
         "median_recovery_s": round(median(all_s), 1) if all_s else None,
+        "worst_recovery_s": round(max(all_s), 1) if all_s else None,
         "recovery_s": {role: round(median(values), 1) for role, values in recoveries.items()},
         "restarts": sum(o.restarts for o in outcomes),
         "roles": {role: sum(o.role == role for o in outcomes) for role in ROLES},
@@ -310,7 +383,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--into", type=Path, help="keep outcomes in this file and add to it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--only", nargs="+", choices=ROLES, default=list(ROLES))
+    parser.add_argument("--s3", action="store_true", help="keep runs in an S3 endpoint")
+    parser.add_argument("--only", nargs="+", choices=ROLES, default=list(ROLES[:-2]))
     return parser.parse_args()
 
 

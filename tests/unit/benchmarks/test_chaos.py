@@ -22,17 +22,17 @@ class FakeRun(Run):
 
     def start(self) -> subprocess.Popen[bytes]:
         command = "pass" if self._marks else "import time; time.sleep(60)"
-        self._marks.append(f"{self.storage} {len(self._marks)}")
+        self._marks.append(f"{self.folder} {len(self._marks)}")
         process = subprocess.Popen(
             [sys.executable, "-c", command], env={**os.environ, chaos.MARK: self._marks[-1]}
         )
-        run = self.storage / "run" / "checkpoints"
+        run = self.folder / "run" / "checkpoints"
         run.mkdir(parents=True, exist_ok=True)
         checkpoint = {"epoch": len(self._marks), "test_accuracy": None, "sha256": {}}
         (run / "index.json").write_text(json.dumps({"checkpoints": [checkpoint]}))
-        with (self.storage / "run" / "epochs.jsonl").open("a") as records:
+        with (self.folder / "run" / "epochs.jsonl").open("a") as records:
             records.write("{}\n")
-        (self.storage / "log.txt").touch()
+        (self.folder / "log.txt").touch()
         return process
 
     def result(self) -> str:
@@ -42,7 +42,7 @@ class FakeRun(Run):
 def test_a_killed_driver_is_restarted_at_once_and_counted(tmp_path: Path) -> None:
     outcome = Outcome(1, "driver")
     disturb(FakeRun(tmp_path, 1), outcome, random.Random(0), UNDISTURBED)
-    assert (outcome.killed, outcome.completed, outcome.identical) == (True, True, True)
+    assert (outcome.faults, outcome.completed, outcome.identical) == (1, True, True)
     assert (outcome.restarts, outcome.lost_checkpoint, outcome.leaked) == (1, False, [])
     assert outcome.recovery_s is not None
 
@@ -72,15 +72,15 @@ def test_a_kill_comes_after_any_record_but_the_last(
 
 def test_outcomes_are_kept_and_added_up(tmp_path: Path) -> None:
     file = tmp_path / "outcomes.jsonl"
-    worker = Outcome(1, "worker", True, True, True, recovery_s=10.0)
-    driver = Outcome(2, "driver", True, True, False, True, ["agent"], 80.0, 1)
-    late = Outcome(3, "slot", True, killed=False, identical=True, recovery_s=0.0)
+    worker = Outcome(1, "worker", True, 1, True, recovery_s=10.0)
+    driver = Outcome(2, "driver", True, 1, False, True, ["agent"], 80.0, 1)
+    late = Outcome(3, "slot", True, faults=0, identical=True, recovery_s=0.0)
     chaos._append(file, UNDISTURBED)
     for outcome in (worker, driver, late):
         chaos._append(file, outcome)
     assert read(file) == (UNDISTURBED, [worker, driver, late])
     figures = summary([worker, driver, late])
-    assert [figures[name] for name in ("runs", "kills", "completed")] == [3, 2, 3]
+    assert [figures[name] for name in ("runs", "faults", "completed")] == [3, 2, 3]
     assert [figures[name] for name in ("bit_identical", "lost_checkpoints")] == [2, 1]
     assert [figures[name] for name in ("leaked_processes", "restarts")] == [1, 1]
     assert figures["median_recovery_s"] == pytest.approx(45.0)
