@@ -21,7 +21,7 @@ from raytrain_opt.async_training.buffer_pooling import advance_buffers
 from raytrain_opt.async_training.scheduler import MicroBatchDone, Update, epoch_phase
 from raytrain_opt.async_training.weight_shard import WeightShard, assemble_state, from_wire
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.models import build_model
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.search.factory import build_policy
@@ -96,7 +96,7 @@ class _Run:
     """Four learners and two shards in this process."""
 
     def __init__(self, job: Job) -> None:
-        self.job, shared = job, load_shared_arrays(job.data)
+        self.job, shared = job, load_shared_data(job.data)
         self.learners = [
             Learner(LearnerConfig.from_job(job), shared, torch.device("cpu"))
             for _ in range(WORKERS)

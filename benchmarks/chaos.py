@@ -28,9 +28,9 @@ cluster would do; the others recover by themselves. Each run is compared with an
 
 The first fault comes after a random one of the run's records (lines of epochs.jsonl and
 rounds.jsonl, except the last), delayed by a random fraction of the mean time per record so far;
-seed and N decide both for run N, independent of other runs. On 2 cores a run takes 1 to 3 minutes, so a
-series can be made in pieces: `--into FILE` keeps each outcome as a line of JSON, and `--first 6
---runs 5` adds the runs 6 to 10. The last line is one JSON object over all runs in FILE.
+seed and N decide both for run N, independent of other runs. On 2 cores a run takes 1 to 3 minutes,
+so a series can be made in pieces: `--into FILE` keeps each outcome as a line of JSON, and
+`--first 6 --runs 5` adds the runs 6 to 10. The last line is one JSON object over all runs in FILE.
 """
 
 from __future__ import annotations
@@ -261,7 +261,8 @@ def disturb(
     command = run.start()
     _wait(run, command, chance, undisturbed_run)
     before = run.reached()
-    outcome.faults, killed_s = _disturb_once(run, command, outcome.role, chance), monotonic_s()
+    outcome.faults = int(_disturb_once(run, command, outcome.role, chance))
+    killed_s = monotonic_s()
     records = disturbed_records = run.records()
     while outcome.recovery_s is None or command.poll() is None:
         # A command that finds its latest checkpoint damaged drops it from the index.

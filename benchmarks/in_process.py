@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks.unrecorded import NullCheckpoints, NullRecorder
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.execution.preflight import ResolvedJob
@@ -81,7 +81,7 @@ class Outcome:
 
 def open_learner(job: Job) -> Learner:
     """Build the job's learner on the CPU, with its data."""
-    return Learner(LearnerConfig.from_job(job), load_shared_arrays(job.data), torch.device("cpu"))
+    return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
 
 
 def train_in_process(job: Job) -> Outcome:

@@ -50,7 +50,7 @@ import torch.distributed as dist
 from benchmarks.common import machine, synthetic_images
 from raytrain_opt import Job
 from raytrain_opt.commands.doctor.exchange import ExchangeTimes
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.models import build_model
 from raytrain_opt.planning.cluster import ClusterSection
@@ -209,7 +209,7 @@ def timed(run: Callable[[], object], times: int) -> Seconds:
 def time_steps(job: Job, rank: int, workers: int) -> list[Seconds]:
     """Return the seconds of a step in each block of this rank's training."""
     use_threads(1)
-    shared, cpu = load_shared_arrays(job.data), torch.device("cpu")
+    shared, cpu = load_shared_data(job.data), torch.device("cpu")
     wrap = distribute if workers > 1 else single_process
     learner = Learner(LearnerConfig.from_job(job), shared, cpu, wrap)
     own = MicroBatches(range(rank, rank + 1), workers)

@@ -150,14 +150,14 @@ def _refuse_different_data(runs: Sequence[_SavedRun]) -> None:
 def _predict(run: _SavedRun) -> Predictions:
     import torch
 
-    from raytrain_opt.data import load_shared_arrays
+    from raytrain_opt.data import load_shared_data
     from raytrain_opt.train.checkpoint import read_weights
     from raytrain_opt.train.ensemble import predict
     from raytrain_opt.train.learner import Learner
     from raytrain_opt.train.learner_config import LearnerConfig
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    learner = Learner(LearnerConfig.from_job(run.job), load_shared_arrays(run.job.data), device)
+    learner = Learner(LearnerConfig.from_job(run.job), load_shared_data(run.job.data), device)
     try:
         learner.model.load_state_dict(read_weights(run.weights.folder))
         return predict(learner)

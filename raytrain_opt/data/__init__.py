@@ -11,6 +11,6 @@ without it.
 """
 
 from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData
-from raytrain_opt.data.factory import load_shared_arrays, open_data
+from raytrain_opt.data.factory import load_shared_data, open_data
 
-__all__ = ["Batch", "DataInfo", "Split", "TrainingData", "load_shared_arrays", "open_data"]
+__all__ = ["Batch", "DataInfo", "Split", "TrainingData", "load_shared_data", "open_data"]

@@ -5,33 +5,42 @@ The imports inside the functions keep torch, which takes seconds to import, out 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from raytrain_opt.config.data import ArraysData, ArraySetData
+from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData
 
 if TYPE_CHECKING:
     import torch
 
     from raytrain_opt.config.data import DataSection, HoldOut
     from raytrain_opt.data.base import TrainingData
+    from raytrain_opt.data.image_folder import ImageFolderSource
     from raytrain_opt.data.in_memory_sets import DatasetArrays
 
+# What the driver reads once for all processes.
+SharedData: TypeAlias = "DatasetArrays | ImageFolderSource | None"
 
-def load_shared_arrays(section: DataSection) -> DatasetArrays | None:
-    """Read the arrays that the driver shares with all processes; None for data read from disk.
 
-    Raises DataError.
+def load_shared_data(section: DataSection) -> SharedData:
+    """Read what the driver shares with all processes: arrays, or the list of image files.
+
+    A thousand processes that each walked the folders of images would read a shared file system a
+    thousand times. None for a user's Datasets. Raises DataError.
     """
     if isinstance(section, (ArraySetData, ArraysData)):
         from raytrain_opt.data.in_memory_sets import load_arrays
 
         return load_arrays(section)
+    if isinstance(section, ImageFolderData):
+        from raytrain_opt.data.image_folder import ImageFolderSource
+
+        return ImageFolderSource(section)
     return None
 
 
 def open_data(
     section: DataSection,
-    shared: DatasetArrays | None,
+    shared: SharedData,
     *,
     hold_out: HoldOut,
     seed: int,
@@ -40,7 +49,7 @@ def open_data(
 ) -> TrainingData:
     """Open the data of a job in a process that trains or evaluates on `device`.
 
-    `shared` is the result of `load_shared_arrays`; without it, an in-memory set is read here.
+    `shared` is the result of `load_shared_data`; without it, the data are read here.
     `hold_out` and `seed` decide which training samples form the validation split. Raises
     DataError.
     """
@@ -48,7 +57,7 @@ def open_data(
         from raytrain_opt.data.in_memory import InMemoryData
         from raytrain_opt.data.in_memory_sets import load_arrays
 
-        arrays = shared if shared is not None else load_arrays(section)
+        arrays = cast("DatasetArrays", shared) if shared is not None else load_arrays(section)
         return InMemoryData(
             arrays,
             section,
@@ -60,5 +69,10 @@ def open_data(
     from raytrain_opt.data.loader import DataLoaderData
 
     return DataLoaderData(
-        section, hold_out=hold_out, seed=seed, device=device, channels_last=channels_last
+        section,
+        cast("ImageFolderSource | None", shared),
+        hold_out=hold_out,
+        seed=seed,
+        device=device,
+        channels_last=channels_last,
     )

@@ -6,6 +6,8 @@ import os
 from array import array
 from pathlib import Path
 
+import numpy as np
+
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
 from raytrain_opt.data.images import center_crop, random_crop
@@ -58,8 +60,9 @@ class ImageFiles:
     """Files and classes of one folder, in the order of torchvision's ImageFolder.
 
     The paths are one array of bytes: 1.3 million objects would take 243 MiB, which every loader
-    process would copy by counting references. Links are followed, but not those to a folder within
-    a class, which may lead back to itself and repeat all files. Raises OSError.
+    process would copy by counting references. As arrays they also lie in the memory of a node
+    once, in Ray's object store. Links are followed, but not those to a folder within a class,
+    which may lead back to itself and repeat all files. Raises OSError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,27 +70,29 @@ class ImageFiles:
 
         self.root = folder
         self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-        paths, self._ends, self._labels = bytearray(), array("q"), array("q")
+        paths, ends, labels = bytearray(), array("q"), array("q")
         for label, name in enumerate(self.classes):
             first = len(paths)
             for directory, _, files in sorted(os.walk(folder / name)):
                 for file in sorted(files):
                     if file.lower().endswith(IMG_EXTENSIONS):
                         paths += os.fsencode(f"{directory}/{file}")
-                        self._ends.append(len(paths))
-                        self._labels.append(label)
+                        ends.append(len(paths))
+                        labels.append(label)
             if len(paths) == first:
                 raise FileNotFoundError(f"class {name} has no file {', '.join(IMG_EXTENSIONS)}")
         if not self.classes:
             raise FileNotFoundError("it has no folder of a class")
-        self._paths = bytes(paths)
+        self._paths = np.frombuffer(paths, np.uint8)
+        self._ends, self._labels = np.asarray(ends), np.asarray(labels)
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def __getitem__(self, index: int) -> tuple[str, int]:
         start = self._ends[index - 1] if index else 0
-        return os.fsdecode(self._paths[start : self._ends[index]]), self._labels[index]
+        path = self._paths[start : self._ends[index]].tobytes()
+        return os.fsdecode(path), int(self._labels[index])
 
 
 def _open(section: ImageFolderData, split: str, field: str) -> ImageFiles:

@@ -42,12 +42,14 @@ _SPARE = 1.25
 class DataLoaderData(TrainingData):
     """`TrainingData` over samples that are read one at a time: image files, a user's Datasets.
 
-    Raises DataError for wrong folders, Datasets or settings.
+    `files`: the images, if they are listed already. Raises DataError for wrong folders, Datasets
+    or settings.
     """
 
     def __init__(
         self,
         section: ImageFolderData | DatasetData,
+        files: ImageFolderSource | None = None,
         *,
         hold_out: HoldOut,
         seed: int,
@@ -56,7 +58,7 @@ class DataLoaderData(TrainingData):
     ) -> None:
         source: ImageFolderSource | UserDatasetSource
         if isinstance(section, ImageFolderData):
-            source = ImageFolderSource(section)
+            source = files or ImageFolderSource(section)
         else:
             source = UserDatasetSource(section, seed)
         shape = source.sample_shape

@@ -163,7 +163,7 @@ def _probe(
             use_gpu=plan.use_gpu,
             threads=compute_threads(job.workers.threads, job.workers.size),
             resources=_probe_resources(plan),
-            shared=[ray.put(session.preflight.shared)],
+            shared=[ray.put(session.preflight.shared[0])],
             trace=trace,
         )
         lines: list[BatchSizeProbeRecord] = []

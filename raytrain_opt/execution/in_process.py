@@ -45,7 +45,7 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
         with (
             explain_interruption(terminal, paths, job),
             stop_on_signals(),
-            open_learner(resolved.learner, job.workers, preflight.shared) as learner,
+            open_learner(resolved.learner, job.workers, preflight.take_shared()) as learner,
         ):
             backend = in_process_backend(
                 learner,

@@ -31,7 +31,7 @@ from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
     from raytrain_opt.data.base import DataInfo
-    from raytrain_opt.data.in_memory_sets import DatasetArrays
+    from raytrain_opt.data.factory import SharedData
     from raytrain_opt.optim.epoch_steps import EpochSteps
     from raytrain_opt.search.policy import Policy
 
@@ -59,13 +59,17 @@ class ResolvedJob:
 class Preflight:
     """The data as the driver read them, and the resolved job.
 
-    `shared` are arrays for all processes (in-memory sets only), `info` the sizes. `resolved` is
-    None while the batch size is still to be searched.
+    `shared` is what all processes share, until `take_shared`, `info` the sizes. `resolved` is None
+    while the batch size is still to be searched.
     """
 
-    shared: DatasetArrays | None
+    shared: list[SharedData]
     info: DataInfo
     resolved: ResolvedJob | None
+
+    def take_shared(self) -> SharedData:
+        """Return what all processes share, and keep no copy of it in the driver."""
+        return self.shared.pop()
 
 
 def pool_request(job: Job, *, candidates: int) -> PoolRequest:
@@ -144,7 +148,7 @@ def run_preflight(job: Job, source: str = "job") -> Preflight:
     problems += [*_check_model(job, info), *_check_loss(job, info)]
     if problems:
         raise JobError(problems, source)
-    return Preflight(shared, info, resolved)
+    return Preflight([shared], info, resolved)
 
 
 def run_local_preflight(job: Job, source: str) -> Preflight | None:
@@ -172,12 +176,12 @@ def resolve(job: Job, info: DataInfo) -> ResolvedJob:
     return ResolvedJob(job, info, steps, build_policy(job, steps))
 
 
-def _read_data(job: Job) -> tuple[DatasetArrays | None, DataInfo]:
+def _read_data(job: Job) -> tuple[SharedData, DataInfo]:
     import torch
 
-    from raytrain_opt.data import load_shared_arrays, open_data
+    from raytrain_opt.data import load_shared_data, open_data
 
-    shared = load_shared_arrays(job.data)
+    shared = load_shared_data(job.data)
     data = open_data(
         job.data,
         shared,

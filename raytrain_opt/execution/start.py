@@ -106,7 +106,7 @@ def _start_pools(
         pools[0].start()
         if not oversubscribed:
             workers.start()
-        share_data(mailbox, session.preflight.shared)
+        share_data(mailbox, session.preflight.take_shared())
         backend = Backend(
             workers,
             slots if plan.slots else None,

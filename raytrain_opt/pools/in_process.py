@@ -18,7 +18,7 @@ import torch
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.config.processes import WorkersSection
-from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.data.factory import SharedData
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL, Command, Progress, StateRef
 from raytrain_opt.pools.main_training import SynchronousTraining
 from raytrain_opt.pools.protocol import Backend, OnWait
@@ -138,7 +138,7 @@ def in_process_backend(
 
 @contextmanager
 def open_learner(
-    config: LearnerConfig, workers: WorkersSection, shared: DatasetArrays | None
+    config: LearnerConfig, workers: WorkersSection, shared: SharedData
 ) -> Iterator[Learner]:
     """Build the learner, on a GPU if workers may use one and there is one; close it afterwards."""
     use_gpu = torch.cuda.is_available() and workers.use_gpu is not False

@@ -18,7 +18,7 @@ import ray
 import torch
 
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.data.factory import SharedData
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Failure
 from raytrain_opt.pools.resident import to_failure
@@ -196,7 +196,7 @@ class ProbeActor:
         setup = self._setup
         use_threads(setup.threads)
         device = torch.device("cuda" if setup.use_gpu else "cpu")
-        shared = cast("DatasetArrays | None", ray.get(setup.shared[0]))
+        shared = cast("SharedData", ray.get(setup.shared[0]))
         self._learner = Learner(setup.learner, shared, device)
         self._training = probed_training(self._learner)
         self._sampler = open_probe_sampler(setup.section, device, setup.threads)

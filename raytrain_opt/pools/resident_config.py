@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from raytrain_opt.config.updates import ParallelSection
-    from raytrain_opt.data.in_memory_sets import DatasetArrays
+    from raytrain_opt.data.factory import SharedData
     from raytrain_opt.pools.resident import Handler
     from raytrain_opt.train.data_parallel import Parallel
 
@@ -159,12 +159,12 @@ class ResidentConfig:
         """Seconds that a resident may take to leave when its pool is closed."""
         return self.timeouts.stop_s / 2
 
-    def fetch_shared_data(self) -> DatasetArrays | None:
+    def fetch_shared_data(self) -> SharedData:
         """Return the in-memory data set, if the job has one, shared with the node's processes.
 
         Waits until the driver has read it.
         """
-        return cast("DatasetArrays | None", fetch_shared_data(self.mailbox))
+        return cast("SharedData", fetch_shared_data(self.mailbox))
 
 
 def compute_threads(threads: int | None, residents_on_node: int) -> int:

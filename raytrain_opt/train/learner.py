@@ -23,7 +23,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import TrainingData, open_data
 from raytrain_opt.data.base import Batch, DataInfo, Split
-from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.data.factory import SharedData
 from raytrain_opt.models import build_model, check_output
 from raytrain_opt.optim.averaging import (
     attach_ema,
@@ -90,7 +90,7 @@ class Learner:
     def __init__(
         self,
         config: LearnerConfig,
-        shared: DatasetArrays | None,
+        shared: SharedData,
         device: torch.device,
         distribute: Callable[[nn.Module, ParallelSection], Parallel] = single_process,
     ) -> None:

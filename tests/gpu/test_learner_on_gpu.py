@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -31,7 +31,7 @@ def learner(device: torch.device, **changes: Any) -> Learner:
         "global_batch_size": 64,
     }
     job = Job.model_validate(values | changes)
-    return Learner(LearnerConfig.from_job(job), load_shared_arrays(job.data), device)
+    return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), device)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.pools.commands import MainTrain, Pretrain, SendCandidateState, StateRef
 from raytrain_opt.pools.in_process import InProcessStates
@@ -121,7 +121,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         for model, work in ((plain_net, search), ("small_cnn", one_round)):
             job, states = make_job(model), CountedStates()
             config, cpu = LearnerConfig.from_job(job), torch.device("cpu")
-            arrays = load_shared_arrays(job.data)
+            arrays = load_shared_data(job.data)
             learner = Learner(config, arrays, cpu, connect)
             worker = Worker(learner, rank, world_size, 0.0, states)
             results["worker"] |= work(worker, states, job)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.optim import muon
 from raytrain_opt.train.data_parallel import distribute, single_process, use_threads
 from raytrain_opt.train.learner import Learner
@@ -60,7 +60,7 @@ def train(ns_dtype: str, rank: int, world_size: int) -> dict[str, Any]:
     """Train a phase, then a second one twice from the same state."""
     config = LearnerConfig.from_job(job(ns_dtype))
     parallel = distribute if world_size > 1 else single_process
-    learner = Learner(config, load_shared_arrays(config.data), torch.device("cpu"), parallel)
+    learner = Learner(config, load_shared_data(config.data), torch.device("cpu"), parallel)
     micro_batches = MicroBatches.for_rank(rank, world_size, MICRO_BATCHES)
     work: list[int] = []
     with mock.patch.object(muon, "orthogonalize", counted(work)):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.train import gradient_noise
 from raytrain_opt.train.data_parallel import distribute, use_threads
@@ -111,7 +111,7 @@ def train_twice(
 
 def main(rank: int, world_size: int, folder: Path) -> None:
     use_threads(1)
-    arrays = load_shared_arrays(data_section())
+    arrays = load_shared_data(data_section())
     ramp = {"batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]}}
     with gloo_group(rank, world_size, folder):
         constant = {

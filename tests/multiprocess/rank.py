@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.execution.rescale import resolve_lr_scaling
 from raytrain_opt.optim.epoch_steps import epoch_steps
@@ -71,7 +71,7 @@ def job(model: Any, batch: int = 32, workers: int = WORKERS, **changes: Any) -> 
 
 def digits() -> DatasetArrays:
     """Load the digits, with an odd number of test samples."""
-    full = load_shared_arrays(job("small_cnn").data)
+    full = load_shared_data(job("small_cnn").data)
     assert full is not None
     test_x, test_y = full.test_x[:ODD_TEST_SIZE], full.test_y[:ODD_TEST_SIZE]
     return DatasetArrays(full.train_x, full.train_y, test_x, test_y, full.num_classes)

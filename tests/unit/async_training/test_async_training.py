@@ -17,7 +17,7 @@ from raytrain_opt.async_training.buffer_pooling import advance_buffers
 from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.async_training.weight_shard import assemble_state, split_parameters
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
 from raytrain_opt.results import AsyncWorkerMetrics
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def digits() -> DatasetArrays:
-    shared = load_shared_arrays(job().data)
+    shared = load_shared_data(job().data)
     assert shared is not None
     return shared
 

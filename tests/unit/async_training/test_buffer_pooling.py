@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from raytrain_opt.async_training.buffer_pooling import advance_buffers, pool_buffers
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.results import BufferUpdates
 from raytrain_opt.train.batch_norm import collect_buffers
 from raytrain_opt.train.learner import Learner
@@ -66,9 +66,7 @@ def test_a_worker_without_batches_does_not_count() -> None:
 
 def test_the_counts_of_a_state_advance_by_the_updates(tmp_path: Path) -> None:
     job = small_job(tmp_path)
-    learner = Learner(
-        LearnerConfig.from_job(job), load_shared_arrays(job.data), torch.device("cpu")
-    )
+    learner = Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
     start = learner.state(copy=True)
     learner.begin_micro_batches(1, 2)
     for batch in learner.micro_batches_at([(0, 0), (3, 1)]):

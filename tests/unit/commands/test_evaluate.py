@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raytrain_opt import cli
 from raytrain_opt.config.load import dump_job
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.ensemble import Predictions, average_predictions, error_rates
@@ -30,9 +30,7 @@ def trained(storage: Path, epochs: int = 2, **changes: Any) -> tuple[str, list[T
     job = small_job(storage, **changes)
     paths = RunPaths.create(job.storage_path, job.name)
     paths.job.write_text(dump_job(job))
-    learner = Learner(
-        LearnerConfig.from_job(job), load_shared_arrays(job.data), torch.device("cpu")
-    )
+    learner = Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
     checkpoints, probabilities = Checkpoints(paths.checkpoints, job.checkpoint), []
     for epoch in range(1, epochs + 1):
         learner.train(epoch, 0, [0.1] * 15, MicroBatches(range(1), 1))
@@ -51,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[Tenso
 
 @pytest.fixture(scope="module")
 def labels() -> Tensor:
-    shared = load_shared_arrays(small_job(Path()).data)
+    shared = load_shared_data(small_job(Path()).data)
     assert shared is not None
     return torch.from_numpy(shared.test_y)
 

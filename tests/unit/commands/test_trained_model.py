@@ -17,7 +17,7 @@ from torch import Tensor
 from raytrain_opt import Job, cli, load_model, run
 from raytrain_opt.commands.evaluate import evaluate_runs
 from raytrain_opt.commands.export import export
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import CheckpointError, DataError, JobError, RaytrainOptError
 from raytrain_opt.train.trained_model import TrainedModel
 from tests.support.cli_errors import command_error
@@ -70,7 +70,7 @@ def invoke(*arguments: str) -> Result:
 
 def test_a_loaded_model_makes_the_errors_that_evaluate_reports(digits: str) -> None:
     model = load_model(digits, device="cpu")
-    arrays = load_shared_arrays(small_job(Path()).data)
+    arrays = load_shared_data(small_job(Path()).data)
     assert arrays is not None
     assert model.class_names == tuple("0123456789")
     assert (model.checkpoint, model.network.training) == ("epoch 1", False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
-from raytrain_opt.data import load_shared_arrays, open_data, sampling
+from raytrain_opt.data import load_shared_data, open_data, sampling
 from raytrain_opt.data.in_memory import CpuSampleStore, DeviceSampleStore, InMemoryData
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import DataError
@@ -278,7 +278,7 @@ def test_device_and_cpu_stores_return_the_same_samples() -> None:
 
 def test_shared_arrays_can_be_opened() -> None:
     section = ArraySetData(name="digits")
-    shared = load_shared_arrays(section)
+    shared = load_shared_data(section)
     assert shared is not None
     data = open_data(section, shared, hold_out=TENTH, seed=0, device=CPU, channels_last=True)
     info = data.info

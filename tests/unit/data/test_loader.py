@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchvision.datasets import ImageFolder
 
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
-from raytrain_opt.data import load_shared_arrays, open_data
+from raytrain_opt.data import load_shared_data, open_data
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.image_folder import ImageFiles
 from raytrain_opt.data.loader import DataLoaderData
@@ -368,7 +369,6 @@ def test_wrong_steps_and_micro_batches_are_errors(workers: int) -> None:
 
 def test_info_of_an_image_folder(image_tree: Path) -> None:
     section = folder_section(image_tree)
-    assert load_shared_arrays(section) is None
     data = open_data(section, None, hold_out=HoldOut(0.1), seed=0, device=CPU, channels_last=True)
     info = data.info
     assert (info.num_classes, info.sample_shape) == (2, (3, 8, 8))
@@ -703,3 +703,27 @@ def test_the_first_samples_may_be_unreadable_when_skipping() -> None:
         batches = [*read_epoch(data, size=8), *data.eval_batches("validation", 0, 1, 8)]
     assert sum(b.skipped for b in batches) == 2
     assert sum(len(b.y) for b in batches) == 24
+
+
+def test_one_process_lists_the_files_for_all(
+    image_tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand processes on a shared file system would otherwise walk it a thousand times."""
+    section = folder_section(image_tree)
+    with open_section(section) as data:
+        expected = concatenate(read_epoch(data))
+    listed = pickle.dumps(load_shared_data(section))
+    monkeypatch.setattr(os, "walk", lambda _: pytest.fail("the files were listed again"))
+    data = open_data(
+        section,
+        pickle.loads(listed),
+        hold_out=HoldOut(0.1),
+        seed=0,
+        device=CPU,
+        channels_last=True,
+    )
+    try:
+        read = concatenate(read_epoch(cast(DataLoaderData, data)))
+    finally:
+        data.close()
+    assert all(torch.equal(a, b) for a, b in zip(read, expected, strict=True))

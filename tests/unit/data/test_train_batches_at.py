@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from raytrain_opt import Job
-from raytrain_opt.data import TrainingData, load_shared_arrays, open_data
+from raytrain_opt.data import TrainingData, load_shared_data, open_data
 
 BATCH_SIZE, MICRO_BATCHES = 12, 3
 INDICES = [(4, 2), (0, 0), (4, 1), (7, 0), (0, 0)]
@@ -38,7 +38,7 @@ def images() -> tuple[TensorDataset, TensorDataset]:
 def open_section(section: Any) -> TrainingData:
     values = {"model": "small_cnn", "epochs": 1, "global_batch_size": BATCH_SIZE}
     job = Job.model_validate({**values, "data": section})
-    shared, cpu = load_shared_arrays(job.data), torch.device("cpu")
+    shared, cpu = load_shared_data(job.data), torch.device("cpu")
     return open_data(
         job.data, shared, hold_out=job.hold_out, seed=5, device=cpu, channels_last=False
     )

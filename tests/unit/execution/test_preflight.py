@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import Problem
-from raytrain_opt.execution.preflight import check_job
+from raytrain_opt.execution.preflight import check_job, run_preflight
 from tests.support.synthetic_runs import write_schedule
 
 HERE = "on this machine (the job is checked where it starts)"
@@ -22,6 +24,19 @@ def problems(**changes: Any) -> list[Problem]:
 
 def test_a_good_job_has_no_problems() -> None:
     assert problems() == []
+
+
+def test_the_driver_keeps_no_copy_of_data_that_it_has_shared() -> None:
+    """Ray's object store, or a learner, has them for the rest of the run."""
+    values = {"model": "small_cnn", "data": "digits", "epochs": 2, "global_batch_size": 8}
+    preflight = run_preflight(parse_job({**values, "optimizer": "SGD"}))
+    shared = preflight.take_shared()
+    assert shared is not None
+    reference = weakref.ref(shared)
+    del shared
+    gc.collect()
+    assert reference() is None
+    assert preflight.info.num_classes == 10
 
 
 def test_the_problems_of_all_sections_are_reported_at_once(tmp_path: Path) -> None:

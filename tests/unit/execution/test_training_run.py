@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from raytrain_opt import Job
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.driver import train
 from raytrain_opt.errors import PoolError, StorageError
 from raytrain_opt.execution.preflight import ResolvedJob
@@ -178,7 +178,7 @@ def execute(
 
 
 def open_learner(job: Job) -> Learner:
-    shared = load_shared_arrays(job.data)
+    shared = load_shared_data(job.data)
     return Learner(LearnerConfig.from_job(job), shared, torch.device("cpu"))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raytrain_opt.config.learning_rate import CandidateBatch
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.pools.commands import Pretrain, SendCandidateState
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.slot import Slot
@@ -24,7 +24,7 @@ WORKERS, STEPS, LR = 4, 3, 0.1
 def open_learner(folder: Path) -> Learner:
     job = small_job(folder, workers={"count": WORKERS, "threads": 1})
     config = LearnerConfig.from_job(job)
-    return Learner(config, load_shared_arrays(job.data), torch.device("cpu"))
+    return Learner(config, load_shared_data(job.data), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from docs.generate import generated_pages, regenerated
 from raytrain_opt import cli
 from raytrain_opt.config.load import job_schema, load_job, parse_job
 from raytrain_opt.config.schema import Job
-from raytrain_opt.data import load_shared_arrays
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import JobError
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.learner import Learner
@@ -266,7 +266,7 @@ def test_every_field_of_a_job_exists(page: Path, field: str) -> None:
 
 def save_untrained(job: Job, run_dir: Path) -> None:
     """Write the checkpoint of a run that has not trained yet."""
-    shared = load_shared_arrays(job.data)
+    shared = load_shared_data(job.data)
     learner = Learner(LearnerConfig.from_job(job), shared, torch.device("cpu"))
     checkpoints = Checkpoints(run_dir / "checkpoints", job.checkpoint)
     checkpoints.metadata = model_metadata(job.model, learner.info)
