@@ -369,6 +369,25 @@ def export(run_dir: str, name: str, output: str | None, trust: bool, verbose: bo
 
 
 @main.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False))
+@click.argument("output")
+@click.option("--mib", default=256, show_default=True, help="Size of a shard.")
+@_verbose
+def shard(folder: str, output: str, mib: int, verbose: bool) -> None:
+    """Pack the image folders FOLDER/<split>/<class> into tar files below OUTPUT, a folder or URI.
+
+    Example: raytrain-opt shard /data/imagenet s3://bucket/imagenet
+    """
+    with _exit_on_error(verbose):
+        from pathlib import Path
+
+        from raytrain_opt.commands.shard import write_shards
+
+        for pattern in write_shards(Path(folder), output, mib * 2**20, click.echo):
+            click.echo(pattern)
+
+
+@main.command()
 def schema() -> None:
     """Print the JSON schema of job files.
 

@@ -12,6 +12,7 @@ from raytrain_opt.config.section import (
     NamedSection,
     NameOrFunction,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Section,
 )
@@ -167,6 +168,38 @@ class ImageFolderData(_LoaderSection):
     )
 
 
+class ShardsData(_LoaderSection):
+    """Images in tar files (WebDataset format), local or in an object storage."""
+
+    name: Literal["shards"]
+    train: str = Field(
+        description=(
+            "Path or URI of the training shards, {000..511} for numbers. `raytrain-opt shard` "
+            "makes shards of a folder."
+        )
+    )
+    test: str = Field(description="The shards of the test set.")
+    image_size: PositiveInt = Field(
+        224, le=4096, description="Height and width of the images given to the model, in pixels."
+    )
+    num_classes: PositiveInt | None = Field(
+        None, description="Default: the largest class of the training set plus one."
+    )
+    shuffle_shards: PositiveInt = Field(
+        16, description="Shards whose samples are shuffled together, in a new order each epoch."
+    )
+    cache: str = Field(
+        "~/.cache/raytrain_opt/shards", description="Folder for copies of remote shards."
+    )
+    cache_gib: PositiveFloat = Field(
+        50.0,
+        description=(
+            "Size of the cache on each node; those used longest ago are removed. It has to hold "
+            "two times shuffle_shards."
+        ),
+    )
+
+
 class DatasetData(_LoaderSection):
     """Data of your own: a function returning (train, test), torch Datasets of (x, label)."""
 
@@ -187,7 +220,7 @@ def _data_kind(value: Any) -> str:
         name = getattr(value, "name", None)
     if name in ARRAY_SETS:
         return "array_set"
-    if name in ("arrays", "image_folder"):
+    if name in ("arrays", "image_folder", "shards"):
         return str(name)
     return "dataset"
 
@@ -196,6 +229,7 @@ DataSection = Annotated[
     Annotated[ArraySetData, Tag("array_set")]
     | Annotated[ArraysData, Tag("arrays")]
     | Annotated[ImageFolderData, Tag("image_folder")]
+    | Annotated[ShardsData, Tag("shards")]
     | Annotated[DatasetData, Tag("dataset")],
     Discriminator(_data_kind),
 ]

@@ -108,11 +108,13 @@ class Augmentation:
 
 def make_policy(section: BatchAugment) -> Any:
     """Return torchvision's transform of one uint8 image [C, H, W]; None for no policy."""
-    from torchvision.transforms import v2
+    if section.policy == "none":
+        return None
+    from torchvision.transforms import v2  # takes seconds to import
 
     if section.policy == "rand_augment":
         return v2.RandAugment(magnitude=section.magnitude)
-    return v2.TrivialAugmentWide() if section.policy == "trivial_augment" else None
+    return v2.TrivialAugmentWide()
 
 
 def _spans(start: Floats, length: Floats, size: int) -> npt.NDArray[np.bool_]:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
+from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation, make_policy
 from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, no_op
@@ -27,6 +27,7 @@ from raytrain_opt.data.batch_reader import (
 )
 from raytrain_opt.data.image_folder import ImageFolderSource
 from raytrain_opt.data.sampling import Indices, Purpose
+from raytrain_opt.data.shards import ShardSource
 from raytrain_opt.data.user_datasets import UserDatasetSource
 
 # Samples of each set that are read before a run; more would cost seconds with large images.
@@ -48,7 +49,7 @@ class DataLoaderData(TrainingData):
 
     def __init__(
         self,
-        section: ImageFolderData | DatasetData,
+        section: ImageFolderData | ShardsData | DatasetData,
         files: ImageFolderSource | None = None,
         *,
         hold_out: HoldOut,
@@ -56,9 +57,12 @@ class DataLoaderData(TrainingData):
         device: torch.device,
         channels_last: bool,
     ) -> None:
-        source: ImageFolderSource | UserDatasetSource
+        source: ImageFolderSource | ShardSource | UserDatasetSource
+        self._shards: ShardSource | None = None
         if isinstance(section, ImageFolderData):
             source = files or ImageFolderSource(section)
+        elif isinstance(section, ShardsData):
+            source = self._shards = ShardSource(section)
         else:
             source = UserDatasetSource(section, seed)
         shape = source.sample_shape
@@ -67,11 +71,14 @@ class DataLoaderData(TrainingData):
             shape,
             source.is_image,
             source.mean_std,
-            center_crop=isinstance(section, ImageFolderData),
+            center_crop=isinstance(section, ImageFolderData | ShardsData),
         )
         self._transform = transforms.make_transform(preprocessing, shape, device, channels_last)
         self._repeats = section.augment.repeats
-        self._split = sampling.TrainingSplit(source.size("train"), hold_out, seed, self._repeats)
+        permutation = self._shards.permutation if self._shards else np.random.Generator.permutation
+        self._split = sampling.TrainingSplit(
+            source.size("train"), hold_out, seed, self._repeats, permutation
+        )
         self._augment = Augmentation(section.augment, seed, shape, is_uint8=source.is_image)
         self._test = np.arange(source.size("test"))
         self.info = DataInfo(
@@ -108,6 +115,8 @@ class DataLoaderData(TrainingData):
                 keys = sampling.sample_keys(samples, step, rows, global_batch_size, self._repeats)
                 name = f"micro-batch {number} of {num_micro_batches}, step {step}, epoch {epoch}"
                 request = _request(name, "train", Purpose.TRAIN_SAMPLE, epoch, samples)
+                first = step * global_batch_size
+                self._prepare("train", order, first + rows.start, first + rows.stop)
                 requested.append((step, rows))
                 yield request._replace(keys=tuple(keys.tolist()))
 
@@ -134,6 +143,7 @@ class DataLoaderData(TrainingData):
             for start in range(0, len(samples), batch_size):
                 name = f"batch {start // batch_size} of rank {rank} of the {split} split"
                 batch = samples[start : start + batch_size]
+                self._prepare(source_split, samples, start, start + batch_size)
                 yield _request(name, source_split, purpose, 0, batch)
 
         return self._batches(requests())
@@ -146,7 +156,9 @@ class DataLoaderData(TrainingData):
         )
         for split, purpose, indices in sets:
             spread = np.linspace(0, len(indices) - 1, _CHECKED_SAMPLES).astype(np.int64)
-            samples = indices[np.unique(spread)]
+            # Shards of a storage would all be copied.
+            samples = indices[:1] if self._shards else indices[np.unique(spread)]
+            self._prepare(split, samples, 0, len(samples))
             request = _request(f"the {split} set", split, purpose, 0, samples)
             loaded = self._reader.__getitems__([request])
             if loaded.error is not None:
@@ -155,6 +167,10 @@ class DataLoaderData(TrainingData):
     def close(self) -> None:
         """End the loader processes; a later phase would start new ones."""
         self._loader.close()
+
+    def _prepare(self, split: SourceSplit, order: Indices, start: int, stop: int) -> None:
+        if self._shards is not None:
+            self._shards.prepare(split, order, start, stop)
 
     def _batches(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
         for loaded in self._loader.load(requests):
@@ -175,7 +191,10 @@ class _ReusedLoader:
     """
 
     def __init__(
-        self, section: ImageFolderData | DatasetData, reader: BatchReader, device: torch.device
+        self,
+        section: ImageFolderData | ShardsData | DatasetData,
+        reader: BatchReader,
+        device: torch.device,
     ) -> None:
         self._section = section
         self._reader = reader

@@ -19,6 +19,7 @@ Source: Salmon, Moraes, Dror and Shaw, Parallel Random Numbers: As Easy as 1, 2,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -30,6 +31,8 @@ from raytrain_opt.errors import DataError
 from raytrain_opt.results import LOSS_BLOCK_SIZE
 
 Indices = npt.NDArray[np.int64]
+# Shuffles indices; data in several files keep those of a file together.
+Permutation = Callable[[np.random.Generator, Indices], Indices]
 
 _MAX_UINT64 = 2**64 - 1
 
@@ -70,7 +73,11 @@ def sample_seed(seed: int, purpose: Purpose, epoch: int, index: int) -> int:
 
 
 def split_validation(
-    size: int, fraction: float, max_samples: int, seed: int
+    size: int,
+    fraction: float,
+    max_samples: int,
+    seed: int,
+    permutation: Permutation = np.random.Generator.permutation,
 ) -> tuple[Indices, Indices]:
     """Split `size` samples into sorted indices (to train on, to validate on).
 
@@ -85,13 +92,8 @@ def split_validation(
             "so no sample is left to train on; use more samples, or data.validation_fraction: 0 "
             f"(now {fraction})",
         )
-    shuffled = generator(seed, Purpose.VALIDATION_SPLIT).permutation(size)
+    shuffled = permutation(generator(seed, Purpose.VALIDATION_SPLIT), np.arange(size))
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
-
-
-def epoch_order(train: Indices, seed: int, epoch: int) -> Indices:
-    """Return the training indices in the order of this epoch."""
-    return generator(seed, Purpose.ORDER, epoch).permutation(train)
 
 
 class TrainingSplit:
@@ -101,13 +103,22 @@ class TrainingSplit:
     search only. Raises DataError like `split_validation`.
     """
 
-    def __init__(self, size: int, hold_out: HoldOut, seed: int, repeats: int = 1) -> None:
+    def __init__(
+        self,
+        size: int,
+        hold_out: HoldOut,
+        seed: int,
+        repeats: int = 1,
+        permutation: Permutation = np.random.Generator.permutation,
+    ) -> None:
         searched, self.validation = split_validation(
-            size, hold_out.fraction, hold_out.max_samples, seed
+            size, hold_out.fraction, hold_out.max_samples, seed, permutation
         )
-        self.search = EpochOrders(searched, seed, repeats)
+        self.search = EpochOrders(searched, seed, repeats, permutation)
         self.training = (
-            EpochOrders(np.arange(size), seed, repeats) if hold_out.only_in_search else self.search
+            EpochOrders(np.arange(size), seed, repeats, permutation)
+            if hold_out.only_in_search
+            else self.search
         )
 
     @property
@@ -126,15 +137,22 @@ class EpochOrders:
     With `repeats`, the first samples of an order stand there so many times, side by side.
     """
 
-    def __init__(self, samples: Indices, seed: int, repeats: int = 1) -> None:
+    def __init__(
+        self,
+        samples: Indices,
+        seed: int,
+        repeats: int = 1,
+        permutation: Permutation = np.random.Generator.permutation,
+    ) -> None:
         self.samples = samples
-        self._seed, self._repeats = seed, repeats
+        self._seed, self._repeats, self._permutation = seed, repeats, permutation
         self._last: tuple[int, Indices] | None = None
 
     def order(self, epoch: int) -> Indices:
         """Return the order of an epoch; callers must not write to it."""
         if self._last is None or self._last[0] != epoch:
-            once = epoch_order(self.samples, self._seed, epoch)
+            random = generator(self._seed, Purpose.ORDER, epoch)
+            once = self._permutation(random, self.samples)
             self._last = epoch, np.repeat(once, self._repeats)[: len(once)]
         return self._last[1]
 

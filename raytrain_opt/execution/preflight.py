@@ -20,6 +20,7 @@ from raytrain_opt.config.data import (
     DataSection,
     DatasetData,
     ImageFolderData,
+    ShardsData,
 )
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.learning_rate import ReplayPolicy
@@ -126,6 +127,8 @@ def check_data(data: DataSection) -> list[Problem]:
         ]
     if isinstance(data, ImageFolderData):
         return _check_image_folder(data)
+    if isinstance(data, ShardsData):
+        return [*check_uri(data.train, "data.train"), *check_uri(data.test, "data.test")]
     if isinstance(data, ArraySetData):
         return _check_array_set(data)
     return _check_function(data)

@@ -39,24 +39,25 @@ def test_a_validation_split_that_leaves_no_training_sample_is_an_error() -> None
 
 def test_epoch_orders_are_permutations_and_differ() -> None:
     train = np.arange(10, 200)
-    orders = [sampling.epoch_order(train, 0, epoch) for epoch in range(3)]
+    orders = [sampling.EpochOrders(train, 0).order(epoch) for epoch in range(3)]
     for indices in orders:
         np.testing.assert_array_equal(np.sort(indices), train)
     assert not np.array_equal(orders[0], orders[1])
     assert not np.array_equal(orders[1], orders[2])
-    assert not np.array_equal(orders[0], sampling.epoch_order(train, 1, 0))
+    assert not np.array_equal(orders[0], sampling.EpochOrders(train, 1).order(0))
 
 
 def test_cached_orders_equal_computed_ones() -> None:
     train = np.arange(50)
     orders = sampling.EpochOrders(train, seed=4)
     for epoch in (0, 1, 0, 0, 2):
-        np.testing.assert_array_equal(orders.order(epoch), sampling.epoch_order(train, 4, epoch))
+        expected = sampling.EpochOrders(train, 4).order(epoch)
+        np.testing.assert_array_equal(orders.order(epoch), expected)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 def test_micro_batches_cover_their_step_and_steps_cover_the_epoch(num_micro_batches: int) -> None:
-    indices = sampling.epoch_order(np.arange(43), 0, 0)
+    indices = sampling.EpochOrders(np.arange(43), 0).order(0)
     samples = [
         sampling.step_indices(indices, step, 8)[
             sampling.micro_batch_slice(number, num_micro_batches, 8)

@@ -1,0 +1,66 @@
+"""`raytrain-opt shard`: pack the image folders of a data set into tar files."""
+
+from __future__ import annotations
+
+import tarfile
+import tempfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import obstore
+
+from raytrain_opt import storage
+from raytrain_opt.data.image_folder import ImageFiles
+from raytrain_opt.data.shards import index_bytes, make_index
+from raytrain_opt.errors import DataError
+
+
+def write_shards(
+    folder: Path, output: str, max_bytes: int, on_shard: Callable[[str], None]
+) -> list[str]:
+    """Pack every folder below `folder` into shards below `output`, a folder or a URI.
+
+    The samples are shuffled once, so that each shard has all classes. Returns the pattern of each
+    folder's shards. Raises DataError for folders without images, StorageError.
+    """
+    patterns = []
+    for split in sorted(path for path in folder.iterdir() if path.is_dir()):
+        try:
+            files = ImageFiles(split)
+        except OSError as error:
+            raise DataError(str(split), f"has no usable images: {error}") from error
+        order = np.random.default_rng(0).permutation(len(files)).tolist()
+        sizes = np.cumsum([Path(files[i][0]).stat().st_size for i in order])
+        # Without empty ones, and numbered without gaps: a large image may fill several.
+        _, numbers = np.unique(sizes // max_bytes, return_inverse=True)
+        last = int(numbers[-1])
+        for number in range(last + 1):
+            name = f"{split.name}-{number:06}.tar"
+            samples = [order[i] for i in np.flatnonzero(numbers == number)]
+            _write_shard(files, samples, output, name)
+            on_shard(name)
+        patterns.append(storage.join(output, f"{split.name}-{{000000..{last:06}}}.tar"))
+    return patterns
+
+
+def _write_shard(files: ImageFiles, samples: list[int], output: str, name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        shard = Path(folder) / name
+        with tarfile.open(shard, "w") as tar:
+            for sample in samples:
+                path, label = files[sample]
+                image = Path(path)
+                contents = {image.suffix.lower(): image.read_bytes(), ".cls": b"%d" % label}
+                for suffix, content in contents.items():
+                    member = tarfile.TarInfo(f"{sample:09}{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, BytesIO(content))
+        # The index comes last: a shard that has one is complete.
+        if storage.is_remote(output):
+            with storage.storage_errors(f"{storage.join(output, name)} cannot be written"):
+                obstore.put(storage.open_store(output), name, shard)
+        else:
+            storage.write(output, name, shard.read_bytes())
+        storage.write(output, f"{name}.npy", index_bytes(make_index(shard, name)))

@@ -1,0 +1,263 @@
+"""Sets of shards: the samples of their folder, in an order that few shards serve."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raytrain_opt.commands.shard import write_shards
+from raytrain_opt.config.data import HoldOut, ImageFolderData, ShardsData
+from raytrain_opt.data.base import Batch
+from raytrain_opt.data.loader import DataLoaderData
+from raytrain_opt.data.shards import expand_braces, make_index
+from raytrain_opt.errors import DataError
+from tests.support.s3_server import S3Server, s3, s3_server
+
+__all__ = ["s3", "s3_server"]  # fixtures
+
+# So small that a shard has one or two of the tree's 20 training images.
+SHARD_BYTES = 2600
+
+
+@contextmanager
+def open_data(
+    section: ShardsData | ImageFolderData, hold_out: float = 0.0
+) -> Iterator[DataLoaderData]:
+    data = DataLoaderData(
+        section,
+        hold_out=HoldOut(hold_out),
+        seed=0,
+        device=torch.device("cpu"),
+        channels_last=False,
+    )
+    try:
+        yield data
+    finally:
+        data.close()
+
+
+def section(output: str, cache: Path, shards: int, tests: int = 1, **fields: Any) -> ShardsData:
+    values = {"image_size": 8, "loader_workers": 0, "shuffle_shards": 2, "cache": str(cache)}
+    path, question, options = output.partition("?")
+    return ShardsData(
+        name="shards",
+        train=f"{path}/train-{{000000..{shards - 1:06}}}.tar{question}{options}",
+        test=f"{path}/val-{{000000..{tests - 1:06}}}.tar{question}{options}",
+        **{**values, **fields},
+    )
+
+
+def pack(tree: Path, output: str) -> tuple[int, int]:
+    """Pack the tree; return the number of shards of each split."""
+    names: list[str] = []
+    write_shards(tree, output, SHARD_BYTES, names.append)
+    counts = [sum(name.startswith(split) for name in names) for split in ("train", "val")]
+    assert counts[0] >= 6
+    return counts[0], counts[1]
+
+
+@pytest.fixture
+def local(image_tree: Path, tmp_path: Path) -> ShardsData:
+    output = f"{tmp_path}/shards"
+    return section(output, tmp_path / "cache", *pack(image_tree, output))
+
+
+def epoch(data: DataLoaderData, number: int = 1, first: int = 0) -> list[Batch]:
+    steps = range(first, data.info.steps_per_epoch(4))
+    return list(data.train_batches(number, steps, range(2), 2, 4))
+
+
+def pixels(batches: list[Batch]) -> list[bytes]:
+    return sorted(x.numpy().tobytes() for batch in batches for x in batch.x)
+
+
+def test_shards_hold_the_images_of_their_folder(image_tree: Path, local: ShardsData) -> None:
+    folder = ImageFolderData(
+        name="image_folder", root=str(image_tree), image_size=8, loader_workers=0
+    )
+    with open_data(local) as shards, open_data(folder) as files:
+        assert shards.info.num_classes == 2
+        assert (shards.info.train_size, shards.info.test_size) == (20, 6)
+        one, other = (list(data.eval_batches("test", 0, 1, 4)) for data in (shards, files))
+        shards.check_samples()
+    assert pixels(one) == pixels(other)
+    assert sorted(y for batch in one for y in batch.y.tolist()) == [0, 0, 0, 1, 1, 1]
+
+
+def sample_order(data: DataLoaderData, number: int) -> list[int]:
+    return data._split.order(number, search=False).tolist()  # type: ignore[no-any-return]
+
+
+def test_an_epoch_needs_few_shards_at_a_time_and_has_each_sample_once(local: ShardsData) -> None:
+    with open_data(local) as data:
+        orders = [sample_order(data, number) for number in range(3)]
+        shards = data._shards
+        assert shards is not None
+        ends = shards._sets["train"].ends
+    for order in orders:
+        assert sorted(order) == list(range(20))
+        of_sample = np.searchsorted(ends, order, side="right").tolist()
+        spans = [
+            (of_sample.index(shard), 20 - of_sample[::-1].index(shard)) for shard in set(of_sample)
+        ]
+        for position in range(20):
+            assert sum(first <= position < last for first, last in spans) <= 2
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_the_validation_split_is_in_few_shards(local: ShardsData) -> None:
+    with open_data(local, hold_out=0.2) as data:
+        shards = data._shards
+        assert shards is not None
+        validation = data._split.validation
+        assert len(validation) == 4
+        assert len(shards._sets["train"].shards_of(validation)) <= 4
+        assert not set(validation) & set(sample_order(data, 1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_within_an_epoch_reads_the_same(local: ShardsData, workers: int) -> None:
+    with (
+        open_data(local) as one,
+        open_data(local.model_copy(update={"loader_workers": workers})) as other,
+    ):
+        expected, resumed = epoch(one)[4:], epoch(other, first=2)
+    assert len(expected) == len(resumed) == 6
+    for a, b in zip(expected, resumed, strict=True):
+        assert torch.equal(a.x, b.x)
+        assert torch.equal(a.y, b.y)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_of_an_object_storage_pass_through_a_cache_of_bounded_size(
+    image_tree: Path, tmp_path: Path, s3: S3Server, workers: int
+) -> None:
+    uri, cache = s3.new_uri(), tmp_path / "cache"
+    counts = pack(image_tree, uri)
+    pack(image_tree, f"{tmp_path}/shards")
+    sizes = [path.stat().st_size for path in (tmp_path / "shards").glob("*.tar")]
+    limit = 4 * max(sizes)
+    assert limit < sum(sizes) * 0.6
+    remote = section(
+        uri, cache, *counts, cache_gib=limit / 2**30, loader_workers=workers, prefetch=1
+    )
+    with open_data(remote) as data:
+        data.check_samples()
+        batches = [*epoch(data), *epoch(data, 2), *data.eval_batches("test", 0, 1, 4)]
+        assert sum(path.stat().st_size for path in cache.glob("*.t??")) <= limit
+    with open_data(section(f"{tmp_path}/shards", cache, *counts)) as data:
+        expected = [*epoch(data), *epoch(data, 2), *data.eval_batches("test", 0, 1, 4)]
+    assert pixels(batches) == pixels(expected)
+    assert all(torch.equal(a.y, b.y) for a, b in zip(batches, expected, strict=True))
+
+
+def test_a_cache_that_is_too_small_is_refused(
+    image_tree: Path, tmp_path: Path, s3: S3Server
+) -> None:
+    uri = s3.new_uri()
+    counts = pack(image_tree, uri)
+    with (
+        pytest.raises(DataError, match=r"data\.cache_gib: two times data\.shuffle_shards"),
+        open_data(section(uri, tmp_path / "cache", *counts, cache_gib=1e-5)),
+    ):
+        pass
+
+
+def test_shards_of_others_get_their_index_when_they_are_used(
+    local: ShardsData, tmp_path: Path
+) -> None:
+    with open_data(local) as data:
+        expected = pixels(epoch(data))
+    for index in (tmp_path / "shards").glob("*.npy"):
+        index.unlink()
+    for _ in range(2):  # made, and read from the cache
+        with open_data(local) as data:
+            assert pixels(epoch(data)) == expected
+    assert len(list((tmp_path / "cache").glob("*.npy"))) == len(
+        list((tmp_path / "shards").glob("*.tar"))
+    )
+
+
+def test_a_damaged_sample_and_a_cut_off_shard_are_named(local: ShardsData, tmp_path: Path) -> None:
+    shard = tmp_path / "shards" / "train-000003.tar"
+    content = shard.read_bytes()
+    position, size, _ = make_index(shard, "").tolist()[0]
+    shard.write_bytes(content[:position] + b"x" * size + content[position + size :])
+    with open_data(local) as data, pytest.raises(DataError, match=r"sample 0 of .*train-000003"):
+        epoch(data)
+    shard.write_bytes(content[: position + size // 2])
+    with (
+        open_data(local) as data,
+        pytest.raises(DataError, match=r"000003\.tar ends before"),
+    ):
+        epoch(data)
+    with open_data(local.model_copy(update={"on_unreadable": "skip"})) as data:
+        assert sum(batch.skipped for batch in epoch(data)) >= 1
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, BytesIO(content))
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"a.jpg": b"", "a.cls": b"1", "b.jpg": b""}, "each sample needs .* see b"),
+        ({"a.jpg": b"", "a.cls": b"cat"}, "is damaged: .*cat"),
+        ({}, "it has no sample"),
+    ],
+)
+def test_a_shard_without_samples_or_labels_is_named(
+    local: ShardsData, tmp_path: Path, members: dict[str, bytes], message: str
+) -> None:
+    shard = tmp_path / "shards" / "train-000001.tar"
+    shard.with_name("train-000001.tar.npy").unlink()
+    write_tar(shard, members)
+    with (
+        pytest.raises(DataError, match=rf"data\.train: .*train-000001\.tar.*{message}"),
+        open_data(local),
+    ):
+        pass
+
+
+def test_a_missing_shard_and_a_class_too_many_are_named(local: ShardsData) -> None:
+    for field, values in (
+        ("train", {"train": local.train.replace("train-", "absent-")}),
+        ("train", {"num_classes": 1}),
+    ):
+        with (
+            pytest.raises(DataError, match=rf"data\.{field}: "),
+            open_data(local.model_copy(update=values)),
+        ):
+            pass
+
+
+def test_a_storage_that_fails_is_an_error_even_when_samples_are_skipped(
+    image_tree: Path, tmp_path: Path, s3: S3Server
+) -> None:
+    uri = s3.new_uri()
+    counts = pack(image_tree, uri)
+    remote = section(uri, tmp_path / "cache", *counts, on_unreadable="skip")
+    with open_data(remote) as data:
+        s3.applies_to = lambda request: request.path.endswith(".tar")
+        s3.faults.extend([lambda _: ("403 Forbidden", b"")] * 100)
+        with pytest.raises(DataError, match=r"data\.train: s3://.* cannot be copied"):
+            epoch(data)
+
+
+def test_braces() -> None:
+    assert expand_braces("a.tar") == ["a.tar"]
+    assert expand_braces("a-{008..010}.tar") == ["a-008.tar", "a-009.tar", "a-010.tar"]
+    assert expand_braces("{0..1}/{0..1}") == ["0/0", "0/1", "1/0", "1/1"]
