@@ -347,7 +347,24 @@ COMMANDS = (
     "validate",
     "evaluate",
     "schema",
+    "shard",
 )
+
+
+def test_shard_prints_shards_and_their_patterns_and_names_folders_without_images(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "images" / "train" / "cat"
+    folder.mkdir(parents=True)
+    (folder / "0.jpg").write_bytes(b"not read")
+    result = invoke("shard", str(tmp_path / "images"), str(tmp_path / "out"))
+    assert result.exit_code == 0
+    pattern = f"{tmp_path}/out/train-{{000000..000000}}.tar"
+    assert result.stdout.splitlines() == ["train-000000.tar", pattern]
+    (folder / "0.jpg").unlink()
+    result = invoke("shard", str(tmp_path / "images"), str(tmp_path / "out"))
+    assert result.exit_code != 0
+    assert f"{tmp_path}/images/train: has no usable images" in result.stderr
 
 
 def test_help_names_the_commands() -> None:
