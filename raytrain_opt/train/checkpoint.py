@@ -189,7 +189,9 @@ def write_checkpoint(
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}") from error
     weights = {name: tensor.contiguous() for name, tensor in model_tensors(state).items()}
-    texts = {"format": "pt", **(metadata or {})}  # as transformers marks such files
+    # One entry at most: safetensors writes several in random order, so that digests would differ.
+    texts = dict(metadata or {})
+    assert len(texts) <= 1
     rest = {
         "optimizer": optimizer_state_dict(state),
         "optimizer_index": state.optimizer_index,
