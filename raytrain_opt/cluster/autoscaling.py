@@ -1,4 +1,4 @@
-"""Clusters that grow: a job that does not fit yet waits for nodes that are on their way.
+"""A job that does not fit yet waits for other jobs, and for nodes that are on their way.
 
 Ray has no call that says whether nodes can still join. `ray up` leaves its file on the head, where
 drivers run: as long as the cluster has fewer nodes than the file allows, more may join. KubeRay
@@ -17,13 +17,15 @@ import ray
 import yaml
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.cluster.connection import alive_nodes, free_resources
+from raytrain_opt.cluster.connection import alive_nodes, free_resources, total_resources
 from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, Resources, plan_pools
 from raytrain_opt.config.processes import WorkersSection
 from raytrain_opt.errors import ResourcesError
 
 # A cloud node takes a minute or more to join: no need to look more often.
 _POLL_S = 5.0
+# A run that has just ended, in this driver or another one, has given back what it held by then.
+_RELEASE_S, _RELEASE_POLL_S = 5.0, 0.2
 _CLUSTER_FILE = Path("~/ray_bootstrap_config.yaml")
 _KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
 
@@ -31,28 +33,45 @@ _KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
 def plan_when_there_is_room(
     request: PoolRequest, limit_s: float, note: Callable[[str], None]
 ) -> PoolPlan:
-    """Plan as `plan_pools`; if nodes may still join, wait for them up to `timeouts.start_s`.
+    """Plan as `plan_pools` with what other jobs leave free.
 
+    If that is too little, wait up to `timeouts.start_s` for them, and for nodes that may join.
     `limit_s`: the value of that setting. `note` is called with a message when the wait begins.
 
-    Raises ResourcesError saying what is missing.
+    Raises ResourcesError saying what is missing: at once if it would not fit into an idle cluster
+    that cannot grow.
     """
     try:
-        return plan_pools(request, free_resources())
+        ideal = plan_pools(request, total_resources())
     except ResourcesError as error:
         if not may_grow(len(alive_nodes())):
             raise
-        refused = error
-    note(f"waiting for nodes up to {limit_s:.0f} s (timeouts.start_s): {refused}")
+        with _request_nodes(worker_requests(request.workers)):
+            return _wait_for_room(request, limit_s, note, error)
+    refused = ResourcesError("other jobs hold what this one needs.")
+    deadline_s, plan = monotonic_s() + _RELEASE_S, None
+    while plan != ideal and monotonic_s() < deadline_s:
+        try:
+            plan = plan_pools(request, free_resources())
+        except ResourcesError as error:
+            refused = error
+        if plan != ideal:
+            time.sleep(_RELEASE_POLL_S)
+    return plan or _wait_for_room(request, limit_s, note, refused)
+
+
+def _wait_for_room(
+    request: PoolRequest, limit_s: float, note: Callable[[str], None], refused: ResourcesError
+) -> PoolPlan:
+    note(f"waiting for resources up to {limit_s:.0f} s (timeouts.start_s): {refused}")
     deadline_s = monotonic_s() + limit_s
-    with _request_nodes(worker_requests(request.workers)):
-        while monotonic_s() < deadline_s:
-            time.sleep(_POLL_S)
-            try:
-                return plan_pools(request, free_resources())
-            except ResourcesError as error:
-                refused = error
-    raise ResourcesError(f"{refused} The cluster did not grow within {limit_s:.0f} s.")
+    while monotonic_s() < deadline_s:
+        time.sleep(_POLL_S)
+        try:
+            return plan_pools(request, free_resources())
+        except ResourcesError as error:
+            refused = error
+    raise ResourcesError(f"{refused} There was no room within {limit_s:.0f} s.")
 
 
 def may_grow(nodes: int) -> bool:

@@ -15,6 +15,7 @@ import ray
 from raytrain_opt.cluster import fork_client
 from raytrain_opt.cluster.fork_server import fork_server
 from raytrain_opt.cluster.ray_private import (
+    available_resources_per_node,
     loopback_only,
     start_processes_with,
     without_helper_processes,
@@ -147,6 +148,15 @@ def cpu_count() -> float:
     return sum(float(node["Resources"].get("CPU", 0.0)) for node in alive_nodes())
 
 
-def free_resources() -> list[dict[str, float]]:
-    """Return the resources of each node that is alive."""
+def total_resources() -> list[dict[str, float]]:
+    """Return the resources of each node that is alive, whoever holds them."""
     return [dict(node["Resources"]) for node in alive_nodes()]
+
+
+def free_resources() -> list[dict[str, float]]:
+    """Return the resources of each node that is alive and that nobody holds.
+
+    Ray learns of changes a moment later.
+    """
+    free = available_resources_per_node()
+    return [free.get(node["NodeID"], {}) for node in alive_nodes()]

@@ -156,6 +156,23 @@ def read_placement_groups() -> list[PlacementGroupRecord]:
     ]
 
 
+@client_mode_wrap  # type: ignore[untyped-decorator, unused-ignore]
+def available_resources_per_node() -> dict[str, dict[str, float]]:
+    """Return what nobody holds, by the identity of the node."""
+    from ray._private.state import state
+
+    free: dict[str, dict[str, float]] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return free
+
+
+@client_mode_wrap  # type: ignore[untyped-decorator, unused-ignore]
+def draining_nodes() -> set[str]:
+    """Return the identities of the nodes that will be taken away."""
+    from ray._private.state import state
+
+    return set(state.get_draining_nodes())
+
+
 def _hex(identity: bytes) -> str:
     """Return an identity in hexadecimal; "" for Ray's nil, which is empty or all ones."""
     return identity.hex() if identity.strip(b"\xff") else ""

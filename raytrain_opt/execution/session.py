@@ -15,6 +15,7 @@ from shlex import quote
 
 from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session
+from raytrain_opt.cluster.preemption import watch_preemption
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
@@ -92,6 +93,8 @@ def open_session(
         )
         # After `ray.init`, which installs a SIGTERM handler of its own.
         stack.enter_context(stop_on_signals())
+        if not owns_ray:
+            stack.enter_context(watch_preemption(terminal.note))
         startup.mark("ray_connected_s")
         terminal.phase("reading data", 0, job.epochs)
         limit_s = job.timeouts.no_progress_s

@@ -13,7 +13,12 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from raytrain_opt import storage
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.cluster.connection import alive_nodes, check_address, free_resources, ray_session
+from raytrain_opt.cluster.connection import (
+    alive_nodes,
+    check_address,
+    ray_session,
+    total_resources,
+)
 from raytrain_opt.cluster.resources import PoolPlan, plan_pools
 from raytrain_opt.commands.doctor.checks import check_nodes
 from raytrain_opt.commands.doctor.exchange import last_line, measure_exchange
@@ -169,7 +174,7 @@ def _check_room(job: Job | None) -> tuple[list[Finding], PoolPlan | None]:
     if job is None:
         return [], None
     try:
-        plan = plan_pools(pool_request(job, candidates=max_candidates(job)), free_resources())
+        plan = plan_pools(pool_request(job, candidates=max_candidates(job)), total_resources())
     except ResourcesError as error:
         remedy = (
             "change the job as described; if the cluster adds nodes automatically, a run waits "

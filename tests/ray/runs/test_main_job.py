@@ -15,6 +15,7 @@ import ray
 import torch
 
 from raytrain_opt import RunResult, load_job, run
+from raytrain_opt.cluster.connection import free_resources
 from raytrain_opt.commands.doctor.diagnose import diagnose
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.paths import RunPaths
@@ -195,6 +196,20 @@ def test_more_workers_than_the_cluster_holds(tmp_path: Path) -> None:
     job = small_job(tmp_path, workers={"count": 4, "resources": {"CPU": 1}})
     with pytest.raises(ResourcesError, match=r"4 workers of 1 CPU each do not fit: room for 2"):
         run(job)
+
+
+def test_resources_that_others_hold_are_not_free() -> None:
+    def wait_for(free_cpus: int) -> None:
+        deadline_s = time.monotonic() + 60
+        while free_resources()[0].get("CPU", 0) != free_cpus:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+
+    wait_for(2)
+    group = ray.util.placement_group([{"CPU": 1}])
+    wait_for(1)
+    ray.util.remove_placement_group(group)
+    wait_for(2)
 
 
 def test_a_device_that_the_cluster_does_not_have(tmp_path: Path) -> None:

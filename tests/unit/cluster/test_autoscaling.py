@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from raytrain_opt import Job
-from raytrain_opt.cluster.autoscaling import may_grow, worker_requests
+from raytrain_opt.cluster import autoscaling
+from raytrain_opt.cluster.autoscaling import may_grow, plan_when_there_is_room, worker_requests
 from raytrain_opt.config.load import parse_job
+from raytrain_opt.config.processes import SlotsSection
+from raytrain_opt.errors import ResourcesError
+from raytrain_opt.execution.preflight import pool_request
 
 
 @pytest.fixture
@@ -49,3 +54,61 @@ def test_kuberay_may_bring_pods(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_the_resources_of_the_workers_are_requested(workers: str, each: dict[str, float]) -> None:
     assert worker_requests(job(workers).workers) == [each, each]
+
+
+class Cluster:
+    """One node of four CPUs; each look shows the next number of free ones, the last one again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *free: float) -> None:
+        self.free, self.now_s = list(free), 0.0
+        monkeypatch.setattr(autoscaling, "total_resources", lambda: [{"CPU": 4.0}])
+        monkeypatch.setattr(autoscaling, "free_resources", self.look)
+        monkeypatch.setattr(autoscaling, "alive_nodes", lambda: [{}])
+        monkeypatch.setattr(autoscaling, "monotonic_s", lambda: self.now_s)
+        monkeypatch.setattr(autoscaling.time, "sleep", self.sleep)
+
+    def look(self) -> list[dict[str, float]]:
+        return [{"CPU": self.free.pop(0) if len(self.free) > 1 else self.free[0]}]
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+TWO = pool_request(job("{count: 2, resources: {CPU: 1.5}}"), candidates=0)
+
+
+def test_what_has_just_been_released_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run before in this driver has ended, and Ray gives back what it held."""
+    cluster, notes = Cluster(monkeypatch, 0, 0, 2, 4), list[str]()
+    assert plan_when_there_is_room(TWO, 60, notes.append).workers == 2
+    assert (notes, cluster.now_s) == ([], pytest.approx(0.6))
+
+
+def test_what_other_jobs_hold_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, notes = Cluster(monkeypatch, *[2] * 30, 4), list[str]()
+    assert plan_when_there_is_room(TWO, 60, notes.append).workers == 2
+    assert cluster.now_s > autoscaling._RELEASE_S
+    assert "waiting for resources up to 60 s" in notes[0]
+    assert "2 workers of 1.5 CPU each do not fit: room for 1" in notes[0]
+
+
+def test_others_may_hold_it_too_long(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, notes = Cluster(monkeypatch, 2), list[str]()
+    with pytest.raises(ResourcesError, match="room for 1 on .* no room within 60 s"):
+        plan_when_there_is_room(TWO, 60, notes.append)
+    assert cluster.now_s >= 60
+
+
+def test_what_never_fits_is_refused_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, notes = Cluster(monkeypatch, 4), list[str]()
+    four = pool_request(job("{count: 4, resources: {CPU: 1.5}}"), candidates=0)
+    with pytest.raises(ResourcesError, match="4 workers of 1.5 CPU each do not fit"):
+        plan_when_there_is_room(four, 60, notes.append)
+    assert (notes, cluster.now_s) == ([], 0)
+
+
+def test_a_smaller_plan_uses_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = pool_request(job("{count: 1, resources: {CPU: 1}}"), candidates=6)
+    request = replace(request, search_on="slots", slots=SlotsSection(resources={"CPU": 1}))
+    Cluster(monkeypatch, 3)
+    assert plan_when_there_is_room(request, 60, list[str]().append).slots == 2
