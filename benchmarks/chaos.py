@@ -264,7 +264,7 @@ def disturb(
     outcome.faults = int(_disturb_once(run, command, outcome.role, chance))
     killed_s = monotonic_s()
     records = disturbed_records = run.records()
-    while outcome.recovery_s is None or command.poll() is None:
+    while outcome.recovery_s is None or command.poll() != 0:
         # A command that finds its latest checkpoint damaged drops it from the index.
         outcome.lost_checkpoint |= run.reached() < before
         if command.poll() not in (None, 0):

@@ -147,6 +147,8 @@ class CommandLoop:
                     return
                 if isinstance(error, RuntimeError):  # what collectives raise
                     self._closed.wait(self.peer_failure_grace_s)
+                    if _is_lost_connection(error) and not self._closed.is_set():
+                        raise  # nobody died: let Ray start the process group anew
                 reply = to_failure(error)
             usage = self.meter.end(getattr(reply, "timings_s", {}))
             self._work = None
@@ -185,6 +187,14 @@ class CommandLoop:
             return False
         except ray.exceptions.ActorDiedError:
             return True  # if the mailbox has died, so has the run: leave as well
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """Return whether a collective has lost its connection to a peer: gloo's errors have no class.
+
+    Those of NCCL are torch's `DistBackendError`, and torch is not imported here.
+    """
+    return "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError"
 
 
 def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:

@@ -215,6 +215,22 @@ def test_a_mailbox_that_cannot_be_reached_has_not_died() -> None:
     assert run(Echo(act), mailbox=mailbox).replies == ["evaluate"]
 
 
+def test_a_lost_connection_between_workers_ends_the_process_not_the_run() -> None:
+    """Ray then starts the group anew, and the command is repeated; other errors are replies."""
+    text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:1"
+
+    def act(_c: Command, _s: OnStep) -> None:
+        raise RuntimeError(text)
+
+    mailbox = FakeMailbox(deque([EVALUATE]))
+    with pytest.raises(RuntimeError, match="Read error"):
+        run(Echo(act), mailbox=mailbox)
+    assert mailbox.replies == []
+    text = "shapes cannot be multiplied"
+    [failure] = run(Echo(act), EVALUATE).replies
+    assert "shapes cannot be multiplied" in str(failure.error)
+
+
 def test_errors_of_this_package_keep_their_class() -> None:
     error = RaytrainOptError("x")
     assert to_failure(error).error is error
