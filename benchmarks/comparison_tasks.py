@@ -190,8 +190,8 @@ def _read(source: str, root: Path, side: int) -> tuple[Pair, Pair]:
     """Return (train, test), each uint8 images [N, side, side, C] and labels."""
     readers: dict[str, Callable[[Path, int], tuple[Pair, Pair]]] = {
         "fashion_mnist": _fashion_mnist,
-        "cifar100_fine": lambda root, side: _cifar100(root, side, coarse=False),
-        "cifar100_coarse": lambda root, side: _cifar100(root, side, coarse=True),
+        "cifar100_fine": lambda root, side: read_cifar100(root, side, coarse=False),
+        "cifar100_coarse": lambda root, side: read_cifar100(root, side, coarse=True),
         "imagenette": _imagenette,
         "synthetic": _synthetic,
     }
@@ -215,7 +215,8 @@ def _fashion_mnist(root: Path, side: int) -> tuple[Pair, Pair]:
     return split("train"), split("t10k")
 
 
-def _cifar100(root: Path, side: int, coarse: bool) -> tuple[Pair, Pair]:
+def read_cifar100(root: Path, side: int, coarse: bool) -> tuple[Pair, Pair]:
+    """Return (train, test) of CIFAR-100, its 50,000 and 10,000 images as [N, side, side, 3]."""
     path = root / "cifar100" / "cifar100.npz"
 
     def load(stored: Any, split: str) -> Pair:

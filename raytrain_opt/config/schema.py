@@ -57,6 +57,22 @@ class ModelSection(NamedSection):
         default_factory=dict,
         description="Keyword arguments of the model's constructor or function.",
     )
+    weights: str | None = Field(
+        None,
+        description=(
+            "Weights to start from: a file (safetensors, or a state_dict saved by torch), a run "
+            "directory or URI (its latest checkpoint), or the name of torchvision's weights for "
+            "this network, such as IMAGENET1K_V1. A last layer for another number of classes "
+            "starts anew. Default: random ones."
+        ),
+    )
+    freeze: list[str] = Field(
+        default_factory=list,
+        description=(
+            "Patterns of parameter names that are not trained, such as layer1.*; BatchNorm "
+            "layers among them keep their statistics."
+        ),
+    )
 
 
 class LossSection(NamedSection):

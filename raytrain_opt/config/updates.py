@@ -146,13 +146,21 @@ class OptimizerChoiceSection(OptimizerSection):
         """The optimizers to choose from; this one alone unless it is `auto`."""
         if self.name != "auto":
             return (self,)
-        return tuple(self.candidates) or _USUAL_OPTIMIZERS
+        shared = self.lr_multipliers
+        return tuple(
+            choice.model_copy(
+                update={
+                    "lr_multipliers": {**choice.lr_multipliers, **shared, **choice.lr_multipliers}
+                }
+            )
+            for choice in self.candidates or _USUAL_OPTIMIZERS
+        )
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse settings of one optimizer for `auto`, and the reverse."""
         yield from super().broken_rules()
         if self.name == "auto":
-            for name in ("args", "no_weight_decay", "lr_multipliers"):
+            for name in ("args", "no_weight_decay"):
                 if getattr(self, name) not in ({}, "auto"):
                     yield name, "belongs to one optimizer: write it in optimizer.candidates"
             if any(candidate.name == "auto" for candidate in self.candidates):

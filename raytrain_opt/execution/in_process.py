@@ -35,7 +35,7 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
     startup = Startup(began_s)
     with open_terminal(job.epochs) as terminal, open_run_directory(job, resume) as directory:
         paths, checkpoints, notes = directory
-        preflight = run_preflight(job)
+        preflight = run_preflight(job, resumed=resume is not None)
         startup.mark("data_read_s")
         for note in notes:
             terminal.note(note)

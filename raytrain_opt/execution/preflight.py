@@ -134,8 +134,10 @@ def check_data(data: DataSection) -> list[Problem]:
     return _check_function(data)
 
 
-def run_preflight(job: Job, source: str = "job") -> Preflight:
+def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Preflight:
     """Read the data of a job that passed `check_job`; try model and loss on them.
+
+    A `resumed` run needs no pretrained weights any more.
 
     Raises DataError when the data cannot be used, JobError with all fields that do not match the
     data.
@@ -148,14 +150,21 @@ def run_preflight(job: Job, source: str = "job") -> Preflight:
             resolved = resolve(job, info)
         except JobError as error:
             problems += error.problems
-    problems += [*_check_model(job, info), *_check_loss(job, info)]
+    problems += [*_check_model(job, info, resumed=resumed), *_check_loss(job, info)]
     if problems:
         raise JobError(problems, source)
     return Preflight([shared], info, resolved)
 
 
 def run_local_preflight(job: Job, source: str) -> Preflight | None:
-    """Run the preflight without a download; return None if the data must be downloaded first."""
+    """Run the preflight without a download; return None if the data must be downloaded first.
+
+    Weights of torchvision are checked by their name only.
+    """
+    from raytrain_opt.train.pretrained import names_torchvision_weights
+
+    if names_torchvision_weights(job.model):
+        job = job.model_copy(update={"model": job.model.model_copy(update={"weights": None})})
     if not job.data.download:
         return run_preflight(job, source)
     section = job.data.model_copy(update={"download": False})
@@ -207,16 +216,19 @@ def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
     return [Problem("workers.count", rule, str(job.workers.size))]
 
 
-def _check_model(job: Job, info: DataInfo) -> list[Problem]:
+def _check_model(job: Job, info: DataInfo, *, resumed: bool) -> list[Problem]:
     """Build the model on the CPU, as every worker does, and call it once."""
     from raytrain_opt.models import build_model, check_output
     from raytrain_opt.optim.factory import group_parameters
+    from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
 
     shape, classes = info.sample_shape, info.num_classes
     try:
         model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
         alone = job.batch_size_per_worker == 1 and job.batch_size_search is None
         check_output(model, shape, classes, "cpu", trains_on_one=alone)
+        if job.model.weights is not None and not resumed:
+            fit_pretrained(model.state_dict(), read_pretrained(job.model), classes)
         for optimizer in job.optimizers:
             group_parameters(optimizer, model)
         if job.parallel.mode == "async":

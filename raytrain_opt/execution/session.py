@@ -84,7 +84,7 @@ def open_session(
     job = keep_worker_count(job, resume)
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal(job.epochs))
-        pending_preflight = start_thread(lambda: _prepare(job))
+        pending_preflight = start_thread(lambda: _prepare(job, resume))
         stack.callback(wait, [pending_preflight], job.timeouts.stop_s)
         terminal.phase("starting Ray", 0, job.epochs)
         variables = environment(local=True, start_s=job.timeouts.start_s)
@@ -128,14 +128,14 @@ def open_session(
         yield Session(job, paths, terminal, startup, checkpoints, owns_ray, preflight, plan)
 
 
-def _prepare(job: Job) -> tuple[Job, Preflight]:
+def _prepare(job: Job, resume: str | None) -> tuple[Job, Preflight]:
     """Check the job, read its data, and import what the run needs next."""
     problems = check_job(job)
     if problems:
         raise JobError(problems)
     if job.batch_size_search is None:
         job = resolve_lr_scaling(job)
-    preflight = run_preflight(job)
+    preflight = run_preflight(job, resumed=resume is not None)
     import_module("raytrain_opt.execution.start")
     return job, preflight
 

@@ -45,6 +45,7 @@ from raytrain_opt.search.policy import (
 )
 from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.checkpoint import Checkpoint, Checkpoints, read_checkpoint
+from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.train.weight_average import average_states
 
@@ -64,6 +65,7 @@ class TrainingRun:
         startup: Startup,
     ) -> None:
         self.job, self.policy, self.steps = resolved.job, resolved.policy, resolved.steps
+        self._num_classes = resolved.info.num_classes
         self.backend = backend
         self.paths, self.recorder, self.checkpoints = paths, recorder, checkpoints
         self.event_log, self.terminal, self.startup = event_log, terminal, startup
@@ -114,6 +116,11 @@ class TrainingRun:
             return self._resume_from(self.checkpoints.latest)
         pool = slots or self._wait_for_workers()
         state = fetch_initial_state(pool)
+        if self.job.model.weights is not None:
+            section, classes = self.job.model, self._num_classes
+            start, note = start_from_pretrained(self.backend.states.get(state), section, classes)
+            self.terminal.note(note)
+            state = self.backend.states.put("pretrained", start)
         self.backend.states.keep(state)
         return state
 

@@ -22,10 +22,7 @@ from raytrain_opt.models.registry import (
 DATA_ARGUMENTS = ("num_classes", "sample_shape")
 
 _FROM_DATA = "cannot be set here: comes from the data"
-_NOT_PRETRAINED = (
-    "cannot be set here: weights are initialized from the seed; to start from trained weights "
-    "use your own package.module:function"
-)
+_NOT_PRETRAINED = "cannot be set here: write model.weights beside model.args"
 _RESERVED_ARGUMENTS = {
     "num_classes": _FROM_DATA,
     "sample_shape": _FROM_DATA,

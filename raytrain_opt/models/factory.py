@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.functions import resolve_function
@@ -39,8 +40,21 @@ def build_model(
             model = construct(section, num_classes=num_classes, sample_shape=sample_shape)
         except NotImplementedError as error:  # torchvision lacks this combination of arguments
             raise JobError([_rejected(str(section.name), section.args, error)]) from error
-    _require_trainable(model)
+    freeze_parameters(model, section.freeze)
+    _require_trainable(model, frozen=bool(section.freeze))
     return model.train()
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Train no parameter whose name matches a pattern; raises JobError if none does."""
+    parameters = dict(model.named_parameters())
+    for i, pattern in enumerate(patterns):
+        matching = [p for name, p in parameters.items() if fnmatchcase(name, pattern)]
+        if not matching:
+            rule = f"matches no parameter of this model ({', '.join([*parameters][:3])}, …)"
+            raise JobError([Problem(f"model.freeze.{i}", rule, repr(pattern))])
+        for parameter in matching:
+            parameter.requires_grad_(False)
 
 
 def construct(
@@ -112,7 +126,7 @@ def _rejected(name: str, args: dict[str, Any], error: Exception) -> Problem:
     return Problem(path, f"{name} rejects it: {error}", repr(args) if args else None)
 
 
-def _require_trainable(model: nn.Module) -> None:
+def _require_trainable(model: nn.Module, *, frozen: bool) -> None:
     from torch.nn.parameter import is_lazy
 
     if any(is_lazy(tensor) for tensor in [*model.parameters(), *model.buffers()]):
@@ -120,5 +134,5 @@ def _require_trainable(model: nn.Module) -> None:
         hint = "use layers with sizes: num_classes and sample_shape are passed to your function"
         raise JobError([Problem("model.name", rule, None, hint)])
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        rule = "the model has no parameter that requires a gradient: nothing to train"
-        raise JobError([Problem("model.name", rule)])
+        rule = "no parameter of the model requires a gradient: nothing to train"
+        raise JobError([Problem("model.freeze" if frozen else "model.name", rule)])

@@ -30,8 +30,10 @@ variance, again at each combination: 3 % for a BatchNorm1d on 32 samples.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from types import MethodType
 from typing import Any
 
 import torch
@@ -65,6 +67,19 @@ def prepare_batch_norm(
         raise JobError([_NO_SYNC_ON_CPU])
     synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return synced
+
+
+def freeze_statistics(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Keep BatchNorm layers in eval mode whose weights match a pattern, also in training."""
+    for name, layer in _layers(model).items():
+        if any(fnmatchcase(f"{name}.weight", pattern) for pattern in patterns):
+            layer.train = MethodType(_stay_in_eval_mode, layer)  # type: ignore[method-assign]
+            layer.eval()
+
+
+def _stay_in_eval_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
+    layer.training = False
+    return layer
 
 
 _NO_SYNC_ON_CPU = Problem(

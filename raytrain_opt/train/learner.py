@@ -49,6 +49,7 @@ from raytrain_opt.train.batch_norm import (
     collect_buffers,
     count_tracked_batches,
     count_values_per_channel,
+    freeze_statistics,
     pool_statistics,
     prepare_batch_norm,
     recalibrate,
@@ -406,6 +407,7 @@ def _build_model(
         model = model.to(memory_format=torch.channels_last)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     model = prepare_batch_norm(model, config.batch_norm, world_size=world_size)
+    freeze_statistics(model, config.model.freeze)
     with count_values_per_channel(model) as values_per_channel:
         check_output(model, info.sample_shape, info.num_classes, device)
     if config.compile:

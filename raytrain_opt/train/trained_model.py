@@ -48,7 +48,8 @@ def model_metadata(model: ModelSection, info: DataInfo) -> dict[str, str]:
     """Return the metadata of the weights of a network trained on such data."""
     assert info.preprocessing is not None  # of all data that are read
     names = info.class_names or tuple(map(str, range(info.num_classes)))
-    description = ModelDescription(model, info.sample_shape, names, info.preprocessing)
+    network = model.model_copy(update={"weights": None, "freeze": []})
+    description = ModelDescription(network, info.sample_shape, names, info.preprocessing)
     return {_KEY: _DESCRIPTION.dump_json(description).decode()}
 
 

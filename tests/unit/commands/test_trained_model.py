@@ -14,13 +14,14 @@ from PIL import Image
 from safetensors import safe_open
 from torch import Tensor
 
-from raytrain_opt import Job, cli, load_model, run
+from raytrain_opt import Job, cli, load_model, run, storage
 from raytrain_opt.commands.evaluate import evaluate_runs
 from raytrain_opt.commands.export import export
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import CheckpointError, DataError, JobError, RaytrainOptError
 from raytrain_opt.train.trained_model import TrainedModel
 from tests.support.cli_errors import command_error
+from tests.support.s3_server import S3Server
 from tests.support.small_jobs import small_job
 
 
@@ -106,6 +107,19 @@ def test_a_run_under_a_uri(photo_run: str, photos: Path) -> None:
     assert result.output.startswith(images)
     assert "dark" in result.output
     assert "bright" in result.output
+
+
+def test_images_in_an_object_storage(photo_run: str, photos: Path, s3: S3Server) -> None:
+    folder = s3.new_uri()
+    for name in ("bright/0.png", "dark/0.png"):
+        storage.write(folder, name, (photos / "val" / name).read_bytes())
+    storage.write(folder, "notes.txt", b"no image")
+    local = invoke("predict", photo_run, str(photos / "val/bright/0.png"), "--json")
+    result = invoke("predict", photo_run, folder, "--json")
+    assert result.exit_code == 0, result.output
+    bright, dark = json.loads(result.output)["predictions"]
+    assert dark["image"] == storage.join(folder, "dark/0.png")
+    assert bright["classes"] == json.loads(local.output)["predictions"][0]["classes"]
 
 
 def test_a_damaged_file_does_not_hide_the_others(

@@ -16,7 +16,7 @@ from ray._private.runtime_env.packaging import create_package
 from torch import nn
 
 from raytrain_opt.config.load import dump_job, load_job
-from raytrain_opt.execution.preflight import check_job
+from raytrain_opt.execution.preflight import check_job, run_preflight
 from raytrain_opt.models.check import check_names
 from tests.support.synthetic_runs import write_schedule
 
@@ -61,13 +61,20 @@ def script(name: str) -> ModuleType:
 
 
 def test_all_scripts_are_tested_here() -> None:
-    tested = {*SCRIPTS, "replay_schedule", "cnn11"}
+    tested = {*SCRIPTS, "replay_schedule", "cnn11", "fine_tune"}
     assert {path.stem for path in (ROOT / "jobs").glob("*.py")} == tested
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_job_of_every_script_is_valid(name: str) -> None:
     assert check_job(script(name).make_job()) == []
+
+
+def test_the_fine_tuning_job_reads_its_digits() -> None:
+    """The weights come from the run that the header starts first."""
+    job = load_job(ROOT / "jobs/fine_tune.yaml", ["model.weights=null"])
+    info = run_preflight(job).info
+    assert (info.train_size, info.class_names) == (50, ("5", "6", "7", "8", "9"))
 
 
 def test_the_replay_script_takes_job_and_rates_of_a_run(tmp_path: Path) -> None:

@@ -1,0 +1,149 @@
+"""Start from trained weights: of a file, of a run, or of torchvision.
+
+The driver reads them, and the state that a run begins with carries them to all processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytrain_opt.config.error_messages import nearest
+from raytrain_opt.config.schema import ModelSection
+from raytrain_opt.errors import CheckpointError, JobError, Problem
+from raytrain_opt.storage import is_remote, local_path
+from raytrain_opt.train.checkpoint import read_weights
+from raytrain_opt.train.state import PackedTensor, TrainingState, model_tensors
+from raytrain_opt.train.trained_model import find_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PATH = "model.weights"
+# Names of tensors in one message.
+_SHOWN = 5
+
+
+def read_pretrained(section: ModelSection) -> dict[str, Tensor]:
+    """Read the tensors that `model.weights` names: a file, a run, or weights of torchvision.
+
+    Raises JobError when there is nothing of this name, or it cannot be read.
+    """
+    if names_torchvision_weights(section):
+        return _download(section)
+    weights = str(section.weights)
+    try:
+        if not is_remote(weights) and (path := local_path(weights)).is_file():
+            return _read_file(path)
+        return read_weights(find_weights(weights, _PATH).folder)
+    except CheckpointError as error:
+        raise JobError([Problem(_PATH, str(error), repr(weights))]) from error
+
+
+def names_torchvision_weights(section: ModelSection) -> bool:
+    """Return whether the weights are torchvision's; raises JobError for an unknown name."""
+    weights = section.weights
+    if weights is None or is_remote(weights) or local_path(weights).exists():
+        return False
+    _torchvision_weights(section)
+    return True
+
+
+def fit_pretrained(
+    own: Mapping[str, Tensor], pretrained: Mapping[str, Tensor], num_classes: int
+) -> dict[str, Tensor]:
+    """Return the pretrained tensors that the network takes; those of its head may be missing.
+
+    The head is the one layer whose tensors differ in their first axis only, which is
+    `num_classes` in the network. Raises JobError naming the tensors that fit in no other way.
+    """
+    different = {n for n in own if n in pretrained and own[n].shape != pretrained[n].shape}
+    heads = {name.rpartition(".")[0] for name in different}
+    fits = len(heads) <= 1 and all(
+        own[n].shape[1:] == pretrained[n].shape[1:] and own[n].shape[:1] == (num_classes,)
+        for n in different
+    )
+    problems = [
+        _problem("are missing in the weights", set(own) - set(pretrained)),
+        _problem("are not in this network", set(pretrained) - set(own)),
+        None
+        if fits
+        else _problem(
+            "have another shape",
+            {f"{n} {list(pretrained[n].shape)} for {list(own[n].shape)}" for n in different},
+        ),
+    ]
+    if any(problems):
+        raise JobError([problem for problem in problems if problem])
+    return {name: tensor for name, tensor in pretrained.items() if name not in different}
+
+
+def start_from_pretrained(
+    state: TrainingState, section: ModelSection, num_classes: int
+) -> tuple[TrainingState, str]:
+    """Return the initial state with pretrained weights, and what happened, for the user."""
+    own = model_tensors(state)
+    taken = fit_pretrained(own, read_pretrained(section), num_classes)
+    packed = {
+        f"model.{n}": PackedTensor.from_tensor(t.to(own[n].dtype), copy=False)
+        for n, t in taken.items()
+    }
+    text = f"starting from the weights of {section.weights}"
+    if head := sorted(set(own) - set(taken)):
+        text += f"; new for {num_classes} classes: {', '.join(head)}"
+    return replace(state, tensors={**state.tensors, **packed}), text
+
+
+def _problem(what: str, names: set[str]) -> Problem | None:
+    if not names:
+        return None
+    some = sorted(names)
+    more = f", and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
+    return Problem(_PATH, f"{len(some)} tensors {what}: {', '.join(some[:_SHOWN])}{more}")
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file, or a `state_dict` saved by torch; runs no code in it."""
+    import torch
+    from safetensors.torch import load_file
+
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        tensors = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # damage can look like anything to an unpickler
+        rule = f"cannot be read as tensors ({type(error).__name__}: {error})"
+        raise JobError([Problem(_PATH, rule, repr(str(path)))]) from error
+    if not isinstance(tensors, dict) or not all(torch.is_tensor(t) for t in tensors.values()):
+        rule = "must be a state_dict: a dictionary of tensors by name"
+        raise JobError([Problem(_PATH, rule, repr(str(path)))])
+    return tensors
+
+
+def _torchvision_weights(section: ModelSection) -> Any:
+    from torchvision import models
+
+    weights = str(section.weights)
+    rule = "is no file, no run directory and no weights of torchvision for this network"
+    try:
+        available = models.get_model_weights(str(section.name))
+    except ValueError:
+        raise JobError([Problem(_PATH, rule, repr(weights))]) from None
+    name = weights.removeprefix(f"{available.__name__}.")
+    if name not in available.__members__:
+        valid = sorted(available.__members__)
+        hint = nearest(name, valid) or f"torchvision has {', '.join(valid)}"
+        raise JobError([Problem(_PATH, rule, repr(weights), hint)])
+    return available[name]
+
+
+def _download(section: ModelSection) -> dict[str, Tensor]:
+    weights = _torchvision_weights(section)
+    try:
+        tensors: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True)
+    except (OSError, RuntimeError) as error:
+        rule = f"could not be downloaded: {error}"
+        raise JobError([Problem(_PATH, rule, repr(section.weights))]) from error
+    return tensors

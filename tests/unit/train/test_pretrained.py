@@ -1,0 +1,195 @@
+"""Starting from trained weights, and training only a part of the network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from raytrain_opt import Job, run
+from raytrain_opt.config.schema import ModelSection
+from raytrain_opt.data import load_shared_data
+from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.errors import JobError
+from raytrain_opt.execution.preflight import run_local_preflight, run_preflight
+from raytrain_opt.models import build_model
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
+from tests.support.small_jobs import small_job
+
+CLASSES = 5
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The digits 0 to 4, as arrays: another number of classes than the pretraining has."""
+    folder, arrays = tmp_path_factory.mktemp("data"), load_shared_data(small_job(Path()).data)
+    assert isinstance(arrays, DatasetArrays)
+    paths = {}
+    for split in ("train", "test"):
+        x, y = getattr(arrays, f"{split}_x"), getattr(arrays, f"{split}_y")
+        paths[split] = [str(folder / f"{split}_{name}.npy") for name in "xy"]
+        for path, array in zip(paths[split], (x[y < CLASSES], y[y < CLASSES]), strict=True):
+            np.save(path, array)
+    return paths
+
+
+def job(folder: Path, model: dict[str, Any], **changes: Any) -> Job:
+    values = {
+        "model": {"name": "small_cnn", "args": {"width": 8}, **model},
+        "epochs": 1,
+        "learning_rate": {"policy": "schedule", "shape": "linear", "initial": 0.05},
+        "optimizer": {"name": "SGD", "lr_multipliers": {"11.*": 4}},
+        "workers": {"count": 1, "threads": 1},
+        "average": None,
+    }
+    return small_job(folder, **(values | changes))
+
+
+def weights_of(run_dir: str) -> dict[str, Tensor]:
+    return load_file(max(Path(run_dir).glob("checkpoints/epoch-*/weights.safetensors")))
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run on all ten digits."""
+    return run(job(tmp_path_factory.mktemp("runs"), {}), in_process=True).run_dir
+
+
+@pytest.mark.parametrize("policy", ["schedule", "stpt"])
+def test_frozen_layers_keep_the_weights_of_the_run_and_the_rest_is_trained(
+    pretrained: str,
+    halves: dict[str, list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    policy: str,
+) -> None:
+    changes = {} if policy == "schedule" else {"learning_rate": {"policy": "stpt", "alpha": 5}}
+    # The first two convolutions with their BatchNorm layers: modules 0, 1 and 3, 4.
+    model = {"weights": pretrained, "freeze": ["[0134].*"]}
+    tuned = run(
+        job(tmp_path, model, data={"name": "arrays", **halves}, **changes), in_process=True
+    )
+    before, after = weights_of(pretrained), weights_of(tuned.run_dir)
+    frozen = {name for name in before if name.partition(".")[0] in ("0", "1", "3", "4")}
+    assert {"0.weight", "1.running_mean", "4.running_var"} <= frozen
+    assert all(torch.equal(before[name], after[name]) for name in frozen)
+    for name in ("6.weight", "7.running_mean"):
+        assert not torch.equal(before[name], after[name])
+    assert after["11.weight"].shape[0] == CLASSES
+    out = capsys.readouterr()
+    assert "new for 5 classes: 11.bias, 11.weight" in out.out + out.err
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Muon", "LARS", "ScheduleFreeSGD"])
+def test_no_optimizer_moves_frozen_weights(tmp_path: Path, optimizer: str) -> None:
+    """Not even by weight decay or an average."""
+    changes: dict[str, Any] = {"learning_rate": {"policy": "stpt_horizon"}, "optimizer": optimizer}
+    if optimizer != "ScheduleFreeSGD":
+        changes["average"] = {"kind": "ema"}
+    settings = job(tmp_path, {"freeze": ["[0134].*"]}, **changes)
+    arrays = load_shared_data(settings.data)
+    learner = Learner(LearnerConfig.from_job(settings), arrays, torch.device("cpu"))
+    before = {name: t.clone() for name, t in learner.model.state_dict().items()}
+    learner.train(1, 0, [0.1] * 3, MicroBatches(range(2), 2))
+    learner.sync_batch_norm_stats(fresh=True)
+    moved = {n for n, t in learner.model.state_dict().items() if not torch.equal(t, before[n])}
+    assert {name.partition(".")[0] for name in moved} == {"6", "7", "11"}
+
+
+def test_a_run_starts_from_the_weights_of_a_file(pretrained: str, tmp_path: Path) -> None:
+    """A rate of almost nothing leaves them as they are, the head of equal size included."""
+    for name in ("weights.safetensors", "weights.pt"):
+        file = tmp_path / name
+        tensors = weights_of(pretrained)
+        save_file(tensors, file) if file.suffix != ".pt" else torch.save(tensors, file)
+        rate = {"policy": "schedule", "shape": "constant", "initial": 1e-30}
+        tuned = run(job(tmp_path, {"weights": str(file)}, learning_rate=rate), in_process=True)
+        after = weights_of(tuned.run_dir)
+        assert torch.equal(after["11.weight"], tensors["11.weight"])
+
+
+def test_a_resumed_run_needs_no_weights_any_more(tmp_path: Path) -> None:
+    missing = job(tmp_path, {"weights": str(tmp_path / "gone.safetensors")})
+    run_preflight(missing, resumed=True)
+    with pytest.raises(JobError, match=r"model\.weights: is no file, no run directory"):
+        run_preflight(missing)
+
+
+def linear(outputs: int, **extra: Tensor) -> dict[str, Tensor]:
+    return {"body": torch.ones(4), "head.weight": torch.ones(outputs, 4), **extra}
+
+
+def test_only_a_head_for_other_classes_may_differ() -> None:
+    assert set(fit_pretrained(linear(5), linear(5), 5)) == {"body", "head.weight"}
+    assert set(fit_pretrained(linear(5), linear(10), 5)) == {"body"}
+    own = linear(5, new=torch.ones(1))
+    with pytest.raises(JobError, match=r"1 tensors are missing in the weights: new") as caught:
+        fit_pretrained(own, linear(10, old=torch.ones(1)), 5)
+    assert "1 tensors are not in this network: old" in str(caught.value)
+    for other in (linear(10) | {"head.weight": torch.ones(10, 3)}, linear(10, body=torch.ones(5))):
+        with pytest.raises(JobError, match="have another shape"):
+            fit_pretrained(linear(5), other, 5)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"damaged", "cannot be read as tensors"), (None, "must be a state_dict")],
+)
+def test_files_without_tensors_are_refused(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save([1, 2], file) if content is None else file.write_bytes(content)
+    with pytest.raises(JobError, match=message):
+        read_pretrained(ModelSection(name="resnet8", weights=str(file)))
+
+
+def test_weights_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From torch's cache, as after a download; `validate` downloads nothing."""
+    from torchvision.models import ShuffleNet_V2_X0_5_Weights, shufflenet_v2_x0_5
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    name = ShuffleNet_V2_X0_5_Weights.DEFAULT.url.rpartition("/")[2]
+    torch.save(shufflenet_v2_x0_5(weights=None).state_dict(), folder / name)
+    section = ModelSection(name="shufflenet_v2_x0_5", weights="IMAGENET1K_V1")
+    model = build_model(section, num_classes=7, sample_shape=(3, 32, 32), seed=0)
+    taken = fit_pretrained(model.state_dict(), read_pretrained(section), 7)
+    assert set(model.state_dict()) - set(taken) == {"fc.weight", "fc.bias"}
+    with pytest.raises(JobError, match="did you mean 'IMAGENET1K_V1'"):
+        read_pretrained(ModelSection(name="shufflenet_v2_x0_5", weights="IMAGENET1K_V2"))
+    (folder / name).unlink()
+    color = np.zeros((20, 32, 32, 3), np.uint8)
+    for split in ("train", "test"):
+        np.save(tmp_path / f"{split}_x.npy", color)
+        np.save(tmp_path / f"{split}_y.npy", np.arange(20) % 2)
+    data = {s: [str(tmp_path / f"{s}_{n}.npy") for n in "xy"] for s in ("train", "test")}
+    model_section = {"args": {}, "name": "shufflenet_v2_x0_5", "weights": "IMAGENET1K_V1"}
+    changes = {"data": {"name": "arrays", **data}, "global_batch_size": 10, "optimizer": "SGD"}
+    assert run_local_preflight(job(tmp_path, model_section, **changes), "job") is not None
+
+
+def test_frozen_patterns_are_checked() -> None:
+    arguments: dict[str, Any] = {"num_classes": 10, "sample_shape": (1, 8, 8), "seed": 0}
+    with pytest.raises(JobError, match=r"model\.freeze\.0: matches no parameter of this model"):
+        build_model(ModelSection(name="small_cnn", freeze=["layer9.*"]), **arguments)
+    with pytest.raises(JobError, match=r"model\.freeze: no parameter .* nothing to train"):
+        build_model(ModelSection(name="small_cnn", freeze=["*"]), **arguments)
+
+
+def test_multipliers_of_auto_hold_for_all_its_optimizers(tmp_path: Path) -> None:
+    own = {"name": "AdamW", "lr_multipliers": {"0.*": 0.5}}
+    optimizer = {"name": "auto", "candidates": ["SGD", own], "lr_multipliers": {"11.*": 4}}
+    horizon = {"learning_rate": {"policy": "stpt_horizon"}, "optimizer": optimizer}
+    sgd, adamw = job(tmp_path, {}, **horizon).optimizers
+    assert sgd.lr_multipliers == {"11.*": 4}
+    assert adamw.lr_multipliers == {"0.*": 0.5, "11.*": 4}
