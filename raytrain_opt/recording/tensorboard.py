@@ -11,22 +11,35 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import time
+from typing import TYPE_CHECKING
 
 from raytrain_opt.errors import StorageError
 
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
+
+
+# Of one file, about 1 MiB. A run under a URI copies the file that grows after every epoch.
+_FILE_POINTS = 10_000
+
 
 class TensorBoardWriter:
-    """Writer of one event file in `folder`. Raises StorageError when it cannot be written."""
+    """Writer of event files in `folder`. Raises StorageError when they cannot be written."""
 
     def __init__(self, folder: Path) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-
-        self._folder, self._closed = folder, False
+        self._folder, self._closed, self._files = folder, False, 0
         try:
             folder.mkdir(exist_ok=True)
-            self._writer = EventsWriter(str(folder / "events"))
+            self._writer = self._open_file()
         except OSError as error:
             raise self._storage_error(error) from error
+
+    def _open_file(self) -> EventsWriter:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self._points = 0
+        self._files += 1  # in the names, which otherwise differ by seconds
+        return EventsWriter(str(self._folder / "events"), f".{self._files:04d}")
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write one point of each curve; none for None and for values that are not finite."""
@@ -39,6 +52,10 @@ class TensorBoardWriter:
                     summary = scalar(name, value)
                     self._writer.write_event(Event(wall_time=time(), step=step, summary=summary))
             self._writer.flush()
+            self._points += len(values)
+            if self._points >= _FILE_POINTS:
+                self._writer.close()
+                self._writer = self._open_file()
         except OSError as error:
             raise self._storage_error(error) from error
 

@@ -12,6 +12,7 @@ import pytest
 
 from raytrain_opt.errors import RecordError
 from raytrain_opt.paths import RunPaths
+from raytrain_opt.recording import tensorboard
 from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.recorder import Recorder, versions
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord, ScheduleRecord
@@ -225,12 +226,12 @@ def scalars_of(paths: RunPaths) -> dict[str, tuple[int, float]]:
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
-    [file] = paths.tensorboard.iterdir()
     scalars = {}
-    for raw in RawEventFileLoader(str(file)).Load():
-        event = Event.FromString(raw)
-        for value in event.summary.value:
-            scalars[value.tag] = (event.step, value.simple_value)
+    for file in sorted(paths.tensorboard.iterdir()):
+        for raw in RawEventFileLoader(str(file)).Load():
+            event = Event.FromString(raw)
+            for value in event.summary.value:
+                scalars[value.tag] = (event.step, value.simple_value)
     return scalars
 
 
@@ -257,6 +258,19 @@ def test_scalars_are_readable_while_the_run_continues(recorder: Recorder, paths:
     assert scalars["round/candidate_0/val_loss"] == (10, 1.0)
     assert scalars["round/next_base_lr"] == (10, pytest.approx(0.2))
     assert scalars["epoch/train_loss"] == (20, 0.5)
+
+
+def test_a_long_run_begins_new_files(
+    recorder: Recorder, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a URI the file that grows is copied after every epoch."""
+    monkeypatch.setattr(tensorboard, "_FILE_POINTS", 40)
+    for number in range(1, 31):
+        recorder.epoch(epoch(number), number)
+        assert scalars_of(paths)["epoch/train_loss"] == (number, 0.5)
+    files = list(paths.tensorboard.iterdir())
+    assert len(files) == 1 + 30 * 7 // 42
+    assert max(file.stat().st_size for file in files) < 5000
 
 
 def test_a_noise_scale_is_a_scalar_when_it_is_finite(recorder: Recorder, paths: RunPaths) -> None:
