@@ -5,6 +5,7 @@ A checkpoint's weights carry, as text, what builds the network and prepares a sa
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -110,17 +111,17 @@ class TrainedModel:
         import numpy as np
         import torch
 
-        convert = self._image if self.preprocessing.is_image else np.asarray
-        shape = self.sample_shape
-        if self.preprocessing.is_image:
+        is_image, shape = self.preprocessing.is_image, self.sample_shape
+        if is_image:
             shape = (*shape[1:], shape[0])
-        arrays = [convert(sample) for sample in samples]
+        arrays = [self._image(sample) if is_image else np.asarray(sample) for sample in samples]
         for array in arrays:
-            if array.shape != shape:
-                rule = f"a sample has shape {array.shape}; the network was trained on {shape}"
+            if array.shape != shape or (is_image and array.dtype != np.uint8):
+                kind = "uint8 " if is_image else ""
+                rule = f"must have shape {kind}{shape}, but one has {array.dtype} {array.shape}"
                 raise DataError("samples", rule)
         batch = torch.from_numpy(np.stack(arrays)).to(self.device)
-        if not self.preprocessing.is_image and batch.is_floating_point():
+        if batch.is_floating_point():
             batch = batch.float()
         transform = make_transform(self.preprocessing, self.sample_shape, self.device, False)
         return transform(batch)
@@ -151,7 +152,7 @@ class TrainedModel:
         elif isinstance(sample, (str, Path)):
             sample = Path(sample).read_bytes()
         if not isinstance(sample, bytes):
-            return np.asarray(sample, np.uint8)
+            return np.asarray(sample)
         channels, height, width = self.sample_shape
         crop = self.preprocessing.center_crop
         pixels = center_crop(sample, height) if crop else stretch(sample, height, width)
@@ -169,24 +170,19 @@ def load_model(
     device: default is a GPU if torch sees one, else the CPU.
     trust: run the function of your own that the run names as its model.
 
-    Raises JobError, CheckpointError.
+    Warns of damaged later checkpoints. Raises JobError, CheckpointError.
     """
-    return build_trained(find_weights(run, "RUN"), str(run), device=device, trust=trust)
-
-
-def build_trained(
-    saved: SavedWeights, run: str, *, device: str | torch.device | None = None, trust: bool
-) -> TrainedModel:
-    """Build the network of a checkpoint; see `load_model`."""
     import torch
 
     from raytrain_opt.models import build_model
 
+    saved = find_weights(run, "RUN")
+    for note in saved.notes:
+        warnings.warn(note, stacklevel=2)
     metadata = read_metadata(saved.folder)
     description = _read_description(saved.folder, metadata)
-    names = [("model.name", description.model.name)]
-    if not trust:
-        refuse_functions((pair for pair in names if is_function_name(pair[1])), run)
+    if not trust and is_function_name(description.model.name):
+        refuse_functions([("model.name", description.model.name)], str(run))
     network = build_model(
         description.model,
         num_classes=len(description.class_names),
@@ -197,7 +193,7 @@ def build_trained(
         network.load_state_dict(read_weights(saved.folder))
     except RuntimeError as error:
         rule = f"the weights do not match the network {description.model.name}: {error}"
-        raise JobError([Problem("RUN", rule, repr(run))], "arguments") from error
+        raise JobError([Problem("RUN", rule, repr(str(run)))], "arguments") from error
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return TrainedModel(
         network.to(target).eval(),

@@ -142,8 +142,17 @@ def test_gray_images_and_other_sizes_fit_the_network(digits: str) -> None:
     color = Image.fromarray(np.repeat(pixels[..., None], 3, axis=2))
     assert torch.allclose(model.preprocess([color]), exact, atol=0.02)
     assert model.preprocess([Image.new("RGB", (50, 20))]).shape == (1, 1, 8, 8)
-    with pytest.raises(DataError, match=r"shape \(8, 8\).*trained on \(8, 8, 1\)"):
-        model.preprocess([pixels])
+    for wrong in (pixels, pixels[..., None] / 255):
+        with pytest.raises(DataError, match=r"must have shape uint8 \(8, 8, 1\), but one has"):
+            model.preprocess([wrong])
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    run_dir = Path(trained(tmp_path, epochs=2))
+    with (run_dir / "checkpoints/epoch-0002/weights.safetensors").open("ab") as file:
+        file.write(b"damage")
+    with pytest.warns(UserWarning, match="epoch 2 is damaged"):
+        assert load_model(run_dir).checkpoint == "epoch 1"
 
 
 def test_wrong_arguments_of_predict(digits: str, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_signal_does_not_wait_for_data_that_never_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung = threading.Event()
-    monkeypatch.setattr(session, "_prepare", lambda _: hung.wait(60))
+    monkeypatch.setattr(session, "_prepare", lambda *_: hung.wait(60))
 
     def stop(*_: object, **__: object) -> None:
         raise Terminated
@@ -93,7 +93,7 @@ def test_data_that_never_arrive_end_the_run(
     tmp_path: Path, plans: list[PoolPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung = threading.Event()
-    monkeypatch.setattr(session, "_prepare", lambda _: hung.wait(60))
+    monkeypatch.setattr(session, "_prepare", lambda *_: hung.wait(60))
     job = small_job(tmp_path, timeouts={"stop_s": 0.1, "no_progress_s": 0.1})
     message = r"data: not read within 0\.1 s \(timeouts\.no_progress_s\)"
     try:
