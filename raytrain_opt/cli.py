@@ -466,7 +466,7 @@ def _summary(job: Job) -> str:
 def _split(job: Job) -> str:
     if job.workers.count == "auto":
         return ", divided among the free GPUs"
-    return f" = {job.workers.count} workers x {job.batch_size_per_worker}"
+    return f" = {job.workers.size} workers x {job.batch_size_per_worker}"
 
 
 def _slots(job: Job) -> str:

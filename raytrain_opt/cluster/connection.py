@@ -11,7 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray.util import placement_group, remove_placement_group
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster import fork_client
 from raytrain_opt.cluster.fork_server import fork_server
 from raytrain_opt.cluster.ray_private import (
@@ -146,6 +148,21 @@ def gone_nodes() -> dict[str, str]:
 def cpu_count() -> float:
     """Return the number of cores of all nodes together."""
     return sum(float(node["Resources"].get("CPU", 0.0)) for node in alive_nodes())
+
+
+def count_placeable(resources: Mapping[str, float], count: int, limit_s: float) -> int:
+    """Return how many processes, at most `count`, with these resources fit now.
+
+    Waits up to `limit_s` for resources of processes that are ending.
+    """
+    groups = [placement_group([dict(resources)]) for _ in range(count)]
+    deadline_s = monotonic_s() + limit_s
+    # Each further group is looked at at least once.
+    limits_s = (max(0.1, deadline_s - monotonic_s()) for _ in groups)
+    placed = sum(bool(group.wait(s)) for group, s in zip(groups, limits_s, strict=True))
+    for group in groups:
+        remove_placement_group(group)
+    return placed
 
 
 def total_resources() -> list[dict[str, float]]:

@@ -16,23 +16,23 @@ from raytrain_opt.config.section import (
 )
 
 
+class CountRange(Section):
+    """As many workers as the cluster has room for: it may lose nodes and get others."""
+
+    min: PositiveInt = Field(description="Wait for nodes when there is room for fewer.")
+    max: PositiveInt = Field(description="Number of workers where the cluster has room.")
+
+
 class WorkersSection(Section):
     """The data-parallel workers of Ray Train."""
 
-    count: PositiveInt | Literal["auto"] = Field(
+    count: PositiveInt | Literal["auto"] | CountRange = Field(
         "auto",
         description=(
             "Number of workers; each computes an equal part of the global batch. auto: as many as "
             "there are free GPUs, or the largest number below that divides global_batch_size; "
-            "without GPUs, 1."
-        ),
-    )
-    min_count: PositiveInt | None = Field(
-        None,
-        description=(
-            "Continue with as few workers as this when the others died and cannot be restarted "
-            "(their node is lost). The global batch size stays the same, each worker computes "
-            "more of it. Default: count."
+            "without GPUs, 1. {min: 2, max: 8}: continue with fewer when a node is lost, and with "
+            "more, from the next epoch on, when there is room again; the global batch stays."
         ),
     )
     use_gpu: bool | Literal["auto"] = Field(
@@ -52,18 +52,20 @@ class WorkersSection(Section):
 
     @property
     def size(self) -> int:
-        """The number of workers; of `auto`, 1 until the cluster is known."""
+        """The largest number of workers; of `auto`, 1 until the cluster is known."""
+        if isinstance(self.count, CountRange):
+            return self.count.max
         return 1 if self.count == "auto" else self.count
 
     @property
     def min_workers(self) -> int:
         """The smallest number of workers that the job may continue with."""
-        return self.min_count or self.size
+        return self.count.min if isinstance(self.count, CountRange) else self.size
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse a minimum above the number of workers."""
-        if self.count != "auto" and self.min_workers > self.count:
-            yield "min_count", f"is more than count, {self.count}"
+        """Refuse a minimum above the maximum."""
+        if self.min_workers > self.size:
+            yield "count.min", f"is more than max, {self.size}"
 
 
 class SlotsSection(Section):

@@ -299,7 +299,7 @@ class Job(Section):
             )
         if self.batch_norm.sync and self.workers.min_workers < self.workers.size:
             yield (
-                "workers.min_count",
+                "workers.count",
                 "with fewer workers the micro-batches per worker can differ, and batch_norm.sync "
                 "needs all workers in each; leave one of the two out",
             )
@@ -416,7 +416,7 @@ class Job(Section):
             )
         if self.workers.min_workers < self.workers.size:
             yield (
-                "workers.min_count",
+                "workers.count",
                 "belongs to parallel.mode: sync; with async the remaining workers continue "
                 "without a worker that died",
             )

@@ -16,7 +16,12 @@ import ray
 from raytrain_opt.async_training.actors import ServerHandles, parameter_server
 from raytrain_opt.async_training.main_training import AsynchronousTraining
 from raytrain_opt.async_training.program import AsynchronousWorkers
-from raytrain_opt.cluster.connection import alive_nodes, cpu_count, on_driver_node
+from raytrain_opt.cluster.connection import (
+    alive_nodes,
+    count_placeable,
+    cpu_count,
+    on_driver_node,
+)
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.session import Session
@@ -35,6 +40,8 @@ from raytrain_opt.pools.state_store import RayStateStore
 
 # Seconds for the pools to leave a Ray that we started: it is shut down anyway.
 _OWN_RAY_STOP_S = 1.0
+# A look for room between two epochs: Ray places a group within milliseconds, if at all.
+_LOOK_S = 2.0
 
 
 def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
@@ -155,6 +162,10 @@ def _make_pools(
 ) -> tuple[RayPool, RayPool]:
     """Return the pools of workers and of slots, not started yet."""
     plan, limit_s = config.plan, config.timeouts.no_progress_s
+
+    def has_room() -> bool:
+        return count_placeable(plan.worker_resources, 1, _LOOK_S) == 1
+
     workers = RayPool(
         WORKER_POOL,
         plan.workers,
@@ -163,6 +174,7 @@ def _make_pools(
         store,
         limit_s,
         can_lose_residents=not config.workers.forms_group,
+        has_room=has_room if config.min_workers < plan.workers else None,
     )
     slots = RayPool(
         SLOT_POOL,

@@ -189,6 +189,8 @@ class TrainingRun:
         if action.epoch == 1 and not self.history.decisions and max_candidates(self.job):
             self.terminal.note(f"epoch 1: {action.reason}")
         first_step = self.steps(action.epoch) - len(action.lrs)
+        if first_step == 0:
+            self.backend.workers.grow()
         command = MainTrain(
             state,
             action.epoch,

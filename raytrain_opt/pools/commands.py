@@ -107,7 +107,17 @@ class Close:
     name: ClassVar[str] = "close"
 
 
-Command = SendInitialState | Pretrain | SendCandidateState | MainTrain | Evaluate | Close
+@dataclass(frozen=True)
+class Regroup:
+    """Ask all workers to leave, and to join again with as many as there is room for.
+
+    Who joins after it was posted replies None.
+    """
+
+    name: ClassVar[str] = "regroup"
+
+
+Command = SendInitialState | Pretrain | SendCandidateState | MainTrain | Evaluate | Regroup | Close
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,9 @@ class InProcessPool:
         """Return the one resident."""
         return (0,)
 
+    def grow(self) -> None:
+        """Do nothing: there is one resident."""
+
     def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
         """Execute the command; return its reply."""
         self._before()

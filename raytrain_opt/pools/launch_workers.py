@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import ray
 import ray.train
 from ray.train import (
     FailureConfig,
@@ -12,17 +14,15 @@ from ray.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from ray.util import placement_group, remove_placement_group
 
-from raytrain_opt.clock import monotonic_s
+from raytrain_opt.cluster.connection import count_placeable
 from raytrain_opt.cluster.ray_private import run_without_helpers
 from raytrain_opt.pools.commands import WORKER_POOL
 from raytrain_opt.pools.resident import peer_failure_grace_s, serve
 from raytrain_opt.pools.resident_config import ResidentConfig, WorkerPlace
 
-# Ray learns of resources that became free within seconds; 15 also on a busy machine. The minimum
-# lets the check of each further group look at least once.
-_PLACEMENT_LIMIT_S, _MIN_WAIT_S = 15.0, 0.1
+# Ray learns of resources that became free within seconds; 15 also on a busy machine.
+_PLACEMENT_LIMIT_S = 15.0
 
 
 def run_workers(config: ResidentConfig) -> None:
@@ -34,38 +34,30 @@ def run_workers(config: ResidentConfig) -> None:
     if config.min_workers == count:
         _fit(config, "", count, FailureConfig(max_failures=config.max_restarts))
     else:
-        _run_with_fewer(config)
+        _run_elastic(config)
 
 
-def _run_with_fewer(config: ResidentConfig) -> None:
-    """Run a group of all workers that fit, and a new group whenever a worker has died.
+def _run_elastic(config: ResidentConfig) -> None:
+    """Run a group of all workers that fit, and a new one after a death or on `Regroup`.
 
     This is not an elastic group of Ray Train: the size of one follows from what Ray Train noted of
     the cluster some time ago, without our slots, and includes what an ended run had reserved.
     """
-    size, restarts = config.plan.placed_workers, config.max_restarts
+    size, deaths, resources = config.plan.placed_workers, 0, config.plan.worker_resources
     no_retries: dict[str, Any] = {"max_failures": 0, "max_preemption_failures": 0}
-    for restart in range(restarts + 1):
+    for group in itertools.count():
         try:
-            _fit(config, f"-{restart}", size, FailureConfig(**no_retries))
-            return
+            _fit(config, f"-{group}", size, FailureConfig(**no_retries))
+            if ray.get(config.mailbox.is_closed.remote(WORKER_POOL)):
+                return
         except (WorkerGroupError, PreemptionError):
-            if restart == restarts:
+            deaths += 1
+            if deaths > config.max_restarts:
                 raise
-        while (size := _count_placeable(config)) < config.min_workers:
+        while (
+            size := count_placeable(resources, config.plan.workers, _PLACEMENT_LIMIT_S)
+        ) < config.min_workers:
             pass  # until a node comes back; the driver's limits end this
-
-
-def _count_placeable(config: ResidentConfig) -> int:
-    """Return how many workers fit now; wait a little for resources of workers that are ending."""
-    plan = config.plan
-    groups = [placement_group([plan.worker_resources]) for _ in range(plan.workers)]
-    deadline_s = monotonic_s() + _PLACEMENT_LIMIT_S
-    limits_s = (max(_MIN_WAIT_S, deadline_s - monotonic_s()) for _ in groups)
-    count = sum(bool(group.wait(s)) for group, s in zip(groups, limits_s, strict=True))
-    for group in groups:
-        remove_placement_group(group)
-    return count
 
 
 def _fit(config: ResidentConfig, suffix: str, size: int, failures: FailureConfig) -> None:

@@ -25,6 +25,7 @@ from raytrain_opt.pools.commands import (
     Command,
     Overdue,
     Progress,
+    Regroup,
     Reply,
     Report,
     Resident,
@@ -60,7 +61,11 @@ class Exchange(ABC):
     async def report(self, report: Report) -> bool:
         """Take a progress report; return whether the pool is closed."""
         await self.receive([report])
-        return isinstance(self._board(report.sender[0]).command, Close)
+        return await self.is_closed(report.sender[0])
+
+    async def is_closed(self, pool: str) -> bool:
+        """Return whether the residents of the pool are asked to leave."""
+        return isinstance(self._board(pool).command, Close)
 
 
 class Mailbox(Exchange):
@@ -169,6 +174,8 @@ class Mailbox(Exchange):
         state = self._pools[pool]
         if state.board.post(number, command):
             state.log.begin_command()
+            if isinstance(command, Regroup):  # who joins now was not restarted by a death
+                state.membership.residents.clear()
 
     async def collect(self, pool: str, number: int, expected: Sequence[int]) -> dict[int, Any]:
         """Return the replies by resident, when all expected ones have answered or one could not.

@@ -71,6 +71,10 @@ class Pool(Protocol):
         """Return the residents that are running or being restarted."""
         ...
 
+    def grow(self) -> None:
+        """Start residents that are missing, where the pool may and the cluster has room."""
+        ...
+
     def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
         """Post a command; return the replies of the expected residents (default: all).
 

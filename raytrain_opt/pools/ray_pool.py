@@ -18,6 +18,7 @@ from raytrain_opt.pools.commands import (
     Command,
     Failure,
     Overdue,
+    Regroup,
     Resident,
     StateLost,
     state_in,
@@ -32,7 +33,7 @@ _POLL_S = 0.5
 
 _NODES_GONE = (
     "Nodes have left the cluster, and the others may have no room for all workers: "
-    "workers.min_count lets a training continue with fewer"
+    "workers.count: {min: …, max: …} lets a training continue with fewer"
 )
 
 
@@ -42,6 +43,7 @@ class RayPool:
 
     `run` starts it and returns a reference that is ready when it has ended. `mailbox`: handle of
     the Mailbox actor. `limit_s`: seconds without progress after which residents count as hung.
+    `has_room`: whether one more resident fits; None where the pool keeps its size.
     """
 
     name: str
@@ -51,6 +53,7 @@ class RayPool:
     states: RayStateStore
     limit_s: float
     can_lose_residents: bool = False
+    has_room: Callable[[], bool] | None = None
     on_wait: OnWait | None = None
     _ended: Any = None
     _first_step: Any = None
@@ -83,6 +86,11 @@ class RayPool:
         """Return the residents that are running or being restarted."""
         lost = set(self._client.lost())
         return tuple(index for index in range(self.size) if index not in lost)
+
+    def grow(self) -> None:
+        """Let the residents join anew with the missing ones, if the cluster has room for any."""
+        if self.has_room is not None and len(self.alive()) < self.size and self.has_room():
+            self.command(Regroup())
 
     def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
         """Post a command; return the replies of the expected residents (default: all).

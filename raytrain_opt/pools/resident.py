@@ -25,6 +25,7 @@ from raytrain_opt.pools.commands import (
     Command,
     Failure,
     Progress,
+    Regroup,
     Resident,
     StateLost,
 )
@@ -132,11 +133,16 @@ class CommandLoop:
             lambda number: self.mailbox.is_first(f"fault {number}"),
         )
         number, command = self.mailbox.join()
+        first = number
         while not isinstance(command, Close):
+            if isinstance(command, Regroup) and number != first:
+                return
             self._work = number, None
             self.meter.begin()
             try:
-                reply = handler.handle(command, injector.watch(command, self._on_step(number)))
+                on_step = injector.watch(command, self._on_step(number))
+                joined = isinstance(command, Regroup)
+                reply = None if joined else handler.handle(command, on_step)
             except PoolClosed:
                 return
             except ray.exceptions.ObjectLostError as error:

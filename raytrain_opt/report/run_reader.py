@@ -63,6 +63,8 @@ class RunRecords:
     def workers(self) -> int:
         """Number of workers in the job file."""
         count = self.job["workers"]["count"]
+        if isinstance(count, dict):
+            count = count["max"]
         return 1 if count == "auto" else int(count)
 
     @property

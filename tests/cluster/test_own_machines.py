@@ -269,9 +269,9 @@ def test_a_job_that_is_stopped_has_a_checkpoint(cluster: Cluster) -> None:
 
 
 def test_a_run_continues_when_a_host_is_lost(cluster: Cluster) -> None:
-    """It continues on the remaining workers, as `workers.min_count` promises."""
+    """It continues on the remaining workers, as a smallest `workers.count` promises."""
     _wait_until(lambda: "/2.0 CPU" in cluster.status(), 120)  # else it would start with one worker
-    arguments = ["workers.min_count=1", "slots.count=1", "epochs=6", "name=lost"]
+    arguments = ["workers.count={min: 1, max: 2}", "slots.count=1", "epochs=6", "name=lost"]
     options = [text for argument in arguments for text in ("--set", argument)]
     command = [str(BIN / "python"), "-m", "raytrain_opt", "submit", JOB, *ONE_A_HOST, *options]
     lost_s: float | None = None

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from raytrain_opt.cluster.connection import count_placeable
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.execution.start import start_launcher, start_mailbox
@@ -120,6 +121,7 @@ def echo_pools(
         mailbox,
         states,
         no_progress_s,
+        has_room=lambda: count_placeable(config.plan.worker_resources, 1, 10) == 1,
     )
     tune = RayPool(
         SLOT_POOL,

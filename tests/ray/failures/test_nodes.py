@@ -1,4 +1,4 @@
-"""Nodes that leave a Ray cluster while workers of a run are on them.
+"""Nodes that leave a Ray cluster while workers of a run are on them, and nodes that come.
 
 Every node here is a separate raylet on this machine: its processes, its part of the object
 store and its resources end with it. The driver is on the head node, which takes no workers.
@@ -85,7 +85,7 @@ def hang_in(*epochs: int) -> list[dict[str, Any]]:
     return [{**fault, "epoch": epoch, "index": index} for epoch in epochs for index in (0, 1)]
 
 
-def test_without_min_count_the_run_ends_and_names_the_missing_worker(
+def test_without_a_smaller_count_the_run_ends_and_names_the_missing_worker(
     machines: Machines, tmp_path: Path
 ) -> None:
     machines.add(2)
@@ -101,11 +101,11 @@ def test_without_min_count_the_run_ends_and_names_the_missing_worker(
     assert re.search(
         r"worker [01] \(pid \d+, \S+ in Ray's session logs; its node \S+ is gone", message
     )
-    assert "workers.min_count lets a training continue with fewer" in message
+    assert "workers.count: {min: …, max: …} lets a training continue with fewer" in message
     assert placement_groups() == set()
 
 
-def test_another_node_replaces_one_and_without_another_fewer_workers_continue(
+def test_another_node_replaces_one_without_it_fewer_continue_and_a_new_one_is_used(
     machines: Machines, tmp_path: Path
 ) -> None:
     """Actors that cannot restart are on the node of the driver, so only its failure ends a run."""
@@ -128,4 +128,13 @@ def test_another_node_replaces_one_and_without_another_fewer_workers_continue(
         assert echo.workers.command(Evaluate(second[0])) == {
             0: Done("evaluate", TRAINED + b", trained")
         }
+        echo.workers.grow()  # without room: nothing happens
+        assert echo.workers.alive() == (0,)
+        restarts = echo.workers.restarts()
+        machines.add(1)
+        echo.workers.grow()
+        assert echo.workers.alive() == (0, 1)
+        third = echo.workers.command(replace(echo.main_train(3), state=second[0]))
+        assert echo.contents(third) == dict.fromkeys((0, 1), TRAINED + b", trained" * 2)
+        assert echo.workers.restarts() == restarts
     assert placement_groups() == set()

@@ -192,11 +192,13 @@ def test_an_error_says_what_is_there_and_what_to_change() -> None:
 
 
 def test_a_group_that_may_be_smaller_starts_with_what_there_is() -> None:
-    section = {"count": 4, "resources": {"CPU": 1.0}}
-    pool_plan = plan(LAPTOP, candidates=0, workers={**section, "min_count": 2})
+    def elastic(smallest: int) -> dict[str, Any]:
+        return {"count": {"min": smallest, "max": 4}, "resources": {"CPU": 1.0}}
+
+    pool_plan = plan(LAPTOP, candidates=0, workers=elastic(2))
     assert (pool_plan.workers, pool_plan.placed_workers) == (4, 2)
     with pytest.raises(ResourcesError, match="room for 2"):
-        plan(LAPTOP, candidates=0, workers={**section, "min_count": 3})
+        plan(LAPTOP, candidates=0, workers=elastic(3))
 
 
 # Who trains candidates.

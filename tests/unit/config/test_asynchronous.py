@@ -30,8 +30,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "needs parallel.mode: sync",
     ),
     (
-        {"workers": {"count": 2, "min_count": 1}},
-        "workers.min_count",
+        {"workers": {"count": {"min": 1, "max": 2}}},
+        "workers.count",
         "continue without a worker that died",
     ),
     (

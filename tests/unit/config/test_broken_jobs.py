@@ -34,10 +34,10 @@ def problems(*lines: str) -> list[Problem]:
 
 
 def test_a_minimum_above_the_number_of_workers_is_refused_where_that_is_given() -> None:
-    [problem] = problems("workers: {count: 2, min_count: 3}")
-    assert (problem.path, problem.rule) == ("workers.min_count", "is more than count, 2")
-    found = parse_job("\n".join([*GOOD.values(), "workers: {min_count: 3}"]))
-    assert (found.workers.count, found.workers.min_workers) == ("auto", 3)
+    [problem] = problems("workers: {count: {min: 3, max: 2}}")
+    assert (problem.path, problem.rule) == ("workers.count.min", "is more than max, 2")
+    found = parse_job("\n".join([*GOOD.values(), "workers: {count: {min: 1, max: 2}}"]))
+    assert (found.workers.size, found.workers.min_workers) == (2, 1)
 
 
 @pytest.mark.parametrize("key", GOOD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -14,6 +15,7 @@ from raytrain_opt.pools.commands import (
     Close,
     Failure,
     Progress,
+    Regroup,
     Reply,
     Report,
     Resident,
@@ -193,6 +195,21 @@ def test_a_resident_at_work_learns_that_its_pool_is_closed() -> None:
         return [*told, await report(box, resident(0), 1, Progress(1, 9))]
 
     assert play(scene) == [False, False, True]
+
+
+def test_who_joins_a_new_group_was_not_restarted_and_all_of_it_confirm() -> None:
+    async def scene(box: Mailbox) -> tuple[dict[int, Any], int, list[int], bool]:
+        await join(box, resident(0))
+        await box.lose("slot", 1)
+        await box.post("slot", 1, Regroup())
+        collected = await waiting(box.collect("slot", 1, [0, 1]))
+        for index in (0, 1):
+            await box.join(replace(resident(index, pid=9), absent=()))
+            await box.receive([Reply(resident(index, pid=9).sender, 1, None)])
+        closed = await box.is_closed("slot")
+        return await collected, await box.restarts("slot"), await box.lost("slot"), closed
+
+    assert play(scene) == ({0: None, 1: None}, 0, [], False)
 
 
 def test_one_call_brings_a_reply_and_returns_with_the_next_command() -> None:

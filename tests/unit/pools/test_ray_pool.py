@@ -203,7 +203,7 @@ def test_a_resident_of_a_lost_node_is_named_with_the_node(
     message = (
         r"worker 0 \(pid 7, its log\).*worker 1 \(pid 7, its log; its node 10.0.0.7 is gone\)"
     )
-    with pytest.raises(PoolError, match=rf"{message}.*workers.min_count"):
+    with pytest.raises(PoolError, match=rf"{message}.*workers.count: {{min"):
         pool.command(Evaluate(StateRef("x", "x")))  # type: ignore[arg-type]
 
 

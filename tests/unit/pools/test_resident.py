@@ -22,6 +22,7 @@ from raytrain_opt.pools.commands import (
     Evaluate,
     Failure,
     Progress,
+    Regroup,
     Resident,
     SendInitialState,
     StateLost,
@@ -123,6 +124,11 @@ def test_a_resident_joins_replies_to_each_command_and_leaves() -> None:
     mailbox = run(Echo(), SendInitialState(), EVALUATE)
     assert mailbox.joined == 1
     assert mailbox.replies == ["send_initial_state", "evaluate"]
+
+
+def test_a_worker_leaves_to_join_anew_and_who_joins_for_that_confirms_it() -> None:
+    assert run(Echo(), SendInitialState(), Regroup(), EVALUATE).replies == ["send_initial_state"]
+    assert run(Echo(), Regroup(), EVALUATE).replies == [None, "evaluate"]
 
 
 def test_progress_is_reported_while_a_command_lasts_also_of_one_that_hangs() -> None:
