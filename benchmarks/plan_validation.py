@@ -206,8 +206,8 @@ def timed(run: Callable[[], object], times: int) -> Seconds:
     return Seconds(*((b - a) / times for a, b in zip(start, end, strict=True)))
 
 
-def time_steps(job: Job, rank: int, workers: int) -> list[Seconds]:
-    """Return the seconds of a step in each block of this rank's training."""
+def open_training(job: Job, rank: int, workers: int) -> Callable[[], Seconds]:
+    """Return a function that trains a block of steps on this rank, and returns those of a step."""
     use_threads(1)
     shared, cpu = load_shared_data(job.data), torch.device("cpu")
     wrap = distribute if workers > 1 else single_process
@@ -220,7 +220,7 @@ def time_steps(job: Job, rank: int, workers: int) -> list[Seconds]:
     if workers > 1:
         dist.broadcast(steps, 0)
     lrs = (0.01,) * int(steps)
-    return [timed(lambda: learner.train(1, 0, lrs, own), len(lrs)) for _ in range(BLOCKS)]
+    return lambda: timed(lambda: learner.train(1, 0, lrs, own), len(lrs))
 
 
 def job_steps(learner: Learner, job: Job) -> int:
@@ -234,7 +234,10 @@ def rank_main(rank: int, workers: int, jobs: list[Job], folder: str, replies: An
         meeting = f"file://{folder}/meeting-{workers}-{os.getppid()}"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=workers)
         result["exchange"] = [time_all_reduce(torch.ones(size)) for size in (1, 8 * 2**20)]
-    result["steps"] = [time_steps(job, rank, workers) for job in jobs]
+    trainings = [open_training(job, rank, workers) for job in jobs]
+    # In turn, so that other programs disturb all jobs alike.
+    blocks = [[train() for train in trainings] for _ in range(BLOCKS)]
+    result["steps"] = list(zip(*blocks, strict=True))
     replies.put(result)
     if workers > 1:
         dist.destroy_process_group()
