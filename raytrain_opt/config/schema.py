@@ -40,6 +40,7 @@ from raytrain_opt.config.updates import (
     ParallelSection,
 )
 
+Precision = Literal["auto", "fp32", "fp32_strict", "bf16", "fp16"]
 _SCORING_POLICIES = ("stpt", "stpt_horizon")
 
 
@@ -202,8 +203,12 @@ class Job(Section):
     seed: NonNegativeInt = Field(
         0, lt=2**63, description="Seed of weights, sample order, augmentation and splits."
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="bf16, fp16: automatic mixed precision."
+    precision: Precision = Field(
+        "fp32",
+        description=(
+            "fp32: on GPUs with TF32 for matrices and convolutions, fp32_strict: without. bf16, "
+            "fp16: automatic mixed precision. auto: bf16 on GPUs that have it, else fp32."
+        ),
     )
     channels_last: bool = Field(
         True, description="Use the channels_last memory format for images and convolutions."

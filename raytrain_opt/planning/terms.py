@@ -113,7 +113,7 @@ def state_bytes(job: Job, parameters: int) -> int:
 
 def public_terms(job: Job, work: Work, cluster: ClusterSection) -> Terms | None:
     """Return the terms from public figures; None for CPUs, which have none here."""
-    device, is_half = cluster.device, job.precision != "fp32"
+    device, is_half = cluster.device, job.precision in ("auto", "bf16", "fp16")
     if device is None:
         return None
     activation_bytes = work.activation_bytes / (2 if is_half else 1)

@@ -58,12 +58,12 @@ from raytrain_opt.train.data_parallel import Parallel, single_process
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.loss import build_loss
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.precision import autocast_dtype, choose_kernels
 from raytrain_opt.train.state import TrainingState, capture, restore
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
 _STATISTICS_BATCHES = 10
-_AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Totals = TypeVar("Totals", bound=TrainTotals | EvalTotals)
 
@@ -96,6 +96,8 @@ class Learner:
         distribute: Callable[[nn.Module, ParallelSection], Parallel] = single_process,
     ) -> None:
         self.config, self.device = config, device
+        choose_kernels(config.precision, device)
+        self._autocast_dtype = autocast_dtype(config.precision, device)
         self.data: TrainingData = open_data(
             config.data,
             shared,
@@ -384,7 +386,7 @@ class Learner:
 
     def autocast(self) -> torch.autocast:
         """Return a context that runs a forward pass in the configured precision."""
-        dtype = _AMP_DTYPE.get(self.config.precision)
+        dtype = self._autocast_dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     @property

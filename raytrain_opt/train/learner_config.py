@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from raytrain_opt.config.data import DataSection, HoldOut
-from raytrain_opt.config.schema import Job, LossSection, ModelSection
+from raytrain_opt.config.schema import Job, LossSection, ModelSection, Precision
 from raytrain_opt.config.updates import (
     AverageSection,
     BatchNormSection,
@@ -37,7 +36,7 @@ class LearnerConfig:
     batch_norm: BatchNormSection
     batch_ramp: BatchRampSection
     parallel: ParallelSection
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: Precision
     channels_last: bool
     compile: bool
     seed: int

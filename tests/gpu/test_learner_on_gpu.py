@@ -34,7 +34,7 @@ def learner(device: torch.device, **changes: Any) -> Learner:
     return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), device)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["auto", "fp32", "fp32_strict", "bf16", "fp16"])
 def test_digits_are_learned(precision: str) -> None:
     on_gpu = learner(CUDA, precision=precision)
     steps = on_gpu.info.steps_per_epoch(64)

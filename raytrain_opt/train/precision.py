@@ -1,0 +1,35 @@
+"""Number formats of the forward pass, and the kernels that a GPU may use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from raytrain_opt.config.schema import Precision
+
+_AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
+    """Return the type of automatic mixed precision on this device; None for none."""
+    if precision == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
+        return torch.bfloat16 if has_bf16 else None
+    return _AMP_DTYPE.get(precision)
+
+
+def choose_kernels(precision: Precision, device: torch.device) -> None:
+    """Let a GPU use TF32 for float32, unless `fp32_strict`, and its fastest convolutions.
+
+    cuDNN measures its algorithms once for each shape; training has few.
+    """
+    if device.type != "cuda":
+        return
+    number_format = "ieee" if precision == "fp32_strict" else "tf32"
+    backends: Any = torch.backends  # its type information lacks some of these
+    backends.cuda.matmul.fp32_precision = number_format
+    backends.cudnn.conv.fp32_precision = number_format
+    backends.cudnn.benchmark = True

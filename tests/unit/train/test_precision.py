@@ -1,0 +1,59 @@
+"""Number formats by device. Kernels are chosen by settings of torch, which need no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_opt.train.precision import autocast_dtype, choose_kernels
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def settings() -> tuple[Any, ...]:
+    backends: Any = torch.backends
+    return (
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.cudnn.benchmark,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    backends: Any = torch.backends
+    before = settings()
+    yield
+    backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision = before[:2]
+    backends.cudnn.benchmark = before[2]
+
+
+def test_a_gpu_uses_tf32_and_measured_convolutions() -> None:
+    choose_kernels("fp32", CUDA)
+    assert settings() == ("tf32", "tf32", True)
+    choose_kernels("fp32_strict", CUDA)
+    assert settings() == ("ieee", "ieee", True)
+
+
+def test_a_cpu_keeps_its_settings() -> None:
+    before = settings()
+    choose_kernels("fp32_strict", CPU)
+    assert settings() == before
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_auto_is_bf16_where_a_gpu_has_it(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert autocast_dtype("auto", CUDA) == (torch.bfloat16 if has_bf16 else None)
+    assert autocast_dtype("auto", CPU) is None
+
+
+def test_named_precisions_hold_on_every_device() -> None:
+    for device in (CPU, CUDA):
+        assert autocast_dtype("bf16", device) == torch.bfloat16
+        assert autocast_dtype("fp16", device) == torch.float16
+        assert autocast_dtype("fp32", device) is None
+        assert autocast_dtype("fp32_strict", device) is None
