@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import ray
@@ -41,36 +41,27 @@ def plan_when_there_is_room(
     Raises ResourcesError saying what is missing: at once if it would not fit into an idle cluster
     that cannot grow.
     """
+    refused = ResourcesError("other jobs hold what this one needs.")
     try:
         ideal = plan_pools(request, total_resources())
     except ResourcesError as error:
         if not may_grow(len(alive_nodes())):
             raise
-        with _request_nodes(worker_requests(request.workers)):
-            return _wait_for_room(request, limit_s, note, error)
-    refused = ResourcesError("other jobs hold what this one needs.")
-    deadline_s, plan = monotonic_s() + _RELEASE_S, None
-    while plan != ideal and monotonic_s() < deadline_s:
-        try:
-            plan = plan_pools(request, free_resources())
-        except ResourcesError as error:
-            refused = error
-        if plan != ideal:
-            time.sleep(_RELEASE_POLL_S)
-    return plan or _wait_for_room(request, limit_s, note, refused)
-
-
-def _wait_for_room(
-    request: PoolRequest, limit_s: float, note: Callable[[str], None], refused: ResourcesError
-) -> PoolPlan:
-    note(f"waiting for resources up to {limit_s:.0f} s (timeouts.start_s): {refused}")
-    deadline_s = monotonic_s() + limit_s
-    while monotonic_s() < deadline_s:
-        time.sleep(_POLL_S)
-        try:
-            return plan_pools(request, free_resources())
-        except ResourcesError as error:
-            refused = error
+        ideal, refused = None, error
+    began_s, is_noted = monotonic_s(), False
+    with nullcontext() if ideal else _request_nodes(worker_requests(request.workers)):
+        while (waited_s := monotonic_s() - began_s) < limit_s:
+            settled = ideal is None or waited_s >= _RELEASE_S
+            try:
+                plan = plan_pools(request, free_resources())
+                if settled or plan == ideal:
+                    return plan
+            except ResourcesError as error:
+                refused = error
+                if settled and not is_noted:
+                    note(f"waiting up to {limit_s:.0f} s (timeouts.start_s) for room: {refused}")
+                    is_noted = True
+            time.sleep(_POLL_S if settled else _RELEASE_POLL_S)
     raise ResourcesError(f"{refused} There was no room within {limit_s:.0f} s.")
 
 

@@ -88,7 +88,7 @@ def test_what_other_jobs_hold_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     cluster, notes = Cluster(monkeypatch, *[2] * 30, 4), list[str]()
     assert plan_when_there_is_room(TWO, 60, notes.append).workers == 2
     assert cluster.now_s > autoscaling._RELEASE_S
-    assert "waiting for resources up to 60 s" in notes[0]
+    assert "waiting up to 60 s (timeouts.start_s) for room" in notes[0]
     assert "2 workers of 1.5 CPU each do not fit: room for 1" in notes[0]
 
 
