@@ -351,7 +351,7 @@ def parameter_server(
 
     Yields None for synchronous training, which needs no parameter server.
     """
-    if config.parallel.mode == "sync":
+    if config.parallel.mode != "async":
         yield None
         return
     name = f"ssp-coordinator-{secrets.token_hex(8)}"

@@ -130,7 +130,7 @@ def _default_optimizer(job: dict[str, Any]) -> OptimizerChoiceSection:
     """
     learning_rate, parallel = job.get("learning_rate"), job.get("parallel")
     searches = isinstance(learning_rate, HorizonPolicy) and not learning_rate.search_weight_decay
-    if not searches or parallel is None or parallel.mode != "sync":
+    if not searches or parallel is None or parallel.mode == "async":
         return OptimizerChoiceSection()
     return OptimizerChoiceSection(name="auto")
 
@@ -142,7 +142,7 @@ def _default_average(job: dict[str, Any]) -> AverageSection | None:
     """
     optimizer, parallel = job.get("optimizer"), job.get("parallel")
     searches = isinstance(job.get("learning_rate"), HorizonPolicy | ReplayPolicy)
-    if not searches or optimizer is None or parallel is None or parallel.mode != "sync":
+    if not searches or optimizer is None or parallel is None or parallel.mode == "async":
         return None
     return None if optimizer.is_schedule_free else AverageSection()
 
@@ -294,6 +294,8 @@ class Job(Section):
         yield from self._device_rules()
         if self.parallel.mode == "async":
             yield from self._async_rules()
+        elif self.parallel.mode != "sync":
+            yield from self._balance_rules()
 
     def _batch_rules(self) -> Iterator[BrokenRule]:
         if self.global_batch_size % self.workers.size:
@@ -397,6 +399,28 @@ class Job(Section):
                 "batch_norm.sync",
                 "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false; remove it",
             )
+
+    def _balance_rules(self) -> Iterator[BrokenRule]:
+        """Yield what does not work with shares that differ from worker to worker."""
+        micro_batches, workers = self.parallel.micro_batches, self.workers.size
+        if micro_batches and (micro_batches % workers or self.global_batch_size % micro_batches):
+            yield (
+                "parallel.micro_batches",
+                f"{micro_batches} must be a multiple of workers.count ({workers}) that divides "
+                f"global_batch_size ({self.global_batch_size})",
+            )
+        speeds = self.parallel.speeds
+        if self.workers.count == "auto" and (micro_batches or speeds):
+            name = "speeds" if speeds else "micro_batches"
+            yield f"parallel.{name}", "belongs to a given number of workers; set workers.count"
+        elif speeds is not None and not len(speeds) == workers == self.workers.min_workers:
+            yield (
+                "parallel.speeds",
+                f"has {len(speeds)} speeds; give one for each of the {workers} workers, and no "
+                "smaller workers.min_count",
+            )
+        if self.batch_norm.sync:
+            yield "batch_norm.sync", "needs equal shares, as parallel.mode: sync has"
 
     def _async_rules(self) -> Iterator[BrokenRule]:
         """Yield what needs workers that take a step together, which asynchronous ones never do."""

@@ -243,11 +243,29 @@ class BatchRampSection(Section):
 class ParallelSection(Section):
     """How workers exchange gradients."""
 
-    mode: Literal["sync", "async"] = Field(
+    mode: Literal["sync", "balanced", "auto", "async"] = Field(
         "sync",
         description=(
-            "sync: all workers take each step together (DDP). async: each worker pulls weights "
+            "sync: all workers take each step together (DDP). balanced: as sync, but faster "
+            "workers compute more micro-batches of each step, in proportion to their measured "
+            "speeds. auto: sync, from the next round or epoch on balanced if the measured speeds "
+            "differ by more than 5 %. async: each worker pulls weights "
             "and pushes gradients on its own and never waits for a slow one (parameter server)."
+        ),
+    )
+    micro_batches: PositiveInt | None = Field(
+        None,
+        description=(
+            "balanced, auto only: micro-batches that a global batch is split into, a multiple of "
+            "workers.count. BatchNorm normalizes each. Default: at most 16 per worker, of at "
+            "least 8 samples."
+        ),
+    )
+    speeds: list[PositiveFloat] | None = Field(
+        None,
+        description=(
+            "balanced only: relative speeds of the workers, by rank, in place of measured ones, "
+            "such as [1, 1, 1, 0.25]. The training is then repeatable to the bit."
         ),
     )
     staleness_bound: NonNegativeInt | None = Field(
@@ -304,13 +322,18 @@ class ParallelSection(Section):
     )
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse settings of the other mode, which would have no effect."""
-        other = _ONLY_SYNC if self.mode == "async" else _ONLY_ASYNC
-        for name in other:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                mode = "sync" if self.mode == "async" else "async"
-                yield name, f"belongs to parallel.mode: {mode}"
+        """Refuse settings of another mode, which would have no effect."""
+        for name, modes in _MODES.items():
+            changed = getattr(self, name) != type(self).model_fields[name].default
+            if changed and self.mode not in modes:
+                yield name, f"belongs to parallel.mode: {' or '.join(modes)}"
 
 
-_ONLY_SYNC = ("gradient_buckets",)
-_ONLY_ASYNC = ("staleness_bound", "damp_stale_gradients", "shards", "snapshot_every")
+_MODES = {
+    "gradient_buckets": ("sync", "balanced", "auto"),
+    "micro_batches": ("balanced", "auto"),
+    "speeds": ("balanced",),
+    **dict.fromkeys(
+        ("staleness_bound", "damp_stale_gradients", "shards", "snapshot_every"), ("async",)
+    ),
+}

@@ -78,6 +78,11 @@ class TrainingData(ABC):
     # Called for each batch between reading it and moving it to the device; probes time both.
     on_copy: Callable[[], None]
 
+    @property
+    def read_ahead(self) -> int:
+        """Batches that the current iterator requests before they are needed."""
+        return 0
+
     def train_batches(
         self,
         epoch: int,

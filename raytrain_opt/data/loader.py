@@ -90,7 +90,7 @@ class DataLoaderData(TrainingData):
             preprocessing=preprocessing,
         )
         self.on_copy: Callable[[], None] = no_op
-        self._device = device
+        self._device, self._section = device, section
         skip, policy = section.on_unreadable == "skip", make_policy(section.augment)
         self._reader = BatchReader(source, seed, skip, policy)
         self._loader = _ReusedLoader(section, self._reader, device)
@@ -164,6 +164,11 @@ class DataLoaderData(TrainingData):
             if loaded.error is not None:
                 raise loaded.error
 
+    @property
+    def read_ahead(self) -> int:
+        """See `TrainingData.read_ahead`."""
+        return self._loader.processes * self._section.prefetch
+
     def close(self) -> None:
         """End the loader processes; a later phase would start new ones."""
         self._loader.close()
@@ -205,7 +210,7 @@ class _ReusedLoader:
         self._phase = 0
         self._load_s: list[float] = []
         self._compute_s: list[float] = []
-        self._processes = (
+        self.processes = (
             min(_FIRST_PROCESSES, torch.get_num_threads())
             if section.loader_workers == "auto"
             else section.loader_workers
@@ -247,8 +252,8 @@ class _ReusedLoader:
         self._load_s, self._compute_s = [], []
         limit = torch.get_num_threads()
         needed = limit if compute_s == 0 else math.ceil(_SPARE * load_s / compute_s)
-        if min(needed, limit) > self._processes:
-            self._processes = min(needed, limit)
+        if min(needed, limit) > self.processes:
+            self.processes = min(needed, limit)
             self._batches = self._loader = None
 
     @contextmanager
@@ -258,12 +263,12 @@ class _ReusedLoader:
             yield
         except (RuntimeError, OSError, EOFError) as error:
             self.close()
-            if not self._processes:
+            if not self.processes:
                 raise
             raise RuntimeError(
                 "a loader process ended unexpectedly: it was killed, or ran out of memory or of "
                 "shared memory; try fewer data.loader_workers (now "
-                f"{self._processes}): {error}"
+                f"{self.processes}): {error}"
             ) from error
 
     def close(self) -> None:
@@ -273,7 +278,7 @@ class _ReusedLoader:
         self._loader = None
 
     def _start(self) -> DataLoader[Any]:
-        workers = self._processes
+        workers = self.processes
         return DataLoader(
             self._reader,
             batch_sampler=self._sampler,

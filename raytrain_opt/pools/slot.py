@@ -16,15 +16,16 @@ from raytrain_opt.train.micro_batches import MicroBatches
 class Slot(CandidateTrainer):
     """One slot.
 
-    `candidate_batch`: what a slot computes of each global batch. `local`: one micro-batch, at the
-    rate that a batch so much smaller needs (linear scaling); else all micro-batches.
+    `candidate_batch`: what a slot computes of each global batch. `local`: as much as one worker,
+    at the rate that a batch so much smaller needs (linear scaling); else all micro-batches.
     """
 
     def __init__(
         self, learner: Learner, index: int, states: States, candidate_batch: CandidateBatch | None
     ) -> None:
-        count = learner.config.worker_count
-        indices = range(1 if candidate_batch == "local" else count)
+        count = learner.config.micro_batches
+        computed = count // learner.config.worker_count if candidate_batch == "local" else count
+        indices = range(computed)
         super().__init__(learner, index, states, MicroBatches(indices, count))
 
     def _lrs(self, plan: TryCandidates, candidate: Candidate) -> Sequence[float]:

@@ -30,7 +30,9 @@ class Worker(CandidateTrainer):
     def __init__(
         self, learner: Learner, rank: int, world_size: int, connect_s: float, states: States
     ) -> None:
-        micro_batches = MicroBatches.for_rank(rank, world_size, learner.config.worker_count)
+        micro_batches = MicroBatches.for_rank(
+            rank, [1.0] * world_size, learner.config.micro_batches
+        )
         super().__init__(learner, rank, states, micro_batches, world_size)
         self._connect_s = connect_s
         self._start_s: float | None = None

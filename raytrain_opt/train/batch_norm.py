@@ -3,17 +3,19 @@
 While training, each worker normalizes with the statistics of its own micro-batch and keeps
 its own running statistics, without communication (Akiba et al., Extremely Large Minibatch
 SGD, 2017). Before an evaluation or a checkpoint, the statistics are combined once (Honda et
-al.). For each channel, from the running means m_w and variances v_w of W workers:
+al.). For each channel, from the running means m_w and variances v_w of workers that computed the
+fractions p_w of all micro-batches:
 
-    m = mean(m_w)
-    B = mean((m_w - m)^2)                    spread between the workers
-    v = ((1 - s) mean(v_w) + B) / (1 - s / W)
+    m = sum(p_w m_w)
+    B = sum(p_w (m_w - m)^2)                 spread between the workers
+    v = (sum(p_w (1 - s_w) v_w) + B) / (1 - sum(p_w^2 s_w))
 
-Here s is the sampling noise: the variance of one worker's running mean about the true mean,
+Here s_w is the sampling noise: the variance of one worker's running mean about the true mean,
 as a fraction of v. A running mean is a sum of batch means with weights c_j; for batches of n
 values per channel (samples x values per channel and sample), s = sum(c_j^2) / n, over the
 batches since the workers last had equal statistics. Equal statistics carry no noise.
 
+With W equal workers, v = ((1 - s) mean(v_w) + B) / (1 - s / W).
 One batch per worker that counts in full (momentum 1, or the first one with momentum None):
 s = 1 / n, and v is the law of total variance (within + between workers), corrected for the
 n - 1 of torch's unbiased variances, (W (n - 1) mean(v_w) + W n B) / (W n - 1): exactly the
@@ -157,7 +159,13 @@ def pool_statistics(
     if not layers and not others:
         return
     noise = mean_sampling_noise(model, batch_size, values_per_channel, since)
-    _pool(list(layers.values()), [noise[name] for name in layers], others)
+    tracked = count_tracked_batches(model)
+    # A frozen layer computes nothing, and all workers count alike.
+    batches = [max(1, tracked[name] - since[name]) for name in layers]
+    means = _pool(list(layers.values()), [noise[name] for name in layers], batches, others)
+    for (name, layer), mean in zip(layers.items(), means, strict=True):
+        if tracked[name] > since[name]:
+            layer.get_buffer("num_batches_tracked").fill_(since[name] + mean)
 
 
 def mean_sampling_noise(
@@ -273,8 +281,10 @@ def _sum_of_squares(momentum: float | None, tracked: int, before: int) -> float:
     return momentum * (1 - (1 - momentum) ** (2 * new)) / (2 - momentum)
 
 
-def _pool(layers: list[_BatchNorm], noise: list[float], others: list[Tensor]) -> None:
-    """Apply the module's formula to all layers at once.
+def _pool(
+    layers: list[_BatchNorm], noise: list[float], batches: list[int], others: list[Tensor]
+) -> list[int]:
+    """Apply the module's formula to all layers at once; return the workers' mean batches.
 
     In float64: the square of a float32 is exact there, so that B, a difference of squares,
     is as exact as the float32 means are.
@@ -283,19 +293,22 @@ def _pool(layers: list[_BatchNorm], noise: list[float], others: list[Tensor]) ->
     variances = [layer.get_buffer("running_var") for layer in layers]
     device = (means or others)[0].device
     mean, var, other = (_flatten(tensors, device) for tensors in (means, variances, others))
-    s = torch.tensor(noise, dtype=torch.float64, device=device)
-    parts = [mean, mean.square(), var, s, other]
+    channels = torch.tensor([m.numel() for m in means], dtype=torch.int64, device=device)
+    s, n = torch.tensor([noise, batches], dtype=torch.float64, device=device)
+    n_of_channel = n.repeat_interleave(channels)
+    within = (1 - s).repeat_interleave(channels) * var
+    parts = [n_of_channel * v for v in (mean, mean.square(), within)] + [n * n * s, n, other]
     message = torch.cat(parts)
     dist.all_reduce(message)
-    world_size = dist.get_world_size()
-    message /= world_size
-    mean, squares, var, s, other = torch.split(message, [part.numel() for part in parts])
-    channels = torch.tensor([m.numel() for m in means], dtype=torch.int64, device=device)
-    s = s.repeat_interleave(channels)
-    between = (squares - mean.square()).clamp(min=0)
+    mean, squares, within, bias, n, other = torch.split(message, [len(part) for part in parts])
+    total = n.repeat_interleave(channels)
+    bias = (bias / (n * n)).repeat_interleave(channels)
+    mean = mean / total
+    between = (squares / total - mean.square()).clamp(min=0)
     _fill(means, mean)
-    _fill(variances, ((1 - s) * var + between) / (1 - s / world_size))
-    _fill(others, other)
+    _fill(variances, (within / total + between) / (1 - bias))
+    _fill(others, other / dist.get_world_size())
+    return [round(batches / dist.get_world_size()) for batches in n.tolist()]
 
 
 def _flatten(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,
 )
@@ -27,6 +28,13 @@ from raytrain_opt.train.gradient_noise import (
     Pair,
     Scale,
 )
+from raytrain_opt.train.load_balance import (
+    FixedShares,
+    LoadBalance,
+    MeasuredShares,
+    is_unequal,
+)
+from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.step_timer import StepTimer, step_timer_for
 
 # torch 2.15 gave `broadcast_buffers` a new name and warns about the old one.
@@ -54,15 +62,27 @@ class Parallel(Protocol):
     distributed: bool
 
     @property
+    def unequal(self) -> bool:
+        """Whether `parallel.mode: auto` found workers of different speeds."""
+        ...
+
+    @property
     def forward(self) -> nn.Module:
         """The model for forward passes in training; `after_step` may replace it."""
         ...
 
-    def begin_phase(self, per_worker: float, scale: Scale) -> None:
-        """Begin a phase with `per_worker` micro-batches per update and worker, on average.
+    def begin_phase(
+        self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
+    ) -> None:
+        """Begin a phase in which each update has these micro-batches.
 
-        Losses are multiplied by `scale`.
+        Losses are multiplied by `scale`. Loader processes request up to `read_ahead`
+        micro-batches early.
         """
+        ...
+
+    def indices(self, update: int) -> range:
+        """Return which micro-batches this process computes in an update of the phase, from 0."""
         ...
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
@@ -85,13 +105,21 @@ class Parallel(Protocol):
 class SingleProcess:
     """One process without communication."""
 
-    distributed = False
+    distributed = unequal = False
 
     def __init__(self, model: nn.Module) -> None:
         self.forward = model
+        self._indices = range(0)
 
-    def begin_phase(self, per_worker: float, scale: Scale) -> None:
-        """Do nothing."""
+    def begin_phase(
+        self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
+    ) -> None:
+        """Begin a phase; see `Parallel`."""
+        self._indices = micro_batches.indices
+
+    def indices(self, update: int) -> range:
+        """Return the same micro-batches for each update."""
+        return self._indices
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Return an empty context."""
@@ -129,6 +157,7 @@ class DataParallel:
         self._plan: BucketPlan | None = None
         self._timings: list[dict[str, object]] = []
         self._wrap_s: list[float] = []
+        self._balance = _load_balance(section, self._device)
         self._noise: NoiseTracker = (
             GroupNoiseTracker(model) if section.noise_scale else NullNoiseTracker()
         )
@@ -136,9 +165,21 @@ class DataParallel:
         self._bucket_choice = self._choose_buckets()
         next(self._bucket_choice, None)
 
-    def begin_phase(self, per_worker: float, scale: Scale) -> None:
+    @property
+    def unequal(self) -> bool:
+        """Whether `parallel.mode: auto` found workers of different speeds."""
+        return self._section.mode == "auto" and is_unequal(self._balance.speeds)
+
+    def begin_phase(
+        self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
+    ) -> None:
         """Begin a phase; see `Parallel`."""
-        self._noise.begin_phase(per_worker, scale)
+        self._balance.begin_phase(micro_batches.count, read_ahead)
+        self._noise.begin_phase(micro_batches.divisor, scale)
+
+    def indices(self, update: int) -> range:
+        """Return which micro-batches this rank computes; see `LoadBalance`."""
+        return self._balance.indices(update)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -155,11 +196,13 @@ class DataParallel:
         All workers call this after each update.
         """
         self._timer.mark()
+        self._balance.after_update()
         self._in_update = False
         next(self._bucket_choice, None)
 
     def end_phase(self) -> tuple[Pair, ...]:
         """End the phase; all workers call it together, as it communicates."""
+        self._balance.end_phase()
         return self._noise.end_phase()
 
     def report(self) -> dict[str, object]:
@@ -167,8 +210,12 @@ class DataParallel:
 
         A step time is that of the slowest worker, without the wait for its first batch.
         """
-        plan = self._plan
+        plan, speeds = self._plan, self._balance.speeds
         return {
+            "mode": self._section.mode,
+            "speeds": None
+            if self._section.mode == "sync"
+            else [round(speed / max(speeds), 3) for speed in speeds],
             "buckets": "default" if plan is None else plan.name,
             "buckets_mib": None if plan is None else plan.sizes_mib,
             "compression": self._section.compression,
@@ -232,11 +279,23 @@ class DataParallel:
             **_SYNC_BUFFERS,
             **arguments,
         )
-        if self._section.compression != "none":
-            _, hook = _COMPRESSION[self._section.compression]
+        _, hook = _COMPRESSION.get(self._section.compression, (None, allreduce_hook))
+        if isinstance(self._balance, MeasuredShares):
+            ddp.register_comm_hook(None, self._timed(hook))
+        elif self._section.compression != "none":
             ddp.register_comm_hook(None, hook)
         self._arguments = arguments
         return ddp
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that also notes when the last gradients of an update are computed."""
+
+        def note_and_exchange(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks types
+            if bucket.is_last():
+                self._balance.on_gradients()
+            return hook(state, bucket)
+
+        return note_and_exchange
 
 
 def single_process(model: nn.Module, section: ParallelSection) -> SingleProcess:
@@ -270,6 +329,13 @@ class _NullTimer:
 
     def intervals_s(self) -> list[float]:
         return []
+
+
+def _load_balance(section: ParallelSection, device: torch.device) -> LoadBalance:
+    world_size = dist.get_world_size()
+    if section.mode == "sync" or section.speeds is not None:
+        return FixedShares(section.speeds or [1.0] * world_size)
+    return MeasuredShares(world_size, device)
 
 
 def _require_compression(name: str, device: torch.device) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Any, TypeVar
 
 import torch
@@ -176,31 +176,37 @@ class Learner:
         """
         started_s, wait_s, samples, skipped = monotonic_s(), 0.0, 0, 0
         micro_batches = self._grown(epoch, micro_batches)
-        divisor = micro_batches.divisor
+        divisor, parallel = micro_batches.divisor, self.parallel
         self._begin_phase(epoch, micro_batches, search=search)
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
-        self._seed(f"{self.config.seed} {epoch} {first_step} {micro_batches.indices.start}")
         self._use_optimizer(optimizer)
         set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
         use_training_weights(self.optimizer)
-        self.parallel.forward.train()
-        self.parallel.begin_phase(divisor, self.scaler.scale)
-        batches = self._batches(range(first_step, first_step + len(lrs)))
-        for step, lr in enumerate(lrs):
-            on_step(step)
+        parallel.forward.train()
+        parallel.begin_phase(micro_batches, self.scaler.scale, lambda: self.data.read_ahead)
+        numbers = range(len(lrs))
+        batches = self.micro_batches_at(
+            (first_step + update, index)
+            for update in numbers
+            for index in parallel.indices(update)
+        )
+        for update, lr in enumerate(lrs):
+            on_step(update)
             set_lr(self.optimizer, lr)
             self.optimizer.zero_grad(set_to_none=True)
-            for index in micro_batches.indices:
+            indices = parallel.indices(update)
+            for index in indices:
                 requested_s = monotonic_s()
                 batch = next(batches)
                 wait_s += monotonic_s() - requested_s
-                with self.parallel.accumulate(last=index == micro_batches.indices[-1]):
+                self._seed(f"{self.config.seed} {epoch} {first_step + update} {index}")
+                with parallel.accumulate(last=index == indices[-1]):
                     sums += self._accumulate(batch, divisor)
                 samples += len(batch.y)
                 skipped += batch.skipped
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            self.parallel.after_step()
+            parallel.after_step()
         use_averaged_weights(self.optimizer)
         loss_sum, correct = sums.tolist()
         return TrainTotals(
@@ -224,8 +230,13 @@ class Learner:
 
     def micro_batches_at(self, indices: Iterable[tuple[int, int]]) -> Iterator[Batch]:
         """Yield the batches at these (step, micro-batch) indices of the current phase's epoch."""
-        epoch, count = self._phase.epoch, self._phase.micro_batches.count
-        return self.data.train_batches_at(epoch, indices, count, self._global_batch_size(epoch))
+        epoch, count, search = (
+            self._phase.epoch,
+            self._phase.micro_batches.count,
+            self._phase.search,
+        )
+        size = self._global_batch_size(epoch)
+        return self.data.train_batches_at(epoch, indices, count, size, search=search)
 
     def add_gradient(self, batch: Batch, index: tuple[int, int]) -> tuple[float, int]:
         """Add the gradient of one micro-batch's mean loss to the parameters' gradients.
@@ -234,8 +245,7 @@ class Learner:
         process. Returns the sum of the losses and the number of correct predictions.
         """
         step, micro_batch = index
-        # Any other text would change the random numbers of every asynchronous run.
-        self._seed(f"{self.config.seed} {self._phase.epoch} {step} share {micro_batch}")
+        self._seed(f"{self.config.seed} {self._phase.epoch} {step} {micro_batch}")
         loss_sum, correct = self._accumulate(batch, 1.0).tolist()
         return loss_sum, int(correct)
 
@@ -335,22 +345,10 @@ class Learner:
         self._seed(f"{self.config.seed} {epoch} recalibrate {indices.start}")
         size = self.info.search_size if self._phase.search else self.info.train_size
         steps = size // self._global_batch_size(epoch)
-        batches = islice(self._batches(range(steps)), recalibrate_batches)
+        places = islice(product(range(steps), indices), recalibrate_batches)
+        batches = self.micro_batches_at(places)
         with self.autocast():
             recalibrate(self.model, (batch.x for batch in batches), self._values_per_channel)
-
-    def _batches(self, steps: range) -> Iterator[Batch]:
-        """Yield this process's micro-batches of these steps of the current phase's epoch."""
-        epoch, micro_batches = self._phase.epoch, self._phase.micro_batches
-        size = self._global_batch_size(epoch)
-        return self.data.train_batches(
-            epoch,
-            steps,
-            micro_batches.indices,
-            micro_batches.count,
-            size,
-            search=self._phase.search,
-        )
 
     def _micro_batch_size(self) -> int:
         return self._global_batch_size(self._phase.epoch) // self._phase.micro_batches.count
@@ -359,10 +357,14 @@ class Learner:
         return self.config.global_batch_size * ramp_factor(self.config.batch_ramp.steps, epoch)
 
     def _grown(self, epoch: int, micro_batches: MicroBatches) -> MicroBatches:
-        """Apply the batch ramp: a larger batch has more micro-batches, or larger ones."""
-        if self.config.batch_ramp.grow == "worker_batch":
-            return micro_batches
-        return micro_batches.split(ramp_factor(self.config.batch_ramp.steps, epoch))
+        """Apply the batch ramp: a larger batch has more micro-batches, or larger ones.
+
+        Workers that turned out to be of different speeds share smaller ones.
+        """
+        factor = self.config.balanced_split if self.parallel.unequal else 1
+        if self.config.batch_ramp.grow == "accumulation":
+            factor *= ramp_factor(self.config.batch_ramp.steps, epoch)
+        return micro_batches.split(factor)
 
     @staticmethod
     def _seed(text: str) -> None:

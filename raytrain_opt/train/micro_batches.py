@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -20,13 +21,11 @@ class MicroBatches:
     per_worker: float | None = None
 
     @classmethod
-    def for_rank(cls, rank: int, world_size: int, count: int) -> MicroBatches:
-        """Return the micro-batches of one rank, when `count` are split as evenly as possible.
-
-        `count` is at least `world_size`; the ranks' numbers of micro-batches differ by at most 1.
-        """
-        indices = range(rank * count // world_size, (rank + 1) * count // world_size)
-        return cls(indices, count, count / world_size)
+    def for_rank(cls, rank: int, speeds: Sequence[float], count: int) -> MicroBatches:
+        """Return the micro-batches of one rank, when workers of these speeds share `count`."""
+        shares = split_by_speed(count, speeds)
+        start = sum(shares[:rank])
+        return cls(range(start, start + shares[rank]), count, count / len(shares))
 
     @property
     def divisor(self) -> float:
@@ -37,3 +36,21 @@ class MicroBatches:
         """Return the same samples in `factor` times as many micro-batches."""
         indices = range(self.indices.start * factor, self.indices.stop * factor)
         return MicroBatches(indices, self.count * factor, self.divisor * factor)
+
+
+def split_by_speed(count: int, speeds: Sequence[float]) -> list[int]:
+    """Return how many of `count` micro-batches each worker computes, at least one each.
+
+    No other split lets the worker that is done last be done earlier. `count` is at least the
+    number of workers.
+    """
+    total = sum(speeds)
+    shares = [max(1, int(count * speed / total)) for speed in speeds]
+    workers = range(len(speeds))
+    while sum(shares) < count:
+        first_done = min(workers, key=lambda w: (shares[w] + 1) / speeds[w])
+        shares[first_done] += 1
+    while sum(shares) > count:
+        last_done = max(workers, key=lambda w: (shares[w] > 1, shares[w] / speeds[w]))
+        shares[last_done] -= 1
+    return shares

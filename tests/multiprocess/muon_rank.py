@@ -61,7 +61,7 @@ def train(ns_dtype: str, rank: int, world_size: int) -> dict[str, Any]:
     config = LearnerConfig.from_job(job(ns_dtype))
     parallel = distribute if world_size > 1 else single_process
     learner = Learner(config, load_shared_data(config.data), torch.device("cpu"), parallel)
-    micro_batches = MicroBatches.for_rank(rank, world_size, MICRO_BATCHES)
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, MICRO_BATCHES)
     work: list[int] = []
     with mock.patch.object(muon, "orthogonalize", counted(work)):
         learner.train(1, 0, LRS, micro_batches)

@@ -136,7 +136,7 @@ def train_three_micro_batches(arrays: DatasetArrays, rank: int, world_size: int)
         CPU,
         distribute if world_size > 1 else single_process,
     )
-    micro_batches = MicroBatches.for_rank(rank, world_size, 3)
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, 3)
     totals = learner.train(1, 0, FIRST, micro_batches)
     weights = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
     return {"samples": totals.samples, "weights": weights}
@@ -152,7 +152,7 @@ def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict
     for epoch in range(1, large.epochs + 1):
         plan = policy.next(epoch, History())
         assert isinstance(plan, TrainEpoch)
-        learner.train(epoch, 0, plan.lrs, MicroBatches.for_rank(rank, world_size, WORKERS))
+        learner.train(epoch, 0, plan.lrs, MicroBatches.for_rank(rank, [1.0] * world_size, WORKERS))
         learner.sync_batch_norm_stats()
     return {
         "digest": learner.state(copy=True).digest(),

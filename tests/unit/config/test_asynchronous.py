@@ -41,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"parallel": {**ASYNC, "staleness_bound": -1}}, "parallel.staleness_bound", "at least 0"),
     ({"parallel": {**ASYNC, "shards": 0}}, "parallel.shards", "more than 0"),
-    ({"parallel": {"mode": "asynchronous"}}, "parallel.mode", "one of sync, async"),
+    ({"parallel": {"mode": "asynchronous"}}, "parallel.mode", "must be one of sync, balanced, "),
     ({"parallel": {"staleness_bound": 2}}, "parallel.staleness_bound", "parallel.mode: async"),
     ({"parallel": {"staleness_bound": None}}, "parallel.staleness_bound", "mode: async"),
     (

@@ -32,7 +32,7 @@ class FakeState:
 class FakeLearner:
     """A learner that trains to the loss `lr`; its allocator caches what each phase has used."""
 
-    config = SimpleNamespace(worker_count=1)
+    config = SimpleNamespace(micro_batches=1)
     device = torch.device("cpu")
     parallel = SimpleNamespace(report=dict)
 

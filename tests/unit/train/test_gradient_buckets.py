@@ -183,6 +183,8 @@ def test_default_buckets_are_wrapped_once() -> None:
         step(parallel)
     assert parallel.forward is first
     assert parallel.report() == {
+        "mode": "sync",
+        "speeds": None,
         "buckets": "default",
         "buckets_mib": None,
         "compression": "none",

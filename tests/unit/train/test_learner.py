@@ -135,7 +135,9 @@ def test_training_follows_the_definition_of_sgd(count: int) -> None:
 def test_the_workers_compute_all_micro_batches_with_equal_weights(
     count: int, world_size: int
 ) -> None:
-    workers = [MicroBatches.for_rank(rank, world_size, count) for rank in range(world_size)]
+    workers = [
+        MicroBatches.for_rank(rank, [1.0] * world_size, count) for rank in range(world_size)
+    ]
     assert [index for worker in workers for index in worker.indices] == list(range(count))
     assert (
         max(len(worker.indices) for worker in workers)

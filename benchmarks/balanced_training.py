@@ -1,0 +1,158 @@
+"""Throughput of `parallel.mode: balanced` against `sync`, with workers of different speeds.
+
+Each worker is a process with the product's learner, DDP over gloo and the gradients of ResNet-8
+(width 64, 1.2 million parameters). **Computing is simulated**: a forward pass sleeps in
+proportion to its samples, because 4 real computations on 2 cores would measure the cores. Every
+worker's equal share of a step takes `seconds` at speed 1. The timer covers a phase of `steps`
+steps, after one of `WARM_UP` steps in which the speeds are measured.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raytrain_opt import Job
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.data import load_shared_data
+from raytrain_opt.models import build_model
+from raytrain_opt.train.data_parallel import distribute
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
+
+WARM_UP, SAMPLES_PER_WORKER, SLOWER = 10, 128, 4.0
+# Seconds that a forward pass of these many samples takes.
+Seconds = Callable[[int], float]
+
+
+class SleepingNet(nn.Module):
+    """A network with the parameters of another one, whose forward pass is a sleep."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in parameters])
+        self.seconds: Seconds = lambda _: 0.0
+        self.slept_s = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        seconds = self.seconds(len(x))
+        time.sleep(seconds)
+        self.slept_s += seconds
+        total = torch.stack([weight.sum() for weight in self.weights]).sum()
+        return x.flatten(1)[:, :10] + 1e-6 * total
+
+
+def sleeping_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build a `SleepingNet` with the parameters of ResNet-8 of width 64."""
+    job = Job.model_validate(
+        _job("sync", 1) | {"model": {"name": "resnet8", "args": {"width": 64}}}
+    )
+    like = build_model(job.model, num_classes=num_classes, sample_shape=(3, 32, 32), seed=0)
+    return SleepingNet(list(like.parameters()))
+
+
+def slow_last(rank: int, workers: int, per_sample_s: float) -> Seconds:
+    """Return the seconds of a rank when the last one is slower."""
+    factor = SLOWER if rank == workers - 1 else 1.0
+    return lambda samples: samples * per_sample_s * factor
+
+
+def even(rank: int, workers: int, per_sample_s: float) -> Seconds:
+    """Return the seconds of equal workers."""
+    return lambda samples: samples * per_sample_s
+
+
+def jitter(rank: int, workers: int, per_sample_s: float) -> Seconds:
+    """Return seconds that are 1 to 4 times longer: log-normal, median 2, anew each time."""
+    random = Random(rank)
+
+    def seconds(samples: int) -> float:
+        factor = 0.0
+        while not 1 <= factor <= 4:
+            factor = random.lognormvariate(0.693, 0.35)
+        return samples * per_sample_s * factor
+
+    return seconds
+
+
+CASES: dict[str, Callable[[int, int, float], Seconds]] = {
+    "slow": slow_last,
+    "even": even,
+    "jitter": jitter,
+}
+
+
+def measure(
+    runs: Sequence[tuple[str, str]], workers: int, steps: int, seconds: float
+) -> list[dict[str, float]]:
+    """Return samples per second, and the fraction of the time in which workers computed.
+
+    `runs`: mode and case of each, one after the other in the same processes.
+    """
+    context = get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(workers) as pool:
+        arguments = (runs, workers, steps, seconds, folder)
+        by_rank = pool.starmap(_rank, [(rank, *arguments) for rank in range(workers)], 1)
+    results = []
+    for ranks in zip(*by_rank, strict=True):
+        duration_s = max(duration_s for duration_s, _ in ranks)
+        samples_per_s = steps * workers * SAMPLES_PER_WORKER / duration_s
+        busy = sum(slept_s for _, slept_s in ranks) / (workers * duration_s)
+        results.append({"samples_per_s": round(samples_per_s, 1), "busy": round(busy, 3)})
+    return results
+
+
+def _job(mode: str, workers: int) -> dict[str, Any]:
+    return {
+        "model": sleeping_net,
+        "data": "digits",
+        "epochs": 1,
+        "global_batch_size": workers * SAMPLES_PER_WORKER,
+        "workers": {"count": workers},
+        "learning_rate": {"policy": "schedule", "shape": "constant", "initial": 0.01},
+        "parallel": {"mode": mode},
+    }
+
+
+def _rank(
+    rank: int,
+    runs: Sequence[tuple[str, str]],
+    workers: int,
+    steps: int,
+    seconds: float,
+    folder: str,
+) -> list[tuple[float, float]]:
+    torch.set_num_threads(1)
+    rendezvous = (Path(folder) / "rendezvous").as_uri()
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=workers)
+    results = []
+    for mode, case in runs:
+        config = LearnerConfig.from_job(Job.model_validate(_job(mode, workers)))
+        learner = Learner(config, load_shared_data(config.data), torch.device("cpu"), distribute)
+        net = cast(SleepingNet, learner.model)
+        net.seconds = CASES[case](rank, workers, seconds / SAMPLES_PER_WORKER)
+        _train(learner, rank, workers, WARM_UP)
+        dist.barrier()
+        started_s, net.slept_s = monotonic_s(), 0.0
+        _train(learner, rank, workers, steps)
+        results.append((monotonic_s() - started_s, net.slept_s))
+    dist.destroy_process_group()
+    return results
+
+
+def _train(learner: Learner, rank: int, workers: int, steps: int) -> None:
+    """Train in phases of as many steps as an epoch of this small data set has."""
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * workers, learner.config.micro_batches)
+    in_epoch = learner.info.steps_per_epoch(learner.config.global_batch_size)
+    for first in range(0, steps, in_epoch):
+        learner.train(1, 0, [0.01] * min(steps - first, in_epoch), micro_batches)

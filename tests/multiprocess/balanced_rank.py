@@ -1,0 +1,123 @@
+"""One process of `test_balanced`.
+
+Trains with `parallel.mode: balanced` and writes results to `folder`/rank-RANK.pt. One process
+without a group computes the expected results.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.data import load_shared_data
+from raytrain_opt.train.data_parallel import distribute, single_process, use_threads
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
+from tests.support.process_group import gloo_group
+
+CPU = torch.device("cpu")
+MICRO_BATCHES = 8
+LRS = (0.02,) * 6
+SPEEDS = {1: [1.0], 2: [1.0, 3.0], 4: [1.0, 5.0, 1.5, 3.0]}
+STATISTICS = ("0.running_mean", "0.running_var", "0.num_batches_tracked")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"optimizer": "SGD"},
+    "LARS": {"optimizer": {"name": "LARS", "args": {"momentum": 0.9}}},
+    "Muon": {"optimizer": {"name": "Muon", "args": {"momentum": 0.9}}, "average": {"decay": 0.5}},
+    "bf16": {"optimizer": "SGD", "precision": "bf16", "parallel": {"gradient_buckets": "growing"}},
+}
+
+
+def network(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build a model with dropout, whose BatchNorm sees the images."""
+    features = 8 * sample_shape[1] * sample_shape[2]
+    return nn.Sequential(
+        nn.BatchNorm2d(sample_shape[0], momentum=None),
+        nn.Conv2d(sample_shape[0], 8, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(features, num_classes),
+    )
+
+
+def build(world_size: int, changes: dict[str, Any]) -> Learner:
+    mode = {"mode": "balanced", "micro_batches": MICRO_BATCHES}
+    values = {
+        "model": network,
+        "data": "digits",
+        "epochs": 2,
+        "global_batch_size": 64,
+        "workers": {"count": world_size},
+        "batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]},
+        "average": None,
+        **changes,
+        "parallel": {**mode, **changes.get("parallel", {})},
+    }
+    config = LearnerConfig.from_job(Job.model_validate(values))
+    connect = distribute if world_size > 1 else single_process
+    return Learner(config, load_shared_data(config.data), CPU, connect)
+
+
+def train(learner: Learner, rank: int, world_size: int) -> dict[str, Any]:
+    """Train in both epochs, once and again from the state between them."""
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, learner.config.micro_batches)
+    totals = learner.train(1, 0, LRS, micro_batches)
+    learner.sync_batch_norm_stats()
+    middle = learner.state(copy=True)
+    digests = []
+    for _ in range(2):
+        learner.load(middle)
+        grown = learner.train(2, 0, LRS, micro_batches)
+        learner.sync_batch_norm_stats()
+        digests.append(learner.state(copy=True).digest())
+    norms = grown.norms
+    return {
+        "samples": [totals.samples, grown.samples],
+        "digests": digests,
+        "weights": {n: t.detach().clone() for n, t in learner.model.named_parameters()},
+        "statistics": {n: middle.tensors[f"model.{n}"].tensor() for n in STATISTICS},
+        "norms": torch.tensor(norms.pairs) if norms is not None else None,
+    }
+
+
+def images() -> tuple[TensorDataset, TensorDataset]:
+    """Make a user's Datasets, which loader processes read."""
+    x = torch.rand(64 * 11, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, torch.arange(len(x)) % 10), TensorDataset(x[:9], torch.arange(9))
+
+
+def train_with_a_slow_rank(
+    mode: str, rank: int, world_size: int, **changes: Any
+) -> dict[str, Any]:
+    """Train measured shares; the last rank sleeps for each sample."""
+    learner = build(world_size, {"optimizer": "SGD", "parallel": {"mode": mode}, **changes})
+    if rank == world_size - 1 > 0:
+        learner.model.register_forward_pre_hook(lambda _, args: time.sleep(0.008 * len(args[0])))
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, learner.config.micro_batches)
+    samples = [learner.train(1, 0, (0.01,) * 11, micro_batches).samples for _ in range(2)]
+    learner.close()
+    weights = {n: t.detach().clone() for n, t in learner.model.named_parameters()}
+    return {"samples": samples, "weights": weights}
+
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    use_threads(1)
+    with gloo_group(rank, world_size, folder):
+        results: dict[str, Any] = {}
+        for name, changes in OPTIMIZERS.items():
+            speeds = {"speeds": SPEEDS[world_size]}
+            parallel = {"parallel": {**changes.get("parallel", {}), **speeds}}
+            results[name] = train(build(world_size, {**changes, **parallel}), rank, world_size)
+        for mode in ("balanced", "auto"):
+            results[mode] = train_with_a_slow_rank(mode, rank, world_size)
+        data = {"name": images, "num_classes": 10, "normalize": "none", "loader_workers": 2}
+        results["loaders"] = train_with_a_slow_rank("balanced", rank, world_size, data=data)
+    torch.save(results, folder / f"rank-{rank}.pt")

@@ -1,0 +1,97 @@
+"""Unequal shares of every step, against one process that computes all micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.multiprocess.balanced_rank import LRS, OPTIMIZERS
+from tests.support.process_group import run_ranks
+
+RANKS = "tests.multiprocess.balanced_rank"
+RankResults = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
+    [results] = run_ranks(RANKS, 1, tmp_path_factory.mktemp("one") / "run")
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_ranks(RANKS, request.param, tmp_path_factory.mktemp("several") / "run")
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_unequal_shares_give_the_weights_of_one_process(
+    ranks: list[RankResults], alone: RankResults, case: str
+) -> None:
+    """Dropout included; in two epochs, the second with a larger batch."""
+    tolerance = 1e-2 if case == "bf16" else 2e-5
+    for results in ranks:
+        for name, expected in alone[case]["weights"].items():
+            torch.testing.assert_close(
+                results[case]["weights"][name], expected, rtol=tolerance, atol=tolerance
+            )
+
+
+def test_statistics_count_every_micro_batch_once(
+    ranks: list[RankResults], alone: RankResults
+) -> None:
+    """Means over all batches are exact, wherever they were computed; variances nearly."""
+    mean, var, tracked = alone["SGD"]["statistics"].values()
+    for results in ranks:
+        own_mean, own_var, own_tracked = results["SGD"]["statistics"].values()
+        torch.testing.assert_close(own_mean, mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(own_var, var, rtol=2e-3, atol=0)
+        assert own_tracked == tracked // len(ranks)
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_given_speeds_repeat_to_the_bit_on_all_ranks(ranks: list[RankResults], case: str) -> None:
+    digests = {digest for results in ranks for digest in results[case]["digests"]}
+    assert len(digests) == 1
+
+
+def test_each_rank_computes_its_share(ranks: list[RankResults]) -> None:
+    shares = {2: ([2, 6], [4, 12]), 4: ([1, 4, 1, 2], [1, 8, 2, 5])}[len(ranks)]
+    for epoch, micro_batches in enumerate(shares):
+        samples = [results["SGD"]["samples"][epoch] for results in ranks]
+        assert samples == [8 * len(LRS) * number for number in micro_batches]
+
+
+def test_the_noise_scale_counts_every_micro_batch_once(
+    ranks: list[RankResults], alone: RankResults
+) -> None:
+    """One process measures none; the ranks' pairs are the same whatever their shares are."""
+    assert alone["SGD"]["norms"] is None
+    first, *others = (results["SGD"]["norms"] for results in ranks)
+    mean_square, square_of_mean = first[0]
+    assert mean_square > square_of_mean > 0
+    for other in others:
+        assert torch.equal(first, other)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "loaders", "auto"])
+def test_a_slow_rank_gets_a_smaller_share(ranks: list[RankResults], mode: str) -> None:
+    """Balanced from the sixth update on; auto from the next phase on."""
+    first, second = zip(*(results[mode]["samples"] for results in ranks), strict=True)
+    assert sum(first) == sum(second) == 11 * 64
+    assert second[-1] < min(second[:-1])
+    if mode == "auto":
+        assert len(set(first)) == 1
+
+
+@pytest.mark.parametrize("mode", ["balanced", "loaders", "auto"])
+def test_measured_shares_give_equal_weights_on_all_ranks(
+    ranks: list[RankResults], alone: RankResults, mode: str
+) -> None:
+    first, *others = (results[mode]["weights"] for results in ranks)
+    for other in others:
+        assert all(torch.equal(first[name], value) for name, value in other.items())
+    if mode != "auto":  # its first phase has other micro-batches, with other dropout
+        for name, expected in alone[mode]["weights"].items():
+            torch.testing.assert_close(first[name], expected, rtol=1e-4, atol=2e-5)
