@@ -4,7 +4,7 @@ Each worker is a process with the product's learner, DDP over gloo and the gradi
 (width 64, 1.2 million parameters). **Computing is simulated**: a forward pass sleeps in
 proportion to its samples, because 4 real computations on 2 cores would measure the cores. Every
 worker's equal share of a step takes `seconds` at speed 1. The timer covers a phase of `steps`
-steps, after one of `WARM_UP` steps in which the speeds are measured.
+steps; `balanced` measures the speeds in `WARM_UP` steps before.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _rank(
         learner = Learner(config, load_shared_data(config.data), torch.device("cpu"), distribute)
         net = cast(SleepingNet, learner.model)
         net.seconds = CASES[case](rank, workers, seconds / SAMPLES_PER_WORKER)
-        _train(learner, rank, workers, WARM_UP)
+        _train(learner, rank, workers, 1 if mode == "sync" else WARM_UP)
         dist.barrier()
         started_s, net.slept_s = monotonic_s(), 0.0
         _train(learner, rank, workers, steps)
