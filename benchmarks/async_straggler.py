@@ -2,8 +2,14 @@
 
     python -m benchmarks.async_straggler [--data-root FOLDER] [--repeats 2] [--parts ...]
 
-Three parts; the JSON object of the last line holds the keys of each:
+Four parts; the JSON object of the last line holds the keys of each:
 
+balanced     `parallel.mode: balanced` against `sync` with the product's learner, 4 workers and
+             sleeps in place of computing (balanced_training.py): samples/s with one worker 4 x
+             slower, `balanced_over_sync` (ideal: 3.25), with equal ones,
+             `balanced_over_sync_equal_workers`, and the fraction of the time in which workers
+             compute when each micro-batch takes 1 to 4 times longer at random,
+             `balanced_over_ideal_jitter`.
 throughput   4 workers, each a process with one thread; one of them is 4 times slower. **Their
              computing is simulated**: a micro-batch is a sleep of `--seconds`, because 4 real
              computations on 2 cores would measure the cores. Everything else is real: Ray, the
@@ -43,6 +49,7 @@ import torch
 
 from benchmarks.async_simulation import Network, Simulation
 from benchmarks.async_training import final_accuracies
+from benchmarks.balanced_training import measure
 from benchmarks.common import machine
 from raytrain_opt import Job
 from raytrain_opt.async_training.actors import ServerHandles, parameter_server
@@ -67,6 +74,23 @@ BOUNDS = [0, 1, 4, 16, None]
 WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 48)
 GBIT_PER_S = (10, 25, 100)
 MEGABYTES, MICRO_BATCH_S, WORKERS_PER_NODE = 100, 0.25, 3
+
+
+def balanced(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure balanced and synchronous training."""
+    runs = [(mode, case) for case in ("slow", "even", "jitter") for mode in ("sync", "balanced")]
+    measured = dict(
+        zip(runs, measure(runs, WORKERS, args.balanced_steps, args.share_s), strict=True)
+    )
+    speeds = {run: result["samples_per_s"] for run, result in measured.items()}
+    slow, even = (speeds["balanced", c] / speeds["sync", c] for c in ("slow", "even"))
+    return {
+        "balanced_over_sync": round(slow, 3),
+        "balanced_over_sync_equal_workers": round(even, 3),
+        "balanced_over_ideal_jitter": measured["balanced", "jitter"]["busy"],
+        "balanced_runs": {f"{mode}_{case}": r for (mode, case), r in measured.items()},
+        "share_s": args.share_s,
+    }
 
 
 class Sleeper:
@@ -309,6 +333,8 @@ def efficiency(workers: int, gbit_per_s: float, gradient_size: float) -> float:
 def main() -> None:
     args = _arguments()
     result: dict[str, Any] = {}
+    if "balanced" in args.parts:
+        result |= balanced(args)
     if "throughput" in args.parts:
         result |= throughput(args)
     if "scaling" in args.parts:
@@ -325,11 +351,13 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Asynchronous against synchronous training.")
-    names = ("throughput", "scaling", "training")
+    names = ("balanced", "throughput", "scaling", "training")
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60, help="of 4 micro-batches each")
     parser.add_argument("--seconds", type=float, default=0.25, help="of a micro-batch")
+    parser.add_argument("--balanced-steps", type=int, default=20)
+    parser.add_argument("--share-s", type=float, default=1.0, help="of an equal share of a step")
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--gbit-per-s", type=int, choices=GBIT_PER_S, default=25)
     parser.add_argument("--data-root", type=Path)

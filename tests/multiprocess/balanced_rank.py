@@ -24,7 +24,7 @@ from tests.support.process_group import gloo_group
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 8
-LRS = (0.02,) * 6
+LRS = (0.02,) * 3
 SPEEDS = {1: [1.0], 2: [1.0, 3.0], 4: [1.0, 5.0, 1.5, 3.0]}
 STATISTICS = ("0.running_mean", "0.running_var", "0.num_batches_tracked")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -100,9 +100,9 @@ def train_with_a_slow_rank(
     """Train measured shares; the last rank sleeps for each sample."""
     learner = build(world_size, {"optimizer": "SGD", "parallel": {"mode": mode}, **changes})
     if rank == world_size - 1 > 0:
-        learner.model.register_forward_pre_hook(lambda _, args: time.sleep(0.008 * len(args[0])))
+        learner.model.register_forward_pre_hook(lambda _, args: time.sleep(0.006 * len(args[0])))
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, learner.config.micro_batches)
-    samples = [learner.train(1, 0, (0.01,) * 11, micro_batches).samples for _ in range(2)]
+    samples = [learner.train(1, 0, (0.01,) * 7, micro_batches).samples for _ in range(2)]
     learner.close()
     weights = {n: t.detach().clone() for n, t in learner.model.named_parameters()}
     return {"samples": samples, "weights": weights}
