@@ -417,7 +417,7 @@ class Job(Section):
             yield (
                 "parallel.speeds",
                 f"has {len(speeds)} speeds; give one for each of the {workers} workers, and no "
-                "smaller workers.min_count",
+                "smaller workers.count.min",
             )
         if self.batch_norm.sync:
             yield "batch_norm.sync", "needs equal shares, as parallel.mode: sync has"

@@ -36,10 +36,10 @@ GOOD = {
         (
             {
                 "parallel": {"mode": "balanced", "speeds": [1, 2]},
-                "workers": {"count": 2, "min_count": 1},
+                "workers": {"count": {"min": 1, "max": 2}},
             },
             "speeds",
-            "no smaller workers.min_count",
+            "no smaller workers.count.min",
         ),
         (
             {"parallel": {"mode": "balanced", "staleness_bound": 2}},
