@@ -20,12 +20,15 @@ from raytrain_opt.cluster.ray_private import (
     available_resources_per_node,
     loopback_only,
     start_processes_with,
+    wait_for_local_node,
     without_helper_processes,
 )
 from raytrain_opt.errors import JobError, PoolError, Problem
 
 # A head node that is up accepts a connection within milliseconds, also across continents.
 _CONNECT_LIMIT_S = 5.0
+# Ray starts in 3 s on an idle machine, in 30 s where ten other processes want each core.
+_START_LIMIT_S = 120.0
 _SYMBOLIC_ADDRESSES = ("auto", "local")  # Ray resolves them itself
 
 
@@ -96,6 +99,7 @@ def _local_node(environment: Mapping[str, str], *, log_monitor: bool) -> Iterato
             loopback_only(),
             without_helper_processes(log_monitor=log_monitor),
             start_processes_with(fork_client.__file__),
+            wait_for_local_node(_START_LIMIT_S),
         ):
             yield
     finally:
@@ -114,7 +118,7 @@ def _connect(address: str | None, local: bool, verbose: bool) -> None:
             configure_logging=True,
             **options,
         )
-    except Exception as error:  # Ray raises a bare Exception when its own start takes over 30 s
+    except Exception as error:  # Ray raises a bare Exception when its own start takes too long
         if local:
             raise PoolError(
                 f"Ray cannot be started on this machine: {error} If the machine is busy, try "

@@ -7,16 +7,19 @@ version of Ray no longer has it. Checked with Ray 2.60.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.client_mode_hook import client_mode_wrap
 from ray._private.node import Node
 from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from raytrain_opt.clock import monotonic_s
 
 if TYPE_CHECKING:
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -90,6 +93,26 @@ def without_helper_processes(*, log_monitor: bool) -> Iterator[None]:
             if hasattr(Node, name):
                 stack.enter_context(_replaced(Node, name, _start_nothing))
         yield
+
+
+def wait_for_local_node(limit_s: float) -> AbstractContextManager[None]:
+    """Let a Ray that is started inside the block take so long to start its node.
+
+    Ray gives up after 30 s, which a machine with other work sometimes needs.
+    """
+    get_node: Any = services.get_node
+
+    def wait(*arguments: Any) -> Any:
+        deadline_s = monotonic_s() + limit_s
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:  # the node has not registered yet
+                if monotonic_s() > deadline_s:
+                    raise
+                time.sleep(0.1)
+
+    return _replaced(services, "get_node", wait)
 
 
 def start_processes_with(program: str) -> AbstractContextManager[None]:

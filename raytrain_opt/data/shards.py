@@ -239,17 +239,19 @@ class ShardCache:
                 chunks = obstore.get(storage.open_store(folder), name).stream()
                 with temporary.open("r+b") as file:
                     file.writelines(chunks)
-            temporary.replace(shard.path)
+            with self._lock("lock"):
+                temporary.replace(shard.path)
 
     def _make_room(self, size: int) -> None:
-        files = [(path.stat(), path) for path in self._folder.glob("*.t??")]
-        used = size + sum(stat.st_size for stat, _ in files)
-        for stat, path in sorted(files, key=lambda pair: pair[0].st_mtime_ns):
+        """Remove the copies that were used longest ago, under the lock; none in progress."""
+        files = {path: path.stat() for path in self._folder.glob("*.t??")}
+        used = size + sum(stat.st_size for stat in files.values())
+        for path in sorted(files, key=lambda path: files[path].st_mtime_ns):
             if used <= self._max_bytes:
                 return
-            path.unlink()
-            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
-            used -= stat.st_size
+            if path.suffix != ".tmp":
+                path.unlink()
+                used -= files[path].st_size
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:

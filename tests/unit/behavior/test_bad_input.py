@@ -98,7 +98,11 @@ SCHEMA = [
     (FOLDER + "prefetch: 1000000000}", "data.prefetch", "must be at most 100"),
     (CIFAR + "augment: {crop_padding: 999}}", "data.augment.crop_padding", "at most 64"),
     # choices
-    ("precision: fp8", "precision", "must be one of fp32, bf16, fp16 (given: 'fp8')"),
+    (
+        "precision: fp8",
+        "precision",
+        "must be one of auto, fp32, fp32_strict, bf16, fp16 (given: 'fp8')",
+    ),
     (
         FOLDER + "on_unreadable: skp}",
         "data.on_unreadable",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from ray._private import ray_constants, state
+from ray._private import ray_constants, services, state
 from ray._private.node import Node
 from ray.core.generated.gcs_pb2 import ActorTableData, PlacementGroupTableData
 from ray.train.backend import Backend
@@ -28,9 +28,28 @@ def test_the_switch_to_the_loopback_address_exists_and_is_put_back() -> None:
     with ray_private.loopback_only():
         assert ray_constants.ENABLE_RAY_CLUSTER is False
     assert ray_constants.ENABLE_RAY_CLUSTER is True
-    from ray._private import services
-
     assert "ENABLE_RAY_CLUSTER" in inspect.getsource(services)
+
+
+def test_the_start_of_the_local_node_is_waited_for_longer_than_ray_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def registers_at_the_third_call(address: str, node_id: str) -> str:
+        calls.append(node_id)
+        if len(calls) < 3:
+            raise RuntimeError("no such node")
+        return address
+
+    assert "services.get_node(" in inspect.getsource(Node.__init__)
+    monkeypatch.setattr(services, "get_node", registers_at_the_third_call)
+    with ray_private.wait_for_local_node(60):
+        assert services.get_node("address", "node") == "address"
+    calls.clear()
+    with ray_private.wait_for_local_node(0), pytest.raises(RuntimeError, match="no such node"):
+        services.get_node("address", "node")
+    assert services.get_node is registers_at_the_third_call
 
 
 def test_the_program_that_starts_processes_is_replaced_and_put_back() -> None:

@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.train import gradient_noise
-from raytrain_opt.train.data_parallel import distribute
+from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.gradient_noise import GradientNormMeter
+from raytrain_opt.train.micro_batches import MicroBatches
 
 MICRO_BATCHES = 3
 
@@ -114,11 +115,15 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def begin_phase(parallel: Parallel, micro_batches: int) -> None:
+    parallel.begin_phase(MicroBatches(range(micro_batches), micro_batches), identity, lambda: 0)
+
+
 def phase(
     model: nn.Module, micro_batches: int, updates: int, **section: bool
 ) -> list[list[float]]:
     parallel = distribute(model, ParallelSection(**section))
-    parallel.begin_phase(micro_batches, identity)
+    begin_phase(parallel, micro_batches)
     for _ in range(updates):
         model.zero_grad()
         for index in range(micro_batches):
@@ -150,10 +155,10 @@ def test_the_measurement_can_be_switched_off() -> None:
 def test_the_measurements_of_an_interrupted_phase_are_dropped() -> None:
     model = Net()
     parallel = distribute(model, ParallelSection())
-    parallel.begin_phase(MICRO_BATCHES, identity)
+    begin_phase(parallel, MICRO_BATCHES)
     with parallel.accumulate(last=False):
         (loss(parallel.forward, 0) / MICRO_BATCHES).backward()
-    parallel.begin_phase(MICRO_BATCHES, identity)
+    begin_phase(parallel, MICRO_BATCHES)
     model.zero_grad()
     for index in range(MICRO_BATCHES):
         with parallel.accumulate(last=index == MICRO_BATCHES - 1):
