@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
@@ -41,28 +41,44 @@ def plan_when_there_is_room(
     Raises ResourcesError saying what is missing: at once if it would not fit into an idle cluster
     that cannot grow.
     """
+    began_s, is_noted = monotonic_s(), False
     refused = ResourcesError("other jobs hold what this one needs.")
+    waiting = f"waiting up to {limit_s:.0f} s (timeouts.start_s) for room: "
     try:
         ideal = plan_pools(request, total_resources())
     except ResourcesError as error:
         if not may_grow(len(alive_nodes())):
             raise
-        ideal, refused = None, error
-    began_s, is_noted = monotonic_s(), False
-    with nullcontext() if ideal else _request_nodes(worker_requests(request.workers)):
-        while (waited_s := monotonic_s() - began_s) < limit_s:
-            settled = ideal is None or waited_s >= _RELEASE_S
-            try:
-                plan = plan_pools(request, free_resources())
-                if settled or plan == ideal:
-                    return plan
-            except ResourcesError as error:
-                refused = error
-                if settled and not is_noted:
-                    note(f"waiting up to {limit_s:.0f} s (timeouts.start_s) for room: {refused}")
-                    is_noted = True
-            time.sleep(_POLL_S if settled else _RELEASE_POLL_S)
+        note(f"{waiting}{error}")
+        is_noted = True
+        ideal = _plan_when_nodes_joined(request, began_s, limit_s)
+    joined_s = monotonic_s()
+    while monotonic_s() - began_s < limit_s:
+        settled = monotonic_s() - joined_s >= _RELEASE_S
+        try:
+            plan = plan_pools(request, free_resources())
+            if settled or plan == ideal:
+                return plan
+        except ResourcesError as error:
+            refused = error
+            if settled and not is_noted:
+                note(f"{waiting}{refused}")
+                is_noted = True
+        time.sleep(_POLL_S if settled else _RELEASE_POLL_S)
     raise ResourcesError(f"{refused} There was no room within {limit_s:.0f} s.")
+
+
+def _plan_when_nodes_joined(request: PoolRequest, began_s: float, limit_s: float) -> PoolPlan:
+    """Plan for an idle cluster that has grown; what the request for nodes held is free then."""
+    with _request_nodes(worker_requests(request.workers)):
+        while True:
+            try:
+                return plan_pools(request, total_resources())
+            except ResourcesError as error:
+                if monotonic_s() - began_s >= limit_s:
+                    rule = f"{error} There was no room within {limit_s:.0f} s."
+                    raise ResourcesError(rule) from error
+            time.sleep(_POLL_S)
 
 
 def may_grow(nodes: int) -> bool:

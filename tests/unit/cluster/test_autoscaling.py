@@ -112,3 +112,30 @@ def test_a_smaller_plan_uses_what_others_leave(monkeypatch: pytest.MonkeyPatch) 
     request = replace(request, search_on="slots", slots=SlotsSection(resources={"CPU": 1}))
     Cluster(monkeypatch, 3)
     assert plan_when_there_is_room(request, 60, list[str]().append).slots == 2
+
+
+def test_the_request_for_nodes_does_not_hold_what_the_run_needs(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second node joins after a while; the request gets its CPUs until it is withdrawn."""
+    (home / "ray_bootstrap_config.yaml").write_text("cluster_name: x\nmax_workers: 2\n")
+    cluster, notes, requests = Cluster(monkeypatch, 4), list[str](), list[str]()
+
+    def total_resources() -> list[dict[str, float]]:
+        return [{"CPU": 2.0}] * (2 if cluster.now_s >= 20 else 1)
+
+    def free_resources() -> list[dict[str, float]]:
+        return [{"CPU": 0.5} if requests else node for node in total_resources()]
+
+    def request(_: object) -> str:
+        requests.append("placement group")
+        return requests[0]
+
+    monkeypatch.setattr(autoscaling, "total_resources", total_resources)
+    monkeypatch.setattr(autoscaling, "free_resources", free_resources)
+    monkeypatch.setattr(autoscaling.ray.util, "placement_group", request)
+    monkeypatch.setattr(autoscaling.ray.util, "remove_placement_group", requests.remove)
+    assert plan_when_there_is_room(TWO, 60, notes.append).workers == 2
+    assert (requests, cluster.now_s) == ([], pytest.approx(20))
+    assert len(notes) == 1
+    assert "waiting up to 60 s (timeouts.start_s) for room: " in notes[0]
