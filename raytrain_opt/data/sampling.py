@@ -134,7 +134,7 @@ class TrainingSplit:
 class EpochOrders:
     """The orders of the epochs of one training set; the last one is cached.
 
-    With `repeats`, the first samples of an order stand there so many times, side by side.
+    With `repeats`, an epoch takes fewer samples, each `repeats` times in a row.
     """
 
     def __init__(

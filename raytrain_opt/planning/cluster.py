@@ -88,7 +88,7 @@ class ClusterSection(Section):
         return [{"GPU": self.devices, "CPU": 8 * self.devices}] * self.nodes
 
     def nodes_of(self, workers: int) -> int:
-        """Return how many nodes so many workers use: on CPU they share cores instead."""
+        """Return how many nodes the workers use; beyond all devices, they share cores (CPU)."""
         return min(self.nodes, -(-workers // self.devices))
 
     def exchange_s(self, size_bytes: float, messages: int, workers: int) -> float:

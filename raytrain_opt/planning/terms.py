@@ -62,7 +62,7 @@ class Terms:
     source: str = "public figures"
 
     def compute_s(self, samples: float) -> float:
-        """Return the seconds of an update of so many samples, without communication."""
+        """Return the seconds of an update with a batch of `samples`, without communication."""
         return self.update_s + samples * self.sample_s
 
 
