@@ -6,7 +6,7 @@
 Only the network comes from raytrain_opt, so that both sides train the same one. The rest is what
 one writes by hand for a data set in memory: a permutation per epoch, batches gathered from uint8
 arrays (on the GPU if there is one), normalized and laid out as channels_last, DDP with gradients
-as bucket views, foreach SGD, and loss and hits summed on the device.
+as bucket views, foreach SGD (with --fused the fused one), and loss and hits summed on the device.
 
 Rank 0 prints one JSON object: `samples` per epoch, `loss_sum` and `hits` of its last epoch, and
 for each epoch `loop_s`, the seconds of the loop of steps (until the sums arrive on the CPU), and
@@ -43,7 +43,11 @@ def main() -> None:
     data = InMemory.load(args.x, args.y, device)
     model = _model(args, data, device)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, foreach=True
+        model.parameters(),
+        lr=args.lr,
+        momentum=0.9,
+        weight_decay=1e-4,
+        **{"fused" if args.fused else "foreach": True},
     )
     loop_s, epoch_s = [], []
     for epoch in range(args.epochs):
@@ -146,6 +150,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--global-batch-size", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--fused", action="store_true")
     return parser.parse_args()
 
 

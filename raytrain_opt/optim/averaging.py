@@ -41,7 +41,6 @@ def attach_ema(optimizer: Optimizer, decay: float | Literal["auto"]) -> None:
             "highest_lr": 0.0,
             "train_mode": False,
         }
-    # Not called for updates that a gradient scaler leaves out.
     optimizer.register_step_post_hook(_update)
 
 
@@ -91,6 +90,11 @@ def _pairs(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[Tensor
 
 @torch.no_grad()
 def _update(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    # A gradient scaler does not call other optimizers for an update that it leaves out, but lets
+    # a fused one leave it out itself.
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is not None and found_inf.item():
+        return
     for group in optimizer.param_groups:
         decay = _decay(group)
         group["averaged_updates"] += 1

@@ -17,7 +17,7 @@ from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 _UNSUPPORTED = {
@@ -63,9 +63,9 @@ def build_optimizer(
 
     The section says which parameters are left out of weight decay, and which have rates of their
     own. `distributed`: all ranks of the default process group take each step together.
-    Arguments in epochs are converted to updates, `steps_per_epoch` each. The foreach
-    implementation (all tensors in few kernels) is used where the class has one and the
-    arguments choose no other.
+    Arguments in epochs are converted to updates, `steps_per_epoch` each. Unless the arguments
+    choose an implementation, the fused one is used where the class and the parameters allow it,
+    else foreach (all tensors in few kernels).
     Raises JobError: anything `check_optimizer` finds, or the class rejects these parameters.
     """
     problems = check_optimizer(section)
@@ -73,7 +73,7 @@ def build_optimizer(
         raise JobError(problems)
     optimizer_class = _resolve_class(section.name)
     args = {
-        **_default_implementation(optimizer_class, section.constructor_args),
+        **_default_implementation(optimizer_class, section.constructor_args, model),
         **_constructor_arguments(optimizer_class, section.constructor_args, steps_per_epoch),
     }
     if section.name == "Muon":
@@ -197,10 +197,25 @@ def _job_arguments(optimizer_class: type[Optimizer]) -> list[str]:
 
 
 def _default_implementation(
-    optimizer_class: type[Optimizer], args: dict[str, Any]
+    optimizer_class: type[Optimizer], args: dict[str, Any], model: nn.Module
 ) -> dict[str, Any]:
-    has_foreach = "foreach" in inspect.signature(optimizer_class).parameters
-    return {"foreach": True} if has_foreach and not {"foreach", "fused"} & args.keys() else {}
+    if {"foreach", "fused"} & args.keys():
+        return {}
+    parameters = inspect.signature(optimizer_class).parameters
+    if "fused" in parameters and all(map(_can_be_fused, model.parameters())):
+        return {"fused": True}
+    return {"foreach": True} if "foreach" in parameters else {}
+
+
+def _can_be_fused(parameter: Tensor) -> bool:
+    """Return whether torch's fused kernels, which ignore strides, can update a parameter.
+
+    Autograd gives the gradient the parameter's strides only if its elements fill their memory.
+    """
+    import torch
+
+    is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return is_dense and parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda")
 
 
 def _unknown_class(name: str, valid: list[str]) -> Problem:

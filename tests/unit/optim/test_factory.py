@@ -106,12 +106,48 @@ def test_arguments_reach_the_class() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "foreach"),
-    [({}, True), ({"foreach": False}, False), ({"foreach": None}, None), ({"fused": True}, None)],
+    ("name", "args", "expected"),
+    [
+        ("SGD", {}, {"fused": True, "foreach": None}),
+        ("SGD", {"foreach": False}, {"fused": None, "foreach": False}),
+        ("SGD", {"fused": False}, {"fused": False, "foreach": None}),
+        ("NAdam", {}, {"foreach": True}),
+    ],
 )
-def test_foreach_is_the_default_implementation(args: dict[str, Any], foreach: bool | None) -> None:
-    optimizer = build(section("SGD", **args), new_weight())
-    assert optimizer.param_groups[0]["foreach"] is foreach
+def test_the_fastest_implementation_is_the_default(
+    name: str, args: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    group = build(section(name, **args), new_weight()).param_groups[0]
+    assert expected.items() <= group.items()
+
+
+def test_parameters_with_gaps_in_memory_are_not_updated_by_fused_kernels() -> None:
+    """Their gradients have no gaps, and the kernels ignore strides."""
+    weight = nn.Parameter(torch.ones(4, 4)[:, :2])
+    optimizer = build(section("SGD"), weight)
+    assert optimizer.param_groups[0]["foreach"]
+    train(optimizer, weight, [0.5])
+    torch.testing.assert_close(weight, torch.full((4, 2), 0.0))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_channels_last_weights_get_the_update_of_contiguous_ones(name: str) -> None:
+    """torch's fused kernels go through memory in order, whatever the strides are."""
+    updated = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(
+            memory_format=memory_format
+        )
+        optimizer = build_optimizer(OptimizerSection(name=name), net, steps_per_epoch=1)
+        assert optimizer.param_groups[0]["fused"]
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(2, 3, 8, 8)).square().sum().backward()
+            set_lr(optimizer, 0.01)
+            optimizer.step()
+        updated.append([p.detach() for p in net.parameters()])
+    torch.testing.assert_close(*updated)
 
 
 def test_set_lr_fills_a_tensor_in_place_and_reaches_every_group() -> None:
