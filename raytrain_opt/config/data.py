@@ -84,6 +84,13 @@ class _DataSection(NamedSection):
     validation_max_samples: PositiveInt = Field(
         5000, description="Maximum size of the validation split, in samples."
     )
+    drop_last: bool = Field(
+        True,
+        description=(
+            "Leave out the samples of an epoch that do not fill a global batch; they differ from "
+            "epoch to epoch. false: they are a last, smaller update."
+        ),
+    )
     normalize: Literal["auto", "none"] | tuple[list[float], list[float]] = Field(
         "auto",
         description=(

@@ -426,6 +426,8 @@ class Job(Section):
         """Yield what needs workers that take a step together, which asynchronous ones never do."""
         if self.batch_norm.sync:
             yield "batch_norm.sync", "needs all workers in every step, and parallel.mode is async"
+        if not self.data.drop_last:
+            yield "data.drop_last", "workers of parallel.mode: async need equal micro-batches"
         if self.batch_norm.recalibrate_batches:
             yield (
                 "batch_norm.recalibrate_batches",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ class Augmentation:
             box, weight = _cutmix_box(weight, random.random(2), height, width)
             x = batch.x.clone(memory_format=torch.preserve_format)
             x[..., box[0], box[1]] = other[..., box[0], box[1]]
-        return Batch(x, batch.y, batch.skipped, batch.y.flip(0), weight)
+        return replace(batch, x=x, other_y=batch.y.flip(0), weight=weight)
 
     def _erase(self, batch: Batch, epoch: int, step: int, rows: slice) -> Batch:
         if not self._section.random_erasing:
@@ -103,7 +104,7 @@ class Augmentation:
         in_columns = _spans(left, np.sqrt(area / ratio), width)
         mask = torch.from_numpy(in_rows[:, :, None] & in_columns[:, None, :])[:, None]
         x = batch.x.masked_fill(mask.to(batch.x.device, non_blocking=True), 0)
-        return Batch(x, batch.y, batch.skipped)
+        return replace(batch, x=x)
 
 
 def make_policy(section: BatchAugment) -> Any:

@@ -1,7 +1,8 @@
 """The interface between any training data and the code that trains on it.
 
 A global batch of a step is cut into `num_micro_batches` micro-batches of equal size, numbered
-from 0. Workers compute different micro-batches of the same step.
+from 0. Workers compute different micro-batches of the same step. The last step of an epoch may
+have fewer samples; the sizes of its micro-batches differ by one at most.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Batch:
 
     x [samples, ...]: float32, normalized where it came from uint8 images (then [N, C, H, W]).
     y [samples]: int64 class indices. skipped: number of unreadable samples left out. Of mixed
-    samples, `weight` belongs to y and the rest to `other_y`.
+    samples, `weight` belongs to y and the rest to `other_y`. `relative_size`: number of samples
+    over the mean of the step's micro-batches, which is not 1 in the last step of an epoch only.
     """
 
     x: torch.Tensor
@@ -34,6 +36,7 @@ class Batch:
     skipped: int = 0
     other_y: torch.Tensor | None = None
     weight: float = 1.0
+    relative_size: float = 1.0
 
     def mean_loss(
         self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], output: torch.Tensor
@@ -63,7 +66,7 @@ class DataInfo:
     preprocessing: Preprocessing | None = None
 
     def steps_per_epoch(self, global_batch_size: int) -> int:
-        """Return the number of full global batches; an epoch leaves out the remaining samples."""
+        """Return the number of full global batches."""
         return self.train_size // global_batch_size
 
 

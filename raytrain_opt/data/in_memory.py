@@ -84,11 +84,12 @@ class InMemoryData(TrainingData):
         order = self._split.order(epoch, search=search)
         drawn_step: int | None = None
         draws: sampling.CropFlip | None = None
-        for step, micro_batch in indices:
+        for step, number in indices:
             if step != drawn_step:
                 drawn_step, draws = step, self._draw(epoch, step, global_batch_size)
-            rows = sampling.micro_batch_slice(micro_batch, num_micro_batches, global_batch_size)
-            samples = sampling.step_indices(order, step, global_batch_size)[rows]
+            samples, rows, relative_size = sampling.micro_batch(
+                order, step, number, num_micro_batches, global_batch_size
+            )
             x, y = self._train_store.take(samples, self.on_copy)
             if draws is not None:
                 x = transforms.crop_and_flip(x, draws.take(rows), self._augment.crop_padding)
@@ -97,7 +98,8 @@ class InMemoryData(TrainingData):
                 keys = sampling.sample_keys(samples, step, rows, global_batch_size, repeats)
                 seeds = [sampling.sample_seed(self._seed, purpose, epoch, key) for key in keys]
                 x = self._more.apply_policy(x, seeds)
-            yield self._more(Batch(self._transform(x), y), epoch, step, rows)
+            batch = Batch(self._transform(x), y, relative_size=relative_size)
+            yield self._more(batch, epoch, step, rows)
 
     def eval_batches(
         self, split: Split, rank: int, world_size: int, batch_size: int

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -106,23 +106,26 @@ class DataLoaderData(TrainingData):
     ) -> Iterator[Batch]:
         """See `TrainingData.train_batches_at`."""
         order = self._split.order(epoch, search=search)
-        requested: deque[tuple[int, slice]] = deque()
+        requested: deque[tuple[int, sampling.MicroBatch]] = deque()
 
         def requests() -> Iterator[BatchRequest]:
             for step, number in indices:
-                rows = sampling.micro_batch_slice(number, num_micro_batches, global_batch_size)
-                samples = sampling.step_indices(order, step, global_batch_size)[rows]
+                part = sampling.micro_batch(
+                    order, step, number, num_micro_batches, global_batch_size
+                )
+                samples, rows = part.samples, part.rows
                 keys = sampling.sample_keys(samples, step, rows, global_batch_size, self._repeats)
                 name = f"micro-batch {number} of {num_micro_batches}, step {step}, epoch {epoch}"
                 request = _request(name, "train", Purpose.TRAIN_SAMPLE, epoch, samples)
                 first = step * global_batch_size
                 self._prepare("train", order, first + rows.start, first + rows.stop)
-                requested.append((step, rows))
+                requested.append((step, part))
                 yield request._replace(keys=tuple(keys.tolist()))
 
         for batch in self._batches(requests()):
-            step, rows = requested.popleft()
-            yield self._augment(batch, epoch, step, rows)
+            step, part = requested.popleft()
+            batch = replace(batch, relative_size=part.relative_size)
+            yield self._augment(batch, epoch, step, part.rows)
 
     def eval_batches(
         self, split: Split, rank: int, world_size: int, batch_size: int

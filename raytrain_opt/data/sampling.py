@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -157,17 +158,36 @@ class EpochOrders:
         return self._last[1]
 
 
-def micro_batch_slice(micro_batch: int, num_micro_batches: int, global_batch_size: int) -> slice:
-    """Return the positions in the global batch that belong to a micro-batch.
+class MicroBatch(NamedTuple):
+    """A part of a step: its samples, their positions in the global batch, and its relative size.
 
-    Raises ValueError: no such micro-batch, or micro-batches of different sizes.
+    See `base.Batch.relative_size`.
     """
-    if not 0 <= micro_batch < num_micro_batches or global_batch_size % num_micro_batches:
+
+    samples: Indices
+    rows: slice
+    relative_size: float
+
+
+def micro_batch(
+    order: Indices, step: int, number: int, num_micro_batches: int, global_batch_size: int
+) -> MicroBatch:
+    """Return one of the micro-batches of a step of an epoch that has this order.
+
+    Raises ValueError: no such step or micro-batch, or micro-batches of different sizes in a full
+    global batch.
+    """
+    steps = -(-len(order) // global_batch_size)
+    if not 0 <= step < steps:
+        raise ValueError(f"step {step} of an epoch of {steps} steps")
+    if not 0 <= number < num_micro_batches or global_batch_size % num_micro_batches:
         raise ValueError(
-            f"micro-batch {micro_batch} of {num_micro_batches} of {global_batch_size} samples"
+            f"micro-batch {number} of {num_micro_batches} of {global_batch_size} samples"
         )
-    size = global_batch_size // num_micro_batches
-    return slice(micro_batch * size, (micro_batch + 1) * size)
+    samples = order[step * global_batch_size : (step + 1) * global_batch_size]
+    start, stop = (i * len(samples) // num_micro_batches for i in (number, number + 1))
+    relative_size = (stop - start) * num_micro_batches / len(samples)
+    return MicroBatch(samples[start:stop], slice(start, stop), relative_size)
 
 
 def sample_keys(
@@ -179,17 +199,6 @@ def sample_keys(
     """
     positions = step * global_batch_size + np.arange(rows.start, rows.stop)
     return samples + (positions % repeats << 48)
-
-
-def step_indices(order: Indices, step: int, global_batch_size: int) -> Indices:
-    """Return the samples of one step's global batch.
-
-    Raises ValueError for a step past the end of the epoch.
-    """
-    steps = len(order) // global_batch_size
-    if not 0 <= step < steps:
-        raise ValueError(f"step {step} of an epoch of {steps} steps")
-    return order[step * global_batch_size : (step + 1) * global_batch_size]
 
 
 def rank_indices(split: Indices, rank: int, world_size: int) -> Indices:

@@ -182,8 +182,14 @@ def resolve(job: Job, info: DataInfo) -> ResolvedJob:
     from raytrain_opt.optim.epoch_steps import epoch_steps
     from raytrain_opt.search.factory import build_policy
 
+    if not job.data.drop_last:
+        _check_last_updates(job, info)
     steps = epoch_steps(
-        info.train_size, job.global_batch_size, job.batch_ramp.steps, info.search_size
+        info.train_size,
+        job.global_batch_size,
+        job.batch_ramp.steps,
+        info.search_size,
+        drop_last=job.data.drop_last,
     )
     return ResolvedJob(job, info, steps, build_policy(job, steps))
 
@@ -214,6 +220,27 @@ def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
         return []
     rule = f"more than the training set has samples ({info.train_size})"
     return [Problem("workers.count", rule, str(job.workers.size))]
+
+
+def _check_last_updates(job: Job, info: DataInfo) -> None:
+    """Refuse a remainder of an epoch with less than two samples for each micro-batch.
+
+    BatchNorm cannot normalize one sample, and DDP needs a gradient from every worker.
+    """
+    from raytrain_opt.train.learner_config import LearnerConfig
+
+    split = 1 if job.parallel.mode == "sync" else LearnerConfig.from_job(job).balanced_split
+    for factor in (1, *(step.factor for step in job.batch_ramp.steps)):
+        accumulated = factor if job.batch_ramp.grow == "accumulation" else 1
+        parts = job.workers.size * split * accumulated
+        for size in (info.train_size, info.search_size):
+            remainder = size % (job.global_batch_size * factor)
+            if 0 < remainder < 2 * parts:
+                rule = (
+                    f"the last update of an epoch would split {remainder} samples into {parts} "
+                    "micro-batches, and each needs two; write true, or change global_batch_size"
+                )
+                raise JobError([Problem("data.drop_last", rule, "false")])
 
 
 def _check_model(job: Job, info: DataInfo, *, resumed: bool) -> list[Problem]:

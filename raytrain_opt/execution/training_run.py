@@ -21,7 +21,6 @@ from raytrain_opt.execution.progress import (
     Startup,
     epoch_record,
 )
-from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import (
     MainTrain,
@@ -212,8 +211,7 @@ class TrainingRun:
         self._epoch.lrs.extend(action.lrs)
         seconds = {f"main_{name}": value for name, value in outcome.timings_s.items()}
         self._epoch.stopwatch.timings_s.update(seconds)
-        factor = ramp_factor(self.job.batch_ramp.steps, action.epoch)
-        samples = len(action.lrs) * self.job.global_batch_size * factor
+        samples = outcome.totals.samples + outcome.totals.skipped
         self.progress = self.progress.add_samples(kept=samples)
         if self._epoch.round_record is not None:
             self._write_round(self._epoch.round_record, outcome.loaded_sha256)

@@ -3,7 +3,7 @@
     n    training samples, without those that are held out
     B    global batch size of the job           f(e)    factor of epoch e (`ramp_factor`)
 
-    updates in epoch e = floor(n / (B f(e)))
+    updates in epoch e = floor(n / (B f(e))), or rounded up if the last one may be smaller
 
 Where a schedule would divide the learning rate by f, multiplying the batch by f lowers the noise
 of the gradients as much, in fewer updates.
@@ -58,11 +58,14 @@ def epoch_steps(
     global_batch_size: int,
     ramp: Sequence[RampStep] = (),
     search_size: int | None = None,
+    *,
+    drop_last: bool = True,
 ) -> EpochSteps:
-    """Count the full global batches in each epoch of `train_size` samples.
+    """Count the updates in each epoch of `train_size` samples.
 
-    `search_size`: samples that candidates train on, by default as many. Raises JobError for an
-    epoch without any.
+    `drop_last`: without the samples that do not fill a global batch. `search_size`: samples that
+    candidates train on, by default as many. Raises JobError for a global batch that is larger
+    than `train_size`.
     """
     ramp_sizes = {step.epoch: global_batch_size * step.factor for step in ramp}
     sizes = {"global_batch_size": global_batch_size}
@@ -75,7 +78,11 @@ def epoch_steps(
                 "that are held out"
             )
             raise JobError([Problem(path, rule, f"a global batch of {size}")])
-    later = tuple((epoch, train_size // size) for epoch, size in ramp_sizes.items())
-    first = train_size // global_batch_size
-    search = first if search_size is None else search_size // global_batch_size
+
+    def count(samples: int, size: int) -> int:
+        return samples // size if drop_last else -(-samples // size)
+
+    later = tuple((epoch, count(train_size, size)) for epoch, size in ramp_sizes.items())
+    first = count(train_size, global_batch_size)
+    search = first if search_size is None else count(search_size, global_batch_size)
     return EpochSteps(first, later, held_out=first - search)

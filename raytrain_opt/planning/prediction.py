@@ -90,7 +90,13 @@ class Planner:
         section = self.job.workers.model_copy(update={"count": workers})
         sections = {"workers": section, "global_batch_size": global_batch_size}
         job, ramp = self.job.model_copy(update=sections), self.job.batch_ramp.steps
-        steps = epoch_steps(self.info.train_size, global_batch_size, ramp, self.info.search_size)
+        steps = epoch_steps(
+            self.info.train_size,
+            global_batch_size,
+            ramp,
+            self.info.search_size,
+            drop_last=job.data.drop_last,
+        )
         step_s, exchange_s, hidden_s = self.step_s(workers, global_batch_size)
         search_s, search_on = self._search_s(job, build_policy(job, steps))
         evaluate_s = self._score_s(workers, self.info.test_size)

@@ -55,6 +55,7 @@ from raytrain_opt.train.batch_norm import (
     recalibrate,
 )
 from raytrain_opt.train.data_parallel import Parallel, single_process
+from raytrain_opt.train.gradient_noise import MEASURE_EVERY
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.loss import build_loss
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -217,7 +218,7 @@ class Learner:
             skipped=skipped,
             duration_s=monotonic_s() - started_s,
             data_wait_s=wait_s,
-            norms=self._gradient_norms(),
+            norms=self._gradient_norms(first_step, len(lrs)),
         )
 
     def begin_micro_batches(self, epoch: int, count: int) -> None:
@@ -259,10 +260,13 @@ class Learner:
     ) -> None:
         self._phase = _Phase(epoch, micro_batches, count_tracked_batches(self.model), search)
 
-    def _gradient_norms(self) -> GradientNorms | None:
+    def _gradient_norms(self, first_step: int, updates: int) -> GradientNorms | None:
         """End the phase for the process group; return the norms, if any were measured."""
         pairs = self.parallel.end_phase()
         global_batch_size = self._global_batch_size(self._phase.epoch)
+        is_smaller = (first_step + updates) * global_batch_size > self._epoch_size
+        if is_smaller and (updates - 1) % MEASURE_EVERY == 0:
+            pairs = pairs[:-1]  # of other sizes
         return GradientNorms(self._micro_batch_size(), global_batch_size, pairs) if pairs else None
 
     def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
@@ -274,7 +278,7 @@ class Learner:
             output = self.parallel.forward(batch.x)
             loss = batch.mean_loss(self.loss, output)
         # An unreadable sample has no gradient; the others must not weigh more for it.
-        divisor *= 1 + batch.skipped / len(batch.y)
+        divisor *= (1 + batch.skipped / len(batch.y)) / batch.relative_size
         scaled = loss if divisor == 1 else loss / divisor
         self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
@@ -343,12 +347,15 @@ class Learner:
             pool_statistics(self.model, size, self._values_per_channel, before)
             return
         self._seed(f"{self.config.seed} {epoch} recalibrate {indices.start}")
-        size = self.info.search_size if self._phase.search else self.info.train_size
-        steps = size // self._global_batch_size(epoch)
+        steps = self._epoch_size // self._global_batch_size(epoch)
         places = islice(product(range(steps), indices), recalibrate_batches)
         batches = self.micro_batches_at(places)
         with self.autocast():
             recalibrate(self.model, (batch.x for batch in batches), self._values_per_channel)
+
+    @property
+    def _epoch_size(self) -> int:
+        return self.info.search_size if self._phase.search else self.info.train_size
 
     def _micro_batch_size(self) -> int:
         return self._global_batch_size(self._phase.epoch) // self._phase.micro_batches.count

@@ -128,7 +128,10 @@ def train_two_phases(
 
 
 def train_three_micro_batches(arrays: DatasetArrays, rank: int, world_size: int) -> dict[str, Any]:
-    """Train with three micro-batches on two workers, one of which has two."""
+    """Train with three micro-batches on two workers, one of which has two, to an epoch's end.
+
+    The last update has the 19 samples that do not fill a batch: 6 + 6 and 7.
+    """
     planned = job(plain_net, batch=33, workers=3)
     learner = Learner(
         LearnerConfig.from_job(planned),
@@ -137,7 +140,8 @@ def train_three_micro_batches(arrays: DatasetArrays, rank: int, world_size: int)
         distribute if world_size > 1 else single_process,
     )
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, 3)
-    totals = learner.train(1, 0, FIRST, micro_batches)
+    first_step = learner.info.train_size // 33 - len(FIRST) + 1
+    totals = learner.train(1, first_step, FIRST, micro_batches)
     weights = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
     return {"samples": totals.samples, "weights": weights}
 

@@ -57,27 +57,33 @@ def test_cached_orders_equal_computed_ones() -> None:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 def test_micro_batches_cover_their_step_and_steps_cover_the_epoch(num_micro_batches: int) -> None:
-    indices = sampling.EpochOrders(np.arange(43), 0).order(0)
-    samples = [
-        sampling.step_indices(indices, step, 8)[
-            sampling.micro_batch_slice(number, num_micro_batches, 8)
-        ]
-        for step in range(5)
+    order = sampling.EpochOrders(np.arange(47), 0).order(0)
+    parts = [
+        sampling.micro_batch(order, step, number, num_micro_batches, 8)
+        for step in range(6)
         for number in range(num_micro_batches)
     ]
-    np.testing.assert_array_equal(np.concatenate(samples), indices[:40])
+    np.testing.assert_array_equal(np.concatenate([part.samples for part in parts]), order)
+    full, last = parts[:-num_micro_batches], parts[-num_micro_batches:]
+    assert {(len(part.samples), part.relative_size) for part in full} == {
+        (8 // num_micro_batches, 1.0)
+    }
+    sizes = [len(part.samples) for part in last]
+    assert max(sizes) - min(sizes) <= 1
+    mean = 7 / num_micro_batches
+    assert [part.relative_size for part in last] == pytest.approx([n / mean for n in sizes])
 
 
 @pytest.mark.parametrize(("number", "num_micro_batches"), [(-1, 2), (2, 2), (0, 3)])
 def test_wrong_micro_batches_are_errors(number: int, num_micro_batches: int) -> None:
     with pytest.raises(ValueError, match="micro-batch"):
-        sampling.micro_batch_slice(number, num_micro_batches, 8)
+        sampling.micro_batch(np.arange(8), 0, number, num_micro_batches, 8)
 
 
-@pytest.mark.parametrize("step", [-1, 5])
+@pytest.mark.parametrize("step", [-1, 6])
 def test_steps_outside_the_epoch_are_errors(step: int) -> None:
-    with pytest.raises(ValueError, match=f"step {step} of an epoch of 5 steps"):
-        sampling.step_indices(np.arange(43), step, 8)
+    with pytest.raises(ValueError, match=f"step {step} of an epoch of 6 steps"):
+        sampling.micro_batch(np.arange(43), step, 0, 2, 8)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -59,9 +60,15 @@ def test_a_training_that_is_too_short_for_a_search_says_so(
 
 
 def test_a_run_in_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
-    uninterrupted = run(tiny_job(tmp_path / "a", epochs=3), in_process=True)
-    first = run(tiny_job(tmp_path / "b", epochs=2), in_process=True)
-    resumed = run(tiny_job(tmp_path / "b", epochs=3), in_process=True, resume=first.run_dir)
+    all_samples: dict[str, Any] = {"data": {"name": "digits", "drop_last": False}}
+    uninterrupted = run(tiny_job(tmp_path / "a", epochs=3, **all_samples), in_process=True)
+    [epoch, *_] = read_lines(uninterrupted.run_dir, "epochs")
+    searched = 3 * 64  # alpha updates
+    assert searched + epoch["samples"] == 1438 - 143
+    assert len(uninterrupted.lrs) == 3 * math.ceil((1438 - 143) / 64)
+    first = run(tiny_job(tmp_path / "b", epochs=2, **all_samples), in_process=True)
+    job = tiny_job(tmp_path / "b", epochs=3, **all_samples)
+    resumed = run(job, in_process=True, resume=first.run_dir)
     rounds = [without_times(read_lines(r.run_dir, "rounds")) for r in (uninterrupted, resumed)]
     assert rounds[0] == rounds[1]
     assert uninterrupted.lrs == resumed.lrs

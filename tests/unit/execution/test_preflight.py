@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytrain_opt.config.load import parse_job
-from raytrain_opt.errors import Problem
+from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_job, run_preflight
 from tests.support.synthetic_runs import write_schedule
 
@@ -24,6 +24,28 @@ def problems(**changes: Any) -> list[Problem]:
 
 def test_a_good_job_has_no_problems() -> None:
     assert problems() == []
+
+
+@pytest.mark.parametrize(
+    ("workers", "parallel"),
+    [(8, {}), (2, {"parallel": {"mode": "balanced", "micro_batches": 8}})],
+)
+def test_a_last_update_must_have_two_samples_for_each_micro_batch(
+    workers: int, parallel: dict[str, Any]
+) -> None:
+    """Of the 1,438 training samples of digits, 14 remain with batches of 16."""
+    values = {
+        "model": "small_cnn",
+        "data": {"name": "digits", "drop_last": False},
+        "epochs": 2,
+        "global_batch_size": 16,
+        "learning_rate": {"policy": "schedule"},
+    }
+    resolved = run_preflight(parse_job({**values, "workers": {"count": 4}})).resolved
+    assert resolved is not None
+    assert resolved.steps(1) == 90
+    with pytest.raises(JobError, match=r"data\.drop_last.*split 14 samples into 8 micro-batches"):
+        run_preflight(parse_job({**values, "workers": {"count": workers}, **parallel}))
 
 
 def test_the_driver_keeps_no_copy_of_data_that_it_has_shared() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import Batch
@@ -100,6 +101,17 @@ def test_several_micro_batches_are_one_update_of_the_batch(count: int) -> None:
     assert a.samples == b.samples == 3 * 16
     assert a.loss == pytest.approx(b.loss)
     assert a.correct == b.correct
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_the_smaller_last_update_of_an_epoch_is_one_batch_of_its_samples(count: int) -> None:
+    """80 samples in batches of 24: the last update has 8, in parts of 2 and 3 or 1 and 2."""
+    one, several = (learner(global_batch_size=24) for _ in range(2))
+    a = one.train(1, 0, (*LRS, 0.3), all_of(1))
+    b = several.train(1, 0, (*LRS, 0.3), all_of(count))
+    assert_close(weights(one), weights(several))
+    assert a.samples == b.samples == SIZE
+    assert a.loss == pytest.approx(b.loss)
 
 
 def reference_sgd(count: int, lrs: Sequence[float]) -> list[Tensor]:
@@ -346,6 +358,33 @@ def test_channels_last_changes_only_the_memory_order() -> None:
     a, b = (t.train(1, 0, LRS, all_of(2)) for t in (last, first))
     assert a.loss == pytest.approx(b.loss)
     assert_close(weights(last), weights(first))
+
+
+class CountReads(TorchDispatchMode):
+    """Counts how often the CPU reads a number from a tensor, which would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_reads_of_a_tensor_are_counted() -> None:
+    with CountReads() as reads:
+        float(torch.ones(2).sum())
+    assert reads.count == 1
+
+
+@pytest.mark.parametrize("average", [None, {"decay": "auto"}])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "LARS", "Muon"])
+def test_no_step_waits_for_the_device(optimizer: str, average: Any) -> None:
+    trained = learner(net_with_norm, optimizer=optimizer, average=average)
+    with CountReads() as reads:
+        trained.train(1, 0, LRS, all_of(2))
+    assert reads.count == 0
 
 
 # Evaluation.
