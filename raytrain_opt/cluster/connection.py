@@ -18,6 +18,7 @@ from raytrain_opt.cluster import fork_client
 from raytrain_opt.cluster.fork_server import fork_server
 from raytrain_opt.cluster.ray_private import (
     available_resources_per_node,
+    in_own_process_groups,
     loopback_only,
     start_processes_with,
     wait_for_local_node,
@@ -97,6 +98,7 @@ def _local_node(environment: Mapping[str, str], *, log_monitor: bool) -> Iterato
     try:
         with (
             loopback_only(),
+            in_own_process_groups(),
             without_helper_processes(log_monitor=log_monitor),
             start_processes_with(fork_client.__file__),
             wait_for_local_node(_START_LIMIT_S),

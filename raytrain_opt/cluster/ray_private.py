@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray._private import ray_constants, services
@@ -113,6 +114,16 @@ def wait_for_local_node(limit_s: float) -> AbstractContextManager[None]:
                 time.sleep(0.1)
 
     return _replaced(services, "get_node", wait)
+
+
+def in_own_process_groups() -> AbstractContextManager[None]:
+    """Keep signals to the driver's process group from a Ray that is started inside the block.
+
+    `timeout`, Slurm and systemd send SIGTERM to all processes at once. Without Ray's control
+    service, the driver could neither end its pools nor itself: Ray waits for it for a minute.
+    """
+    popen = partial(services.ConsolePopen, process_group=0)
+    return _replaced(services, "ConsolePopen", popen)
 
 
 def start_processes_with(program: str) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from pathlib import Path
 
@@ -50,6 +51,17 @@ def test_the_start_of_the_local_node_is_waited_for_longer_than_ray_does(
     with ray_private.wait_for_local_node(0), pytest.raises(RuntimeError, match="no such node"):
         services.get_node("address", "node")
     assert services.get_node is registers_at_the_third_call
+
+
+def test_rays_own_processes_get_a_process_group_of_their_own() -> None:
+    assert "= ConsolePopen(" in inspect.getsource(services.start_ray_process)
+    with ray_private.in_own_process_groups():
+        process = services.ConsolePopen(["sleep", "60"])
+    try:
+        assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_the_program_that_starts_processes_is_replaced_and_put_back() -> None:
