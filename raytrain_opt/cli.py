@@ -365,7 +365,8 @@ def export(run_dir: str, name: str, output: str | None, trust: bool, verbose: bo
         model = load_model(run_dir, device="cpu", trust=trust)
         path = output or f"model.{FORMATS[name].suffix}"
         difference = export_model(model, name, path)
-        click.echo(f"{path}: {model.checkpoint}, outputs equal to {difference:.1g} of the largest")
+        equal = f"equal up to {difference:.1g} of the largest" if difference else "equal"
+        click.echo(f"{path}: {model.checkpoint}; its outputs are {equal}")
 
 
 @main.command()

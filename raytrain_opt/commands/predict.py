@@ -76,6 +76,7 @@ def _predict_batch(
     model: TrainedModel, files: Sequence[_ImageFile], top: int
 ) -> Iterator[Prediction]:
     import torch
+    from PIL import UnidentifiedImageError
 
     inputs: dict[str, Tensor] = {}
     errors: dict[str, str] = {}
@@ -83,7 +84,9 @@ def _predict_batch(
         try:
             inputs[file.name] = model.preprocess([file.read()])
         except Exception as error:  # noqa: BLE001 - a damaged file makes a decoder raise anything
-            errors[file.name] = f"cannot be read as an image: {error}"
+            unknown = isinstance(error, UnidentifiedImageError)
+            reason = "its format is unknown" if unknown else str(error)
+            errors[file.name] = f"cannot be read as an image: {reason}"
     probabilities = model.classify(torch.cat([*inputs.values()])).tolist() if inputs else []
     rows = dict(zip(inputs, probabilities, strict=True))
     for file in files:

@@ -130,7 +130,7 @@ def test_a_damaged_file_does_not_hide_the_others(
     result = invoke("predict", photo_run, str(tmp_path), str(good))
     assert result.exit_code == 1
     first, second = result.output.splitlines()
-    assert first.startswith(f"{tmp_path}/broken.png  cannot be read as an image")
+    assert first == f"{tmp_path}/broken.png  cannot be read as an image: its format is unknown"
     assert second.startswith(f"{good}  ")
 
 
