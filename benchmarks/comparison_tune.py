@@ -72,7 +72,7 @@ class Trial(tune.Trainable):
 
     def step(self) -> dict[str, Any]:
         self.epoch += 1
-        reporter = Reporter(self.learner, self.job.epochs)
+        reporter = Reporter(self.learner, self.job)
         totals = self.learner.train(self.epoch, 0, self._lrs(), WHOLE)
         reporter.look(totals.samples, self.epoch)
         scored = self.learner.evaluate("validation")

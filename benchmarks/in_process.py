@@ -100,8 +100,9 @@ def train_in_process(job: Job) -> Outcome:
 class Reporter:
     """Measures accuracies for the comparison; keeps their time out of the training's."""
 
-    def __init__(self, learner: Learner, epochs: int) -> None:
-        self.learner, self.outcome, self._epochs = learner, Outcome(), epochs
+    def __init__(self, learner: Learner, job: Job) -> None:
+        assert job.epochs is not None
+        self.learner, self.outcome, self.epochs = learner, Outcome(), job.epochs
         self._parts = max(1, learner.info.test_size // _GLANCE)
         self._started_s, self.reporting_s = monotonic_s(), 0.0
 
@@ -121,7 +122,7 @@ class Reporter:
 
         Nothing in the first quarter of the training, which never is as accurate as the end.
         """
-        epochs, spent_s = self._epochs, self.seconds()
+        epochs, spent_s = self.epochs, self.seconds()
         if 4 * epoch < epochs:
             return
         with self.pause():
@@ -170,7 +171,7 @@ class ObservedRun(TrainingRun):
             terminal,
             Startup(began_s),
         )
-        self.reporter = Reporter(learner, job.epochs)
+        self.reporter = Reporter(learner, job)
 
     def finish(self) -> Outcome:
         """Return the outcome after the training."""

@@ -26,9 +26,9 @@ def train_with_plateau_decay(job: Job, patience: int) -> Outcome:
     learner, section = open_learner(job), job.learning_rate
     assert isinstance(section, SchedulePolicy)
     steps = learner.info.train_size // job.global_batch_size
-    reporter, samples, lr = Reporter(learner, job.epochs), 0, section.initial
+    reporter, samples, lr = Reporter(learner, job), 0, section.initial
     scheduler = ReduceLROnPlateau(learner.optimizer, "max", _FACTOR, patience, threshold=0.0)
-    for epoch in range(1, job.epochs + 1):
+    for epoch in range(1, reporter.epochs + 1):
         totals = learner.train(epoch, 0, (lr,) * steps, WHOLE)
         samples += totals.samples
         if not math.isfinite(totals.loss):

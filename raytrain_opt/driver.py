@@ -49,6 +49,10 @@ class Run(Protocol[State]):
         """Return the state to start from: new weights, or the last checkpoint's."""
         ...
 
+    def plan(self, state: State, history: History) -> History:
+        """Return the history with the length of the next epoch, where the job gives a time."""
+        ...
+
     def pretrain(self, state: State, action: TryCandidates) -> Sequence[CandidateResult]:
         """Train and score every candidate, each from `state` and on the same batches."""
         ...
@@ -128,12 +132,13 @@ def train(run: Run[State]) -> None:
     state = run.initial_state()
     history = run.history
     for epoch in run.epochs_left:
+        history = run.plan(state, history)
         # Search: every candidate trains a few steps from `state`; continue from the winner's.
         while isinstance(action := run.policy.next(epoch, history), TryCandidates):
             results = run.pretrain(state, action)
             decision = run.policy.decide(action, results, history)
             state = run.state_after(state, action, decision)
-            history = history.after_round(decision)
+            history = run.plan(state, history.after_round(decision))
             run.checkpoint_round(state, history)
         # Train: all workers together, the rest of the epoch at the decided rates.
         state, loss = run.train_epoch(state, action)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.config.schema import Job
+from raytrain_opt.config.section import parse_duration
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_job, run_local_preflight
@@ -48,6 +49,9 @@ def plan(
 def _planner(
     job: Job, cluster: ClusterSection, measured: Sequence[str], data: str | None
 ) -> Planner:
+    if job.epochs is None:
+        rule = "a plan needs epochs: --set train_for=null --set epochs=90"
+        raise JobError([Problem("train_for", rule)], "plan")
     info = _read_info(job, data)
     model = build_model(
         job.model, num_classes=info.num_classes, sample_shape=info.sample_shape, seed=job.seed
@@ -93,6 +97,7 @@ def _summary(planner: Planner) -> list[str]:
         workers = next(n for n in range(cluster.size, 0, -1) if batch % n == 0)
     planned = planner.predict(workers, batch)
     kept = job.checkpoint.keep
+    assert job.epochs is not None  # see `_planner`
     kept = job.epochs if kept == "all" else kept + job.checkpoint.keep_best
     checkpoints = kept * planner.checkpoint_bytes
     missing = " (it has less)" if planned.memory_bytes > cluster.memory_bytes else ""
@@ -160,11 +165,11 @@ def _choose(
 
 
 def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if match is None:
-        rule = "must be a number and s, m, h or d, such as 90m"
+    seconds = parse_duration(text)
+    if not isinstance(seconds, float):
+        rule = "must be a time, such as 90m or 1h30min"
         raise JobError([Problem("--within", rule, repr(text))], "plan")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    return seconds
 
 
 def _ms(value_s: float) -> str:

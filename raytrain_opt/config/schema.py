@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,7 @@ from raytrain_opt.config.learning_rate import (
 from raytrain_opt.config.processes import SlotsSection, TimeoutsSection, WorkersSection
 from raytrain_opt.config.section import (
     BrokenRule,
+    Duration,
     Fraction,
     NamedSection,
     NameOrFunction,
@@ -147,6 +148,29 @@ def _default_average(job: dict[str, Any]) -> AverageSection | None:
     return None if optimizer.is_schedule_free else AverageSection()
 
 
+class StopSection(Section):
+    """When a training ends before its last epoch."""
+
+    metric: Literal["test_accuracy", "test_top5", "test_loss"] = Field(
+        "test_accuracy", description="Value of epochs.jsonl that decides."
+    )
+    target: float | None = Field(
+        None, description="End when the metric is as good as this: 0.93, or a loss."
+    )
+    patience: PositiveInt | None = Field(
+        None,
+        description=(
+            "End after this many evaluated epochs without a better value. With a rate that decays "
+            "to the end of the training, which brings most of its gain there: a warning only."
+        ),
+    )
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse a section that never ends a run."""
+        if self.target is None and self.patience is None:
+            yield "target", "is required, unless patience is given"
+
+
 class Job(Section):
     """One training: model, data, method, and where the results are written."""
 
@@ -158,7 +182,16 @@ class Job(Section):
     )
     model: ModelSection = Field(description="The network to train.")
     data: DataSection = Field(description="The data to train and evaluate on.")
-    epochs: PositiveInt = Field(le=100_000, description="Passes over the training set.")
+    epochs: Annotated[PositiveInt, Field(le=100_000)] | None = Field(
+        None, description="Passes over the training set. Either this or `train_for` is required."
+    )
+    train_for: Duration | None = Field(
+        None,
+        description=(
+            "Wall time of the run, start and search included, such as 45min or 1h30min: the "
+            "schedule is laid out, from measured speed, to end within it. In place of `epochs`."
+        ),
+    )
     global_batch_size: PositiveInt = Field(
         description="Samples per update over all workers; a multiple of workers.count."
     )
@@ -223,6 +256,9 @@ class Job(Section):
     storage_path: str = Field(
         "runs", description="Folder or URI (s3://, gs://, az://, abfss://) of run directories."
     )
+    stop: StopSection | None = Field(
+        None, description="When the training ends early. Default: never."
+    )
     resume: Literal["never", "auto"] = Field(
         "never",
         description=(
@@ -252,6 +288,14 @@ class Job(Section):
     def optimizers(self) -> tuple[OptimizerSection, ...]:
         """The optimizers that the search chooses from; without such a choice, the only one."""
         return self.optimizer.choices
+
+    @property
+    def rate_decays(self) -> bool:
+        """Whether the rate falls until the last epoch."""
+        policy = self.learning_rate
+        shapes = ("linear", "polynomial", "cosine")
+        is_decay = policy.policy == "replay" or getattr(policy, "shape", None) in shapes
+        return is_decay and not all(o.is_schedule_free for o in self.optimizers)
 
     @property
     def search_on(self) -> SearchOn:
@@ -288,6 +332,10 @@ class Job(Section):
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Yield every rule over several sections that the job breaks."""
+        if self.epochs is None and self.train_for is None:
+            yield "epochs", "is required, or train_for in its place"
+        if self.train_for is not None:
+            yield from self._time_rules()
         yield from self._batch_rules()
         yield from self._rate_rules()
         yield from self._ramp_rules()
@@ -296,6 +344,24 @@ class Job(Section):
             yield from self._async_rules()
         elif self.parallel.mode != "sync":
             yield from self._balance_rules()
+
+    def _time_rules(self) -> Iterator[BrokenRule]:
+        """Yield what counts epochs of a training whose number of epochs follows from its speed."""
+        if self.epochs is not None:
+            yield "train_for", "is given in place of epochs; remove one of the two"
+        policy = self.learning_rate
+        shape = getattr(policy, "shape", None)
+        if shape not in ("constant", "linear", "polynomial", "cosine"):
+            yield (
+                "train_for",
+                f"policy {policy.policy}{f' of shape {shape}' if shape else ''} needs a number of "
+                "epochs; use policy stpt_horizon, or schedule of shape constant, linear, "
+                "polynomial or cosine",
+            )
+        if self.batch_ramp.steps:
+            yield "batch_ramp.steps", "needs a number of epochs, and the job gives train_for"
+        if self.parallel.mode == "async":
+            yield "train_for", "needs workers in step; parallel.mode is async"
 
     def _batch_rules(self) -> Iterator[BrokenRule]:
         if self.global_batch_size % self.workers.size:
@@ -319,7 +385,7 @@ class Job(Section):
 
     def _rate_rules(self) -> Iterator[BrokenRule]:
         warmup = self.learning_rate.warmup
-        if warmup is not None and warmup.epochs > self.epochs:
+        if warmup is not None and self.epochs is not None and warmup.epochs > self.epochs:
             yield (
                 "learning_rate.warmup.epochs",
                 f"{warmup.epochs} is more than the {self.epochs} epochs of the job",
@@ -380,7 +446,7 @@ class Job(Section):
         if any(b.epoch <= a.epoch or b.factor <= a.factor for a, b in pairwise(ramp)):
             yield "batch_ramp.steps", "epochs and factors must increase from one entry to the next"
         last = max((step.epoch for step in ramp), default=0)
-        if last > self.epochs:
+        if self.epochs is not None and last > self.epochs:
             yield "batch_ramp.steps", f"epoch {last} is after the last epoch, {self.epochs}"
         if ramp and warmup is not None and ramp[0].epoch <= warmup.epochs:
             yield (

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_serializer,
+    model_validator,
+)
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -14,6 +23,21 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 # A wait of more than a year is a mistake, and more than some clocks can count.
 Seconds = Annotated[float, Field(gt=0, le=365 * 86400, allow_inf_nan=False)]
+
+_UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(value: object) -> object:
+    """Return the seconds of 90, 90s, 45min, 2h or 1h30min; any other value as it is."""
+    text = re.sub(r"\s", "", value).lower() if isinstance(value, str) else ""
+    if not re.fullmatch(r"(\d+(\.\d+)?(s|sec|m|min|h|d|$))+", text):
+        return value
+    parts = re.findall(r"([\d.]+)([a-z]*)", text)
+    return math.fsum(float(number) * _UNITS_S[unit] for number, unit in parts)
+
+
+# Text with units, or seconds.
+Duration = Annotated[Seconds, BeforeValidator(parse_duration)]
 
 # A broken rule over several fields: the path below the section, and what is wrong.
 BrokenRule = tuple[str, str]

@@ -150,7 +150,7 @@ def _probe(
     from raytrain_opt.pools.probes import ProbeConfig
 
     job, plan = session.job, session.plan
-    session.terminal.phase("searching the batch size", 0, job.epochs)
+    session.terminal.phase("searching the batch size")
     launcher = start_launcher(
         local=session.owns_ray, start_s=job.timeouts.start_s, import_all=False
     )

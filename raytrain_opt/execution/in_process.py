@@ -33,7 +33,7 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
     job = resolve_lr_scaling(keep_worker_count(job, resume))
     job = set_worker_count(job, job.workers.size)
     startup = Startup(began_s)
-    with open_terminal(job.epochs) as terminal, open_run_directory(job, resume) as directory:
+    with open_terminal() as terminal, open_run_directory(job, resume) as directory:
         paths, checkpoints, notes = directory
         preflight = run_preflight(job, resumed=resume is not None)
         startup.mark("data_read_s")

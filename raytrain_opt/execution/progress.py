@@ -135,13 +135,14 @@ class EpochMetrics:
         return PartialEpoch(tuple(self.lrs), self.round_record, duration_s, timings_s)
 
 
-def epoch_record(epoch: int, metrics: EpochMetrics, workers: int) -> EpochRecord:
+def epoch_record(epoch: int, epochs: int, metrics: EpochMetrics, workers: int) -> EpochRecord:
     """Return a line of epochs.jsonl; `workers`: how many took part at the end of the epoch."""
     train, test = metrics.train, metrics.test
     assert train is not None
     noise = None if train.norms is None else NoiseScale.from_norms(train.norms)
     return EpochRecord(
         epoch=epoch,
+        epochs=epochs,
         lr=metrics.lrs[-1],
         lr_first=metrics.lrs[0],
         weight_decay_factor=metrics.weight_decay_factor,

@@ -48,14 +48,14 @@ def finish(run: TrainingRun) -> RunResult:
     """
     run.checkpoints.wait()
     run_dir = str(run.paths.local)
-    epochs = read_lines(run_dir, run.paths.epochs.name, EpochRecord)
+    epochs = run.length.records
     rounds = read_lines(run_dir, run.paths.rounds.name, RoundRecord)
     record = _result(run, epochs)
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
     run.recorder.result(record)
     run.checkpoints.publish()
-    run.terminal.advance(run.job.epochs)
+    run.terminal.advance(1.0)
     print_summary(_rows(epochs, rounds), _facts(run, record, report))
     return RunResult(
         run_dir=run.paths.shown,
@@ -76,7 +76,7 @@ def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
         finished_utc=utc_now(),
         job=run.job.name,
         run_dir=run.paths.shown,
-        epochs=run.job.epochs,
+        epochs=len(epochs),
         steps_per_epoch=run.steps.first,
         final=EpochResult.from_epoch(epochs[-1]),
         best=None if best is None else EpochResult.from_epoch(best),

@@ -83,10 +83,10 @@ def open_session(
     startup = Startup(began_s)
     job = keep_worker_count(job, resume)
     with ExitStack() as stack:
-        terminal = stack.enter_context(open_terminal(job.epochs))
+        terminal = stack.enter_context(open_terminal())
         pending_preflight = start_thread(lambda: _prepare(job, resume))
         stack.callback(wait, [pending_preflight], job.timeouts.stop_s)
-        terminal.phase("starting Ray", 0, job.epochs)
+        terminal.phase("starting Ray")
         variables = environment(local=True, start_s=job.timeouts.start_s)
         owns_ray = stack.enter_context(
             ray_session(address, verbose=verbose, environment=variables)
@@ -96,7 +96,7 @@ def open_session(
         if not owns_ray:
             stack.enter_context(watch_preemption(terminal.note))
         startup.mark("ray_connected_s")
-        terminal.phase("reading data", 0, job.epochs)
+        terminal.phase("reading data")
         limit_s = job.timeouts.no_progress_s
         if not wait([pending_preflight], limit_s).done:
             rule = (

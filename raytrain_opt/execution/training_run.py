@@ -13,6 +13,7 @@ from dataclasses import replace
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
+from raytrain_opt.execution.length import TrainingLength
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import (
     EpochMetrics,
@@ -42,11 +43,17 @@ from raytrain_opt.search.policy import (
     TryCandidates,
     is_finite,
 )
+from raytrain_opt.search.time_budget import Pace
 from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.train.weight_average import average_states
+
+# The first updates of a process take longer than the others, so they are not measured.
+_FIRST_STEPS = 2
+# Small enough to change nothing, and not 0, by which some optimizers divide.
+_MEASURED_LR = 1e-9
 
 
 class TrainingRun:
@@ -70,6 +77,7 @@ class TrainingRun:
         self.event_log, self.terminal, self.startup = event_log, terminal, startup
         self.progress = RunProgress()
         self.parallel: dict[str, object] = {}  # how gradients were exchanged, latest epoch
+        self.length = TrainingLength(self.job, self.steps, event_log)
         self._epoch = EpochMetrics(monotonic_s())
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
         self._workers_ready = False
@@ -84,9 +92,9 @@ class TrainingRun:
         return self.progress.history
 
     @property
-    def epochs_left(self) -> range:
-        """Numbers of the epochs to train."""
-        return range(self.progress.next_epoch, self.job.epochs + 1)
+    def epochs_left(self) -> Iterator[int]:
+        """Numbers of the epochs to train, until the last one is known."""
+        return self.length.epochs_left()
 
     @property
     def lrs(self) -> tuple[float, ...]:
@@ -107,7 +115,7 @@ class TrainingRun:
         """
         slots = self.backend.slots
         if slots is not None:
-            self.terminal.phase(f"starting {slots.size} slots", 0, self.job.epochs)
+            self.terminal.phase(f"starting {slots.size} slots")
             slots.wait_until_ready(self.job.timeouts.start_s)
             self.startup.mark("slots_ready_s")
             self.backend.workers.start()
@@ -122,6 +130,10 @@ class TrainingRun:
             state = self.backend.states.put("pretrained", start)
         self.backend.states.keep(state)
         return state
+
+    def plan(self, state: StateRef, history: History) -> History:
+        """Return the history with a plan of the next epoch, where the job gives a time."""
+        return self.length.plan(history, lambda limit_s: self._measure_pace(state, limit_s))
 
     def pretrain(self, state: StateRef, action: TryCandidates) -> list[CandidateResult]:
         """Train and score every candidate: on the slots in waves, or on all workers together."""
@@ -187,8 +199,9 @@ class TrainingRun:
         self._show_phase(action.epoch, "main train")
         if action.epoch == 1 and not self.history.decisions and max_candidates(self.job):
             self.terminal.note(f"epoch 1: {action.reason}")
+        # The last epoch of a time may be shorter: it trains on the last batches of its order.
         first_step = self.steps(action.epoch) - len(action.lrs)
-        if first_step == 0:
+        if not self._epoch.lrs:
             self.backend.workers.grow()
         command = MainTrain(
             state,
@@ -223,9 +236,9 @@ class TrainingRun:
 
         Raises DivergedError if the loss is not finite.
         """
-        if epoch % self.job.evaluate.every_epochs and epoch != self.job.epochs:
+        if epoch % self.job.evaluate.every_epochs and not self.length.is_last(epoch):
             return
-        self.terminal.phase("evaluate", epoch, self.job.epochs)
+        self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  evaluate")
         with self._epoch.stopwatch.measure("evaluate_s"):
             self._epoch.test = test = self.backend.main_training.evaluate(state)
         self._raise_if_diverged(epoch, "test", test.loss)
@@ -233,7 +246,7 @@ class TrainingRun:
     def checkpoint_epoch(self, state: StateRef, history: History) -> None:
         """Record the epoch; begin to save its state, if `checkpoint.every_epochs` says so."""
         epoch = self.progress.next_epoch
-        record = epoch_record(epoch, self._epoch, self._workers_at_work)
+        record = epoch_record(epoch, self.length.epochs, self._epoch, self._workers_at_work)
         self.progress = replace(
             self.progress,
             next_epoch=epoch + 1,
@@ -248,15 +261,17 @@ class TrainingRun:
             optimizer=str(optimizer.name),
             weight_decay_factor=self._epoch.weight_decay_factor,
             lr_multipliers=dict(optimizer.group_lr_multipliers),
+            full_steps=self.steps(epoch),
             lrs=tuple(self._epoch.lrs),
         )
         self.recorder.schedule(schedule)
         self._lrs += schedule.lrs
         # The next epoch starts where this record's time ends, so that no time is lost.
         self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
-        if epoch % self.job.checkpoint.every_epochs == 0 or epoch == self.job.epochs:
+        ends = self.length.after_epoch(record)
+        if epoch % self.job.checkpoint.every_epochs == 0 or ends:
             self._save(state, epoch, test_accuracy=record.test_accuracy)
-        self.terminal.epoch(record, self.job.epochs)
+        self.terminal.epoch(record)
 
     # After the last move.
 
@@ -276,12 +291,34 @@ class TrainingRun:
 
     def _wait_for_workers(self) -> Pool:
         if not self._workers_ready:
-            workers, epoch = self.backend.workers, self.progress.next_epoch
-            self.terminal.phase(f"starting {workers.size} workers", epoch, self.job.epochs)
+            workers = self.backend.workers
+            self.terminal.phase(f"starting {workers.size} workers")
             workers.wait_until_ready(self.job.timeouts.start_s)
             self.startup.mark("workers_ready_s")
             self._workers_ready = True
         return self.backend.workers
+
+    def _measure_pace(self, state: StateRef, limit_s: float) -> Pace:
+        """Train some updates and evaluate, both from `state`, which stays as it is."""
+        self._wait_for_workers()
+        self._show_phase(self.progress.next_epoch, "measure speed")
+        steps = min(_FIRST_STEPS, self.steps.first)
+        self._time_steps(state, steps)
+        step_s = self._time_steps(state, steps)
+        while steps * step_s < limit_s / 2 and steps < self.steps.first:
+            steps = min(2 * steps, self.steps.first)
+            step_s = self._time_steps(state, steps)
+        totals = self.backend.main_training.evaluate(state)
+        return Pace(step_s, totals.duration_s)
+
+    def _time_steps(self, state: StateRef, steps: int) -> float:
+        """Return the seconds of an update in a training of this many, whose state is dropped."""
+        began_s = monotonic_s()
+        command = MainTrain(state, 1, 0, (_MEASURED_LR,) * steps, 1.0, 0)
+        self.backend.main_training.train(command, check=False)
+        samples = steps * self.job.global_batch_size
+        self.progress = self.progress.add_samples(search=samples)
+        return (monotonic_s() - began_s) / steps
 
     def _resume_from(self, checkpoint: Checkpoint) -> StateRef:
         state, progress = read_checkpoint(self.paths.checkpoints / checkpoint.folder)
@@ -290,6 +327,7 @@ class TrainingRun:
         epoch = self.progress.next_epoch
         damaged = self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
         self._lrs = self.recorder.lrs()
+        self.length.resume(self.recorder.epochs(), self.history)
         lost = f"; {damaged} damaged lines of its timeline or events were removed"
         text = f"resumed after {checkpoint.reached}{lost if damaged else ''}"
         self.event_log.resume_clock(epoch, text)
@@ -351,11 +389,11 @@ class TrainingRun:
         if progress is not None and pool == self.backend.workers.name and not self._in_round:
             epoch = self.progress.next_epoch
             done = len(self._epoch.lrs) + max(progress.done, 0)
-            self.terminal.advance(epoch - 1 + done / self.steps(epoch))
+            self.terminal.advance(self.length.fraction(epoch - 1 + done / self.steps(epoch)))
 
     def _show_phase(self, epoch: int, phase: str) -> None:
-        self.terminal.phase(phase, epoch, self.job.epochs)
-        self.terminal.advance(epoch - 1)
+        self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  {phase}")
+        self.terminal.advance(self.length.fraction(epoch - 1))
 
     def _report_worker_count(self, epoch: int, workers: int) -> None:
         before, self._workers_at_work = self._workers_at_work, workers

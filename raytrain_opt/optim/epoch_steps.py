@@ -26,6 +26,36 @@ def ramp_factor(ramp: Sequence[RampStep], epoch: int) -> int:
 
 
 @dataclass(frozen=True)
+class EpochSpan:
+    """The part of a training that `epoch` covers, in `steps` updates: from `start` to `stop`.
+
+    `total` is the end of the training in the same unit; `epochs` and `total_steps` its epochs and
+    updates as planned.
+    """
+
+    epoch: int
+    epochs: int
+    start: float
+    stop: float
+    total: float
+    steps: int
+    total_steps: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the training ends with this epoch."""
+        return self.stop == self.total
+
+    def fractions(self, offset: float = 0.5) -> tuple[float, ...]:
+        """Return the completed fraction of the training in each update, `offset` into it."""
+        length = self.stop - self.start
+        return tuple(
+            (self.start + length * ((i + offset) / self.steps)) / self.total
+            for i in range(self.steps)
+        )
+
+
+@dataclass(frozen=True)
 class EpochSteps:
     """Updates in each epoch: `first` from epoch 1 on, and (epoch, updates) pairs from there on.
 
@@ -45,6 +75,11 @@ class EpochSteps:
     def __call__(self, epoch: int) -> int:
         """Return the number of updates in `epoch` (from 1)."""
         return [self.first, *(steps for start, steps in self.later if start <= epoch)][-1]
+
+    def span(self, epoch: int, epochs: int) -> EpochSpan:
+        """Return the part of a training of `epochs` epochs that `epoch` covers: 1 / epochs."""
+        total = self.before(epochs + 1)
+        return EpochSpan(epoch, epochs, epoch - 1, epoch, epochs, self(epoch), total)
 
     def before(self, epoch: int) -> int:
         """Return the number of updates in all epochs before `epoch`."""

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.optim.epoch_steps import EpochSpan
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,6 @@ class RelativeSchedule:
         """Return the schedule compressed into `steps` steps."""
         return tuple(self.at((i + 0.5) / steps) for i in range(steps))
 
-    def of_epoch(self, epoch: int, epochs: int, steps: EpochSteps) -> tuple[float, ...]:
-        """Return the steps of `epoch` (from 1) in a training of `epochs` epochs.
-
-        Every epoch covers the same fraction of the schedule, whatever its number of steps.
-        """
-        count = steps(epoch)
-        return tuple(self.at((epoch - 1 + (i + 0.5) / count) / epochs) for i in range(count))
+    def of_epoch(self, span: EpochSpan) -> tuple[float, ...]:
+        """Return the steps of an epoch that covers this part of the training."""
+        return tuple(map(self.at, span.fractions()))

@@ -183,7 +183,7 @@ def _progress(step: float, steps: int) -> float:
     return 1.0 if step >= steps else step / steps
 
 
-def build_schedule(policy: SchedulePolicy, *, epochs: int, steps_per_epoch: int) -> Schedule:
+def build_schedule(policy: SchedulePolicy, *, epochs: float, steps_per_epoch: int) -> Schedule:
     """Build the schedule of a training of `epochs` x `steps_per_epoch` updates.
 
     A decay (linear, polynomial, cosine) covers the steps after the warm-up. Drops (step,
@@ -191,7 +191,7 @@ def build_schedule(policy: SchedulePolicy, *, epochs: int, steps_per_epoch: int)
     included. arc_cotangent is slightly below `initial` when the warm-up ends.
     """
     warmup_steps = policy.warmup.epochs * steps_per_epoch
-    decay_steps = epochs * steps_per_epoch - warmup_steps
+    decay_steps = round(epochs * steps_per_epoch) - warmup_steps
     after = _after_warmup(policy, warmup_steps, decay_steps, steps_per_epoch)
     if warmup_steps == 0:
         return after

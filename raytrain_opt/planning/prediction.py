@@ -98,7 +98,8 @@ class Planner:
             drop_last=job.data.drop_last,
         )
         step_s, exchange_s, hidden_s = self.step_s(workers, global_batch_size)
-        search_s, search_on = self._search_s(job, build_policy(job, steps))
+        assert job.epochs is not None  # `plan` has refused jobs without
+        search_s, search_on = self._search_s(job, job.epochs, build_policy(job, steps))
         evaluate_s = self._score_s(workers, self.info.test_size)
         training_s = math.ceil(job.epochs / job.evaluate.every_epochs) * evaluate_s
         for epoch in range(1, job.epochs + 1):
@@ -176,9 +177,9 @@ class Planner:
     def _score_s(self, workers: int, samples: int) -> float:
         return _FORWARD * samples / workers * self.terms.sample_s * self._sharing(workers)
 
-    def _search_s(self, job: Job, policy: Policy) -> tuple[float, str]:
+    def _search_s(self, job: Job, epochs: int, policy: Policy) -> tuple[float, str]:
         """Return the seconds of all candidates, less the kept steps, and who trains them."""
-        rounds = search_rounds(policy, job.epochs)
+        rounds = search_rounds(policy, epochs)
         if not rounds:
             return 0.0, "no candidates"
         workers, batch = job.workers.size, job.global_batch_size

@@ -91,6 +91,11 @@ class Recorder:
         epochs = read_lines(str(path.parent), path.name, ScheduleRecord)
         return [lr for epoch in epochs for lr in epoch.lrs]
 
+    def epochs(self) -> list[EpochRecord]:
+        """Return the lines of epochs.jsonl."""
+        path = self.paths.epochs
+        return read_lines(str(path.parent), path.name, EpochRecord)
+
     def result(self, record: ResultRecord) -> None:
         """Write result.json."""
         write_record(self.paths.result, record)

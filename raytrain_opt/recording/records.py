@@ -167,6 +167,10 @@ class EpochRecord(Record):
     """One line of epochs.jsonl."""
 
     epoch: int = Field(description="Epoch, from 1.")
+    epochs: int = Field(
+        gt=0,
+        description="Length of the training in epochs, with `train_for` as planned before this.",
+    )
     lr: float = Field(description="Learning rate of the last step.")
     lr_first: float = Field(description="Learning rate of the first step.")
     weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
@@ -308,6 +312,9 @@ class ScheduleRecord(Record):
             "Factors other than 1 on the learning rate, by patterns of parameter names; `aux`: of "
             "the parameters that follow Muon's second rule."
         )
+    )
+    full_steps: int = Field(
+        description="Steps of a full epoch; with `train_for` the last ones are shorter."
     )
     lrs: tuple[float, ...] = Field(description="Learning rate of each step.")
 

@@ -96,7 +96,7 @@ def _lead(run: RunRecords, summary: RunSummary) -> list[str]:
         status += f" {run.result.finished_utc}"
     return [
         f"{_name(job.get('model'))} on {_name(job.get('data'))}, learning-rate policy {policy}, "
-        f"{summary.epochs_done} of {summary.epochs} epochs, {status}",
+        f"{summary.epochs_done} of {summary.epochs or '?'} epochs, {status}",
         run.run_dir,
     ]
 

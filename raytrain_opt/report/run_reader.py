@@ -33,7 +33,7 @@ class _Workers(BaseModel):
 class _Job(BaseModel):
     """The fields of job.yaml that a report needs."""
 
-    epochs: int
+    epochs: int | None = None
     global_batch_size: int
     workers: _Workers
     learning_rate: dict[str, Any]

@@ -39,7 +39,7 @@ class RunSummary:
     name: str
     status: str
     epochs_done: int
-    epochs: int
+    epochs: int | None
     test_accuracy: float | None
     best_test_accuracy: float | None
     best_epoch: int | None
@@ -69,7 +69,7 @@ def summarize(run: RunRecords) -> RunSummary:
         name=run.name,
         status=_status(run),
         epochs_done=len(run.epochs),
-        epochs=int(run.job["epochs"]),
+        epochs=_planned_epochs(run),
         test_accuracy=evaluated[-1].test_accuracy if evaluated else None,
         best_test_accuracy=best.test_accuracy if best else None,
         best_epoch=best.epoch if best else None,
@@ -91,6 +91,13 @@ def _status(run: RunRecords) -> str:
     if run.result is not None:
         return "finished"
     return "batch size found" if run.is_batch_size_search else "not finished"
+
+
+def _planned_epochs(run: RunRecords) -> int | None:
+    """Return the length of the training; with `train_for` None before the first epoch."""
+    if run.result is not None:
+        return run.result.epochs
+    return run.epochs[-1].epochs if run.epochs else run.job["epochs"]
 
 
 def _lr_range(run: RunRecords) -> tuple[float | None, float | None]:

@@ -34,10 +34,10 @@ def watch(run_dir: str, terminal: Terminal | None = None) -> None:
 
     Raises what `read_run` raises.
     """
-    run = read_run(run_dir)
-    watched = WatchedRun(run_dir, int(run.job["epochs"]))
+    read_run(run_dir)
+    watched = WatchedRun(run_dir)
     period_s = _REMOTE_PERIOD_S if storage.is_remote(run_dir) else _LOCAL_PERIOD_S
-    with terminal or open_terminal(watched.epochs) as display:
+    with terminal or open_terminal() as display:
         while not watched.show_new(display):
             time.sleep(period_s)
 
@@ -47,7 +47,6 @@ class WatchedRun:
     """A run and how many lines of each record were shown. A resumed run repeats some lines."""
 
     run_dir: str
-    epochs: int
     shown: dict[str, int] = field(default_factory=dict)
 
     def show_new(self, terminal: Terminal) -> bool:
@@ -57,9 +56,9 @@ class WatchedRun:
         for record in self._new_lines("rounds.jsonl", RoundRecord):
             terminal.note(_round_text(record))
         for epoch in self._new_lines("epochs.jsonl", EpochRecord):
-            terminal.note(epoch_text(epoch, self.epochs))
-            terminal.phase("training", epoch.epoch, self.epochs)
-            terminal.advance(float(epoch.epoch))
+            terminal.note(epoch_text(epoch))
+            terminal.phase(f"epoch {epoch.epoch}  training")
+            terminal.advance(epoch.epoch / epoch.epochs)
         last_kind = ""
         for event in self._new_lines("events.jsonl", EventRecord):
             last_kind = event.kind

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raytrain_opt.config.learning_rate import HorizonPolicy, ReplayPolicy, StptPolicy
+from raytrain_opt.config.learning_rate import (
+    HorizonPolicy,
+    ReplayPolicy,
+    SchedulePolicy,
+    StptPolicy,
+)
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.schedules import build_schedule
-from raytrain_opt.search.fixed_schedule import FixedSchedule, RecordedSchedule
+from raytrain_opt.search.fixed_schedule import FixedSchedule, PlannedSchedule, RecordedSchedule
 from raytrain_opt.search.policy import Policy
 from raytrain_opt.search.stpt import Stpt
 from raytrain_opt.search.stpt_horizon import HorizonStpt, max_round_size
@@ -21,10 +26,13 @@ _ENDLESS_STEPS = 2**53
 def build_policy(job: Job, steps: EpochSteps) -> Policy:
     """Build the job's policy. Raises JobError if it does not match the steps per epoch."""
     section = job.learning_rate
-    if isinstance(section, StptPolicy):
-        return Stpt(section, job.epochs, steps)
     if isinstance(section, HorizonPolicy):
         return HorizonStpt(section, job.epochs, steps, job.optimizers)
+    if job.epochs is None:
+        assert isinstance(section, SchedulePolicy)  # the schema refuses the others
+        return PlannedSchedule(section, steps)
+    if isinstance(section, StptPolicy):
+        return Stpt(section, job.epochs, steps)
     if isinstance(section, ReplayPolicy):
         recorded = read_schedule(section.schedule)
         if recorded.optimizer != job.optimizer.name:
@@ -54,7 +62,7 @@ def max_candidates(job: Job) -> int:
     section = job.learning_rate
     if isinstance(section, HorizonPolicy):
         return max_round_size()
-    if not isinstance(section, StptPolicy):
+    if not isinstance(section, StptPolicy) or job.epochs is None:
         return 0
     stpt = Stpt(section, job.epochs, EpochSteps(_ENDLESS_STEPS))
     rounds = range(stpt.warmup.epochs + 1, job.epochs + 1)

@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
-from raytrain_opt.optim.schedules import Schedule
+from raytrain_opt.optim.schedules import Schedule, build_schedule
 from raytrain_opt.search.policy import History, NoCandidates, TrainEpoch
 
 
@@ -33,15 +34,36 @@ class FixedSchedule(NoCandidates):
 
 
 @dataclass(frozen=True)
+class PlannedSchedule(NoCandidates):
+    """Train at the rates of a schedule whose length follows from the plans of the history.
+
+    The schedule is that of the first plan; a later plan changes how fast the rest of it passes.
+    """
+
+    section: SchedulePolicy
+    steps: EpochSteps
+
+    def next(self, epoch: int, history: History) -> TrainEpoch:
+        """Return the epoch with the schedule's rates."""
+        total, per_epoch = history.plans[0].total_steps, self.steps.first
+        schedule = build_schedule(
+            self.section, epochs=total / per_epoch, steps_per_epoch=per_epoch
+        )
+        fractions = history.plans[-1].fractions(offset=0.0)
+        return TrainEpoch(epoch, tuple(schedule.lr(total * f) for f in fractions), "schedule")
+
+
+@dataclass(frozen=True)
 class RecordedSchedule:
     """The contents of schedule.jsonl: each epoch's rates by step, and factor of the weight decay.
 
     `lr_multipliers`: factors of the rate, by the parameters that have one other than 1.
-    `optimizer`: its name.
+    `optimizer`: its name. `full_steps`: steps of each epoch, had it trained on all samples.
     """
 
     lrs: tuple[tuple[float, ...], ...]
     weight_decay_factors: tuple[float, ...]
+    full_steps: tuple[int, ...]
     lr_multipliers: Mapping[str, float] = field(default_factory=dict)
     optimizer: str = "SGD"
 
@@ -53,6 +75,7 @@ class RecordedSchedule:
             return cls(
                 tuple(tuple(float(lr) for lr in epoch["lrs"]) for epoch in epochs),
                 tuple(float(epoch["weight_decay_factor"]) for epoch in epochs),
+                tuple(int(epoch["full_steps"]) for epoch in epochs),
                 {k: float(f) for k, f in epochs[-1]["lr_multipliers"].items()},
                 str(epochs[-1]["optimizer"]),
             )
@@ -63,11 +86,13 @@ class RecordedSchedule:
             raise JobError([Problem("learning_rate.schedule", rule)]) from error
 
     def policy(self, epochs: int, steps: EpochSteps) -> Replay:
-        """Return the policy that replays it. Raises JobError if the steps per epoch differ."""
-        epoch_steps = [len(lrs) for lrs in self.lrs]
-        if epoch_steps != [steps(epoch) for epoch in range(1, epochs + 1)]:
+        """Return the policy that replays it. Raises JobError if the steps per epoch differ.
+
+        Epochs of `train_for` may be shorter.
+        """
+        if list(self.full_steps) != [steps(epoch) for epoch in range(1, epochs + 1)]:
             rule = (
-                f"the schedule is for {len(epoch_steps)} epochs of {_span(epoch_steps)} steps, "
+                f"the schedule is for {len(self.lrs)} epochs of {_span(self.full_steps)} steps, "
                 f"this job has {epochs} of {steps.first}; use "
                 "the same data, global_batch_size, batch_ramp and epochs (and, for a run of "
                 "policy stpt, data.validation_fraction: 0.1, its default)"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from raytrain_opt.optim.epoch_steps import EpochSpan
 from raytrain_opt.results import EvalTotals, TrainTotals
 
 Score = Literal["val_accuracy", "val_loss"]
@@ -181,11 +182,13 @@ class Decision:
 class History:
     """Everything a policy may depend on.
 
-    All decisions, and the mean training loss of each finished epoch.
+    All decisions, and the mean training loss of each finished epoch. `plans`: where time limits
+    the training, what its length was thought to be, before each epoch and after each round.
     """
 
     decisions: tuple[Decision, ...] = ()
     epoch_losses: tuple[float, ...] = ()
+    plans: tuple[EpochSpan, ...] = ()
 
     def after_round(self, decision: Decision) -> History:
         """Return the history with one more decision."""
@@ -194,6 +197,10 @@ class History:
     def after_epoch(self, loss: float) -> History:
         """Return the history with the mean training loss of one more epoch."""
         return replace(self, epoch_losses=(*self.epoch_losses, loss))
+
+    def after_plan(self, plan: EpochSpan) -> History:
+        """Return the history with one more plan."""
+        return replace(self, plans=(*self.plans, plan))
 
     @property
     def latest(self) -> Decision | None:

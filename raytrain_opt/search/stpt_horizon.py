@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
-from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.optim.relative_schedule import RelativeSchedule
 from raytrain_opt.search.optimizer_race import OptimizerRace
 from raytrain_opt.search.paired_comparison import group_losses, losses_of, z_score
@@ -66,7 +66,7 @@ class HorizonStpt:
     """The policy, configured by a section of the job file."""
 
     section: HorizonPolicy
-    epochs: int
+    epochs: int | None  # None: as the plans of the history say
     steps: EpochSteps
     optimizers: tuple[OptimizerSection, ...]
 
@@ -76,10 +76,19 @@ class HorizonStpt:
         shape = "constant" if is_constant else self.section.shape
         return RelativeSchedule(shape, self.section.warmup_fraction)
 
-    @property
-    def race(self) -> OptimizerRace:
-        """The search before epoch 1."""
-        budget = self.section.max_search_cost * self.epochs * self.steps.first
+    def span(self, epoch: int, history: History) -> EpochSpan:
+        """Return the part of the training that this epoch covers."""
+        if self.epochs is None:
+            return history.plans[-1]
+        return self.steps.span(epoch, self.epochs)
+
+    def race(self, history: History) -> OptimizerRace:
+        """Return the search before epoch 1."""
+        cost = self.section.max_search_cost
+        if self.epochs is None:  # the search is a part of the time
+            budget = history.plans[0].total_steps * cost / (1 + cost)
+        else:
+            budget = cost * self.epochs * self.steps.first
         count = len(self.optimizers)
         steps = CandidateSteps.within(
             budget,
@@ -104,9 +113,9 @@ class HorizonStpt:
 
         Raises DivergedError when every candidate of too many rounds diverged.
         """
-        if epoch > 1 or history.is_decided(1) or not self.race.is_possible:
-            return self._train(epoch, history)
-        optimizer, following = self.race.next(history.decisions)
+        if epoch > 1 or history.is_decided(1) or not self.race(history).is_possible:
+            return self._train(self.span(epoch, history), history)
+        optimizer, following = self.race(history).next(history.decisions)
         if isinstance(following, PeakChoice):
             return self._try_weight_decays(optimizer, following, history)
         return self._try_peaks(optimizer, following, history)
@@ -132,7 +141,7 @@ class HorizonStpt:
             tried=tuple(replace(r, val_losses=group_losses(r.val_losses)) for r in results),
         )
         if action.stage == WEIGHT_DECAY:
-            _, peak = self.race.next(history.decisions)
+            _, peak = self.race(history).next(history.decisions)
             assert isinstance(peak, PeakChoice)
             return _decide_weight_decay(undecided, peak.result)
         return self._decide_peak(undecided, history)
@@ -159,22 +168,19 @@ class HorizonStpt:
         )
 
     def _decide_peak(self, undecided: Decision, history: History) -> Decision:
-        rounds = (*history.decisions, undecided)
-        if self.race.all_diverged(rounds):
+        rounds, race = (*history.decisions, undecided), self.race(history)
+        if race.all_diverged(rounds):
             return replace(undecided, reason=f"all {len(undecided.scores)} candidates diverged")
-        optimizer, following = self.race.next(rounds)
+        optimizer, following = race.next(rounds)
         name = f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
         if isinstance(following, PeakRequest):
             return replace(undecided, reason=f"next {name}{following.stage}: {following.reason}")
-        if self._can_afford_weight_decays(rounds):
+        # If the job asks for it, and the budget covers as many steps as the peak's.
+        cost = len(_WEIGHT_DECAY_FACTORS) * rounds[-1].steps
+        if self.section.search_weight_decay and cost <= race.steps_left(rounds):
             return replace(undecided, reason=f"{following.reason}: next its weight decay")
         reason = f"{name}peak {following.lr:.3g}: {following.reason}"
         return _decided(undecided, following.result, following.lr, reason)
-
-    def _can_afford_weight_decays(self, rounds: Sequence[Decision]) -> bool:
-        """Return whether the job asks for it and the budget covers as many steps as the peak's."""
-        cost = len(_WEIGHT_DECAY_FACTORS) * rounds[-1].steps
-        return self.section.search_weight_decay and cost <= self.race.steps_left(rounds)
 
     def _try_weight_decays(
         self, optimizer: int, peak: PeakChoice, history: History
@@ -192,10 +198,10 @@ class HorizonStpt:
             paired=True,
             stage=WEIGHT_DECAY,
             fresh_statistics=True,
-            weight_decay_scale=self.steps.before(self.epochs + 1) / steps,
+            weight_decay_scale=self.span(1, history).total_steps / steps,
         )
 
-    def _train(self, epoch: int, history: History) -> TrainEpoch:
+    def _train(self, span: EpochSpan, history: History) -> TrainEpoch:
         found = history.latest
         optimizer = found.next_optimizer if found else 0
         peak = found.next_base_lr if found else self._initial(optimizer)
@@ -204,12 +210,12 @@ class HorizonStpt:
         reason = f"{how} {peak:.3g}"
         if not found:
             reason += ": too few steps for a search within learning_rate.max_search_cost"
-        lrs = tuple(peak * part for part in schedule.of_epoch(epoch, self.epochs, self.steps))
+        lrs = tuple(peak * part for part in schedule.of_epoch(span))
         weight_decay_factor = found.next_weight_decay_factor if found else 1.0
         if self.optimizers[optimizer].has_auto_weight_decay:
-            sum_of_lrs = peak * schedule.mean * self.steps.before(self.epochs + 1)
+            sum_of_lrs = peak * schedule.mean * span.total_steps
             weight_decay_factor = decay_by_fit(history, optimizer, sum_of_lrs)
-        return TrainEpoch(epoch, lrs, reason, weight_decay_factor, optimizer)
+        return TrainEpoch(span.epoch, lrs, reason, weight_decay_factor, optimizer)
 
 
 def _decide_weight_decay(undecided: Decision, peak: CandidateResult) -> Decision:

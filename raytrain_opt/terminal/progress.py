@@ -41,15 +41,15 @@ class Terminal:
         """Print a line that stays."""
         print_line(self._console, text)
 
-    def phase(self, text: str, epoch: int, epochs: int) -> None:
-        """Show the current activity, if the display moves; epoch 0: before the first epoch."""
+    def phase(self, text: str) -> None:
+        """Show the current activity, if the display moves."""
 
-    def advance(self, epochs_done: float) -> None:
-        """Show how much of the training is done, in epochs, if the display moves."""
+    def advance(self, fraction: float) -> None:
+        """Show how much of the training is done, if the display moves."""
 
-    def epoch(self, record: EpochRecord, epochs: int) -> None:
+    def epoch(self, record: EpochRecord) -> None:
         """Show the result of an epoch."""
-        self.note(epoch_text(record, epochs))
+        self.note(epoch_text(record))
 
 
 class PhaseColumn(ProgressColumn):
@@ -64,7 +64,7 @@ class PhaseColumn(ProgressColumn):
 class Bar(Terminal):
     """A progress bar with epoch, phase and its seconds, accuracy, speed and remaining time."""
 
-    def __init__(self, console: Console, epochs: int) -> None:
+    def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._progress = Progress(
             SpinnerColumn(),
@@ -77,7 +77,7 @@ class Bar(Terminal):
             transient=True,
         )
         self._task = self._progress.add_task(
-            "starting", total=float(epochs), last_epoch="", phase_began_s=monotonic_s()
+            "starting", total=1.0, last_epoch="", phase_began_s=monotonic_s()
         )
 
     def __enter__(self) -> Self:
@@ -87,29 +87,26 @@ class Bar(Terminal):
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def phase(self, text: str, epoch: int, epochs: int) -> None:
+    def phase(self, text: str) -> None:
         """Set the text left of the bar."""
-        prefix = f"epoch {epoch}/{epochs}  " if epoch else ""
-        self._progress.update(
-            self._task, description=f"{prefix}{text}", phase_began_s=monotonic_s()
-        )
+        self._progress.update(self._task, description=text, phase_began_s=monotonic_s())
 
-    def advance(self, epochs_done: float) -> None:
+    def advance(self, fraction: float) -> None:
         """Move the bar."""
-        self._progress.update(self._task, completed=epochs_done)
+        self._progress.update(self._task, completed=fraction)
 
-    def epoch(self, record: EpochRecord, epochs: int) -> None:
+    def epoch(self, record: EpochRecord) -> None:
         """Move the bar and set the text right of it."""
         text = f"lr {record.lr:.4g}  {record.samples_per_s:,.0f} samples/s"
         if record.test_accuracy is not None:
             text = f"accuracy {record.test_accuracy:.2%}  {text}"
-        self._progress.update(self._task, completed=float(record.epoch), last_epoch=text)
+        self._progress.update(self._task, completed=record.epoch / record.epochs, last_epoch=text)
 
 
-def open_terminal(epochs: int) -> Terminal:
+def open_terminal() -> Terminal:
     """Return a progress bar when stdout is a terminal, otherwise plain lines."""
     console = Console(file=sys.stdout)
-    return Bar(console, epochs) if console.is_terminal else Terminal(console)
+    return Bar(console) if console.is_terminal else Terminal(console)
 
 
 def print_line(console: Console, text: str) -> None:
@@ -117,12 +114,12 @@ def print_line(console: Console, text: str) -> None:
     console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def epoch_text(record: EpochRecord, epochs: int) -> str:
+def epoch_text(record: EpochRecord) -> str:
     """Return one epoch as one line."""
     loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
     accuracy = "" if record.test_accuracy is None else f"  accuracy {record.test_accuracy:.2%}"
     return (
-        f"epoch {record.epoch}/{epochs}  lr {record.lr:.4g}  loss {loss}{accuracy}"
+        f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  loss {loss}{accuracy}"
         f"  {record.samples_per_s:,.0f} samples/s  {record.duration_s:.1f} s"
     )
 

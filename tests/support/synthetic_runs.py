@@ -26,7 +26,13 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 def write_schedule(path: Path, *epochs: Sequence[float], **changes: Any) -> None:
     """Write the learning rates of these epochs, as schedule.jsonl has them."""
     line = {"optimizer": "SGD", "weight_decay_factor": 1.0, "lr_multipliers": {}, **changes}
-    write_lines(path, ({"epoch": n, **line, "lrs": lrs} for n, lrs in enumerate(epochs, 1)))
+    write_lines(
+        path,
+        (
+            {"epoch": n, "full_steps": len(lrs), **line, "lrs": lrs}
+            for n, lrs in enumerate(epochs, 1)
+        ),
+    )
 
 
 def accuracy(epoch: int) -> float:
@@ -50,6 +56,7 @@ def epoch_line(epoch: int, **changes: Any) -> dict[str, Any]:
     }
     return {
         "epoch": epoch,
+        "epochs": 4,
         "lr": 0.1,
         "lr_first": 0.1,
         "weight_decay_factor": 1.0,

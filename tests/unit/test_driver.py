@@ -79,6 +79,9 @@ class ScriptedRun:
         self.moves.append(Move("initial_state"))
         return self.checkpoint.state
 
+    def plan(self, state: str, history: History) -> History:
+        return history
+
     def pretrain(self, state: str, action: TryCandidates) -> list[CandidateResult]:
         lrs = tuple(candidate.lr for candidate in action.candidates)
         self.moves.append(Move("pretrain", action.epoch, state, lrs))

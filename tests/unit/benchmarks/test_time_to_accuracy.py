@@ -120,7 +120,7 @@ def test_the_search_affects_the_weights_only_through_the_rates_it_chose(
     train(searched)
     ends = [searched.steps.before(epoch) for epoch in range(1, EPOCHS + 2)]
     lrs = tuple(searched.lrs[first:end] for first, end in pairwise(ends))
-    recorded = RecordedSchedule(lrs, (1.0,) * EPOCHS)
+    recorded = RecordedSchedule(lrs, (1.0,) * EPOCHS, tuple(map(len, lrs)))
     replayed.policy = recorded.policy(EPOCHS, replayed.steps)
     train(replayed)
     assert len(set(searched.lrs)) > 1

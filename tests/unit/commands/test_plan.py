@@ -56,7 +56,7 @@ def test_a_goal_has_a_choice_and_an_impossible_one_the_nearest(tmp_path: Path) -
     [
         ((), r"data: are not on this machine.*--data 1281167x1000"),
         (("--data", "50000"), "--data: must be SAMPLESxCLASSES"),
-        ((*SIZE, "--within", "an hour"), "--within: must be a number and s, m, h or d"),
+        ((*SIZE, "--within", "an hour"), "--within: must be a time, such as 90m"),
         ((*SIZE, "--budget", "3"), "--budget: needs price_per_node_hour"),
         ((*SIZE, "--cluster", "1x2xCPU"), "--cluster: CPUs have no public figures: .*--measured"),
     ],

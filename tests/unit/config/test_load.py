@@ -257,5 +257,5 @@ def test_the_schema_names_every_field_with_its_meaning() -> None:
     for field in schema["properties"].values():
         section = field.get("$ref", "#/$defs/").removeprefix("#/$defs/")
         assert "description" in field or "description" in schema["$defs"][section]
-    assert schema["required"] == ["model", "data", "epochs", "global_batch_size"]
+    assert schema["required"] == ["model", "data", "global_batch_size"]
     assert schema["additionalProperties"] is False

@@ -74,6 +74,49 @@ def test_a_run_in_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert uninterrupted.lrs == resumed.lrs
 
 
+def test_a_run_trains_for_a_time_and_its_lengths_are_replayed(tmp_path: Path) -> None:
+    """How long it takes depends on the machine; that the schedule ends with it does not."""
+    timed = {"epochs": None, "train_for": "8s", "optimizer": "SGD", "average": None}
+    horizon = {"policy": "stpt_horizon", "max_search_cost": 0.5}
+    result = run(tiny_job(tmp_path / "a", **timed, learning_rate=horizon), in_process=True)
+    epochs = read_lines(result.run_dir, "epochs")
+    assert result.summary["epochs"] == len(epochs) == epochs[-1]["epochs"]
+    assert result.lrs[-1] < 0.5 * max(result.lrs) or len(result.lrs) == 1
+    assert read_lines(result.run_dir, "events")[0]["kind"] == "planned"
+    schedule = {"policy": "replay", "schedule": f"{result.run_dir}/schedule.jsonl"}
+    fixed = {**timed, "epochs": len(epochs), "train_for": None, "learning_rate": schedule}
+    replayed = run(tiny_job(tmp_path / "b", **fixed), in_process=True)
+    assert replayed.lrs == result.lrs
+    assert replayed.test_accuracy == result.test_accuracy
+
+
+def test_a_timed_run_resumes_with_the_time_that_is_left(tmp_path: Path) -> None:
+    timed = {"epochs": None, "train_for": "1h", "optimizer": "SGD"}
+    section = {"policy": "schedule", "shape": "linear"}
+    target = {"target": 0.0}  # reached after the first epoch
+    job = tiny_job(tmp_path, **timed, learning_rate=section, stop=target)
+    first = run(job, in_process=True)
+    [planned, stopped] = read_lines(first.run_dir, "events")
+    assert (planned["kind"], stopped["kind"]) == ("planned", "stopped")
+    assert "reached the target, 0" in stopped["text"]
+    shorter = job.model_copy(update={"train_for": 0.1, "stop": None})
+    resumed = run(shorter, in_process=True, resume=first.run_dir)
+    assert resumed.summary["epochs"] == 2
+    assert len(resumed.lrs) == len(first.lrs) + 1  # the time is over
+    assert resumed.lrs[-1] == pytest.approx(first.lrs[-1], rel=0.1)
+
+
+def test_patience_warns_while_the_rate_decays_and_ends_a_constant_one(tmp_path: Path) -> None:
+    stop = {"metric": "test_top5", "patience": 1}
+    data = {"stop": stop, "epochs": 4}
+    for shape, epochs, kind in (("linear", 4, "patience"), ("constant", 2, "stopped")):
+        section = {"policy": "schedule", "shape": shape, "initial": 1e-12}
+        result = run(tiny_job(tmp_path / shape, **data, learning_rate=section), in_process=True)
+        assert result.summary["epochs"] == epochs
+        [event] = read_lines(result.run_dir, "events")
+        assert (event["kind"], event["epoch"]) == (kind, 2)
+
+
 def test_damaged_decoration_stops_neither_a_resume_nor_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

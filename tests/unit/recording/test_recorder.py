@@ -24,6 +24,7 @@ NAN, INF = float("nan"), float("inf")
 
 def epoch(number: int = 1, **values: Any) -> EpochRecord:
     record: dict[str, Any] = {
+        "epochs": 8,
         "lr": 0.1,
         "lr_first": 0.2,
         "weight_decay_factor": 1.0,
@@ -47,7 +48,7 @@ def add_epoch(recorder: Recorder, number: int) -> None:
     """Write both lines of an epoch."""
     recorder.epoch(epoch(number), number)
     schedule = {"optimizer": "SGD", "weight_decay_factor": 1.0, "lr_multipliers": {}}
-    recorder.schedule(ScheduleRecord(epoch=number, lrs=(0.1, 0.2), **schedule))
+    recorder.schedule(ScheduleRecord(epoch=number, full_steps=2, lrs=(0.1, 0.2), **schedule))
 
 
 def round_(number: int = 1, *scores: float, **changes: Any) -> RoundRecord:

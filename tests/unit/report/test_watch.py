@@ -46,14 +46,14 @@ def test_a_finished_run_is_shown_completely(tmp_path: Path) -> None:
     assert lines[5].startswith(
         "round of epoch 1: 0.2 (35.0 %), 0.1 (45.0 %), 0.05 (35.0 %) -> 0.1"
     )
-    assert "epoch 2/2  lr 0.1  loss 1.0000  accuracy 75.00%  960 samples/s  2.0 s" in lines
+    assert "epoch 2/4  lr 0.1  loss 1.0000  accuracy 75.00%  960 samples/s  2.0 s" in lines
     assert any(line.startswith("finished: test accuracy 75.00 %") for line in lines)
 
 
 @pytest.mark.parametrize("location", ["{}", "file://{}"])
 def test_new_records_are_shown_once(tmp_path: Path, location: str) -> None:
     run, screen = write_run(tmp_path / "run", epochs=2, finished=False), Screen()
-    watched = WatchedRun(location.format(run), 4)
+    watched = WatchedRun(location.format(run))
     assert not watched.show_new(screen.terminal)
     assert len(screen.lines()) == 4
     assert not watched.show_new(screen.terminal)
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_still_watched(tmp_path: Path) -> None:
     run, screen = write_run(tmp_path / "run", epochs=2, finished=False), Screen()
     ended, resumed = event_line("failed", "x"), event_line("resumed", "after epoch 1")
     write_lines(run / "events.jsonl", [ended, resumed])
-    watched = WatchedRun(str(run), 4)
+    watched = WatchedRun(str(run))
     assert not watched.show_new(screen.terminal)
     screen.lines()
     write_lines(run / "epochs.jsonl", [epoch_line(1)])

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError
-from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.optim.schedules import Linear
-from raytrain_opt.search.fixed_schedule import FixedSchedule, RecordedSchedule
+from raytrain_opt.search.fixed_schedule import FixedSchedule, PlannedSchedule, RecordedSchedule
 from raytrain_opt.search.policy import History, TryCandidates
 from tests.support.synthetic_runs import write_schedule
 
@@ -35,12 +36,14 @@ def test_it_has_no_candidates_to_decide() -> None:
 def test_a_recorded_schedule_is_read_exactly(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     write_schedule(path, (1 / 3, *LRS[1:3]), LRS[3:], weight_decay_factor=1 / 3)
-    expected = RecordedSchedule(((1 / 3, *LRS[1:3]), LRS[3:]), (1 / 3, 1 / 3))
+    expected = RecordedSchedule(((1 / 3, *LRS[1:3]), LRS[3:]), (1 / 3, 1 / 3), (3, 3))
     assert RecordedSchedule.parse(path.read_text(), "it") == expected
 
 
 def test_replay_trains_at_the_recorded_rates() -> None:
-    policy = RecordedSchedule((LRS[:3], LRS[3:]), (0.5, 2.0)).policy(epochs=2, steps=EpochSteps(3))
+    policy = RecordedSchedule((LRS[:3], LRS[3:]), (0.5, 2.0), (3, 3)).policy(
+        epochs=2, steps=EpochSteps(3)
+    )
     epochs = [policy.next(epoch, EMPTY) for epoch in (1, 2)]
     assert epochs[0].lrs + epochs[1].lrs == LRS
     assert [epoch.weight_decay_factor for epoch in epochs] == [0.5, 2.0]
@@ -49,7 +52,7 @@ def test_replay_trains_at_the_recorded_rates() -> None:
 @pytest.mark.parametrize(("epochs", "steps"), [(3, 3), (1, 3), (2, 4), (3, 2), (1, 6)])
 def test_replay_refuses_a_training_of_another_length(epochs: int, steps: int) -> None:
     with pytest.raises(JobError, match=r"2 epochs of 3 steps.*has \d of \d") as error:
-        RecordedSchedule((LRS[:3], LRS[3:]), (1.0, 1.0)).policy(epochs, EpochSteps(steps))
+        RecordedSchedule((LRS[:3], LRS[3:]), (1.0, 1.0), (3, 3)).policy(epochs, EpochSteps(steps))
     assert error.value.problems[0].path == "learning_rate.schedule"
 
 
@@ -65,7 +68,8 @@ def test_replay_refuses_a_training_of_another_length(epochs: int, steps: int) ->
         '{"lrs": ["fast"]}\n',
         f'{{"lrs": [{10**400}]}}\n',
         '{"lrs": [1], "weight_decay_factor": null}\n',
-        '{"lrs": [1], "weight_decay_factor": 1, "lr_multipliers": 3, "optimizer": "SGD"}\n',
+        '{"lrs": [1], "weight_decay_factor": 1, "full_steps": 1, "lr_multipliers": 3, '
+        '"optimizer": "SGD"}\n',
         "[" * 100_000 + "\n",
     ],
 )
@@ -81,5 +85,23 @@ def test_an_epoch_with_fewer_updates_covers_the_same_part_of_the_schedule() -> N
 
 
 def test_a_replay_gives_epochs_of_different_length_their_own_rates() -> None:
-    policy = RecordedSchedule((LRS[:4], LRS[4:]), (1.0, 1.0)).policy(2, EpochSteps(4, ((2, 2),)))
+    policy = RecordedSchedule((LRS[:4], LRS[4:]), (1.0, 1.0), (4, 2)).policy(
+        2, EpochSteps(4, ((2, 2),))
+    )
     assert (policy.next(1, EMPTY).lrs, policy.next(2, EMPTY).lrs) == (LRS[:4], LRS[4:])
+
+
+def test_shorter_epochs_of_a_limited_time_are_replayed() -> None:
+    policy = RecordedSchedule((LRS[:4], LRS[4:]), (1.0, 1.0), (4, 4)).policy(2, EpochSteps(4))
+    assert (policy.next(1, EMPTY).lrs, policy.next(2, EMPTY).lrs) == (LRS[:4], LRS[4:])
+
+
+def test_a_planned_schedule_passes_faster_when_less_time_is_left() -> None:
+    """The first epoch takes a quarter of the schedule; the rest then has to fit into one."""
+    section = SchedulePolicy(policy="schedule", shape="linear", initial=0.8)
+    policy = PlannedSchedule(section, EpochSteps(2))
+    first = EpochSpan(1, 4, 0.0, 0.25, 1.0, 2, 8)
+    second = EpochSpan(2, 2, 0.25, 1.0, 1.0, 2, 4)
+    history = EMPTY.after_plan(first)
+    assert policy.next(1, history).lrs == pytest.approx((0.8, 0.7))
+    assert policy.next(2, history.after_plan(second)).lrs == pytest.approx((0.6, 0.3))

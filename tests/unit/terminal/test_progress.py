@@ -16,6 +16,7 @@ from raytrain_opt.terminal.progress import Bar, Terminal, epoch_text, open_termi
 def record(**values: Any) -> EpochRecord:
     values_of_epoch: dict[str, Any] = {
         "epoch": 3,
+        "epochs": 8,
         "lr": 0.0125,
         "lr_first": 0.1,
         "weight_decay_factor": 1.0,
@@ -45,36 +46,36 @@ def plain(text: str) -> str:
 
 
 def test_an_epoch_in_one_line() -> None:
-    assert epoch_text(record(), 8) == (
+    assert epoch_text(record()) == (
         "epoch 3/8  lr 0.0125  loss 0.5123  accuracy 95.12%  12,346 samples/s  2.0 s"
     )
 
 
 def test_an_epoch_without_evaluation_has_no_accuracy() -> None:
-    assert "accuracy" not in epoch_text(record(test_accuracy=None), 8)
+    assert "accuracy" not in epoch_text(record(test_accuracy=None))
 
 
 def test_each_note_and_each_epoch_is_one_line() -> None:
     out = io.StringIO()
     with Terminal(Console(file=out, width=20)) as terminal:
-        terminal.phase("main train", 3, 8)
-        terminal.advance(2.5)
+        terminal.phase("main train")
+        terminal.advance(0.3)
         terminal.note("a note [with brackets] that is longer than the line is wide")
-        terminal.epoch(record(), 8)
+        terminal.epoch(record())
     assert out.getvalue().splitlines() == [
         "a note [with brackets] that is longer than the line is wide",
-        epoch_text(record(), 8),
+        epoch_text(record()),
     ]
 
 
 def test_the_bar_shows_phase_percentage_and_last_epoch() -> None:
     console, out = colored_console()
-    with Bar(console, epochs=8) as terminal:
-        terminal.phase("starting", 0, 8)
+    with Bar(console) as terminal:
+        terminal.phase("starting")
         terminal.note("run directory: [here]")
-        terminal.phase("main train", 4, 8)
-        terminal.epoch(record(), 8)
-        terminal.advance(6.0)
+        terminal.phase("epoch 4/8  main train")
+        terminal.epoch(record())
+        terminal.advance(0.75)
     text = plain(out.getvalue())
     assert "run directory: [here]" in text
     assert "epoch 4/8  main train" in text
@@ -84,15 +85,15 @@ def test_the_bar_shows_phase_percentage_and_last_epoch() -> None:
 
 def test_the_bar_works_without_an_accuracy() -> None:
     console, out = colored_console()
-    with Bar(console, epochs=8) as terminal:
-        terminal.epoch(record(test_accuracy=None), 8)
+    with Bar(console) as terminal:
+        terminal.epoch(record(test_accuracy=None))
     text = plain(out.getvalue())
     assert "lr 0.0125" in text
     assert "accuracy" not in text
 
 
 def test_a_pipe_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with open_terminal(8) as terminal:
+    with open_terminal() as terminal:
         assert type(terminal) is Terminal
         terminal.note("hello")
     assert capsys.readouterr().out == "hello\n"
@@ -101,7 +102,7 @@ def test_a_pipe_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(open_terminal(8), Bar)
+    assert isinstance(open_terminal(), Bar)
 
 
 def test_the_summary_does_not_break_paths(capsys: pytest.CaptureFixture[str]) -> None:

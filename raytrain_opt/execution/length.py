@@ -1,0 +1,146 @@
+"""How long a run trains: its epochs, a time, or until the `stop` section ends it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
+from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.search.early_stopping import lost_patience, reached_target
+from raytrain_opt.search.policy import History
+from raytrain_opt.search.time_budget import Pace, plan_epoch
+
+# Time is planned to end this much earlier: what the last epoch takes is known afterwards only.
+_MARGIN = 0.04
+# A measurement takes at most this part of the time.
+_MEASURED_FRACTION, _MEASURED_S = 0.01, 1.0
+# Epochs before the end are shorter, but not shorter than this part of the time.
+_SHORTEST_EPOCH = 0.05
+# A change of the planned length that the user is told about.
+_NOTABLE_CHANGE = 0.1
+
+
+class TrainingLength:
+    """Plans the epochs of a run, and says which is the last."""
+
+    def __init__(self, job: Job, steps: EpochSteps, event_log: EventLog) -> None:
+        self._job, self._steps, self._event_log = job, steps, event_log
+        self._pace: Pace | None = None
+        self._span: EpochSpan | None = None
+        self._told_steps = 0
+        self._warned = False
+        self.records: list[EpochRecord] = []  # of the finished epochs
+
+    def epochs_left(self) -> Iterator[int]:
+        """Yield the numbers of the epochs to train, from 1, until one of them was the last."""
+        while not (self.is_last(len(self.records)) or self._stop_reason()):
+            yield len(self.records) + 1
+
+    def resume(self, records: list[EpochRecord], history: History) -> None:
+        """Continue after these epochs."""
+        self.records = records
+        done = [plan for plan in history.plans if plan.epoch <= len(records)]
+        self._span = done[-1] if done else None
+
+    @property
+    def epochs(self) -> int:
+        """The number of epochs, as planned now; 0 while that is unknown."""
+        return self._job.epochs or (self._span.epochs if self._span else 0)
+
+    def fraction(self, epochs_done: float) -> float:
+        """Return the part of the training that is done after this number of epochs."""
+        return epochs_done / self.epochs if self.epochs else 0.0
+
+    def plan(self, history: History, measure: Callable[[float], Pace]) -> History:
+        """Return the history with the plan of the next epoch, where the job gives a time.
+
+        `measure` returns the pace before the first epoch of a process; it should take as many
+        seconds as it gets.
+        """
+        time_s = self._job.train_for
+        if time_s is None:
+            return history
+        if self._pace is None:
+            self._pace = measure(min(_MEASURED_S, _MEASURED_FRACTION * time_s))
+        epoch = len(self.records) + 1
+        left_s = (1 - _MARGIN) * time_s - self._event_log.elapsed_s()
+        self._span = plan_epoch(
+            epoch,
+            left_s,
+            self._pace,
+            self._steps.first,
+            evaluate_every=self._job.evaluate.every_epochs,
+            shortest_s=_SHORTEST_EPOCH * time_s,
+            plans=history.plans,
+        )
+        self._tell(self._span, left_s)
+        return history.after_plan(self._span)
+
+    def is_last(self, epoch: int) -> bool:
+        """Return whether the schedule ends with this epoch."""
+        if self._job.epochs is not None:
+            return epoch >= self._job.epochs
+        return self._span is not None and self._span.epoch == epoch and self._span.is_last
+
+    def after_epoch(self, record: EpochRecord) -> bool:
+        """Take the record of an epoch; return whether the run ends with it."""
+        self.records.append(record)
+        self._measure_epoch(record)
+        reason = self._stop_reason()
+        if reason:
+            self._event_log.log("stopped", record.epoch, f"epoch {record.epoch}: {reason}")
+        elif not self._warned and self._is_impatient() and not self.is_last(record.epoch):
+            self._warned = True
+            text = (
+                f"epoch {record.epoch}: {self._impatience()}; training continues, because the "
+                "rate decays until the last epoch"
+            )
+            self._event_log.log("patience", record.epoch, text)
+        return self.is_last(record.epoch) or reason is not None
+
+    def _measure_epoch(self, record: EpochRecord) -> None:
+        if self._pace is None:
+            return
+        timings_s, pace = record.timings_s, self._pace
+        main_s = timings_s.get("main_train_s") or 0.0
+        evaluate_s = timings_s.get("evaluate_s")
+        steps = record.samples / self._job.global_batch_size
+        measured = Pace(
+            main_s / steps if steps else pace.step_s,
+            pace.evaluate_s if evaluate_s is None else evaluate_s,
+            # The first epoch includes the search.
+            record.duration_s - main_s - (evaluate_s or 0.0) if record.epoch > 1 else pace.other_s,
+        )
+        self._pace = pace.updated(measured)
+
+    def _tell(self, span: EpochSpan, left_s: float) -> None:
+        """Log the first plan, and later ones of clearly another length."""
+        change = abs(span.total_steps / self._told_steps - 1) if self._told_steps else math.inf
+        if change > _NOTABLE_CHANGE:
+            self._told_steps = span.total_steps
+            epochs = span.total_steps / self._steps.first
+            text = f"train_for: a training of {epochs:.3g} epochs; {max(left_s, 0):.0f} s are left"
+            self._event_log.log("planned", span.epoch, text)
+
+    def _metrics(self) -> list[float | None]:
+        assert self._job.stop is not None
+        return [getattr(record, self._job.stop.metric) for record in self.records]
+
+    def _stop_reason(self) -> str | None:
+        section = self._job.stop
+        if section is None:
+            return None
+        if reached_target(section, self._metrics()):
+            return f"{section.metric} reached the target, {section.target:g}"
+        return self._impatience() if self._is_impatient() and not self._job.rate_decays else None
+
+    def _is_impatient(self) -> bool:
+        return self._job.stop is not None and lost_patience(self._job.stop, self._metrics())
+
+    def _impatience(self) -> str:
+        section = self._job.stop
+        assert section is not None
+        return f"{section.metric} was no better in {section.patience} evaluated epochs"
