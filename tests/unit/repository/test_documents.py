@@ -145,7 +145,7 @@ def test_every_module_exists(page: Path, path: str) -> None:
 
 @pytest.mark.parametrize(("page", "text"), each_block("yaml"))
 def test_every_job_is_valid(page: Path, text: str) -> None:
-    assert parse_job(text, source=page.name).epochs > 0
+    assert parse_job(text, source=page.name).name
 
 
 def make_targets() -> set[str]:
@@ -224,7 +224,7 @@ def header_overrides() -> list[Any]:
 @pytest.mark.parametrize(("job", "values"), header_overrides())
 def test_every_override_in_the_header_of_a_job_fits_it(job: Path, values: list[str]) -> None:
     assert values
-    assert load_job(job, values).epochs > 0
+    assert load_job(job, values).name
 
 
 def fields_below(node: Any, definitions: dict[str, Any]) -> set[str]:

@@ -46,7 +46,7 @@ def test_there_are_jobs() -> None:
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_every_shipped_job_is_valid(path: Path) -> None:
-    assert load_job(path).epochs > 0
+    assert load_job(path).name
 
 
 def script(name: str) -> ModuleType:
