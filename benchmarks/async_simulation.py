@@ -3,21 +3,40 @@
 Nothing is computed and nobody waits: durations are given, events are in a heap. A worker acts as
 in `raytrain_opt.async_training.worker_loop`: while it computes, it sends its last gradient and
 fetches its next weights, as late as it can without waiting for them.
+
+What software costs is measured (`async_costs.py`) and given as `Costs`: each shard is one thread,
+which makes updates and copies of the weights one after the other; a worker's copies and its calls
+of the coordinator are part of its own time.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
-from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone, SspScheduler, Update
+from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone, SspScheduler
 
 # As in `async_training.worker_loop`: a fetch begins this many times the duration of the last
 # fetch before the weights are needed.
 PREFETCH_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of software: per byte of a shard's part, or of all weights in a worker; per call.
+
+    `update_s`: reading a gradient and the optimizer's step in a shard. `publish_s`: the copy of
+    the weights that is sent, and storing it. `worker_s`: what a worker does with weights and its
+    gradient. `call_s`: a call of an actor and its answer.
+    """
+
+    update_s: float = 0.0
+    publish_s: float = 0.0
+    worker_s: float = 0.0
+    call_s: float = 0.0
 
 
 @dataclass
@@ -25,9 +44,9 @@ class Network:
     """Nodes with one link each, which carries `bytes_per_s` in each direction.
 
     A link never pauses while data is waiting (many flows use it at once, as with TCP; switches
-    are no limit). Worker w is on node w % nodes; the first `shards` nodes have a shard each.
-    Workers of a node fetch the weights of one version once, as with Ray's object store. Messages
-    within a node are free. A shard adds up gradients at `adds_per_s` bytes per second.
+    are no limit). Worker w is on node w % nodes; shard s is on node s % nodes. Workers of a node
+    fetch the weights of one version once, as with Ray's object store. Messages within a node are
+    free.
     """
 
     nodes: int
@@ -35,35 +54,52 @@ class Network:
     weight_bytes: float
     gradient_bytes: float
     bytes_per_s: float
-    adds_per_s: float = 4e9
+    costs: Costs = Costs()
     _out: list[float] = field(default_factory=list)
     _in: list[float] = field(default_factory=list)
     _cpu: list[float] = field(default_factory=list)
+    _published: dict[int, float] = field(default_factory=dict)
     _fetched: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._out, self._in = [0.0] * self.nodes, [0.0] * self.nodes
         self._cpu = [0.0] * self.shards
 
+    @property
+    def worker_s(self) -> float:
+        """Seconds of software in a worker for each micro-batch: copies, and two calls."""
+        copied = self.weight_bytes + self.gradient_bytes
+        return self.costs.worker_s * copied + 2 * self.costs.call_s
+
     def pull(self, worker: int, version: int, now_s: float) -> float:
         """Return the time at which the weights have arrived."""
-        node = worker % self.nodes
-        known_s = self._fetched.get((node, version))
-        if known_s is None:
-            part = self.weight_bytes / self.shards
-            known_s = max(self._send(s, node, part, now_s) for s in range(self.shards))
-            self._fetched[node, version] = known_s
-        return max(now_s, known_s)
+        node, part = worker % self.nodes, self.weight_bytes / self.shards
+        if (node, version) not in self._fetched:
+            if version not in self._published:
+                self._published[version] = max(
+                    self._compute(s, part * self.costs.publish_s, now_s)
+                    for s in range(self.shards)
+                )
+            ready_s = max(now_s, self._published[version])
+            arrived_s = [self._send(s, node, part, ready_s) for s in range(self.shards)]
+            self._fetched[node, version] = max(arrived_s) + self.costs.call_s
+        return max(now_s, self._fetched[node, version])
 
     def push(self, worker: int, now_s: float) -> float:
-        """Return the time at which all shards have added the gradient."""
+        """Return the time at which all shards have applied the gradient."""
         part, node = self.gradient_bytes / self.shards, worker % self.nodes
-        for shard in range(self.shards):
-            arrived_s = self._send(node, shard, part, now_s)
-            self._cpu[shard] = max(arrived_s, self._cpu[shard]) + part / self.adds_per_s
-        return max(self._cpu)
+        return self.costs.call_s + max(
+            self._compute(s, part * self.costs.update_s, self._send(node, s, part, now_s))
+            for s in range(self.shards)
+        )
 
-    def _send(self, source: int, target: int, size: float, now_s: float) -> float:
+    def _compute(self, shard: int, seconds: float, now_s: float) -> float:
+        self._cpu[shard] = max(now_s, self._cpu[shard]) + seconds
+        return self._cpu[shard]
+
+    def _send(self, source: int, shard: int, size: float, now_s: float) -> float:
+        target = shard % self.nodes
+        source %= self.nodes
         if source == target:
             return now_s
         took_s = size / self.bytes_per_s
@@ -73,7 +109,9 @@ class Network:
 
 
 class NoNetwork:
-    """A network that delivers everything at once."""
+    """A network and software that cost no time."""
+
+    worker_s = 0.0
 
     def pull(self, worker: int, version: int, now_s: float) -> float:
         return now_s
@@ -91,26 +129,31 @@ class _Worker:
     pushed_s: float = 0.0
 
 
-class Simulation:
-    """One phase with workers that take `seconds[w]` for a micro-batch.
+# How long a worker computes its next micro-batch, for its number.
+Seconds = Callable[[int], float]
 
-    `on_fetch(worker)` is called when a worker reads the current weights,
-    `on_begin(worker, micro_batch)` when it begins a micro-batch on the weights it has, and
-    `on_update` for each update.
+
+class Simulation:
+    """One phase with workers whose micro-batches take `seconds(w)`.
+
+    `on_fetch(worker)` is called when a worker reads the current weights, `on_begin(worker,
+    micro_batch)` when it begins a micro-batch on the weights it has, and `on_update(worker,
+    micro_batch, version)` when the gradient, of weights of this version, has arrived.
     """
 
     def __init__(
         self,
         phase: EpochPhase,
-        seconds: Sequence[float],
+        workers: int,
+        seconds: Seconds,
         network: Network | NoNetwork,
         on_begin: Callable[[int, int], MicroBatchDone],
-        on_update: Callable[[Update], None] = lambda _: None,
+        on_update: Callable[[int, int, int], None] = lambda *_: None,
         on_fetch: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.clock, self.seconds, self.network = SspScheduler(phase), seconds, network
         self._on_begin, self._on_update, self._on_fetch = on_begin, on_update, on_fetch
-        self._workers = [_Worker() for _ in seconds]
+        self._workers = [_Worker() for _ in range(workers)]
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()
         self._blocked: list[int] = []
@@ -118,7 +161,7 @@ class Simulation:
     def run(self) -> float:
         """Simulate the phase and return its duration in simulated seconds."""
         now_s = 0.0
-        for worker in range(len(self.seconds)):
+        for worker in range(len(self._workers)):
             self._schedule(0.0, partial(self._fetch, worker))
             self._schedule(0.0, partial(self._ask, worker))
         while not self.clock.finished:
@@ -142,10 +185,10 @@ class Simulation:
             worker.micro_batch = self.clock.claim(number, now_s)
         if worker.micro_batch is None:
             return
-        if not self.clock.may_begin(worker.micro_batch):
+        if not self.clock.may_begin():
             self._blocked.append(number)
             return
-        if not self.clock.new_enough(worker.version):
+        if not self.clock.may_begin(worker.version):
             self._fetch(number, now_s)
         if worker.ready_s > now_s:
             self._schedule(worker.ready_s, partial(self._ask, number))
@@ -156,24 +199,24 @@ class Simulation:
         worker = self._workers[number]
         self.clock.begin(number, micro_batch, worker.version, now_s)
         done = self._on_begin(number, micro_batch)
-        end_s = now_s + self.seconds[number]
-        if self.clock.phase.bound != 0:
-            fetch_s = max(now_s, end_s - PREFETCH_FACTOR * worker.fetch_s)
-            self._schedule(fetch_s, partial(self._fetch, number))
+        end_s = now_s + self.seconds(number) + self.network.worker_s
+        fetch_s = max(now_s, end_s - PREFETCH_FACTOR * worker.fetch_s)
         worker.micro_batch = None
-        self._schedule(end_s, partial(self._computed, number, done))
+        self._schedule(fetch_s, partial(self._fetch, number))
+        self._schedule(end_s, partial(self._computed, number, done, worker.version))
 
-    def _computed(self, number: int, done: MicroBatchDone, now_s: float) -> None:
+    def _computed(self, number: int, done: MicroBatchDone, version: int, now_s: float) -> None:
         """Send the gradient after the one before it; one is on the way at a time."""
         worker = self._workers[number]
         sent_s = max(now_s, worker.pushed_s)
         worker.pushed_s = self.network.push(number, sent_s)
-        self._schedule(worker.pushed_s, partial(self._arrived, number, done))
+        self._schedule(worker.pushed_s, partial(self._arrived, number, done, version))
         self._schedule(sent_s, partial(self._ask, number))
 
-    def _arrived(self, number: int, done: MicroBatchDone, now_s: float) -> None:
-        for update in self.clock.done(number, done, now_s):
-            self._on_update(update)
+    def _arrived(self, number: int, done: MicroBatchDone, version: int, now_s: float) -> None:
+        self._on_update(number, done.number, version)
+        staleness = max(0, self.clock.version - version)
+        self.clock.done(number, replace(done, staleness=staleness), now_s)
         blocked, self._blocked = self._blocked, []
         for other in blocked:
             self._ask(other, now_s)

@@ -1,9 +1,9 @@
 """The parameter server as Ray actors: one coordinator, and shards that hold the weights.
 
 The pure parts are `scheduler` and `weight_shard`; this is who talks to whom. Workers claim
-micro-batches from the coordinator, pull weights from all shards, push gradients to all shards and
-report to the coordinator, which names the gradients of each update to the shards. Coordinator and
-shards know the phase that a message is about, and ignore messages of another one.
+micro-batches from the coordinator, pull weights from all shards, push gradients to all shards,
+which apply them at once, and report to the coordinator. Coordinator and shards know the phase that
+a message is about, and ignore messages of another one.
 
 Importing this imports no torch: only the shards' processes load it.
 """
@@ -11,6 +11,7 @@ Importing this imports no torch: only the shards' processes load it.
 from __future__ import annotations
 
 import asyncio
+import pickle
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +25,10 @@ from raytrain_opt.async_training.scheduler import (
     MicroBatchDone,
     SspScheduler,
     Staleness,
-    Update,
 )
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import alive_nodes, on_driver_node
 from raytrain_opt.data.base import DataInfo
-from raytrain_opt.errors import PoolError
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -41,11 +40,22 @@ if TYPE_CHECKING:
 _WATCH_INTERVAL_S = 2.0
 # Below this size Ray sends a value with the answer, which saves a message (Ray's own limit).
 _INLINE_BYTES = 100 * 1024
-# Workers wait in calls to these actors, several at a time each: far fewer than this.
+# Workers wait in calls to the coordinator, several at a time each: far fewer than this.
 _MAX_CONCURRENCY = 10_000
 
-# The fields of each tensor of a state by name, and its plain values.
-Snapshot = tuple[dict[str, tuple[Any, ...]], dict[str, Any]]
+
+@dataclass(frozen=True)
+class Recovery:
+    """What a restarted shard needs.
+
+    The micro-batches `done` are updates already; `snapshot` is the shard's last one, pickled, and
+    `boxed_state` the state at the start of the phase.
+    """
+
+    phase: EpochPhase
+    done: set[int]
+    snapshot: bytes | None
+    boxed_state: list[Any]
 
 
 class SspCoordinator:
@@ -58,23 +68,18 @@ class SspCoordinator:
         self._scheduler: SspScheduler | None = None
         self._shards: list[Any] = []
         self._start: list[Any] = []
-        self._snapshots: dict[int, tuple[int, Snapshot]] = {}
+        self._snapshots: dict[int, tuple[int, bytes]] = {}
         self._claims: dict[int, tuple[int, int | None]] = {}  # worker -> its last request, answer
         self._changed = asyncio.Condition()
         self._waiting: list[int] = []
-        self._error: str | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._outbox: asyncio.Queue[Update] = asyncio.Queue()
+        self._watcher: asyncio.Task[None] | None = None
 
     async def begin(self, phase: EpochPhase, shards: list[Any], boxed_state: list[Any]) -> None:
         """Begin a phase from this state, which the shards load."""
-        for task in self._tasks:
-            task.cancel()
         self._scheduler, self._shards = SspScheduler(phase), shards
         self._start, self._snapshots, self._claims = boxed_state, {}, {}
-        self._waiting, self._error = [], None
-        self._outbox = asyncio.Queue()
-        self._tasks = [asyncio.create_task(self._send()), asyncio.create_task(self._watch())]
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(self._watch())
 
     async def claim(self, phase: str, worker: int, request: int) -> int | None:
         """Return the next micro-batch for this worker; None when all are claimed.
@@ -88,32 +93,30 @@ class SspCoordinator:
             self._claims[worker] = (request, scheduler.claim(worker, monotonic_s()))
         return self._claims[worker][1]
 
-    async def begin_micro_batch(
-        self, phase: str, worker: int, number: int, version: int
-    ) -> int | None:
-        """Wait until the micro-batch may begin.
+    async def begin_micro_batch(self, phase: str, worker: int, number: int, version: int) -> bool:
+        """Wait until the micro-batch may begin; return whether it may on this version's weights.
 
-        Returns None if it may begin on weights of this version, else the version that it needs.
         What has been given to another worker may begin at once: it counts for nothing.
         """
         scheduler = self._of(phase)
         if scheduler is None or scheduler.has_begun(worker, number):
-            return None
+            return True
         await self._wait(
-            worker, lambda: not scheduler.owns(worker, number) or scheduler.may_begin(number)
+            worker, lambda: not scheduler.owns(worker, number) or scheduler.may_begin()
         )
         if not scheduler.owns(worker, number):
-            return None
-        if not scheduler.new_enough(version):
-            return scheduler.version
+            return True
+        if not scheduler.may_begin(version):
+            return False
         scheduler.begin(worker, number, version, monotonic_s())
-        return None
+        return True
 
     async def done(self, phase: str, worker: int, result: MicroBatchDone) -> None:
-        """Record a micro-batch whose gradient all shards have."""
+        """Record a micro-batch whose gradient all shards have applied."""
         scheduler = self._of(phase)
         if scheduler is not None:
-            await self._dispatch(scheduler.done(worker, result, monotonic_s()))
+            scheduler.done(worker, result, monotonic_s())
+            await self._notify()
 
     async def wait_for_work(self, phase: str, worker: int) -> bool:
         """Wait; return True when there is something to claim again, False when all is done."""
@@ -124,71 +127,54 @@ class SspCoordinator:
         return not scheduler.finished
 
     async def leave(self, worker: int) -> None:
-        """Free what a worker had claimed: it died, or was restarted."""
+        """Free what a worker had claimed: it died, or was restarted.
+
+        From now on the shards drop what it still sends.
+        """
         self._claims.pop(worker, None)
-        if self._scheduler is not None:
-            await self._dispatch(self._scheduler.leave(worker))
+        scheduler = self._scheduler
+        if scheduler is not None and (numbers := scheduler.claimed_by(worker)):
+            phase = scheduler.phase.id
+            await asyncio.gather(*[shard.drop.remote(phase, numbers) for shard in self._shards])
+            scheduler.leave(worker)
+            await self._notify()
 
     async def result(self) -> tuple[bool, TrainTotals, Staleness]:
         """Return whether the phase is finished, its sums, and the staleness of its gradients."""
         assert self._scheduler is not None
         return self._scheduler.finished, self._scheduler.totals, self._scheduler.staleness
 
-    async def keep(self, phase: str, shard: int, version: int, snapshot: Snapshot) -> None:
+    async def keep(self, phase: str, shard: int, version: int, snapshot: bytes) -> None:
         """Keep a shard's snapshot at this version, unless there is a newer one."""
-        known_version, _ = self._snapshots.get(shard, (0, None))
+        known_version, _ = self._snapshots.get(shard, (0, b""))
         if self._of(phase) is not None and version > known_version:
             self._snapshots[shard] = (version, snapshot)
 
-    async def recover(
-        self, shard: int
-    ) -> tuple[EpochPhase, int, tuple[int, Snapshot] | None, list[Any]] | None:
-        """Return what a restarted shard needs; None before the first phase.
-
-        The phase, its version now, the shard's last snapshot, and the state at the start.
-        """
+    async def recover(self, shard: int) -> Recovery | None:
+        """Return what a restarted shard needs; None before the first phase."""
         if self._scheduler is None:
             return None
-        scheduler = self._scheduler
-        return scheduler.phase, scheduler.version, self._snapshots.get(shard), self._start
+        _, snapshot = self._snapshots.get(shard, (0, None))
+        return Recovery(self._scheduler.phase, self._scheduler.done_numbers, snapshot, self._start)
 
     def _of(self, phase: str) -> SspScheduler | None:
         scheduler = self._scheduler
         return scheduler if scheduler is not None and scheduler.phase.id == phase else None
 
-    async def _dispatch(self, updates: list[Update]) -> None:
-        for update in updates:
-            self._outbox.put_nowait(update)
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
     async def _wait(self, worker: int, ready: Callable[[], bool]) -> None:
-        """Wait on behalf of a worker. Raises PoolError when a shard is lost for good."""
+        """Wait on behalf of a worker, which is not silent meanwhile."""
         self._waiting.append(worker)
         try:
             async with self._changed:
-                await self._changed.wait_for(lambda: ready() or self._error is not None)
+                await self._changed.wait_for(ready)
         finally:
             self._waiting.remove(worker)
             if self._scheduler is not None:
                 self._scheduler.heard(worker, monotonic_s())
-        if self._error is not None:
-            raise PoolError(self._error)
-
-    async def _send(self) -> None:
-        """Send updates to all shards, one after the other."""
-        while True:
-            update = await self._outbox.get()
-            try:
-                await asyncio.gather(*[shard.apply.remote(update) for shard in self._shards])
-            except ray.exceptions.RayError as error:
-                self._error = (
-                    "a shard of the weights is lost: it died more often than max_restarts "
-                    f"allows, or could not be restarted: {error}"
-                )
-                async with self._changed:
-                    self._changed.notify_all()
-                return
 
     async def _watch(self) -> None:
         """Give what silent workers have to others."""
@@ -200,124 +186,84 @@ class SspCoordinator:
 
 
 class WeightShardActor:
-    """One shard as an actor. It is built when it is first needed.
-
-    A restarted one continues from its last snapshot, or from the start of the phase.
-    """
+    """One shard as an actor. A restarted one continues from its last snapshot in this phase."""
 
     def __init__(
         self, config: LearnerConfig, info: DataInfo, index: int, count: int, coordinator: str
     ) -> None:
-        """Prepare nothing yet.
+        """Build the shard.
 
         `coordinator`: its name. (Ray warns that a handle would be lost with its creator.)
         """
-        self._config, self._info, self._index, self._count = config, info, index, count
+        self._config, self._index = config, index
         self._coordinator: Any = ray.get_actor(coordinator)
-        self._shard: WeightShard | None = None
+        self._shard = _build(config, info, index, count)
         self._phase = ""
         self._published: tuple[int, Any] | None = None
         self._lost_updates = 0
-        self._building = asyncio.Lock()
-        self._changed = asyncio.Condition()
+        recovery: Any = ray.get(self._coordinator.recover.remote(index))
+        if recovery is not None:
+            self._recover(recovery)
 
-    async def prepare(self) -> None:
-        """Build the shard, which takes seconds, before it is needed."""
-        await self._build_once()
+    def _recover(self, recovery: Recovery) -> None:
+        if recovery.snapshot is None:
+            state, applied = ray.get(recovery.boxed_state[0]), set[int]()
+        else:
+            state, applied = pickle.loads(recovery.snapshot)
+        # Old weights at the current version: the updates in between are lost for this shard.
+        self._shard.load(state, recovery.phase, applied | recovery.done)
+        self._phase, self._lost_updates = recovery.phase.id, len(recovery.done - applied)
 
-    async def load(self, phase: EpochPhase, boxed_state: list[Any]) -> None:
+    def load(self, phase: EpochPhase, boxed_state: list[Any]) -> None:
         """Begin a phase at this state."""
-        shard, state = await self._build_once(), await boxed_state[0]
-        shard.load(state, phase.weight_decay_factor)
+        self._shard.load(ray.get(boxed_state[0]), phase)
         self._phase, self._published, self._lost_updates = phase.id, None, 0
 
-    async def add(self, phase: str, number: int, gradient: Any) -> None:
-        """Collect the gradient of a micro-batch."""
-        shard = await self._build_once()
+    def apply(self, phase: str, number: int, version: int, gradient: Any) -> int:
+        """Apply the gradient of a micro-batch, and send a snapshot if one is due.
+
+        Returns the staleness of the gradient.
+        """
+        if phase != self._phase:
+            return 0
+        from raytrain_opt.async_training.weight_shard import from_wire, wire_dtype
+
+        shard = self._shard
+        before, dtype = shard.version, wire_dtype(self._config.parallel.compression, shard.dtype)
+        staleness = shard.apply(number, version, from_wire(gradient, dtype))
+        if shard.version > before and shard.version % self._config.parallel.snapshot_every == 0:
+            snapshot = pickle.dumps((shard.state(), shard.applied))
+            self._coordinator.keep.remote(phase, self._index, shard.version, snapshot)
+        return staleness
+
+    def drop(self, phase: str, numbers: list[int]) -> None:
+        """Ignore gradients of these micro-batches from now on."""
         if phase == self._phase:
-            from raytrain_opt.async_training.weight_shard import from_wire, wire_dtype
+            self._shard.drop(numbers)
 
-            dtype = wire_dtype(self._config.parallel.compression, shard.dtype)
-            shard.add(number, from_wire(gradient, dtype))
-
-    async def apply(self, update: Update) -> None:
-        """Apply an update, and send a snapshot if one is due."""
-        shard = await self._build_once()
-        if update.phase != self._phase:
-            return
-        shard.apply(update)
-        if shard.version % self._config.parallel.snapshot_every == 0:
-            self._coordinator.keep.remote(
-                self._phase, self._index, shard.version, _pack(shard.state())
-            )
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def pull(self, at_least: int) -> tuple[int, Any]:
-        """Return version and flat weights, once they have this version.
+    def pull(self) -> tuple[int, Any]:
+        """Return version and flat weights.
 
         Large weights come as a reference in a list, the same for all who ask, so that each node
         fetches them once.
         """
-        shard = await self._at_version(at_least)
-        if self._published is None or self._published[0] != shard.version:
-            self._published = (shard.version, _publish(shard))
+        if self._published is None or self._published[0] != self._shard.version:
+            self._published = (self._shard.version, _publish(self._shard))
         return self._published
 
-    async def collect(self, version: int) -> tuple[TrainingState, int, int]:
-        """Return its part of the state at this version, lost gradients and lost updates."""
-        shard = await self._at_version(version)
-        return shard.state(), shard.lost, self._lost_updates
-
-    async def _at_version(self, version: int) -> WeightShard:
-        shard = await self._build_once()
-        async with self._changed:
-            await self._changed.wait_for(lambda: shard.version >= version)
-        return shard
-
-    async def _build_once(self) -> WeightShard:
-        async with self._building:
-            if self._shard is None:
-                shard = _build(self._config, self._info, self._index, self._count)
-                await self._recover(shard)
-                self._shard = shard
-        return self._shard
-
-    async def _recover(self, shard: WeightShard) -> None:
-        answer = await self._coordinator.recover.remote(self._index)
-        if answer is None:
-            return
-        phase, version, snapshot, boxed_state = answer
-        kept, state = (0, await boxed_state[0]) if snapshot is None else _unpack(*snapshot)
-        # Old weights at the current version: the updates in between are lost for this shard.
-        shard.load(state, phase.weight_decay_factor, version)
-        self._phase, self._lost_updates = phase.id, version - kept
-
-
-def _pack(state: TrainingState) -> Snapshot:
-    """Return arrays and plain values only, which the coordinator can hold without torch."""
-    fields = {n: (t.data, t.shape, t.dtype, t.order) for n, t in state.tensors.items()}
-    return fields, state.plain
-
-
-def _unpack(version: int, snapshot: Snapshot) -> tuple[int, TrainingState]:
-    from raytrain_opt.train.state import PackedTensor, TrainingState
-
-    fields, plain = snapshot
-    tensors = {n: PackedTensor(*values) for n, values in fields.items()}
-    return version, TrainingState(tensors, plain)
+    def collect(self) -> tuple[TrainingState, int]:
+        """Return its part of the state, and the number of lost updates."""
+        return self._shard.state(), self._lost_updates
 
 
 def _publish(shard: WeightShard) -> Any:
     from raytrain_opt.async_training.weight_shard import to_wire
 
-    wire = to_wire(shard.weights.buffer, shard.dtype)
+    wire = to_wire(shard.weights_ahead(), shard.dtype)
     return wire if wire.nbytes < _INLINE_BYTES else [ray.put(wire)]
 
 
 def _build(config: LearnerConfig, info: DataInfo, index: int, count: int) -> WeightShard:
-    import torch
-
     from raytrain_opt.async_training.weight_shard import WeightShard
     from raytrain_opt.models import build_model
     from raytrain_opt.train.data_parallel import use_threads
@@ -330,9 +276,11 @@ def _build(config: LearnerConfig, info: DataInfo, index: int, count: int) -> Wei
         seed=config.seed,
     )
     if config.channels_last and len(info.sample_shape) == 3:
+        import torch
+
         model = model.to(memory_format=torch.channels_last)
-    steps = info.steps_per_epoch(config.global_batch_size)
-    return WeightShard(config.optimizers[0], model, index, count, steps)
+    updates = info.steps_per_epoch(config.global_batch_size) * config.worker_count
+    return WeightShard(config.optimizers[0], model, index, count, updates)
 
 
 @dataclass(frozen=True)
@@ -368,7 +316,6 @@ def parameter_server(
     )
     shard_actor = ray.remote(WeightShardActor).options(
         num_cpus=0,
-        max_concurrency=_MAX_CONCURRENCY,
         max_restarts=max_restarts,
         # Calls to a shard that died are repeated with the one in its place.
         max_task_retries=-1,
@@ -376,8 +323,6 @@ def parameter_server(
     )
     count = config.parallel.shards or len(alive_nodes())
     shards: list[Any] = [shard_actor.remote(config, info, i, count, name) for i in range(count)]
-    for shard in shards:
-        shard.prepare.remote()
     try:
         yield ServerHandles(coordinator, shards)
     finally:

@@ -63,17 +63,17 @@ class AsynchronousTraining:
         digests: list[Future[str]] = []
         with ThreadPoolExecutor(1, "digest") as hasher:
             if check:  # hashed while the training continues
-                loaded = assemble_state(start, self._collect(0)[0], {})
+                loaded = assemble_state(start, self._collect()[0], {})
                 digests.append(hasher.submit(loaded.digest))
             metrics, totals, staleness = self._train_until_finished(command)
             with stopwatch.measure("average_s"):
-                parts, lost = self._collect(phase.updates)
-                buffers = advance_buffers(start, [m.buffers for m in metrics], phase.updates)
+                parts, lost_updates = self._collect()
+                buffers = advance_buffers(start, [m.buffers for m in metrics], len(phase.lrs))
                 state = self._states.put(phase.id, assemble_state(start, parts, buffers))
         timings_s = _slowest_timings(metrics)
         totals = replace(
             totals,
-            steps=phase.updates,
+            steps=len(phase.lrs),
             duration_s=timings_s["compute_s"],
             data_wait_s=timings_s["data_wait_s"],
         )
@@ -83,7 +83,7 @@ class AsynchronousTraining:
             "micro_batches": [worker.micro_batches for worker in metrics],
             "shards": len(self._server.shards),
             "compression": self._config.parallel.compression,
-            **lost,
+            "lost_updates": lost_updates,
         }
         return TrainingOutcome(
             state,
@@ -135,14 +135,10 @@ class AsynchronousTraining:
                 metrics = [worker_metrics for _, worker_metrics in sorted(replies.items())]
                 return metrics, totals, staleness
 
-    def _collect(self, version: int) -> tuple[list[TrainingState], dict[str, int]]:
-        """Return the shards' parts of the state, and what they lost."""
-        answers = self._wait([shard.collect.remote(version) for shard in self._server.shards])
-        lost = {
-            "lost_gradients": sum(gradients for _, gradients, _ in answers),
-            "lost_updates": sum(updates for _, _, updates in answers),
-        }
-        return [state for state, _, _ in answers], lost
+    def _collect(self) -> tuple[list[TrainingState], int]:
+        """Return the shards' parts of the state, and the number of updates that they lost."""
+        answers = self._wait([shard.collect.remote() for shard in self._server.shards])
+        return [state for state, _ in answers], sum(lost for _, lost in answers)
 
     def _wait_for_workers(self) -> tuple[int, ...]:
         """Return the workers that are alive; wait for one when all have died."""

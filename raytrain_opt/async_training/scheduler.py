@@ -1,29 +1,22 @@
-"""Assign micro-batches to workers, bound the age of their weights, choose gradients of updates.
+"""Assign micro-batches to workers and bound the staleness of their gradients.
 
 Pure: no processes, no clock.
 
-Asynchronous data parallelism with a bounded staleness (after Ho et al., SSP, NIPS 2013). Each step
-of an epoch is split into P micro-batches, P the number of workers. Any worker claims the next
-micro-batch, so fast workers compute more. The gradients of any P micro-batches make one update, so
-that the rate, the momentum and the number of updates mean the same as in synchronous training.
+Asynchronous data parallelism (Sato): every gradient is an update, made when it arrives. Each step
+of an epoch is split into P micro-batches, P the number of workers; any worker claims the next one,
+so fast workers compute more. `update_conversion` says what the rate, momentum and weight decay of
+a step are for one of its micro-batches.
 
-    P        micro-batches of one update
     u        updates done so far, the version of the weights
     q        version of the weights that a micro-batch's gradient is computed on
-    s        bound of the staleness, u - q of the update that the gradient goes into
+    s        bound of the staleness, u - q at the gradient's update (Ho et al., SSP, NIPS 2013)
 
-Every gradient has a deadline, update q + s. Of the gradients that are computed or waiting, in the
-order of their deadlines, the i-th (from 0) can go into update u + i // P at the earliest. So no
-gradient is late if that is no later than its deadline, for all of them; that is kept true
-(1) when a micro-batch begins: at most P (s + 1) of them at a time, on weights that are new enough;
-(2) when an update is made: of the P gradients with the earliest deadlines, and only if the
-    gradients that are still being computed can meet theirs. Else the update waits for them.
-With s = 0, and micro-batches begun in order, these are the micro-batches of one step: the
-synchronous result.
+With a bound, a micro-batch begins only if all gradients that are being computed meet it even if
+they arrive last: with n of them, the new one included, u + n - 1 - q <= s. Each update raises u by
+one and lowers n by one, so that stays true. P equal workers have a staleness of about P.
 
 A micro-batch that is given to another worker gets a new number, the old one plus that of all
-micro-batches. So a gradient of the first worker, which was only slow or cut off, is none of an
-update's, whenever it arrives.
+micro-batches. So a late gradient of the first worker, which was only slow or cut off, is known.
 """
 
 from __future__ import annotations
@@ -49,10 +42,7 @@ _SILENT_AT_START_S = 120.0
 class EpochPhase:
     """The steps of `epoch` from `first_step` on, each at its rate, in `micro_batches` parts.
 
-    `bound`: s, None for no bound. `damped`: divide a gradient by 1 + its staleness. `in_order`: no
-    micro-batch of a step begins before the update of the step before (not where loader processes
-    claim ahead: workers would wait for each other). `weight_decay_factor` multiplies the job's
-    weight decay.
+    `bound`: s, None for no bound. `weight_decay_factor` multiplies the job's weight decay.
     """
 
     id: str
@@ -61,19 +51,12 @@ class EpochPhase:
     lrs: tuple[float, ...]
     micro_batches: int
     bound: int | None
-    damped: bool = False
-    in_order: bool = False
     weight_decay_factor: float = 1.0
 
     @property
-    def updates(self) -> int:
-        """Number of updates."""
-        return len(self.lrs)
-
-    @property
     def size(self) -> int:
-        """Number of micro-batches of all updates together."""
-        return self.updates * self.micro_batches
+        """Number of micro-batches of all steps, each of which is an update."""
+        return len(self.lrs) * self.micro_batches
 
     def index_of(self, number: int) -> tuple[int, int]:
         """Return the step of the epoch and the micro-batch of that step."""
@@ -89,45 +72,29 @@ def epoch_phase(
     weight_decay_factor: float,
 ) -> EpochPhase:
     """Return the phase of these steps with the learners' settings."""
-    ramp, parallel = config.batch_ramp, config.parallel
+    ramp = config.batch_ramp
     factor = ramp_factor(ramp.steps, epoch) if ramp.grow == "accumulation" else 1
-    bound = parallel.staleness_bound
-    reads_ahead = config.data.loader_workers != 0
     return EpochPhase(
         id=f"{epoch}.{first_step + len(lrs)}",
         epoch=epoch,
         first_step=first_step,
         lrs=lrs,
         micro_batches=config.worker_count * factor,
-        bound=bound,
-        damped=parallel.damp_stale_gradients,
-        in_order=bound == 0 and not reads_ahead,
+        bound=config.parallel.staleness_bound,
         weight_decay_factor=weight_decay_factor,
     )
 
 
 @dataclass(frozen=True)
-class Update:
-    """One update: gradients by number of their micro-batch with their weights, and the rate.
-
-    `number` counts from 0.
-    """
-
-    phase: str
-    number: int
-    lr: float
-    weights: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
 class MicroBatchDone:
-    """A micro-batch whose gradient has reached the weights: sums over its samples."""
+    """A micro-batch whose gradient has changed the weights: sums over its samples."""
 
     number: int
     loss_sum: float
     samples: int
     correct: int
     skipped: int
+    staleness: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,21 +103,17 @@ class Staleness:
 
     counts: tuple[int, ...] = ()
 
-    @property
-    def mean(self) -> float:
-        """Mean over all gradients; 0 without any."""
-        return sum(k * n for k, n in enumerate(self.counts)) / max(sum(self.counts), 1)
-
     def to_json(self) -> dict[str, object]:
         """Return the value of a line in epochs.jsonl."""
-        return {"counts": list(self.counts), "mean": self.mean, "max": len(self.counts) - 1}
+        mean = sum(k * n for k, n in enumerate(self.counts)) / max(sum(self.counts), 1)
+        return {"counts": list(self.counts), "mean": mean, "max": len(self.counts) - 1}
 
 
 @dataclass
 class _Worker:
     heard_s: float
     longest_s: float = 0.0
-    start_s: float | None = None
+    start_s: float = 0.0
 
     def silence_limit_s(self) -> float:
         if not self.longest_s:
@@ -165,22 +128,34 @@ class SspScheduler:
     phase: EpochPhase
     version: int = 0
     totals: TrainTotals = TrainTotals(0, 0, 0.0, 0, 0, 0.0, 0.0)
-    _next: int = 0
-    _returned: list[int] = field(default_factory=list)
+    _free: list[int] = field(init=False)
     _claims: dict[int, int] = field(default_factory=dict)  # micro-batch -> worker
     _begun: dict[int, int] = field(default_factory=dict)  # micro-batch -> version of its weights
-    _waiting: dict[int, int] = field(default_factory=dict)  # gradient -> version of its weights
     _counts: Counter[int] = field(default_factory=Counter)
     _workers: dict[int, _Worker] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._free = list(range(self.phase.size))
+
     @property
     def finished(self) -> bool:
-        """Whether every micro-batch is in an update."""
-        return self.version == self.phase.updates
+        """Whether every micro-batch is an update."""
+        return self.version == self.phase.size
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a micro-batch to claim."""
+        return bool(self._free)
+
+    @property
+    def done_numbers(self) -> set[int]:
+        """The micro-batches whose gradients have changed the weights, as numbered at first."""
+        size = self.phase.size
+        return set(range(size)) - {number % size for number in (*self._free, *self._claims)}
 
     @property
     def staleness(self) -> Staleness:
-        """Staleness of the gradients in the updates so far."""
+        """Staleness of the gradients so far."""
         return Staleness(tuple(self._counts[k] for k in range(max(self._counts, default=-1) + 1)))
 
     def heard(self, worker: int, now_s: float) -> None:
@@ -196,31 +171,23 @@ class SspScheduler:
     def claim(self, worker: int, now_s: float) -> int | None:
         """Give the worker the next free micro-batch; None when all are claimed."""
         self.heard(worker, now_s)
-        if self._returned:
-            number = heapq.heappop(self._returned)
-        elif self._next < self.phase.size:
-            number, self._next = self._next, self._next + 1
-        else:
+        if not self._free:
             return None
+        number = heapq.heappop(self._free)
         self._claims[number] = worker
         return number
 
-    def leave(self, worker: int) -> list[Update]:
-        """Free what a worker that died or restarted had not done, for others.
+    def claimed_by(self, worker: int) -> list[int]:
+        """Return the micro-batches that the worker has claimed and not done."""
+        return [number for number, owner in self._claims.items() if owner == worker]
 
-        Returns the updates that waited for it.
-        """
+    def leave(self, worker: int) -> None:
+        """Free what a worker that died or restarted had not done, for others."""
         self._workers.pop(worker, None)
-        for number in [n for n, owner in self._claims.items() if owner == worker]:
+        for number in self.claimed_by(worker):
             del self._claims[number]
             self._begun.pop(number, None)
-            heapq.heappush(self._returned, number + self.phase.size)
-        return self._make_updates()
-
-    @property
-    def has_work(self) -> bool:
-        """Whether there is a micro-batch to claim."""
-        return bool(self._returned) or self._next < self.phase.size
+            heapq.heappush(self._free, number + self.phase.size)
 
     def owns(self, worker: int, number: int) -> bool:
         """Return whether the micro-batch is assigned to this worker."""
@@ -230,23 +197,15 @@ class SspScheduler:
         """Return whether this worker computes the micro-batch already."""
         return self.owns(worker, number) and number in self._begun
 
-    def may_begin(self, number: int) -> bool:
-        """Return whether rule (1) allows one more micro-batch to be computed now."""
-        bound = self.phase.bound
-        # Micro-batches of a dead worker may be missing in this step: waiting workers take them.
-        in_order = self.phase.in_order and not self._returned
-        if in_order and number % self.phase.size >= self.phase.micro_batches * (self.version + 1):
-            return False
-        if bound is None:
-            return True
-        return len(self._begun) + len(self._waiting) < self.phase.micro_batches * (bound + 1)
+    def may_begin(self, version: int | None = None) -> bool:
+        """Return whether the bound lets a micro-batch begin on weights of this version.
 
-    def new_enough(self, version: int) -> bool:
-        """Return whether rule (1) allows a micro-batch to begin on weights of this version."""
-        if self.phase.bound is None or version >= self.version:
-            return True
-        versions = [*self._begun.values(), *self._waiting.values(), version]
-        return self._in_time(versions, self.version)
+        None: the current one.
+        """
+        new = self.version if version is None else version
+        oldest = min([new, *self._begun.values()])
+        bound = self.phase.bound
+        return bound is None or self.version + len(self._begun) - oldest <= bound
 
     def begin(self, worker: int, number: int, version: int, now_s: float) -> None:
         """Record that the worker computes this micro-batch now, on weights of this version."""
@@ -254,65 +213,20 @@ class SspScheduler:
         self._workers[worker].start_s = now_s
         self._begun[number] = version
 
-    def done(self, worker: int, result: MicroBatchDone, now_s: float) -> list[Update]:
-        """Record a gradient; return the updates that can be made now, in order.
-
-        The result is ignored if the micro-batch has been given to another worker.
-        """
+    def done(self, worker: int, result: MicroBatchDone, now_s: float) -> None:
+        """Record an update, unless its micro-batch has been given to another worker."""
         self.heard(worker, now_s)
-        if not self.owns(worker, result.number) or result.number not in self._begun:
-            return []
+        if not self.has_begun(worker, result.number):
+            return
         record = self._workers[worker]
-        if record.start_s is not None:
-            record.longest_s = max(record.longest_s, now_s - record.start_s)
-        del self._claims[result.number]
-        self._waiting[result.number] = self._begun.pop(result.number)
-        self.totals = _add(self.totals, result)
-        return self._make_updates()
-
-    def _make_updates(self) -> list[Update]:
-        updates = []
-        size = self.phase.micro_batches
-        while len(self._waiting) >= size:
-            # Of equal deadlines, the gradients that have waited longest.
-            chosen = sorted(self._waiting, key=self._waiting.__getitem__)[:size]
-            others = [v for n, v in self._waiting.items() if n not in chosen]
-            if not self._in_time([*others, *self._begun.values()], self.version + 1):
-                break
-            updates.append(self._make_update(chosen))
-        return updates
-
-    def _make_update(self, chosen: list[int]) -> Update:
-        weights = []
-        # In their order in the step, so that sums do not depend on the order of arrival.
-        for number in sorted(chosen, key=self.phase.index_of):
-            staleness = self.version - self._waiting.pop(number)
-            self._counts[staleness] += 1
-            damping = 1 + staleness if self.phase.damped else 1
-            weights.append((number, 1 / (self.phase.micro_batches * damping)))
-        update = Update(self.phase.id, self.version, self.phase.lrs[self.version], tuple(weights))
+        record.longest_s = max(record.longest_s, now_s - record.start_s)
+        del self._claims[result.number], self._begun[result.number]
         self.version += 1
-        return update
-
-    def _in_time(self, versions: list[int], update: int) -> bool:
-        """Return whether gradients on weights of these versions can meet their deadlines.
-
-        `update`: number of the next update.
-        """
-        bound = self.phase.bound
-        if bound is None:
-            return True
-        return all(
-            version + bound >= update + i // self.phase.micro_batches
-            for i, version in enumerate(sorted(versions))
+        self._counts[result.staleness] += 1
+        self.totals = replace(
+            self.totals,
+            samples=self.totals.samples + result.samples,
+            loss_sum=self.totals.loss_sum + result.loss_sum,
+            correct=self.totals.correct + result.correct,
+            skipped=self.totals.skipped + result.skipped,
         )
-
-
-def _add(totals: TrainTotals, result: MicroBatchDone) -> TrainTotals:
-    return replace(
-        totals,
-        samples=totals.samples + result.samples,
-        loss_sum=totals.loss_sum + result.loss_sum,
-        correct=totals.correct + result.correct,
-        skipped=totals.skipped + result.skipped,
-    )

@@ -7,7 +7,7 @@ their elements in memory: one message, or one copy, moves them all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,15 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from raytrain_opt.async_training.scheduler import Update
+from raytrain_opt.async_training.scheduler import EpochPhase
+from raytrain_opt.async_training.update_conversion import CONVERTED, convert, look_ahead
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.optim.factory import (
-    build_optimizer,
-    get_weight_decays,
-    set_lr,
-    set_weight_decays,
-)
+from raytrain_opt.optim.factory import build_optimizer, set_lr
 from raytrain_opt.train.state import (
     PackedTensor,
     TrainingState,
@@ -31,6 +27,8 @@ from raytrain_opt.train.state import (
     to_cpu_state,
 )
 
+# Weight of a gradient in the running mean of the staleness, which counts about twenty of them.
+_STALENESS_WEIGHT = 0.05
 _WIRE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # A flat tensor as bytes, in the type in which it is sent.
@@ -89,9 +87,7 @@ def wire_dtype(compression: str, weights: torch.dtype) -> torch.dtype:
 
 def to_wire(flat: Tensor, dtype: torch.dtype) -> WireArray:
     """Return a flat tensor as bytes, in memory of its own."""
-    converted = flat.detach().to(dtype).cpu()
-    copy = converted.clone() if converted.data_ptr() == flat.data_ptr() else converted
-    return copy.view(torch.uint8).numpy()
+    return flat.detach().to("cpu", dtype, copy=True).view(torch.uint8).numpy()
 
 
 def from_wire(wire: WireArray, dtype: torch.dtype) -> Tensor:
@@ -109,7 +105,7 @@ class Weights:
 
 
 class WeightShard:
-    """One part of the weights: collects gradients, applies updates, gives weights.
+    """One part of the weights: applies gradients as they arrive, gives weights.
 
     It is built from a complete model, whose other parameters are then emptied: without a gradient,
     optimizers skip them.
@@ -121,13 +117,11 @@ class WeightShard:
         model: nn.Module,
         index: int,
         shards: int,
-        steps_per_epoch: int,
+        updates_per_epoch: int,
     ) -> None:
         """Take part `index` of `split_parameters`. The model belongs to the shard from now on."""
-        self.version = 0
         self.parameters = split_parameters(model, shards)[index]
-        self.optimizer = build_optimizer(optimizer, model, steps_per_epoch=steps_per_epoch)
-        self._weight_decays = get_weight_decays(self.optimizer)
+        self.optimizer = build_optimizer(optimizer, model, steps_per_epoch=updates_per_epoch)
         own = {id(p) for p in self.parameters}
         for parameter in model.parameters():
             if id(parameter) not in own:
@@ -140,30 +134,39 @@ class WeightShard:
         self._own_indices = {i for i, p in enumerate(numbered) if id(p) in own}
         self.weights, self._gradient = FlatBuffer(self.parameters), FlatBuffer(self.parameters)
         move_into(self.weights, self.parameters)
-        self._gradients: dict[int, Tensor] = {}
-        self.lost = 0
+        for parameter, view in zip(self.parameters, self._gradient.views, strict=True):
+            parameter.grad = view if parameter.requires_grad else None
+        self._last_change = torch.zeros_like(self.weights.buffer)
+        self._mean_staleness = 0.0
+        self.applied: set[int] = set()
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
         return self.weights.buffer.dtype
 
-    def load(
-        self, state: TrainingState, weight_decay_factor: float = 1.0, version: int = 0
-    ) -> None:
-        """Begin a phase: take this shard's tensors and optimizer state out of a state.
+    @property
+    def version(self) -> int:
+        """Number of updates in this phase."""
+        return len(self.applied)
 
-        The state is one of the training or of this shard. `weight_decay_factor` multiplies the
-        optimizer's weight decay.
+    def load(self, state: TrainingState, phase: EpochPhase, applied: Collection[int] = ()) -> None:
+        """Begin a phase, or continue it after the micro-batches `applied`.
+
+        The state, of the training or of this shard, has its tensors and their optimizer state.
         """
         with torch.no_grad():
             for name, parameter in self._named.items():
                 parameter.copy_(state.tensors[f"model.{name}"].tensor())
         self.optimizer.load_state_dict(optimizer_state_dict(self._own(state)))
-        factors = [weight_decay_factor * decay for decay in self._weight_decays]
-        set_weight_decays(self.optimizer, factors)
-        self._gradients.clear()
-        self.version, self.lost = version, 0
+        self._loaded_groups = state.plain["param_groups"]
+        for group in self.optimizer.param_groups:
+            group |= convert(group, phase.micro_batches)
+            if "weight_decay" in group:
+                group["weight_decay"] *= phase.weight_decay_factor
+        self.phase, self.applied = phase, set(applied)
+        self._dropped = set[int]()
+        self._last_change.zero_()
 
     def _own(self, state: TrainingState) -> TrainingState:
         """Return the part of a state that this shard's optimizer needs."""
@@ -179,38 +182,42 @@ class WeightShard:
         }
         return TrainingState(own, {**state.plain, "optimizer_state": plain})
 
-    def add(self, number: int, gradient: Tensor) -> None:
-        """Collect the flat gradient of a micro-batch, for the update that names it.
+    def apply(self, number: int, version: int, gradient: Tensor) -> int:
+        """Update the weights by the flat gradient of a micro-batch; return its staleness.
 
-        One that no update names, of a worker that was taken for dead, stays until the next phase.
+        `version`: that of the weights it was computed on. Of several gradients of a micro-batch
+        the first counts, unless it was dropped.
         """
-        self._gradients[number] = gradient
-
-    def apply(self, update: Update) -> None:
-        """Take an optimizer step on the weighted sum of the update's gradients.
-
-        An update that was applied before changes nothing; gradients that died with this shard are
-        missing in the sum, and counted in `lost`.
-        """
-        if update.number < self.version:
-            return
-        self._gradient.buffer.zero_()
-        for number, weight in update.weights:
-            gradient = self._gradients.pop(number, None)
-            if gradient is None:
-                self.lost += 1
-            else:
-                self._gradient.buffer.add_(gradient, alpha=weight)
-        for parameter, view in zip(self.parameters, self._gradient.views, strict=True):
-            parameter.grad = view if parameter.requires_grad else None
-        set_lr(self.optimizer, update.lr)
+        index, staleness = number % self.phase.size, max(0, self.version - version)
+        if index in self.applied or number in self._dropped:
+            return staleness
+        self._gradient.buffer.copy_(gradient)
+        self._last_change.copy_(self.weights.buffer)
+        set_lr(self.optimizer, self.phase.lrs[self.version // self.phase.micro_batches])
         self.optimizer.step()
-        self.version = update.number + 1
+        torch.sub(self.weights.buffer, self._last_change, out=self._last_change)
+        self._mean_staleness += _STALENESS_WEIGHT * (staleness - self._mean_staleness)
+        self.applied.add(index)
+        return staleness
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Ignore gradients of these micro-batches from now on: others compute them anew."""
+        self._dropped.update(numbers)
+
+    def weights_ahead(self) -> Tensor:
+        """Return the flat weights that workers compute on (see `update_conversion`)."""
+        factor = look_ahead(self.optimizer.param_groups[0], self._mean_staleness)
+        return self.weights.buffer + factor * self._last_change
 
     def state(self) -> TrainingState:
         """Return this shard's tensors and optimizer state, in memory of their own."""
         own = {name: parameter.data for name, parameter in self._named.items()}
-        return to_cpu_state(own, self.optimizer.state_dict(), {}, copy=True)
+        optimizer = self.optimizer.state_dict()
+        groups = [
+            {key: (loaded if key in CONVERTED else group)[key] for key in loaded}
+            for group, loaded in zip(optimizer["param_groups"], self._loaded_groups, strict=True)
+        ]
+        return to_cpu_state(own, {**optimizer, "param_groups": groups}, {}, copy=True)
 
 
 def assemble_state(

@@ -11,6 +11,7 @@ from raytrain_opt.async_training.actors import ServerHandles
 from raytrain_opt.async_training.scheduler import MicroBatchDone, epoch_phase
 from raytrain_opt.async_training.weight_shard import Weights, WireArray, from_wire
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
+from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Evaluate, EvaluateReply, MainTrain, StateRef
 from raytrain_opt.pools.handler import LearnerHandler, OnStep
 from raytrain_opt.pools.protocol import States
@@ -52,7 +53,7 @@ class AsyncWorker(LearnerHandler):
         self._load(command.state)
         self._live_id = ""
         server = RemoteServer(self._server, phase.id, self.index, self._trainer.dtype)
-        return self._trainer.train(phase, server, lambda done: on_step(done, phase.updates))
+        return self._trainer.train(phase, server, lambda done: on_step(done, len(phase.lrs)))
 
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvaluateReply | None:
         if self.index not in command.workers:  # it came back after the others had begun
@@ -74,43 +75,48 @@ class RemoteServer:
         ref = self._coordinator.claim.remote(self._phase, self._worker, self._claims)
         return cast("int | None", _get(ref))
 
-    def begin(self, number: int, version: int) -> int | None:
+    def begin(self, number: int, version: int) -> bool:
         ref = self._coordinator.begin_micro_batch.remote(
             self._phase, self._worker, number, version
         )
-        return cast("int | None", _get(ref))
+        return cast(bool, _get(ref))
 
-    def pull(self, at_least: int) -> Weights:
+    def pull(self) -> Weights:
         for _ in range(_MAX_PULL_RETRIES):
             try:
-                return self._pull(at_least)
+                return self._pull()
             except ray.exceptions.ObjectLostError:
                 continue  # the shard that stored them died
-        return self._pull(at_least)
+        return self._pull()
 
-    def _pull(self, at_least: int) -> Weights:
+    def _pull(self) -> Weights:
         """Fetch small weights with the answer, large ones by a reference in a list."""
-        answers = ray.get([shard.pull.remote(at_least) for shard in self._shards])
+        answers = _get([shard.pull.remote() for shard in self._shards])
         refs = [value[0] for _, value in answers if isinstance(value, list)]
         fetched = iter(ray.get(refs))
         wires = [next(fetched) if isinstance(value, list) else value for _, value in answers]
         parts = tuple(from_wire(wire, self._dtype) for wire in wires)
         return Weights(min(version for version, _ in answers), parts)
 
-    def push(self, number: int, gradients: Sequence[WireArray]) -> None:
+    def push(self, number: int, version: int, gradients: Sequence[WireArray]) -> int:
         pairs = zip(self._shards, gradients, strict=True)
-        ray.get([shard.add.remote(self._phase, number, gradient) for shard, gradient in pairs])
+        refs = [shard.apply.remote(self._phase, number, version, g) for shard, g in pairs]
+        staleness: list[int] = _get(refs)
+        return max(staleness)
 
     def done(self, result: MicroBatchDone) -> None:
-        ray.get(self._coordinator.done.remote(self._phase, self._worker, result))
+        _get(self._coordinator.done.remote(self._phase, self._worker, result))
 
     def wait_for_work(self) -> bool:
         return cast(bool, _get(self._coordinator.wait_for_work.remote(self._phase, self._worker)))
 
 
-def _get(ref: Any) -> Any:
-    """Wait for an answer; raise what was raised there, as itself."""
+def _get(refs: Any) -> Any:
+    """Wait for answers. Raises PoolError when the parameter server is lost for good."""
     try:
-        return ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
+        return ray.get(refs)
+    except ray.exceptions.ActorDiedError as error:
+        raise PoolError(
+            "the coordinator has died, or a shard of the weights more often than max_restarts "
+            f"allows: {error}"
+        ) from error

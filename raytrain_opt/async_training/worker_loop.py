@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -43,19 +44,19 @@ class ParameterServer(Protocol):
         """Return the next micro-batch; None when all are claimed."""
         ...
 
-    def begin(self, number: int, version: int) -> int | None:
-        """Wait until the micro-batch may begin.
+    def begin(self, number: int, version: int) -> bool:
+        """Wait until the micro-batch may begin; return whether it may on this version's weights.
 
-        Returns None if it may on weights of this version, else the version that it needs.
+        If not, pull newer ones and ask again.
         """
         ...
 
-    def pull(self, at_least: int) -> Weights:
-        """Return the weights of all shards, once they have this version."""
+    def pull(self) -> Weights:
+        """Return the weights of all shards."""
         ...
 
-    def push(self, number: int, gradients: Sequence[WireArray]) -> None:
-        """Send a gradient to all shards; return when they have it."""
+    def push(self, number: int, version: int, gradients: Sequence[WireArray]) -> int:
+        """Update all shards by a gradient of weights of this version; return its staleness."""
         ...
 
     def done(self, result: MicroBatchDone) -> None:
@@ -103,20 +104,22 @@ class AsyncTrainer:
         with (
             # One thread: two sends at a time would only delay each other.
             ThreadPoolExecutor(1, "push") as pushes,
-            WeightPrefetcher(server, phase.bound) as prefetcher,
+            WeightPrefetcher(server) as prefetcher,
         ):
             pushed: Future[None] | None = None
             while True:
                 for number, batch in self._claim_batches(phase, server, stopwatch):
                     on_micro_batch(count)
                     with stopwatch.measure("gate_s"):
-                        weights = _take_new_enough(number, server, prefetcher)
+                        weights = prefetcher.take()
+                        while not server.begin(number, weights.version):
+                            weights = server.pull()
                     prefetcher.begin()
                     result, wires = self.compute(phase, number, batch, weights.parts)
                     prefetcher.end()
                     with stopwatch.measure("push_wait_s"):
                         _wait_for(pushed)
-                    pushed = pushes.submit(_push, server, result, wires)
+                    pushed = pushes.submit(_push, server, result, weights.version, wires)
                     count += 1
                 _wait_for(pushed)
                 with stopwatch.measure("end_wait_s"):
@@ -160,21 +163,11 @@ class AsyncTrainer:
         return result, [to_wire(flat.buffer, self._wire_dtype) for flat in self._gradients]
 
 
-def _take_new_enough(
-    number: int, server: ParameterServer, prefetcher: WeightPrefetcher
-) -> Weights:
-    """Return weights on which the micro-batch may begin, when it may begin."""
-    weights = prefetcher.take()
-    needed = server.begin(number, weights.version)
-    while needed is not None:
-        weights = server.pull(needed)
-        needed = server.begin(number, weights.version)
-    return weights
-
-
-def _push(server: ParameterServer, result: MicroBatchDone, wires: Sequence[WireArray]) -> None:
-    server.push(result.number, wires)
-    server.done(result)
+def _push(
+    server: ParameterServer, result: MicroBatchDone, version: int, wires: Sequence[WireArray]
+) -> None:
+    staleness = server.push(result.number, version, wires)
+    server.done(replace(result, staleness=staleness))
 
 
 def _wait_for(pushed: Future[None] | None) -> None:
@@ -183,14 +176,10 @@ def _wait_for(pushed: Future[None] | None) -> None:
 
 
 class WeightPrefetcher:
-    """Fetches the weights of the next micro-batch while the current one is computed.
+    """Fetches the weights of the next micro-batch while the current one is computed."""
 
-    With bound 0 there are no newer weights before the current one is done; then they are fetched
-    when they are needed.
-    """
-
-    def __init__(self, server: ParameterServer, bound: int | None) -> None:
-        self._server, self._fetches_early = server, bound != 0
+    def __init__(self, server: ParameterServer) -> None:
+        self._server = server
         self._thread = ThreadPoolExecutor(1, "pull")
         self._fetched: Future[Weights] | None = None
         self._start_s = self._compute_s = self._pull_s = 0.0
@@ -204,9 +193,8 @@ class WeightPrefetcher:
     def begin(self) -> None:
         """Note that the computation of a micro-batch begins."""
         self._start_s = monotonic_s()
-        if self._fetches_early:
-            delay_s = self._compute_s - _PREFETCH_FACTOR * self._pull_s
-            self._fetched = self._thread.submit(self._fetch, delay_s)
+        delay_s = self._compute_s - _PREFETCH_FACTOR * self._pull_s
+        self._fetched = self._thread.submit(self._fetch, delay_s)
 
     def end(self) -> None:
         """Note that the computation is done."""
@@ -220,6 +208,6 @@ class WeightPrefetcher:
     def _fetch(self, delay_s: float) -> Weights:
         time.sleep(max(0.0, delay_s))
         start_s = monotonic_s()
-        weights = self._server.pull(0)
+        weights = self._server.pull()
         self._pull_s = monotonic_s() - start_s
         return weights

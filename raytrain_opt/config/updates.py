@@ -250,7 +250,8 @@ class ParallelSection(Section):
             "workers compute more micro-batches of each step, in proportion to their measured "
             "speeds. auto: sync, from the next round or epoch on balanced if the measured speeds "
             "differ by more than 5 %. async: each worker pulls weights "
-            "and pushes gradients on its own and never waits for a slow one (parameter server)."
+            "and pushes gradients on its own, and each gradient is an update when it arrives "
+            "(parameter server)."
         ),
     )
     micro_batches: PositiveInt | None = Field(
@@ -269,16 +270,12 @@ class ParallelSection(Section):
         ),
     )
     staleness_bound: NonNegativeInt | None = Field(
-        4,
+        None,
         description=(
             "async only: maximum number of updates between reading weights and applying the "
-            "gradient, and maximum lead over the slowest worker. 0: the same result as sync; "
-            "null: no bound."
+            "gradient; P equal workers have about P. A worker waits if a gradient could exceed "
+            "it. null: no bound."
         ),
-    )
-    damp_stale_gradients: bool = Field(
-        False,
-        description="async only: divide each gradient by 1 + its staleness.",
     )
     shards: PositiveInt | None = Field(
         None,
@@ -333,7 +330,5 @@ _MODES = {
     "gradient_buckets": ("sync", "balanced", "auto"),
     "micro_batches": ("balanced", "auto"),
     "speeds": ("balanced",),
-    **dict.fromkeys(
-        ("staleness_bound", "damp_stale_gradients", "shards", "snapshot_every"), ("async",)
-    ),
+    **dict.fromkeys(("staleness_bound", "shards", "snapshot_every"), ("async",)),
 }

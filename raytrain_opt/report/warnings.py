@@ -142,8 +142,8 @@ def _edge_of_peak_search(rounds: Sequence[RoundRecord]) -> Iterator[str]:
 def _staleness(run: RunRecords) -> Iterator[str]:
     records = [epoch.staleness for epoch in run.epochs if epoch.staleness is not None]
     worst = max((record.mean or 0.0 for record in records), default=0.0)
-    # Workers of equal speed have a mean staleness below their number.
-    if records and worst > run.workers:
+    # That of workers of equal speed is about their number.
+    if records and worst > 2 * run.workers:
         yield (
             f"Gradients were up to {max(record.max for record in records)} updates stale, "
             f"{plain(worst, 3)} on average in the worst epoch, with {run.workers} workers: if "

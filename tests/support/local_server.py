@@ -10,12 +10,7 @@ from typing import Any
 import torch
 
 from raytrain_opt import Job
-from raytrain_opt.async_training.scheduler import (
-    EpochPhase,
-    MicroBatchDone,
-    SspScheduler,
-    Update,
-)
+from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone, SspScheduler
 from raytrain_opt.async_training.weight_shard import (
     Weights,
     WeightShard,
@@ -50,7 +45,7 @@ class LocalServer:
     scheduler: SspScheduler
     shards: list[WeightShard]
     wire: torch.dtype = torch.float32
-    updates: list[Update] = field(default_factory=list)
+    pushed: list[int] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @classmethod
@@ -58,15 +53,8 @@ class LocalServer:
         cls, phase: EpochPhase, shards: list[WeightShard], state: TrainingState, **kind: Any
     ) -> LocalServer:
         for shard in shards:
-            shard.load(state, phase.weight_decay_factor)
+            shard.load(state, phase)
         return cls(SspScheduler(phase), shards, **kind)
-
-    def make(self, updates: list[Update]) -> None:
-        for update in updates:
-            for shard in self.shards:
-                shard.apply(update)
-        self.updates += updates
-        self.changed.notify_all()
 
 
 @dataclass
@@ -75,36 +63,39 @@ class LocalClient:
 
     server: LocalServer
     worker: int
-    pulled: list[int] = field(default_factory=list)
 
     def claim(self) -> int | None:
         with self.server.changed:
             return self.server.scheduler.claim(self.worker, monotonic_s())
 
-    def begin(self, number: int, version: int) -> int | None:
+    def begin(self, number: int, version: int) -> bool:
         scheduler = self.server.scheduler
         with self.server.changed:
-            assert self.server.changed.wait_for(lambda: scheduler.may_begin(number), timeout=60)
-            if not scheduler.new_enough(version):
-                return scheduler.version
+            assert self.server.changed.wait_for(lambda: scheduler.may_begin(), timeout=60)
+            if not scheduler.may_begin(version):
+                return False
             scheduler.begin(self.worker, number, version, monotonic_s())
-            return None
+            return True
 
-    def pull(self, at_least: int) -> Weights:
+    def pull(self) -> Weights:
         with self.server.changed:
             shards = self.server.shards
-            assert min(shard.version for shard in shards) >= at_least
-            parts = [from_wire(to_wire(s.weights.buffer, s.dtype), s.dtype) for s in shards]
+            parts = [from_wire(to_wire(s.weights_ahead(), s.dtype), s.dtype) for s in shards]
             return Weights(min(shard.version for shard in shards), tuple(parts))
 
-    def push(self, number: int, gradients: Sequence[WireArray]) -> None:
+    def push(self, number: int, version: int, gradients: Sequence[WireArray]) -> int:
         with self.server.changed:
-            for shard, gradient in zip(self.server.shards, gradients, strict=True):
-                shard.add(number, from_wire(gradient, self.server.wire))
+            self.server.pushed.append(number)
+            pairs = zip(self.server.shards, gradients, strict=True)
+            return max(
+                shard.apply(number, version, from_wire(gradient, self.server.wire))
+                for shard, gradient in pairs
+            )
 
     def done(self, result: MicroBatchDone) -> None:
         with self.server.changed:
-            self.server.make(self.server.scheduler.done(self.worker, result, monotonic_s()))
+            self.server.scheduler.done(self.worker, result, monotonic_s())
+            self.server.changed.notify_all()
 
     def wait_for_work(self) -> bool:
         scheduler = self.server.scheduler

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +16,18 @@ import ray
 import torch
 
 from raytrain_opt.async_training import actors
-from raytrain_opt.async_training.actors import Snapshot, SspCoordinator, WeightShardActor
-from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone, Update
+from raytrain_opt.async_training.actors import Recovery, SspCoordinator, WeightShardActor
+from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
 from raytrain_opt.async_training.weight_shard import from_wire
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.small_jobs import small_job
 
-PHASE = EpochPhase("1.4", 1, 0, (0.1,) * 4, micro_batches=2, bound=0, in_order=True)
+PHASE = EpochPhase("1.4", 1, 0, (0.1,) * 4, micro_batches=2, bound=1)
 
 
-OLD: Snapshot = ({}, {"age": 1})
-NEW: Snapshot = ({}, {"age": 2})
+OLD, NEW = b"old", b"new"
 
 
 def run(test: Callable[[SspCoordinator], Awaitable[None]], phase: EpochPhase = PHASE) -> None:
@@ -52,12 +52,8 @@ async def train_worker(
     while True:
         while (number := await coordinator.claim(phase.id, worker, next(requests))) is not None:
             version = 0
-            while (
-                needed_version := await coordinator.begin_micro_batch(
-                    phase.id, worker, number, version
-                )
-            ) is not None:
-                version = needed_version
+            while not await coordinator.begin_micro_batch(phase.id, worker, number, version):
+                version += 1
             await asyncio.sleep(0)
             await coordinator.done(phase.id, worker, done(number))
             computed.append(number)
@@ -72,7 +68,7 @@ def test_workers_divide_an_epoch() -> None:
         finished, totals, staleness = await coordinator.result()
         assert finished
         assert (totals.samples, totals.correct) == (64, 32)
-        assert staleness.counts == (8,)
+        assert sum(staleness.counts) == 8
 
     run(test)
 
@@ -81,10 +77,10 @@ def test_the_micro_batch_of_a_worker_that_left_is_computed_by_another() -> None:
     async def test(coordinator: SspCoordinator) -> None:
         number = await coordinator.claim(PHASE.id, 0, 1)
         assert number == 0
-        assert await coordinator.begin_micro_batch(PHASE.id, 0, number, 0) is None
+        assert await coordinator.begin_micro_batch(PHASE.id, 0, number, 0)
         other = asyncio.create_task(train_worker(coordinator, 1))
         await asyncio.sleep(0.05)
-        assert not other.done()  # the first step misses a number
+        assert not other.done()
         await coordinator.leave(0)
         assert sorted(n % 8 for n in await other) == list(range(8))
 
@@ -117,7 +113,7 @@ def test_a_call_that_ray_repeats_after_a_cut_connection_has_its_effect_once() ->
         for number in range(2):
             for _ in range(2):
                 assert await coordinator.claim(PHASE.id, 0, number + 1) == number
-                assert await coordinator.begin_micro_batch(PHASE.id, 0, number, 0) is None
+                assert await coordinator.begin_micro_batch(PHASE.id, 0, number, 0)
         for _ in range(2):
             await coordinator.done(PHASE.id, 0, done(1))
         _, totals, _ = await coordinator.result()
@@ -125,10 +121,10 @@ def test_a_call_that_ray_repeats_after_a_cut_connection_has_its_effect_once() ->
         await coordinator.keep(PHASE.id, 0, 2, NEW)
         await coordinator.keep(PHASE.id, 0, 1, OLD)
         recovery = await coordinator.recover(0)
-        assert recovery is not None
-        assert recovery[2] == (2, NEW)
+        assert recovery == Recovery(PHASE, {1}, NEW, [])
         await coordinator.leave(0)  # restarted: it numbers its requests anew
-        assert await coordinator.claim(PHASE.id, 0, 1) == 8  # the first micro-batch again
+        claimed = [await coordinator.claim(PHASE.id, 0, request) for request in range(1, 9)]
+        assert claimed == [2, 3, 4, 5, 6, 7, 8, None]  # 8: the first micro-batch again
 
     run(test)
 
@@ -142,8 +138,7 @@ def test_the_coordinator_is_on_the_drivers_node_and_its_calls_are_repeated(
     def remote(kind: type[Any]) -> Any:
         def options(**values: Any) -> Any:
             started.append((kind, values))
-            actor = SimpleNamespace(prepare=SimpleNamespace(remote=lambda: None))
-            return SimpleNamespace(remote=lambda *_: actor)
+            return SimpleNamespace(remote=lambda *_: None)
 
         return SimpleNamespace(options=options)
 
@@ -162,7 +157,7 @@ def test_the_coordinator_is_on_the_drivers_node_and_its_calls_are_repeated(
 def test_messages_about_another_phase_change_nothing() -> None:
     async def test(coordinator: SspCoordinator) -> None:
         assert await coordinator.claim("0.9", 0, 1) is None
-        assert await coordinator.begin_micro_batch("0.9", 0, 0, 0) is None
+        assert await coordinator.begin_micro_batch("0.9", 0, 0, 0)
         await coordinator.done("0.9", 0, done(0))
         assert not await coordinator.wait_for_work("0.9", 0)
         _, totals, _ = await coordinator.result()
@@ -174,13 +169,13 @@ def test_messages_about_another_phase_change_nothing() -> None:
 def test_a_restarted_shard_gets_its_latest_snapshot_of_the_phase() -> None:
     async def test(coordinator: SspCoordinator) -> None:
         await coordinator.keep("0.9", 1, 2, OLD)
-        assert await coordinator.recover(1) == (PHASE, 0, None, [])
+        assert await coordinator.recover(1) == Recovery(PHASE, set(), None, [])
         await coordinator.keep(PHASE.id, 1, 2, NEW)
-        assert await coordinator.recover(1) == (PHASE, 0, (2, NEW), [])
-        assert await coordinator.recover(0) == (PHASE, 0, None, [])
+        assert await coordinator.recover(1) == Recovery(PHASE, set(), NEW, [])
+        assert await coordinator.recover(0) == Recovery(PHASE, set(), None, [])
         later = EpochPhase("2.4", 2, 0, (0.1,) * 4, micro_batches=2, bound=0)
         await coordinator.begin(later, [], [])
-        assert await coordinator.recover(1) == (later, 0, None, [])
+        assert await coordinator.recover(1) == Recovery(later, set(), None, [])
 
     run(test)
 
@@ -193,100 +188,117 @@ def test_before_the_first_phase_there_is_nothing_to_recover() -> None:
     asyncio.run(test())
 
 
-class Handle:
-    """An actor in this event loop."""
+INFO = DataInfo(10, (1, 8, 8), 64, 64, 0, 0)
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+
+@dataclass
+class Cluster:
+    """A coordinator and its shards in this process; `ray.get` returns what calls returned."""
+
+    config: LearnerConfig
+    coordinator: SspCoordinator = field(default_factory=SspCoordinator)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._actor, name)
-        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(method(*args)))
+        method = getattr(self.coordinator, name)
+        return SimpleNamespace(remote=lambda *args: self.loop.run_until_complete(method(*args)))
+
+    def shard(self) -> WeightShardActor:
+        return WeightShardActor(self.config, INFO, 0, 1, "coordinator")
 
 
-INFO = DataInfo(10, (1, 8, 8), 64, 64, 0, 0)
+class Handle:
+    """A shard as the coordinator calls it."""
+
+    def __init__(self, shard: WeightShardActor) -> None:
+        self._shard = shard
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any) -> Any:
+            return getattr(self._shard, name)(*args)
+
+        return SimpleNamespace(remote=call)
+
+
+@pytest.fixture
+def make_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[..., Cluster]]:
+    opened = []
+
+    def make(**parallel: Any) -> Cluster:
+        job = small_job(tmp_path, parallel={"mode": "async", **parallel})
+        opened.append(Cluster(LearnerConfig.from_job(job)))
+        monkeypatch.setattr(ray, "get_actor", lambda _: opened[-1])
+        monkeypatch.setattr(ray, "get", lambda value: value)
+        return opened[-1]
+
+    yield make
+    for cluster in opened:
+        for task in (tasks := asyncio.all_tasks(cluster.loop)):
+            task.cancel()
+        cluster.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        cluster.loop.close()
+
+
+def begin(cluster: Cluster, phase: EpochPhase, shard: WeightShardActor) -> np.ndarray[Any, Any]:
+    """Begin a phase; return a gradient."""
+    state = Learner(cluster.config, None, torch.device("cpu")).state(copy=True)
+    cluster.begin.remote(phase, [Handle(shard)], [state])
+    shard.load(phase, [state])
+    _, weights = shard.pull()
+    return from_wire(weights, torch.float32).numpy().view(np.uint8)
 
 
 @pytest.mark.parametrize(("snapshot_every", "lost_updates"), [(2, 1), (100, 3)])
 def test_a_restarted_shard_continues_from_its_snapshot_at_the_current_version(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot_every: int, lost_updates: int
+    make_cluster: Callable[..., Cluster], snapshot_every: int, lost_updates: int
 ) -> None:
-    """The shard dies after three of four updates, with the gradients of the fourth.
-
-    Its weights have only the updates up to the snapshot.
-    """
-    parallel = {"mode": "async", "staleness_bound": None, "snapshot_every": snapshot_every}
-    config = LearnerConfig.from_job(small_job(tmp_path, parallel=parallel))
+    """The shard dies after three of four updates; its weights have those up to the snapshot."""
+    cluster = make_cluster(snapshot_every=snapshot_every)
     phase = EpochPhase("1.4", 1, 0, (0.1,) * 4, micro_batches=1, bound=None)
-
-    async def test() -> None:
-        state = asyncio.get_running_loop().create_future()
-        state.set_result(Learner(config, None, torch.device("cpu")).state(copy=True))
-        coordinator = SspCoordinator()
-        monkeypatch.setattr(ray, "get_actor", lambda _: Handle(coordinator))
-        first, second = (WeightShardActor(config, INFO, 0, 1, "coordinator") for _ in range(2))
-        handles: list[Any] = [Handle(first)]
-        await coordinator.begin(phase, handles, [state])
-        await first.load(phase, [state])
-        _, weights = await first.pull(0)
-        gradient = from_wire(weights, torch.float32).numpy().view(np.uint8)
-        for number in range(4):
-            await coordinator.claim(phase.id, 0, number + 1)
-            await coordinator.begin_micro_batch(phase.id, 0, number, number)
-            await first.add(phase.id, number, gradient)
-            if number == 3:
-                handles[0] = Handle(second)  # the first is dead
-                assert (await second.pull(3))[0] == 3
-            await coordinator.done(phase.id, 0, done(number))
-            await handles[0].collect.remote(number + 1)
-        found, lost_gradients, lost = await second.collect(4)
-        assert (lost_gradients, lost) == (1, lost_updates)
-        kept = WeightShardActor(config, INFO, 0, 1, "coordinator")
-        await coordinator.begin(phase, [Handle(kept)], [state])
-        await kept.load(phase, [state])
-        for number in range(3 - lost_updates):
-            await kept.add(phase.id, number, gradient)
-            await kept.apply(Update(phase.id, number, 0.1, ((number, 1.0),)))
-        # The lost gradient counts as none at all: momentum and decay go on.
-        await kept.apply(Update(phase.id, 3, 0.1, ()))
-        assert (await kept.collect(4))[0].digest() == found.digest()
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+    first = cluster.shard()
+    gradient = begin(cluster, phase, first)
+    shard = first
+    for number in range(4):
+        cluster.claim.remote(phase.id, 0, number + 1)
+        cluster.begin_micro_batch.remote(phase.id, 0, number, number)
+        if number == 3:
+            shard = cluster.shard()  # the first is dead
+            assert shard.pull()[0] == 3
+        shard.apply(phase.id, number, number, gradient)
+        cluster.done.remote(phase.id, 0, done(number))
+    state, lost = shard.collect()
+    assert lost == lost_updates
+    kept = cluster.shard()
+    begin(cluster, phase, kept)
+    for number in [*range(3 - lost_updates), 3]:
+        kept.apply(phase.id, number, number, gradient)
+    assert kept.collect()[0].digest() == state.digest()
 
 
 def test_a_late_gradient_of_a_worker_that_was_taken_for_dead_changes_no_weight(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_cluster: Callable[..., Cluster],
 ) -> None:
-    """It arrives after that of the worker which computed the micro-batch anew."""
-    config = LearnerConfig.from_job(small_job(tmp_path, parallel={"mode": "async"}))
+    """It arrives before that of the worker which computes the micro-batch anew, or after it."""
+    cluster = make_cluster()
     phase = EpochPhase("1.2", 1, 0, (0.1,) * 2, micro_batches=1, bound=None)
 
-    async def trained(*, late: bool) -> str:
-        state = asyncio.get_running_loop().create_future()
-        state.set_result(Learner(config, None, torch.device("cpu")).state(copy=True))
-        coordinator = SspCoordinator()
-        monkeypatch.setattr(ray, "get_actor", lambda _: Handle(coordinator))
-        shard = WeightShardActor(config, INFO, 0, 1, "coordinator")
-        await coordinator.begin(phase, [Handle(shard)], [state])
-        await shard.load(phase, [state])
-        _, weights = await shard.pull(0)
-        gradient = from_wire(weights, torch.float32).numpy().view(np.uint8)
-        first = await coordinator.claim(phase.id, 0, 1)
-        assert first is not None
-        await coordinator.begin_micro_batch(phase.id, 0, first, 0)
-        await coordinator.leave(0)
+    def trained(late: str) -> str:
+        shard = cluster.shard()
+        gradient = begin(cluster, phase, shard)
+        first = cluster.claim.remote(phase.id, 0, 1)
+        cluster.begin_micro_batch.remote(phase.id, 0, first, 0)
+        cluster.leave.remote(0)
         for request in (1, 2):
-            number = await coordinator.claim(phase.id, 1, request)
-            assert number is not None
-            await coordinator.begin_micro_batch(phase.id, 1, number, 0)
-            await shard.add(phase.id, number, gradient)
-            if late:
-                await shard.add(phase.id, first, np.zeros_like(gradient))
-            await coordinator.done(phase.id, 1, done(number))
-            await shard.pull(request)
-        return (await shard.collect(2))[0].digest()
+            number = cluster.claim.remote(phase.id, 1, request)
+            cluster.begin_micro_batch.remote(phase.id, 1, number, 0)
+            if late == "before":
+                shard.apply(phase.id, first, 0, np.zeros_like(gradient))
+            shard.apply(phase.id, number, 0, gradient)
+            if late == "after":
+                shard.apply(phase.id, first, 0, np.zeros_like(gradient))
+            cluster.done.remote(phase.id, 1, done(number))
+        return shard.collect()[0].digest()
 
-    async def test() -> None:
-        assert await trained(late=True) == await trained(late=False)
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+    assert trained("before") == trained("after") == trained("never")

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
+
 import pytest
 
-from benchmarks.async_simulation import Network, NoNetwork, Simulation
+from benchmarks.async_environments import ENVIRONMENTS, WAYS, Environment
+from benchmarks.async_simulation import Costs, Network
 from benchmarks.async_straggler import efficiency
-from benchmarks.async_training import SECONDS, final_accuracies
-from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
+from benchmarks.async_training import table, train
+from benchmarks.comparison_tasks import SYNTHETIC
 
 
-def shares_per_s(bound: int | None, seconds: tuple[float, ...]) -> float:
-    phase = EpochPhase("1.0", 1, 0, (0.1,) * 60, len(seconds), bound)
-    run = Simulation(
-        phase, seconds, NoNetwork(), lambda _, share: MicroBatchDone(share, 0, 1, 0, 0)
-    )
-    return phase.size / run.run()
-
-
-def test_without_a_network_speed_is_that_of_the_workers() -> None:
-    assert shares_per_s(None, (1.0,) * 4) == pytest.approx(4.0, rel=0.02)
-    assert shares_per_s(None, SECONDS) == pytest.approx(3.25, rel=0.05)
-    assert shares_per_s(0, SECONDS) == pytest.approx(1.0, rel=0.02)
+def test_ways_are_as_fast_as_arithmetic_says() -> None:
+    slow = Environment("slow", 4, slower=4.0)
+    expected = {"sync": 1 / 4, "without slow": 3 / 4, "backup": 1.0, "balanced": 0.8}
+    for way, speed in expected.items():
+        assert slow.speed(way) == pytest.approx(speed, rel=0.06)
+    assert slow.speed("async") == pytest.approx(3.25 / 4, rel=0.06)
+    assert Environment("equal", 4).speed("async") == pytest.approx(1.0, rel=0.06)
 
 
 def test_a_link_carries_no_more_than_it_can() -> None:
@@ -34,16 +33,36 @@ def test_a_link_carries_no_more_than_it_can() -> None:
     assert link.push(1, 0.0) == pytest.approx(4.0, rel=1e-6)
 
 
-def test_a_slow_network_makes_many_workers_less_efficient() -> None:
-    slow, fast = efficiency(16, 10, 1.0), efficiency(16, 100, 1.0)
-    assert 0 < slow < fast < 1
-    assert efficiency(1, 10, 1.0) > 0.99
+def test_a_shard_makes_one_update_after_the_other() -> None:
+    costs = Costs(update_s=0.5, publish_s=0.25, call_s=1.0)
+    link = Network(1, 2, weight_bytes=8.0, gradient_bytes=8.0, bytes_per_s=1.0, costs=costs)
+    assert link.push(0, 0.0) == 3.0  # 4 bytes in each shard, and the call
+    assert link.push(0, 0.0) == 5.0
+    assert link.pull(0, 2, 0.0) == 6.0
+    assert link.pull(0, 2, 0.0) == 6.0  # published once
 
 
-def test_trainings_with_and_without_staleness() -> None:
-    sync, free = final_accuracies(None, [0, None], epochs=2, samples=0, side=0)
-    assert (sync["staleness_mean"], sync["staleness_max"]) == (0.0, 0)
-    assert free["staleness_mean"] > 0.5
-    assert free["simulated_seconds"] < sync["simulated_seconds"] / 2
-    for training in (sync, free):
-        assert training["test_accuracy"] > 0.2
+def test_a_slow_network_and_software_make_many_workers_less_efficient() -> None:
+    slow, fast = (efficiency(16, 0.25, gbit, 16, Costs()) for gbit in (10, 100))
+    assert 0 < slow < fast < 1.01
+    assert efficiency(16, 0.25, 100, 16, Costs(update_s=1e-8)) < fast
+    assert efficiency(1, 0.25, 10, 1, Costs()) > 0.98
+
+
+def test_trainings_with_and_without_staleness(tmp_path: Path) -> None:
+    data = SYNTHETIC.prepare(Path(), tmp_path)
+    results = {
+        way: train(SYNTHETIC, data, way, Environment("slow", 4, slower=4.0), 2, 0) for way in WAYS
+    }
+    assert [results[way]["staleness_max"] for way in WAYS[:-1]] == [0] * 4
+    assert results["async"]["staleness_mean"] > 2
+    assert results["async"]["simulated_s"] < results["sync"]["simulated_s"] / 2
+    for result in results.values():
+        assert result["accuracy"] > 20
+
+
+def test_the_table_has_every_way_at_equal_epochs_and_at_equal_time() -> None:
+    plans = list(table(Namespace(epochs=8)))
+    assert len(plans) == 2 * len(WAYS) * len(ENVIRONMENTS)
+    [long] = {epochs for way, place, epochs in plans if way == "async" and place.slower > 1} - {8}
+    assert long in (6, 7)  # in the time of 8 epochs of four equal workers

@@ -43,12 +43,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"parallel": {**ASYNC, "shards": 0}}, "parallel.shards", "more than 0"),
     ({"parallel": {"mode": "asynchronous"}}, "parallel.mode", "must be one of sync, balanced, "),
     ({"parallel": {"staleness_bound": 2}}, "parallel.staleness_bound", "parallel.mode: async"),
-    ({"parallel": {"staleness_bound": None}}, "parallel.staleness_bound", "mode: async"),
-    (
-        {"parallel": {"damp_stale_gradients": True}},
-        "parallel.damp_stale_gradients",
-        "parallel.mode: async",
-    ),
     ({"parallel": {"shards": 2}}, "parallel.shards", "parallel.mode: async"),
     ({"parallel": {"snapshot_every": 2}}, "parallel.snapshot_every", "parallel.mode: async"),
 ]
@@ -70,7 +64,6 @@ def test_a_job_comes_back_as_it_was_written(bound: int | None) -> None:
     parallel = {
         **ASYNC,
         "staleness_bound": bound,
-        "damp_stale_gradients": True,
         "compression": "bf16",
     }
     job = parse_job({**GOOD, "parallel": parallel})

@@ -163,8 +163,8 @@ RESTARTED = event_line("restarted", "slot 1 was restarted", process="slot 1", si
         ),
         (epochs(skipped=2), "8 samples skipped"),
         (
-            epochs(staleness={"counts": [1, 0, 0, 0, 3], "mean": 3.0, "max": 4}),
-            "up to 4 updates stale, 3 on average",
+            epochs(staleness={"counts": [1, 0, 0, 0, 0, 0, 0, 3], "mean": 5.25, "max": 7}),
+            "up to 7 updates stale, 5.25 on average",
         ),
         (events(RESTARTED), "1 restart of processes: slot 1 (1 ×). About 5.3 s passed"),
         (events(event_line("lost", "rate 0.2 is left out")), "rate 0.2 is left out"),

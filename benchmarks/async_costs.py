@@ -1,0 +1,100 @@
+"""Measure what the software of asynchronous training costs, for the simulation of many workers.
+
+CPU seconds of one thread per byte, with the product's functions on a ResNet-8 of width 128 (5
+million parameters) and momentum SGD; a call of an actor is the lower quartile of real ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median, quantiles
+from typing import Any
+
+import ray
+import torch
+
+from benchmarks.async_simulation import Costs
+from raytrain_opt.async_training.scheduler import EpochPhase
+from raytrain_opt.async_training.weight_shard import (
+    FlatBuffer,
+    WeightShard,
+    from_wire,
+    to_wire,
+)
+from raytrain_opt.config.updates import OptimizerSection
+from raytrain_opt.models.resnet import resnet8
+from raytrain_opt.optim.factory import build_optimizer
+from raytrain_opt.train.state import to_cpu_state
+
+_REPETITIONS = 20
+_SGD = OptimizerSection.model_validate(
+    {"name": "SGD", "args": {"momentum": 0.9, "weight_decay": 5e-4}}
+)
+
+
+class Echo:
+    """An actor that answers."""
+
+    def echo(self) -> None: ...
+
+
+def measure_costs() -> Costs:
+    """Return the costs; Ray is connected."""
+    torch.set_num_threads(1)
+    shard = open_shard()
+    size = shard.weights.buffer.nbytes
+    gradient = to_wire(torch.full_like(shard.weights.buffer, 1e-6), shard.dtype)
+    model = FlatBuffer(shard.parameters)
+    numbers = iter(range(shard.phase.size))
+
+    def update() -> None:
+        shard.apply(next(numbers), shard.version, from_wire(gradient, shard.dtype))
+
+    def publish() -> Any:
+        return ray.put(to_wire(shard.weights_ahead(), shard.dtype))
+
+    weights = publish()
+
+    def work() -> Any:
+        """Do what a worker does for each micro-batch: read weights, send a gradient."""
+        model.buffer.copy_(from_wire(ray.get(weights), shard.dtype))
+        return ray.put(to_wire(model.buffer, shard.dtype))
+
+    echo: Any = ray.remote(Echo).options(num_cpus=0).remote()
+    ray.get(echo.echo.remote())
+    calls_s = [_wall_s(lambda: ray.get(echo.echo.remote())) for _ in range(200)]
+    return Costs(
+        update_s=_cpu_s(update) / size,
+        publish_s=_cpu_s(publish) / size,
+        worker_s=_cpu_s(work) / (2 * size),
+        call_s=quantiles(calls_s)[0],
+    )
+
+
+def open_shard() -> WeightShard:
+    """Return a shard with all weights, in a phase."""
+    model = resnet8(num_classes=10, sample_shape=(3, 32, 32), width=128).to(
+        memory_format=torch.channels_last
+    )
+    optimizer = build_optimizer(_SGD, model, steps_per_epoch=1)
+    state = to_cpu_state(model.state_dict(), optimizer.state_dict(), {}, copy=True)
+    shard = WeightShard(_SGD, model, 0, 1, 1)
+    shard.load(state, EpochPhase("1.0", 1, 0, (0.01,) * 100, 1, None))
+    return shard
+
+
+def _cpu_s(function: Callable[[], object]) -> float:
+    """Return the median CPU seconds of this process, after two calls that do not count."""
+    measured = []
+    for _ in range(_REPETITIONS + 2):
+        start_s = time.process_time()
+        function()
+        measured.append(time.process_time() - start_s)
+    return median(measured[2:])
+
+
+def _wall_s(function: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    function()
+    return time.perf_counter() - start_s

@@ -1,0 +1,114 @@
+"""Unequal workers on a simulated clock, and what a step of each way to train takes there.
+
+A worker computes an equal share of a global batch in one second; everything is relative to that.
+
+sync            each step waits for the slowest worker, and for the all-reduce
+without slow    sync without the last worker, which is the slow one; the others' shares grow
+backup          a step ends with the gradients of the fastest workers but one, the last is lost
+                (Chen et al. 2016, arXiv 1604.00981); a worker that is late begins with the others
+balanced        4 micro-batches per worker, split in proportion to the workers' speeds
+async           each gradient is an update
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+
+from benchmarks.async_simulation import Network, NoNetwork, Seconds, Simulation
+from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
+from raytrain_opt.train.micro_batches import split_by_speed
+
+WAYS = ("sync", "without slow", "backup", "balanced", "async")
+_SPEED_STEPS = 400
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Workers of which the last takes `slower` times as long, and what slows all of them.
+
+    `jitter`: each micro-batch takes 1 to 4 times as long, log-normal around 2; without it there
+    is a little, 5 %, because exactly equal workers would fetch and push in turns. `message_s`:
+    seconds in which a link carries one gradient.
+    """
+
+    name: str
+    workers: int
+    slower: float = 1.0
+    jitter: bool = False
+    message_s: float = 0.0
+
+    def clock(self, seed: int) -> Seconds:
+        """Return the seconds of a worker's next share, from a generator of their own."""
+        random = Random(f"{self.name} {seed}")
+
+        def seconds(worker: int) -> float:
+            base = self.slower if worker == self.workers - 1 else 1.0
+            if self.jitter:
+                return base * min(4.0, max(1.0, math.exp(random.gauss(math.log(2), 0.5))))
+            return base * random.uniform(0.95, 1.05)
+
+        return seconds
+
+    def network(self) -> Network | NoNetwork:
+        """Return a node and a shard for each worker."""
+        if not self.message_s:
+            return NoNetwork()
+        return Network(self.workers, self.workers, 1.0, 1.0, 1 / self.message_s)
+
+    def all_reduce_s(self, workers: int) -> float:
+        """Return the time of a ring: each link carries 2 (n - 1) / n of the gradients."""
+        return 2 * (workers - 1) / workers * self.message_s
+
+    @cache  # noqa: B019 - frozen, and few
+    def speed(self, way: str) -> float:
+        """Return epochs per time in units of those of equal workers with `sync`."""
+        equal = Environment("equal", self.workers)
+        return steps_s("sync", equal, 0, _SPEED_STEPS) / steps_s(way, self, 0, _SPEED_STEPS)
+
+
+ENVIRONMENTS: dict[str, Callable[[int], Environment]] = {
+    "one slow worker": lambda n: Environment("one slow worker", n, slower=4.0),
+    "jitter": lambda n: Environment("jitter", n, jitter=True),
+    "slow network": lambda n: Environment("slow network", n, message_s=0.5),
+    "equal": lambda n: Environment("equal", n),
+}
+
+
+def steps_s(way: str, environment: Environment, seed: int, steps: int) -> float:
+    """Return the simulated seconds of so many steps."""
+    workers, seconds = environment.workers, environment.clock(seed)
+    if way == "async":
+        phase = EpochPhase("1.0", 1, 0, (0.1,) * steps, workers, None)
+        return Simulation(
+            phase,
+            workers,
+            seconds,
+            environment.network(),
+            lambda _, number: MicroBatchDone(number, 0.0, 0, 0, 0),
+        ).run()
+    return sum(_step_s(way, environment, seconds) for _ in range(steps))
+
+
+def _step_s(way: str, environment: Environment, seconds: Seconds) -> float:
+    workers = environment.workers
+    match way:
+        case "sync":
+            compute_s = max(seconds(worker) for worker in range(workers))
+        case "without slow":
+            share = workers / (workers - 1)
+            compute_s = max(share * seconds(worker) for worker in range(workers - 1))
+            workers -= 1
+        case "backup":
+            compute_s = sorted(seconds(worker) for worker in range(workers))[-2]
+        case _:
+            speeds = [1.0] * (workers - 1) + [1 / environment.slower]
+            shares = split_by_speed(4 * workers, speeds)
+            compute_s = max(
+                sum(seconds(worker) / 4 for _ in range(share))
+                for worker, share in enumerate(shares)
+            )
+    return compute_s + environment.all_reduce_s(workers)
