@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,10 @@ def test_a_slow_network_and_software_make_many_workers_less_efficient() -> None:
 
 
 def test_trainings_with_and_without_staleness(tmp_path: Path) -> None:
-    data = SYNTHETIC.prepare(Path(), tmp_path)
+    task = replace(SYNTHETIC, train=240, batch=48)
+    data = task.prepare(Path(), tmp_path)
     results = {
-        way: train(SYNTHETIC, data, way, Environment("slow", 4, slower=4.0), 2, 0) for way in WAYS
+        way: train(task, data, way, Environment("slow", 4, slower=4.0), 2, 0) for way in WAYS
     }
     assert [results[way]["staleness_max"] for way in WAYS[:-1]] == [0] * 4
     assert results["async"]["staleness_mean"] > 2
