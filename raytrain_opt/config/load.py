@@ -159,7 +159,7 @@ def _check_data_name(section: Any) -> Problem | None:
 
 def _booleans_as_numbers(raw: Any, resolved: Any, path: str) -> list[Problem]:
     """Refuse `epochs: yes`, which would silently mean one epoch: pydantic takes true for 1."""
-    if isinstance(raw, bool) and not isinstance(resolved, bool):
+    if isinstance(raw, bool) and not isinstance(resolved, bool | str):
         return [Problem(path, "must be a number", shown(raw))]
     pairs: list[tuple[Any, Any, Any]] = []
     if isinstance(raw, dict) and isinstance(resolved, dict):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.data import DataSection, HoldOut
@@ -42,6 +42,11 @@ from raytrain_opt.config.updates import (
 )
 
 Precision = Literal["auto", "fp32", "fp32_strict", "bf16", "fp16"]
+# YAML reads off as false.
+Compile = Annotated[
+    Literal["auto", "off", "default", "max-autotune"],
+    BeforeValidator(lambda value: "off" if value is False else value),
+]
 _SCORING_POLICIES = ("stpt", "stpt_horizon")
 
 
@@ -246,7 +251,14 @@ class Job(Section):
     channels_last: bool = Field(
         True, description="Use the channels_last memory format for images and convolutions."
     )
-    compile: bool = Field(False, description="Compile the model with torch.compile.")
+    compile: Compile = Field(
+        "off",
+        description=(
+            "torch.compile for the model, in its mode default or max-autotune (without CUDA "
+            "graphs). auto: default for models with nn.MultiheadAttention on GPUs, else off. "
+            "Compiled, dropout draws other random numbers."
+        ),
+    )
     workers: WorkersSection = Field(
         default_factory=WorkersSection, description="The data-parallel training processes."
     )

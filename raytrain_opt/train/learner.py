@@ -59,7 +59,7 @@ from raytrain_opt.train.gradient_noise import MEASURE_EVERY
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.loss import build_loss
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.precision import autocast_dtype, choose_kernels
+from raytrain_opt.train.precision import autocast_dtype, choose_kernels, compile_model
 from raytrain_opt.train.state import TrainingState, capture, restore
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
@@ -421,8 +421,7 @@ def _build_model(
     freeze_statistics(model, config.model.freeze)
     with count_values_per_channel(model) as values_per_channel:
         check_output(model, info.sample_shape, info.num_classes, device)
-    if config.compile:
-        model.compile()
+    compile_model(config.compile, model, device)
     return model, values_per_channel
 
 

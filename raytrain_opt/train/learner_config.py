@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raytrain_opt.config.data import DataSection, HoldOut
-from raytrain_opt.config.schema import Job, LossSection, ModelSection, Precision
+from raytrain_opt.config.schema import Compile, Job, LossSection, ModelSection, Precision
 from raytrain_opt.config.updates import (
     AverageSection,
     BatchNormSection,
@@ -42,7 +42,7 @@ class LearnerConfig:
     parallel: ParallelSection
     precision: Precision
     channels_last: bool
-    compile: bool
+    compile: Compile
     seed: int
     global_batch_size: int
     worker_count: int

@@ -1,13 +1,19 @@
-"""Number formats of the forward pass, and the kernels that a GPU may use."""
+"""Number formats of the forward pass, the kernels that a GPU may use, and compiling."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
 
-from raytrain_opt.config.schema import Precision
+from raytrain_opt.config.schema import Compile, Precision
 
+# max-autotune alone captures CUDA graphs, whose outputs the next micro-batch overwrites.
+COMPILE_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "max-autotune": {"mode": "max-autotune-no-cudagraphs"},
+}
 _AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,3 +39,12 @@ def choose_kernels(precision: Precision, device: torch.device) -> None:
     backends.cuda.matmul.fp32_precision = number_format
     backends.cudnn.conv.fp32_precision = number_format
     backends.cudnn.benchmark = True
+
+
+def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> None:
+    """Compile calls of the model from now on; its parameters stay the same objects."""
+    if setting == "auto":
+        is_transformer = any(isinstance(m, nn.MultiheadAttention) for m in model.modules())
+        setting = "default" if is_transformer and device.type == "cuda" else "off"
+    if setting != "off":
+        model.compile(**COMPILE_ARGUMENTS[setting])

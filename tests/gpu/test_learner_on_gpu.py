@@ -44,6 +44,16 @@ def test_digits_are_learned(precision: str) -> None:
     assert on_gpu.evaluate("test").accuracy > 0.9
 
 
+@pytest.mark.parametrize("mode", ["default", "max-autotune"])
+def test_a_compiled_model_trains_as_an_eager_one(mode: str) -> None:
+    strict: dict[str, Any] = {"precision": "fp32_strict", "optimizer": "SGD", "average": None}
+    losses = [
+        learner(CUDA, compile=setting, **strict).train(1, 0, [0.1] * 5, ONE).loss
+        for setting in ("off", mode)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_a_state_moves_bit_exactly(channels_last: bool) -> None:
     first = learner(CUDA, channels_last=channels_last)

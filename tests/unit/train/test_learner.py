@@ -20,6 +20,7 @@ from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.train.learner import Learner, reduce_sums
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.precision import COMPILE_ARGUMENTS
 
 CPU = torch.device("cpu")
 LRS = (0.1, 0.05, 0.02)
@@ -385,6 +386,39 @@ def test_no_step_waits_for_the_device(optimizer: str, average: Any) -> None:
     with CountReads() as reads:
         trained.train(1, 0, LRS, all_of(2))
     assert reads.count == 0
+
+
+def test_a_compiled_model_survives_other_states_rates_and_optimizers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first phase and the first evaluation compile; later ones must find that code."""
+    graphs = []
+
+    def count_graphs(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(inputs)
+        return graph
+
+    def run(trained: Learner) -> None:
+        state = trained.state(copy=True)
+        for epoch, lrs, optimizer in ((1, LRS, 0), (2, LRS[:1], 1), (1, LRS[1:], 0)):
+            trained.load(state)
+            trained.train(epoch, 1, lrs, all_of(2), optimizer=optimizer)
+            trained.sync_batch_norm_stats()
+            trained.evaluate("test")
+
+    monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": count_graphs})
+    job = {"optimizer": {"name": "auto", "candidates": ["SGD", "AdamW"]}, "average": {}}
+    compiled, eager = (learner(net_with_norm, compile=c, **job) for c in ("default", "off"))
+    assert not graphs
+    for trained in (compiled, eager):
+        trained.train(1, 0, LRS, all_of(2))
+        trained.evaluate("test")
+    first = len(graphs)
+    assert first > 0
+    for trained in (compiled, eager):
+        run(trained)
+    assert len(graphs) == first
+    assert compiled.state(copy=False).digest() == eager.state(copy=False).digest()
 
 
 # Evaluation.

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from raytrain_opt.train.precision import autocast_dtype, choose_kernels
+from raytrain_opt.config.load import dump_job, parse_job
+from raytrain_opt.config.schema import Compile
+from raytrain_opt.train.precision import autocast_dtype, choose_kernels, compile_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -57,3 +60,27 @@ def test_named_precisions_hold_on_every_device() -> None:
         assert autocast_dtype("fp16", device) == torch.float16
         assert autocast_dtype("fp32", device) is None
         assert autocast_dtype("fp32_strict", device) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "model", "device", "compiled"),
+    [
+        ("auto", nn.Sequential(nn.MultiheadAttention(4, 1)), CUDA, True),
+        ("auto", nn.Sequential(nn.MultiheadAttention(4, 1)), CPU, False),
+        ("auto", nn.Linear(2, 2), CUDA, False),
+        ("off", nn.MultiheadAttention(4, 1), CUDA, False),
+        ("default", nn.Linear(2, 2), CPU, True),
+        ("max-autotune", nn.Linear(2, 2), CPU, True),
+    ],
+)
+def test_auto_compiles_transformers_on_a_gpu(
+    setting: Compile, model: nn.Module, device: torch.device, compiled: bool
+) -> None:
+    compile_model(setting, model, device)
+    assert (model._compiled_call_impl is not None) == compiled
+
+
+def test_off_in_a_job_file_is_not_false() -> None:
+    job = parse_job("model: resnet8\ndata: digits\nepochs: 1\nglobal_batch_size: 8\ncompile: off")
+    assert job.compile == "off"
+    assert parse_job(dump_job(job)).compile == "off"
