@@ -25,6 +25,7 @@ from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import Startup
+from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.paths import RunPaths
@@ -170,6 +171,7 @@ class ObservedRun(TrainingRun):
             EventLog(recorder, terminal, began_s),
             terminal,
             Startup(began_s),
+            StopRequest(),
         )
         self.reporter = Reporter(learner, job)
 

@@ -38,4 +38,8 @@ class Stopwatch:
         try:
             yield
         finally:
-            self.timings_s[name] = self.timings_s.get(name, 0.0) + monotonic_s() - start_s
+            self.add(name, monotonic_s() - start_s)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds to `name`."""
+        self.timings_s[name] = self.timings_s.get(name, 0.0) + seconds

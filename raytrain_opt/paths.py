@@ -7,6 +7,7 @@ copies new files there after every checkpoint.
 from __future__ import annotations
 
 import atexit
+import os
 import re
 import secrets
 import tempfile
@@ -88,6 +89,10 @@ class RunPaths:
         """
         check_run(run_dir, argument)
         if not is_remote(run_dir):
+            if write and not _is_own(local_path(run_dir)):
+                rule = "belongs to another user, whose run this process must not continue"
+                hint = "resume it as that user, or resume a copy of it (cp -r)"
+                raise JobError([Problem(argument, rule, repr(run_dir), hint)], "arguments")
             return cls(local_path(run_dir))
         paths = cls(Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir)
         try:
@@ -183,7 +188,8 @@ def _readable(run_dir: str, argument: str) -> Iterator[None]:
 def newest_unfinished(storage_path: str, name: str) -> str | None:
     """Return the newest run directory of this name with checkpoints and without a result.
 
-    None when there is none. Raises StorageError when the storage cannot be read.
+    In a folder those of other users are left out. None when there is none. Raises StorageError
+    when the storage cannot be read.
     """
     run_id = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}-[0-9a-f]{{16}}")
     parent = storage_path if is_remote(storage_path) else str(local_path(storage_path))
@@ -198,7 +204,11 @@ def _subfolders(storage_path: str) -> list[str]:
     if is_remote(storage_path):
         return list(obstore.list_with_delimiter(open_store(storage_path))["common_prefixes"])
     folder = Path(storage_path)
-    return [path.name for path in folder.iterdir()] if folder.exists() else []
+    return [path.name for path in folder.iterdir() if _is_own(path)] if folder.exists() else []
+
+
+def _is_own(path: Path) -> bool:
+    return path.exists() and path.stat().st_uid == os.geteuid()
 
 
 def _is_unfinished(run_dir: str) -> bool:

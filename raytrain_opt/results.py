@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -57,6 +57,15 @@ class TrainTotals(_Means):
     duration_s: float
     data_wait_s: float
     norms: GradientNorms | None = None
+
+    def plus(self, later: TrainTotals) -> TrainTotals:
+        """Return the totals of both parts of a phase that was stopped between two steps."""
+        names = ("steps", "samples", "loss_sum", "correct", "skipped", "duration_s", "data_wait_s")
+        sums = {name: getattr(self, name) + getattr(later, name) for name in names}
+        norms = later.norms or self.norms
+        if self.norms and later.norms:
+            norms = replace(later.norms, pairs=self.norms.pairs + later.norms.pairs)
+        return TrainTotals(**sums, norms=norms)
 
 
 # Samples per block of `EvalTotals.block_losses`: a split has many blocks for the statistics, and

@@ -92,7 +92,7 @@ class AsyncTrainer:
             self.learner.model.load_state_dict(model_tensors(state))
 
     def train(
-        self, phase: EpochPhase, server: ParameterServer, on_micro_batch: Callable[[int], None]
+        self, phase: EpochPhase, server: ParameterServer, on_micro_batch: Callable[[int], object]
     ) -> AsyncWorkerMetrics:
         """Compute micro-batches until the phase is over.
 

@@ -37,7 +37,7 @@ def watch_preemption(note: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join()
+        thread.join(_POLL_S)
 
 
 def _watch(ended: threading.Event, note: Callable[[str], None]) -> None:
@@ -51,5 +51,6 @@ def _watch(ended: threading.Event, note: Callable[[str], None]) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             return
         if draining - known:
-            note(f"{len(draining)} nodes will be taken away; their processes start elsewhere")
+            nodes = "1 node" if len(draining) == 1 else f"{len(draining)} nodes"
+            note(f"{nodes} will be taken away: processes there start elsewhere")
         known |= draining

@@ -234,9 +234,14 @@ def _find_alternative(members: list[Any], label: str | int) -> tuple[Any, bool]:
         if label in _tags_of(member):
             return without_annotation(member), True
     for member in members:
-        origin = get_origin(without_annotation(member))
-        if isinstance(origin, type) and str(label).startswith(f"{origin.__name__}["):
-            return without_annotation(member), False
+        kind = without_annotation(member)
+        words = re.findall(r"\w+", str(label))  # of list[...] or function-after[..., CountRange]
+        if is_section(kind):
+            matches = kind.__name__ in words
+        else:
+            matches = getattr(get_origin(kind), "__name__", None) in words[:1]
+        if matches:
+            return kind, False
     return Any, False
 
 

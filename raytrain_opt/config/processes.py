@@ -92,5 +92,9 @@ class TimeoutsSection(Section):
         ),
     )
     stop_s: Seconds = Field(
-        20.0, description="Until the pools have ended, before they are killed."
+        20.0,
+        description=(
+            "After Ctrl-C or SIGTERM: until the step that was reached is done. Then, and after a "
+            "training: until the pools have ended, before they are killed."
+        ),
     )

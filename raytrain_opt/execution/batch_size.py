@@ -220,7 +220,7 @@ def _follow(
                 f"(timeouts.no_progress_s); {len(lines)} probes are in "
                 f"{session.paths.shown}/batch_size.jsonl"
             )
-    return cast("ProbeSearchResult", ray.get(pending))
+    return cast("ProbeSearchResult", ray.get(pending, timeout=limit_s))
 
 
 def _report(job: Job, result: BatchSizeResult, session: Session) -> None:

@@ -48,9 +48,10 @@ class CheckpointWriter:
         progress: RunProgress,
         *,
         rounds: int = 0,
+        steps: int = 0,
         test_accuracy: float | None = None,
     ) -> None:
-        """Begin to save the run after `epoch` full epochs and `rounds` rounds of the next one.
+        """Begin to save the run after `epoch` epochs, and `rounds` or `steps` of the next one.
 
         Waits for the save before; raises StorageError if that one failed, DivergedError if its
         state was not finite. `state` must not change until the save is complete.
@@ -69,7 +70,7 @@ class CheckpointWriter:
                 # The records must never be behind the checkpoint: a resume truncates, not adds.
                 self._paths.sync_records()
                 self._checkpoints.save(
-                    epoch, state, progress.to_json(), test_accuracy=test_accuracy, rounds=rounds
+                    epoch, state, progress.to_json(), test_accuracy, rounds=rounds, steps=steps
                 )
                 self.publish()
 
@@ -109,7 +110,7 @@ class CheckpointWriter:
                 f"{2 * self._limit_s:g} s (timeouts.no_progress_s: {self._limit_s:g}); does the "
                 "storage answer?"
             )
-        pending.result()
+        pending.result(timeout=0)
         if self._refused is not None:
             (attempts, error), self._refused = self._refused, None
             text = f"the storage refused {attempts} copies before one succeeded: {error}"

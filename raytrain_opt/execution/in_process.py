@@ -44,7 +44,7 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
         assert resolved is not None  # no batch size is to be searched
         with (
             explain_interruption(terminal, paths, job),
-            stop_on_signals(),
+            stop_on_signals() as stop,
             open_learner(resolved.learner, job.workers, preflight.take_shared()) as learner,
         ):
             backend = in_process_backend(
@@ -53,7 +53,7 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
                 candidate_batch=job.learning_rate.candidate_batch,
             )
             with open_training_run(
-                resolved, backend, paths, checkpoints, terminal, startup
+                resolved, backend, paths, checkpoints, terminal, startup, stop
             ) as run:
                 yield run
 

@@ -79,6 +79,11 @@ class TrainingLength:
         self._tell(self._span, left_s)
         return history.after_plan(self._span)
 
+    def keep_plan(self, history: History) -> History:
+        """Return the history, with the plan of an epoch that is trained already."""
+        self._span = history.plans[-1] if history.plans else None
+        return history
+
     def is_last(self, epoch: int) -> bool:
         """Return whether the schedule ends with this epoch."""
         if self._job.epochs is not None:

@@ -11,6 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.errors import CheckpointError
+from raytrain_opt.pools.commands import MainTrain
+from raytrain_opt.pools.main_training import TrainingOutcome
 from raytrain_opt.recording.records import EpochRecord, RoundRecord, StalenessRecord
 from raytrain_opt.results import EvalTotals, TrainTotals
 from raytrain_opt.search.noise_scale import NoiseScale
@@ -31,16 +33,18 @@ class Startup:
 
 @dataclass(frozen=True)
 class PartialEpoch:
-    """The rounds of an epoch whose main training is not done.
+    """The part of an epoch that is done: its rounds, and the steps before a signal.
 
     `lrs`: rates of the steps that were kept. `round_record`: the record of the last round, which
-    the main training completes. Seconds so far, in total and by part.
+    the main training completes. Seconds so far, in total and by part. `train`: of the steps of
+    the main training.
     """
 
     lrs: tuple[float, ...] = ()
     round_record: RoundRecord | None = None
     duration_s: float = 0.0
     timings_s: dict[str, float] = field(default_factory=dict)
+    train: TrainTotals | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,16 @@ class EpochMetrics:
         assert self.train is not None
         return self.train.loss if self.train.samples else math.nan
 
+    def add(self, command: MainTrain, outcome: TrainingOutcome) -> None:
+        """Add the steps of a main training, or of the part of it before it was stopped."""
+        totals = outcome.totals
+        self.train = totals if self.train is None else self.train.plus(totals)
+        self.staleness = outcome.staleness
+        self.weight_decay_factor, self.optimizer = command.weight_decay_factor, command.optimizer
+        self.lrs.extend(command.lrs[: totals.steps])
+        for name, seconds in outcome.timings_s.items():
+            self.stopwatch.add(f"main_{name}", seconds)
+
     @classmethod
     def resumed(cls, partial: PartialEpoch) -> EpochMetrics:
         """Continue the timing from the seconds spent before the interruption."""
@@ -124,6 +138,7 @@ class EpochMetrics:
             monotonic_s() - partial.duration_s,
             round_record=partial.round_record,
             lrs=list(partial.lrs),
+            train=partial.train,
         )
         metrics.stopwatch.timings_s.update(partial.timings_s)
         return metrics
@@ -132,7 +147,7 @@ class EpochMetrics:
         """Return what a run resumed now needs of this epoch."""
         duration_s = monotonic_s() - self.started_s
         timings_s = dict(self.stopwatch.timings_s)
-        return PartialEpoch(tuple(self.lrs), self.round_record, duration_s, timings_s)
+        return PartialEpoch(tuple(self.lrs), self.round_record, duration_s, timings_s, self.train)
 
 
 def epoch_record(epoch: int, epochs: int, metrics: EpochMetrics, workers: int) -> EpochRecord:

@@ -33,7 +33,7 @@ from raytrain_opt.execution.preflight import (
 from raytrain_opt.execution.progress import RunProgress, Startup
 from raytrain_opt.execution.rescale import resolve_lr_scaling, set_worker_count
 from raytrain_opt.execution.resume import keep_worker_count
-from raytrain_opt.execution.signals import Terminated, stop_on_signals
+from raytrain_opt.execution.signals import StopRequest, Terminated, stop_on_signals
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.search.factory import max_candidates
@@ -54,6 +54,7 @@ class Session:
     owns_ray: bool  # Ray was started here, and runs on this machine alone
     preflight: Preflight
     plan: PoolPlan
+    stop: StopRequest
 
     @property
     def resolved(self) -> ResolvedJob:
@@ -92,7 +93,7 @@ def open_session(
             ray_session(address, verbose=verbose, environment=variables)
         )
         # After `ray.init`, which installs a SIGTERM handler of its own.
-        stack.enter_context(stop_on_signals())
+        stop = stack.enter_context(stop_on_signals())
         if not owns_ray:
             stack.enter_context(watch_preemption(terminal.note))
         startup.mark("ray_connected_s")
@@ -103,7 +104,7 @@ def open_session(
                 f"not read within {limit_s:g} s (timeouts.no_progress_s); is their storage well?"
             )
             raise DataError("data", rule)
-        job, preflight = pending_preflight.result()
+        job, preflight = pending_preflight.result(timeout=0)
         startup.mark("data_read_s")
         paths, checkpoints, notes = stack.enter_context(open_run_directory(job, resume))
         stack.enter_context(explain_interruption(terminal, paths, job))
@@ -125,7 +126,7 @@ def open_session(
                 resolved = replace(preflight.resolved, job=job)
                 preflight = replace(preflight, resolved=resolved)
             write_text(paths.job, dump_job(job))
-        yield Session(job, paths, terminal, startup, checkpoints, owns_ray, preflight, plan)
+        yield Session(job, paths, terminal, startup, checkpoints, owns_ray, preflight, plan, stop)
 
 
 def _prepare(job: Job, resume: str | None) -> tuple[Job, Preflight]:

@@ -103,7 +103,9 @@ def _start_pools(
     config = _resident_config(resolved, session, mailbox, server)
     residents = max(plan.workers, plan.slots)
     if residents > FAN_OUT:
-        relays = ray.get(launcher.start_relays.remote(mailbox, residents))
+        relays = ray.get(
+            launcher.start_relays.remote(mailbox, residents), timeout=job.timeouts.start_s
+        )
         config = replace(config, relays=relays)
     store = RayStateStore()
     workers, slots = _make_pools(config, launcher, store)
@@ -132,6 +134,7 @@ def _start_pools(
             session.checkpoints,
             session.terminal,
             session.startup,
+            session.stop,
         ) as run:
             yield run
 

@@ -7,7 +7,7 @@ decides about learning rates. The same class runs on Ray and in one process: see
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from raytrain_opt.clock import monotonic_s
@@ -22,14 +22,11 @@ from raytrain_opt.execution.progress import (
     Startup,
     epoch_record,
 )
+from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools.commands import (
-    MainTrain,
-    Pretrain,
-    Progress,
-    SendCandidateState,
-    StateRef,
-)
+from raytrain_opt.pools.candidate_states import average_candidates, fetch_candidate_state
+from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
+from raytrain_opt.pools.main_training import TrainingOutcome
 from raytrain_opt.pools.protocol import Backend, Pool, fetch_initial_state
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.recorder import Recorder
@@ -48,7 +45,6 @@ from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.trained_model import model_metadata
-from raytrain_opt.train.weight_average import average_states
 
 # The first updates of a process take longer than the others, so they are not measured.
 _FIRST_STEPS = 2
@@ -69,7 +65,9 @@ class TrainingRun:
         event_log: EventLog,
         terminal: Terminal,
         startup: Startup,
+        stop: StopRequest,
     ) -> None:
+        self._stop = stop
         self.job, self.policy, self.steps = resolved.job, resolved.policy, resolved.steps
         self._num_classes = resolved.info.num_classes
         self.backend = backend
@@ -133,7 +131,11 @@ class TrainingRun:
 
     def plan(self, state: StateRef, history: History) -> History:
         """Return the history with a plan of the next epoch, where the job gives a time."""
-        return self.length.plan(history, lambda limit_s: self._measure_pace(state, limit_s))
+        if self._epoch.train is not None:  # resumed within it
+            return self.length.keep_plan(history)
+        history = self.length.plan(history, lambda limit_s: self._measure_pace(state, limit_s))
+        self.progress = replace(self.progress, history=history)
+        return history
 
     def pretrain(self, state: StateRef, action: TryCandidates) -> list[CandidateResult]:
         """Train and score every candidate: on the slots in waves, or on all workers together."""
@@ -169,9 +171,11 @@ class TrainingRun:
             return state
         with self._epoch.stopwatch.measure("take_state_s"):
             if decision.averaged:
-                kept = self._average(state, action, decision.averaged)
+                kept = average_candidates(
+                    self._candidate_pool(), self.backend.states, state, action, decision.averaged
+                )
             else:
-                kept = self._fetch_candidate_state(state, action, winner)
+                kept = fetch_candidate_state(self._candidate_pool(), state, action, winner)
             self.backend.states.keep(kept)
         # Search cost: samples trained beyond those that remain in the weights. The winner's kept
         # steps remain; an average counts like one candidate.
@@ -201,35 +205,46 @@ class TrainingRun:
             self.terminal.note(f"epoch 1: {action.reason}")
         # The last epoch of a time may be shorter: it trains on the last batches of its order.
         first_step = self.steps(action.epoch) - len(action.lrs)
+        done = self._epoch.train.steps if self._epoch.train else 0  # by an interrupted execution
         if not self._epoch.lrs:
             self.backend.workers.grow()
         command = MainTrain(
             state,
             action.epoch,
-            first_step,
-            action.lrs,
+            first_step + done,
+            action.lrs[done:],
             action.weight_decay_factor,
             action.optimizer,
         )
-        with self._epoch.stopwatch.measure("main_train_s"):
-            outcome = self.backend.main_training.train(
-                command, check=self._epoch.round_record is not None
-            )
-        self._report_worker_count(action.epoch, outcome.workers)
+        # Asynchronous workers have no common step to stop at: they are interrupted.
+        is_sync = self.job.parallel.mode != "async"
+        with self._stop.deferred(self.job.timeouts.stop_s) if is_sync else nullcontext():
+            with self._epoch.stopwatch.measure("main_train_s"):
+                outcome = self.backend.main_training.train(
+                    command, check=self._epoch.round_record is not None
+                )
+            self._add_main_training(command, outcome)
+            if self._stop.error is not None:
+                self._save_step(outcome.state)
+        return outcome.state, self._epoch.train_loss
+
+    def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
+        self._report_worker_count(command.epoch, outcome.workers)
         self.backend.states.keep(outcome.state)
-        self._epoch.train, self.parallel = outcome.totals, outcome.parallel
-        self._epoch.staleness = outcome.staleness
-        self._epoch.weight_decay_factor = action.weight_decay_factor
-        self._epoch.optimizer = action.optimizer
-        self._epoch.lrs.extend(action.lrs)
-        seconds = {f"main_{name}": value for name, value in outcome.timings_s.items()}
-        self._epoch.stopwatch.timings_s.update(seconds)
+        self.parallel = outcome.parallel
+        self._epoch.add(command, outcome)
         samples = outcome.totals.samples + outcome.totals.skipped
         self.progress = self.progress.add_samples(kept=samples)
         if self._epoch.round_record is not None:
             self._write_round(self._epoch.round_record, outcome.loaded_sha256)
-        self._raise_if_diverged(action.epoch, "training", outcome.totals.loss)
-        return outcome.state, self._epoch.train_loss
+            self._epoch.round_record = None
+        self._raise_if_diverged(command.epoch, "training", outcome.totals.loss)
+
+    def _save_step(self, state: StateRef) -> None:
+        """Begin to save the state between two steps of an epoch, where a signal ends the run."""
+        if self._epoch.lrs:
+            self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
+            self._save(state, self.progress.next_epoch - 1, steps=len(self._epoch.lrs))
 
     def evaluate(self, state: StateRef, epoch: int) -> None:
         """Measure top-1 and top-5 on the test split, if `evaluate.every_epochs` says so.
@@ -240,7 +255,11 @@ class TrainingRun:
             return
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  evaluate")
         with self._epoch.stopwatch.measure("evaluate_s"):
-            self._epoch.test = test = self.backend.main_training.evaluate(state)
+            try:
+                self._epoch.test = test = self.backend.main_training.evaluate(state)
+            except KeyboardInterrupt:
+                self._save_step(state)
+                raise
         self._raise_if_diverged(epoch, "test", test.loss)
 
     def checkpoint_epoch(self, state: StateRef, history: History) -> None:
@@ -269,9 +288,11 @@ class TrainingRun:
         # The next epoch starts where this record's time ends, so that no time is lost.
         self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
         ends = self.length.after_epoch(record)
-        if epoch % self.job.checkpoint.every_epochs == 0 or ends:
-            self._save(state, epoch, test_accuracy=record.test_accuracy)
         self.terminal.epoch(record)
+        with self._stop.deferred(self.job.timeouts.stop_s):
+            is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
+            if is_due or self._stop.error is not None:
+                self._save(state, epoch, test_accuracy=record.test_accuracy)
 
     # After the last move.
 
@@ -351,45 +372,15 @@ class TrainingRun:
             )
         return [CandidateResult.lost(candidate) for candidate in lost]
 
-    def _fetch_candidate_state(
-        self, start: StateRef, action: TryCandidates, result: CandidateResult
-    ) -> StateRef:
-        pool = self._candidate_pool()
-        residents = pool.alive()
-        # Prefer the slot that trained the candidate; any other can train it again. Of workers, all
-        # have it, and rank 0, the first, sends it.
-        for index in sorted(residents, key=lambda index: index != result.slot):
-            pretrain = Pretrain(start, action, residents)
-            replies = pool.command(SendCandidateState(pretrain, result.candidate, index), (index,))
-            if replies:
-                state: StateRef = replies[index]
-                return state
-        raise PoolError(f"epoch {action.epoch}: no slot is left to send the winner's state")
-
-    def _average(
-        self, start: StateRef, action: TryCandidates, averaged: Sequence[CandidateResult]
-    ) -> StateRef:
-        """Average in the driver, which reads the states of all slots without a copy."""
-        # The last candidate of a slot is still in its model; loading another would displace it.
-        last_first = sorted(averaged, key=lambda r: r.candidate.index, reverse=True)
-        states = {
-            r.candidate.index: self.backend.states.get(
-                self._fetch_candidate_state(start, action, r)
-            )
-            for r in last_first
-        }
-        mean = average_states([states[r.candidate.index] for r in averaged])
-        ref = self.backend.states.put(f"{action.epoch}.average", mean)
-        return replace(ref, sha256=mean.digest())
-
-    def _on_wait(self, pool: str, progress: Progress | None) -> None:
-        """Show the progress; called about twice a second while a pool works."""
+    def _on_wait(self, pool: str, progress: Progress | None) -> bool:
+        """Show the progress; return whether a signal ends the main training early."""
         if "first_step_s" not in self.startup.marks_s and self.backend.workers.has_trained:
             self.startup.mark("first_step_s")
         if progress is not None and pool == self.backend.workers.name and not self._in_round:
             epoch = self.progress.next_epoch
             done = len(self._epoch.lrs) + max(progress.done, 0)
             self.terminal.advance(self.length.fraction(epoch - 1 + done / self.steps(epoch)))
+        return self._stop.error is not None
 
     def _show_phase(self, epoch: int, phase: str) -> None:
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  {phase}")
@@ -430,12 +421,18 @@ class TrainingRun:
         )
 
     def _save(
-        self, state: StateRef, epoch: int, *, rounds: int = 0, test_accuracy: float | None = None
+        self,
+        state: StateRef,
+        epoch: int,
+        *,
+        rounds: int = 0,
+        steps: int = 0,
+        test_accuracy: float | None = None,
     ) -> None:
-        tensors = self.backend.states.get(state)
+        tensors, progress = self.backend.states.get(state), self.progress
         with self._epoch.stopwatch.measure("checkpoint_wait_s"):
             self.checkpoints.save(
-                epoch, tensors, self.progress, rounds=rounds, test_accuracy=test_accuracy
+                epoch, tensors, progress, rounds=rounds, steps=steps, test_accuracy=test_accuracy
             )
 
 
@@ -447,13 +444,16 @@ def open_training_run(
     checkpoints: Checkpoints,
     terminal: Terminal,
     startup: Startup,
+    stop: StopRequest,
 ) -> Iterator[TrainingRun]:
     """Yield a run that writes to its run directory; record why it ended if it was not finished."""
     checkpoints.metadata = model_metadata(resolved.job.model, resolved.info)
     recorder = Recorder(paths)
     event_log = EventLog(recorder, terminal, startup.began_s)
     writer = CheckpointWriter(checkpoints, paths, event_log, resolved.job.timeouts.no_progress_s)
-    run = TrainingRun(resolved, backend, paths, recorder, writer, event_log, terminal, startup)
+    run = TrainingRun(
+        resolved, backend, paths, recorder, writer, event_log, terminal, startup, stop
+    )
     try:
         yield run
     except BaseException as error:

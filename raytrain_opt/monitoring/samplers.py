@@ -16,6 +16,9 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import UtilizationSection
 from raytrain_opt.errors import JobError, Problem
 
+# A sample takes milliseconds; a driver of a GPU that hangs must not keep this process alive.
+_STOP_S = 10.0
+
 
 class Sampler(ABC):
     """Source of utilization samples. Used by one thread at a time; its owner closes it."""
@@ -131,7 +134,7 @@ class UtilizationMonitor:
         trace: TracebackType | None,
     ) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_STOP_S)
         if error is not None:
             if self._failure is not None:
                 error.add_note(f"sampling the utilization failed as well: {self._failure!r}")

@@ -88,7 +88,7 @@ class CandidateTrainer(LearnerHandler):
             self._kept_states[self._live_candidate] = self.learner.state(copy=True)
 
     def _try(
-        self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], None]
+        self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]
     ) -> CandidateResult:
         """Train the candidate and score it."""
         learner = self.learner
@@ -100,7 +100,7 @@ class CandidateTrainer(LearnerHandler):
         return CandidateResult.of(candidate, trained, scored, self.index if self._alone else -1)
 
     def _train(
-        self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], None]
+        self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]
     ) -> TrainTotals:
         totals = self.learner.train(
             plan.epoch,
@@ -154,5 +154,5 @@ class CandidateTrainer(LearnerHandler):
             return replace(ref, sha256=digest.result())
 
 
-def _shifted(on_step: OnStep, offset: int, total: int) -> Callable[[int], None]:
+def _shifted(on_step: OnStep, offset: int, total: int) -> Callable[[int], object]:
     return lambda done: on_step(offset + done, total)

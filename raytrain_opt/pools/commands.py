@@ -238,11 +238,28 @@ class Reply:
 
 @dataclass(frozen=True)
 class Report:
-    """The progress of a resident in the command of this number; None before its first step."""
+    """The progress of a resident in the command of this number; None before its first step.
+
+    `can_stop_before`: the next step, at which a resident that is asked to stop early waits.
+    """
 
     sender: Sender
     number: int
     progress: Progress | None
+    can_stop_before: int | None = None
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What a resident at work learns when it reports.
+
+    `closed`: leave. `stopping`: the number of the command that ends early, else 0: all stop
+    before the same step, `stop_before`, which is known when all have reported where they can.
+    """
+
+    closed: bool = False
+    stopping: int = 0
+    stop_before: int | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Fault(Section):
 
     `phase`: name of a command (see `commands`). `step`: number of the step, from 0, before which
     the process fails; None: when the command arrives, before its state is loaded. `always`: on
-    every match instead of the first.
+    every match instead of the first. To `wait` is to hang for ten seconds.
     """
 
     role: Literal["worker", "slot"]
@@ -37,7 +37,7 @@ class Fault(Section):
     epoch: PositiveInt | None = None
     phase: Literal["pretrain", "send_candidate_state", "main_train", "evaluate"]
     step: NonNegativeInt | None = None
-    action: Literal["kill", "hang", "raise"] = "kill"
+    action: Literal["kill", "hang", "wait", "raise"] = "kill"
     always: bool = False
 
     def matches(self, command: Command) -> bool:
@@ -79,8 +79,8 @@ class FaultInjector:
         return cls(selected, is_first)
 
     def watch(
-        self, command: Command, on_step: Callable[[int, int], None]
-    ) -> Callable[[int, int], None]:
+        self, command: Command, on_step: Callable[[int, int], object]
+    ) -> Callable[[int, int], object]:
         """Fail now if the command matches; return `on_step`, wrapped if a step is to fail."""
         matching = {n: fault for n, fault in self.faults.items() if fault.matches(command)}
         for number, fault in matching.items():
@@ -90,11 +90,12 @@ class FaultInjector:
         if not at_steps:
             return on_step
 
-        def failing_on_step(done: int, total: int) -> None:
-            on_step(done, total)
+        def failing_on_step(done: int, total: int) -> object:
+            is_last = on_step(done, total)
             for number, fault in at_steps.items():
                 if fault.step == done:
                     self._fail(number, fault)
+            return is_last
 
         return failing_on_step
 
@@ -105,7 +106,7 @@ class FaultInjector:
             raise RuntimeError(f"injected failure {number}")
         if fault.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        threading.Event().wait()  # for ever
+        threading.Event().wait(10.0 if fault.action == "wait" else None)  # or for ever
 
 
 def _epoch(command: Command) -> int | None:

@@ -11,7 +11,7 @@ from raytrain_opt.results import EvalTotals
 from raytrain_opt.train.learner import Learner
 
 # As in `pools.resident`, which is not imported because it uses Ray.
-OnStep = Callable[[int, int], None]
+OnStep = Callable[[int, int], object]
 
 
 class LearnerHandler:

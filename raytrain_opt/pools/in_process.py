@@ -99,12 +99,13 @@ class InProcessPool:
         )
         return {0: reply}
 
-    def _on_step(self, done: int, total: int) -> None:
+    def _on_step(self, done: int, total: int) -> object:
         self.has_trained = self.has_trained or done > 0
         due = monotonic_s() >= self._next_report_s or done == 1
         if due and self.on_wait is not None:
             self._next_report_s = monotonic_s() + _REPORT_EVERY_S
-            self.on_wait(self.name, Progress(done, total))
+            return self.on_wait(self.name, Progress(done, total))
+        return False
 
     def drain_log(self) -> tuple[list[Span], list[Event]]:
         """Return the commands since the last call; no events, since nothing is restarted."""

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raytrain_opt.pools.commands import (
-    Close,
     Command,
+    Instruction,
     Overdue,
     Progress,
     Regroup,
@@ -38,8 +38,8 @@ class Exchange(ABC):
     """What residents call, of the mailbox or of a relay."""
 
     @abstractmethod
-    async def receive(self, messages: Sequence[Reply | Report]) -> None:
-        """Take messages of residents."""
+    async def receive(self, messages: Sequence[Reply | Report]) -> dict[str, Instruction]:
+        """Take messages of residents; return what their pools have to do."""
 
     @abstractmethod
     def _board(self, pool: str) -> CommandBoard:
@@ -58,14 +58,9 @@ class Exchange(ABC):
             await self.receive([reply])
         return await self.next_command(pool, after)
 
-    async def report(self, report: Report) -> bool:
-        """Take a progress report; return whether the pool is closed."""
-        await self.receive([report])
-        return await self.is_closed(report.sender[0])
-
-    async def is_closed(self, pool: str) -> bool:
-        """Return whether the residents of the pool are asked to leave."""
-        return isinstance(self._board(pool).command, Close)
+    async def report(self, report: Report) -> Instruction:
+        """Take a progress report; return what the resident has to do."""
+        return (await self.receive([report]))[report.sender[0]]
 
 
 class Mailbox(Exchange):
@@ -97,7 +92,7 @@ class Mailbox(Exchange):
         state.membership.changed.notify()
         state.board.replied.notify()  # `absent` may have been all that was waited for
 
-    async def receive(self, messages: Sequence[Reply | Report]) -> None:
+    async def receive(self, messages: Sequence[Reply | Report]) -> dict[str, Instruction]:
         """Take messages of residents; late ones about an earlier command are dropped."""
         for message in messages:
             pool, index, *_ = message.sender
@@ -107,8 +102,20 @@ class Mailbox(Exchange):
                 continue
             if isinstance(message, Reply):
                 self._take_reply(state, index, message)
-            elif message.progress is not None and state.log.report(index, message.progress):
+                continue
+            if message.progress is not None and state.log.report(index, message.progress):
                 self._changed.notify()
+            if message.can_stop_before is not None:
+                state.board.stops[index] = message.can_stop_before
+        return {pool: self._instruction(pool) for pool in {m.sender[0] for m in messages}}
+
+    def _instruction(self, pool: str) -> Instruction:
+        state = self._pools[pool]
+        return state.board.instruction(state.membership)
+
+    async def is_closed(self, pool: str) -> bool:
+        """Return whether the residents of the pool are asked to leave."""
+        return self._instruction(pool).closed
 
     def _take_reply(self, state: PoolState, index: int, reply: Reply) -> None:
         board = state.board
@@ -176,6 +183,11 @@ class Mailbox(Exchange):
             state.log.begin_command()
             if isinstance(command, Regroup):  # who joins now was not restarted by a death
                 state.membership.residents.clear()
+
+    async def stop_early(self, pool: str, number: int) -> None:
+        """Let all residents end this command, a main training, before the same step."""
+        board = self._pools[pool].board
+        board.stopping = board.number == number
 
     async def collect(self, pool: str, number: int, expected: Sequence[int]) -> dict[int, Any]:
         """Return the replies by resident, when all expected ones have answered or one could not.

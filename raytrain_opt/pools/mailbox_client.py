@@ -16,6 +16,7 @@ from raytrain_opt.pools.commands import (
     Close,
     Command,
     Failure,
+    Instruction,
     Overdue,
     Progress,
     Reply,
@@ -52,6 +53,10 @@ class DriverMailbox:
     def request_close(self) -> None:
         """Ask the residents to leave; does not wait."""
         self._post(Close())
+
+    def stop_early(self) -> None:
+        """Ask the residents to end the current command, a main training, before the same step."""
+        self.answer(self.actor.stop_early.remote(self._pool, self._posted))
 
     def _post(self, command: Command) -> Any:
         self._posted += 1
@@ -145,10 +150,12 @@ class ResidentMailbox:
         answer = ray.get(self._relay.exchange.remote(self._resident.pool, after, reply))
         return cast("tuple[int, Command]", answer)
 
-    def report(self, number: int, progress: Progress | None) -> bool:
-        """Send the progress in a command; return whether the pool is closed."""
-        report = Report(self._resident.sender, number, progress)
-        return cast(bool, ray.get(self._relay.report.remote(report)))
+    def report(
+        self, number: int, progress: Progress | None, can_stop_before: int | None = None
+    ) -> Instruction:
+        """Send the progress in a command; return what this resident has to do."""
+        report = Report(self._resident.sender, number, progress, can_stop_before)
+        return cast(Instruction, ray.get(self._relay.report.remote(report)))
 
     def is_first(self, claim: str) -> bool:
         """Return True to the first resident with this claim."""
@@ -157,7 +164,7 @@ class ResidentMailbox:
 
 def share_data(actor: Any, data: object) -> None:
     """Store the in-memory data set once for all residents, and announce it to them."""
-    ray.get(actor.share_data.remote([ray.put(data)]))
+    DriverMailbox.answer(actor.share_data.remote([ray.put(data)]))
 
 
 def fetch_shared_data(actor: Any) -> Any:

@@ -12,7 +12,15 @@ from typing import Any
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.monitoring.process_usage import Usage
-from raytrain_opt.pools.commands import Command, Overdue, Progress, Resident, Sender
+from raytrain_opt.pools.commands import (
+    Close,
+    Command,
+    Instruction,
+    Overdue,
+    Progress,
+    Resident,
+    Sender,
+)
 from raytrain_opt.recording.spans import Event, Span
 
 # Residents of a pool of which every command is recorded. Of the others, only the one that took
@@ -78,6 +86,8 @@ class CommandBoard:
     command: Command | None = None
     replies: dict[int, Any] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)  # who could not execute it
+    stopping: bool = False  # before its last step
+    stops: dict[int, int] = field(default_factory=dict)  # before which step each one can stop
     posted: Signal = field(default_factory=Signal)
     replied: Signal = field(default_factory=Signal)
 
@@ -86,6 +96,7 @@ class CommandBoard:
         if number <= self.number:
             return False
         self.number, self.command, self.replies, self.failed = number, command, {}, set()
+        self.stopping, self.stops = False, {}
         self.posted.notify()
         self.replied.notify()
         return True
@@ -94,6 +105,17 @@ class CommandBoard:
         """Expect another reply of this resident."""
         self.replies.pop(index, None)
         self.failed.discard(index)
+        self.stops.clear()
+
+    def instruction(self, membership: Membership) -> Instruction:
+        """Return what those at work have to do."""
+        closed = isinstance(self.command, Close)
+        is_agreed = self.stopping and self.stops.keys() >= {
+            resident.index for resident in membership.present()
+        }
+        if not self.stopping or (self.replies and not is_agreed):  # where one has finished, all do
+            return Instruction(closed)
+        return Instruction(closed, self.number, max(self.stops.values()) if is_agreed else None)
 
     async def next_command(self, after: int) -> tuple[int, Command]:
         """Return the current command as soon as its number is above `after`."""

@@ -16,7 +16,8 @@ from raytrain_opt.recording.spans import Event, Span
 from raytrain_opt.train.state import TrainingState
 
 # Called about twice a second while a pool works: its name, and its slowest resident's progress.
-OnWait = Callable[[str, Progress | None], None]
+# Returns whether the command, which is a main training then, shall end before its last step.
+OnWait = Callable[[str, Progress | None], object]
 
 
 class States(Protocol):

@@ -144,8 +144,8 @@ class RayPool:
             self.raise_if_ended()
             if is_overdue():
                 return False
-            if self.on_wait is not None:
-                self.on_wait(self.name, self._client.progress())
+            if self.on_wait is not None and self.on_wait(self.name, self._client.progress()):
+                self._client.stop_early()
         return True
 
     def _explain_silence(self, command: Command, overdue: Sequence[Overdue]) -> str:
@@ -169,7 +169,7 @@ class RayPool:
         if self._ended is None or not ray.wait([self._ended], timeout=0)[0]:
             return
         try:
-            ray.get(self._ended)
+            ray.get(self._ended, timeout=_POLL_S)
             cause = None
         except Exception as error:  # noqa: BLE001 - whatever ended it is the cause we report
             cause = error

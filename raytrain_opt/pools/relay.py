@@ -15,10 +15,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from raytrain_opt.pools.commands import Close, Command, Reply, Report, Sender
+from raytrain_opt.pools.commands import Close, Command, Instruction, Reply, Report, Sender
 from raytrain_opt.pools.mailbox import Exchange
 from raytrain_opt.pools.mailbox_state import CommandBoard
 
@@ -70,8 +71,11 @@ class Relay(Exchange):
         self._working[pool] += 1
         return answer
 
-    async def receive(self, messages: Sequence[Reply | Report]) -> None:
-        """Pass messages on; return when upstream has the replies. Reports may be lost."""
+    async def receive(self, messages: Sequence[Reply | Report]) -> dict[str, Instruction]:
+        """Pass messages on; return when upstream has the replies. Reports may be lost.
+
+        What residents have to do is known since the last reports.
+        """
         replies = [message for message in messages if isinstance(message, Reply)]
         if len(replies) < len(messages):
             self._reports.add(m for m in messages if isinstance(m, Report))
@@ -80,6 +84,11 @@ class Relay(Exchange):
             self._working.subtract(pools)
             is_last = all(self._working[pool] <= 0 for pool in pools)
             await self._replies.add(replies, at_once=is_last)
+        return {pool: self._instruction(pool) for pool in {m.sender[0] for m in messages}}
+
+    def _instruction(self, pool: str) -> Instruction:
+        known = self._reports.instructions.get(pool, Instruction())
+        return replace(known, closed=isinstance(self._board(pool).command, Close))
 
 
 class _Outbox:
@@ -90,6 +99,7 @@ class _Outbox:
         self._messages: dict[Sender, Reply | Report] = {}
         self._next: asyncio.Task[None] | None = None
         self._due, self._one_call = asyncio.Event(), asyncio.Lock()
+        self.instructions: dict[str, Instruction] = {}  # by pool, as of the last call
 
     def add(
         self, messages: Iterable[Reply | Report], *, at_once: bool = False
@@ -108,4 +118,4 @@ class _Outbox:
         async with self._one_call:  # what comes meanwhile goes with this one, too
             messages, self._messages, self._next = [*self._messages.values()], {}, None
             self._due.clear()
-            await self._upstream.receive.remote(messages)
+            self.instructions |= await self._upstream.receive.remote(messages)

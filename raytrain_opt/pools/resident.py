@@ -24,6 +24,7 @@ from raytrain_opt.pools.commands import (
     Close,
     Command,
     Failure,
+    Instruction,
     Progress,
     Regroup,
     Resident,
@@ -36,6 +37,8 @@ from raytrain_opt.pools.resident_config import ResidentConfig
 # Often enough for a progress bar and for the driver's limit of silence. A command that takes less
 # costs one call only.
 _PROGRESS_INTERVAL_S = 1.0
+# While those who train together agree on the step before which they stop: they wait for it.
+_AGREEMENT_INTERVAL_S = 0.1
 
 # A worker whose peer died fails in its next collective, with an error that nothing distinguishes
 # from a user's. Ray Train ends the whole group as soon as it knows: of a process on this node
@@ -43,8 +46,9 @@ _PROGRESS_INTERVAL_S = 1.0
 # time reports the error as its own.
 _PROCESS_FAILURE_GRACE_S, _NODE_FAILURE_GRACE_S = 15.0, 60.0
 
-# Called before each step with the steps done and their number; may raise to stop.
-OnStep = Callable[[int, int], None]
+# Called before each step with the steps done and their number; may raise to leave. A true result
+# ends a main training before that step.
+OnStep = Callable[[int, int], object]
 
 
 class PoolClosed(Exception):  # noqa: N818 - not an error: the driver asked to leave
@@ -110,6 +114,10 @@ class CommandLoop:
     _wake_reporter: threading.Event = field(default_factory=threading.Event)
     # The command that is executed, by number, and its progress.
     _work: tuple[int, Progress | None] | None = None
+    # Where it can end early, once it shall, and where it does.
+    _can_stop_before: int | None = None
+    _stop_before: int | None = None
+    _changed: threading.Condition = field(default_factory=threading.Condition)
     _has_stepped: bool = False
 
     def run(self, handler: Handler) -> None:
@@ -137,7 +145,9 @@ class CommandLoop:
         while not isinstance(command, Close):
             if isinstance(command, Regroup) and number != first:
                 return
-            self._work = number, None
+            with self._changed:
+                self._work = number, None
+                self._can_stop_before = self._stop_before = None
             self.meter.begin()
             try:
                 on_step = injector.watch(command, self._on_step(number))
@@ -161,13 +171,19 @@ class CommandLoop:
             number, command = self.mailbox.reply(number, reply, usage)
 
     def _on_step(self, number: int) -> OnStep:
-        def on_step(done: int, total: int) -> None:
-            if self._closed.is_set():
-                raise PoolClosed
-            self._work = number, Progress(done, total)
+        def on_step(done: int, total: int) -> bool:
+            with self._changed:
+                while self._is_agreeing and not self._closed.is_set():
+                    self._changed.wait(_AGREEMENT_INTERVAL_S)
+                if self._closed.is_set():
+                    raise PoolClosed
+                if self._stop_before is not None and done >= self._stop_before:
+                    return True
+                self._work = number, Progress(done, total)
             if done == 1 and not self._has_stepped:  # the first step is recorded when it is done
                 self._has_stepped = True
                 self._wake_reporter.set()
+            return False
 
         return on_step
 
@@ -177,22 +193,45 @@ class CommandLoop:
         Between commands the call that waits for the next one learns of it.
         """
         while not self._closed.is_set():
-            self._wake_reporter.wait(_PROGRESS_INTERVAL_S)
+            interval_s = _AGREEMENT_INTERVAL_S if self._is_agreeing else _PROGRESS_INTERVAL_S
+            self._wake_reporter.wait(interval_s)
             self._wake_reporter.clear()
             if self._left.is_set():
                 return
-            if (work := self._work) is not None and self._is_closed(*work):
-                self._closed.set()
+            if (work := self._work) is not None:
+                self._follow(self._exchange_report(*work), work[0])
         if not self._left.wait(self.leave_s):
             os._exit(1)
 
-    def _is_closed(self, number: int, progress: Progress | None) -> bool:
+    def _exchange_report(self, number: int, progress: Progress | None) -> Instruction:
         try:
-            return self.mailbox.report(number, progress)
+            return self.mailbox.report(number, progress, self._can_stop_before)
         except ray.exceptions.ActorUnavailableError:
-            return False
+            return Instruction(stopping=number if self._can_stop_before is not None else 0)
         except ray.exceptions.ActorDiedError:
-            return True  # if the mailbox has died, so has the run: leave as well
+            return Instruction(closed=True)  # the mailbox, and so the run: leave as well
+
+    @property
+    def _is_agreeing(self) -> bool:
+        return self._can_stop_before is not None and self._stop_before is None
+
+    def _follow(self, instruction: Instruction, number: int) -> None:
+        """Leave, or settle the step before which the command ends, if it shall end early.
+
+        This process can stop before the next step at the earliest. Others, which take part in the
+        same collectives, may have begun that one: the latest of their steps counts.
+        """
+        with self._changed:
+            if instruction.closed:
+                self._closed.set()
+            if instruction.stopping != number or self._work is None or self._work[0] != number:
+                self._can_stop_before = None
+            elif self._can_stop_before is None:
+                progress = self._work[1]
+                self._can_stop_before = 0 if progress is None else progress.done + 1
+            else:
+                self._stop_before = instruction.stop_before
+            self._changed.notify()
 
 
 def _is_lost_connection(error: RuntimeError) -> bool:

@@ -7,6 +7,7 @@ from typing import cast
 
 import ray
 
+from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
@@ -17,6 +18,9 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.train.state import TrainingState
 
+# Minutes for states of many GiB over a slow network.
+_FETCH_S = 900.0
+
 
 class ObjectStore:
     """A resident's access: implements `protocol.States`.
@@ -26,7 +30,13 @@ class ObjectStore:
 
     def get(self, ref: StateRef) -> TrainingState:
         """Return the state, read-only. Raises Ray's ObjectLostError if its owner died."""
-        return cast(TrainingState, ray.get(ref.ref))
+        try:
+            return cast(TrainingState, ray.get(ref.ref, timeout=_FETCH_S))
+        except ray.exceptions.GetTimeoutError as error:
+            raise PoolError(
+                f"a state did not arrive within {_FETCH_S:g} s from the node that holds it (is "
+                "that node overloaded or hung?)"
+            ) from error
 
     def put(self, state_id: str, state: TrainingState) -> StateRef:
         """Copy the state into the object store."""

@@ -46,9 +46,9 @@ class Worker(CandidateTrainer):
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Execute a command and return its reply; time the run's first step."""
 
-        def before_step(done: int, total: int) -> None:
+        def before_step(done: int, total: int) -> object:
             self._time_first_step(done)
-            on_step(done, total)
+            return on_step(done, total)
 
         return super().handle(command, before_step)
 
@@ -75,7 +75,7 @@ class Worker(CandidateTrainer):
         with stopwatch.measure("average_s"):
             self.learner.sync_batch_norm_stats()
             totals = sum_over_ranks(totals, self.learner.device)
-        self._live_id = f"{command.epoch}.{command.first_step + total}"
+        self._live_id = f"{command.epoch}.{command.first_step + totals.steps}"
         with stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
         loaded_sha256 = None if digest is None else digest.result()

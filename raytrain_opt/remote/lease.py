@@ -82,7 +82,7 @@ class Lease:
         """Give the lease back; the storage does so after `LEASE_S` if it cannot be reached."""
         if self._renewal.is_alive():
             self._ended.set()
-            self._renewal.join()
+            self._renewal.join(_RENEWAL_S)
             with suppress(*STORAGE_ERRORS):
                 obstore.put(self._store, _name(self.number), b"")
 

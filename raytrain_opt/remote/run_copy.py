@@ -36,7 +36,7 @@ INDEX = "checkpoints/index.json"
 RAY_FOLDER = "ray"
 # A file of a checkpoint, and a record; other names of a storage could lead anywhere.
 _CHECKPOINT_FILE = re.compile(
-    r"checkpoints/(epoch-\d+(?:-round-\d+)?)/(weights\.safetensors|rest\.pt)"
+    r"checkpoints/(epoch-\d+(?:-(?:round|step)-\d+)?)/(weights\.safetensors|rest\.pt)"
 )
 _RECORD_FILE = re.compile(r"(\w+\.(?:json|jsonl|yaml))(\.\d+)?")
 # After all other files, so that they never name or follow something missing.

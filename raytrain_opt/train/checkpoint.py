@@ -3,6 +3,7 @@
     checkpoints/epoch-0003/weights.safetensors   the model's tensors by name, and how to build it
     checkpoints/epoch-0003/rest.pt               optimizer, scaler, progress (weights_only=True)
     checkpoints/epoch-0003-round-02/             the same after 2 rounds of epoch 4
+    checkpoints/epoch-0003-step-000120/          the same after 120 steps of epoch 4
     checkpoints/index.json                       the complete checkpoints, oldest first
 
 A checkpoint exists once the index names it, with the SHA-256 of its files. The index is
@@ -34,7 +35,7 @@ _WEIGHTS, _REST = "weights.safetensors", "rest.pt"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One entry of the index: after `epoch` epochs and `rounds` rounds of the next epoch.
+    """One entry of the index: after `epoch` epochs, and `rounds` or `steps` of the next epoch.
 
     `sha256` maps each file name to a hexadecimal digest.
     """
@@ -43,15 +44,23 @@ class Checkpoint:
     test_accuracy: float | None
     sha256: dict[str, str]
     rounds: int = 0
+    steps: int = 0
 
     @property
     def folder(self) -> str:
         """Name of its folder; not read from the index, which might name any path."""
-        return _folder_name(self.epoch, self.rounds)
+        return _folder_name(self.epoch, self.rounds, self.steps)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it was saved within an epoch."""
+        return bool(self.rounds or self.steps)
 
     @property
     def reached(self) -> str:
-        """Its point in the run, for messages: `epoch 3` or `round 2 of epoch 4`."""
+        """Its point in the run: `epoch 3`, `round 2 of epoch 4`, or `step 120 of epoch 4`."""
+        if self.steps:
+            return f"step {self.steps} of epoch {self.epoch + 1}"
         if self.rounds:
             return f"round {self.rounds} of epoch {self.epoch + 1}"
         return f"epoch {self.epoch}"
@@ -129,15 +138,16 @@ class Checkpoints:
         test_accuracy: float | None,
         *,
         rounds: int = 0,
+        steps: int = 0,
     ) -> Checkpoint:
         """Write a checkpoint, add it to the index, then remove checkpoints no longer kept.
 
         `progress` is what the run needs besides the state to resume: numbers, text, lists and
         dicts. Raises StorageError when a file cannot be written; earlier checkpoints stay.
         """
-        folder = _folder_name(epoch, rounds)
+        folder = _folder_name(epoch, rounds, steps)
         sha256 = write_checkpoint(self.folder / folder, state, progress, self.metadata)
-        checkpoint = Checkpoint(epoch, test_accuracy, sha256, rounds)
+        checkpoint = Checkpoint(epoch, test_accuracy, sha256, rounds, steps)
         kept = self._select_kept([*self.saved, checkpoint])
         entries = [{"folder": c.folder, **vars(c)} for c in kept]
         write_json(self.folder / "index.json", {"checkpoints": entries})
@@ -149,15 +159,16 @@ class Checkpoints:
 
     def _select_kept(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
         """Select the newest checkpoint, and the last and best ones at the end of an epoch."""
-        epochs = [c for c in checkpoints if not c.rounds]
+        epochs = [c for c in checkpoints if not c.is_partial]
         if self.section.keep != "all":
             best = _best(epochs) if self.section.keep_best else None
             epochs = [c for c in epochs if c in epochs[-self.section.keep :] or c == best]
-        return [*epochs, checkpoints[-1]] if checkpoints[-1].rounds else epochs
+        return [*epochs, checkpoints[-1]] if checkpoints[-1].is_partial else epochs
 
 
-def _folder_name(epoch: int, rounds: int) -> str:
-    return f"epoch-{epoch:04d}" + (f"-round-{rounds:02d}" if rounds else "")
+def _folder_name(epoch: int, rounds: int, steps: int) -> str:
+    part = f"-step-{steps:06d}" if steps else f"-round-{rounds:02d}" if rounds else ""
+    return f"epoch-{epoch:04d}{part}"
 
 
 def _sha256(path: Path) -> str:

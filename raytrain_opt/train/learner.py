@@ -68,8 +68,8 @@ _STATISTICS_BATCHES = 10
 
 Totals = TypeVar("Totals", bound=TrainTotals | EvalTotals)
 
-# Called before each step with the number of completed steps; may raise to stop the phase.
-OnStep = Callable[[int], None]
+# Called before each step with the number of completed steps; a true result ends the phase there.
+OnStep = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Learner:
         With averaging, the model has the averaged weights afterwards; `sync_batch_norm_stats`
         takes the statistics that belong to them.
         """
-        started_s, wait_s, samples, skipped = monotonic_s(), 0.0, 0, 0
+        started_s, wait_s, samples, skipped, steps = monotonic_s(), 0.0, 0, 0, 0
         micro_batches = self._grown(epoch, micro_batches)
         divisor, parallel = micro_batches.divisor, self.parallel
         self._begin_phase(epoch, micro_batches, search=search)
@@ -192,7 +192,8 @@ class Learner:
             for index in parallel.indices(update)
         )
         for update, lr in enumerate(lrs):
-            on_step(update)
+            if on_step(update):
+                break
             set_lr(self.optimizer, lr)
             self.optimizer.zero_grad(set_to_none=True)
             indices = parallel.indices(update)
@@ -208,10 +209,11 @@ class Learner:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             parallel.after_step()
+            steps += 1
         use_averaged_weights(self.optimizer)
         loss_sum, correct = sums.tolist()
         return TrainTotals(
-            steps=len(lrs),
+            steps=steps,
             samples=samples,
             loss_sum=loss_sum,
             correct=int(correct),
@@ -291,7 +293,7 @@ class Learner:
         split: Split,
         rank: int = 0,
         world_size: int = 1,
-        on_step: Callable[[int, int], None] = lambda _done, _total: None,
+        on_step: Callable[[int, int], object] = lambda _done, _total: None,
         *,
         blocks: bool = False,
     ) -> EvalTotals:

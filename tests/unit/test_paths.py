@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_opt.errors import JobError
-from raytrain_opt.paths import RunPaths
+from raytrain_opt.paths import RunPaths, newest_unfinished
 from raytrain_opt.storage import append_lines, write_json
 
 # Directories.
@@ -55,6 +55,20 @@ def test_an_earlier_run_is_found_by_its_index(tmp_path: Path) -> None:
     write_json(run.checkpoints / "index.json", {"checkpoints": []})
     resumed = RunPaths.existing(str(run.local))
     assert (resumed.local, resumed.run_id, resumed.shown) == (run.local, run.run_id, run.shown)
+
+
+def test_the_run_of_another_user_is_read_but_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunPaths.create(str(tmp_path), "r")
+    write_json(run.checkpoints / "index.json", {"checkpoints": []})
+    assert newest_unfinished(str(tmp_path), "r") == str(run.local)
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert newest_unfinished(str(tmp_path), "r") is None
+    assert RunPaths.existing(str(run.local), write=False).local == run.local
+    with pytest.raises(JobError, match=r"--resume: belongs to another user.*cp -r"):
+        RunPaths.existing(str(run.local))
 
 
 def test_a_directory_that_is_not_there_is_nothing_to_resume(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def _add_storage(
     ]
     ready, _ = ray.wait(pending, num_returns=len(pending), timeout=_ANSWER_S)
     silent = (False, f"the storage did not answer within {_ANSWER_S:g} s")
-    replies = [ray.get(ref) if ref in ready else silent for ref in pending]
+    replies = [ray.get(ref, timeout=_ANSWER_S) if ref in ready else silent for ref in pending]
     visible = [storage.read(storage_path, name) is not None for name in node_files]
     written = [name for name, is_visible in zip(node_files, visible, strict=True) if is_visible]
     for name in (driver_file, *written):

@@ -48,4 +48,4 @@ def test_the_run_continues_when_another_node_will_be(monkeypatch: pytest.MonkeyP
     notices, notes = Notices(monkeypatch, {"a"}, {"a"}, {"a", "b"}, set()), list[str]()
     with stop_on_signals(), watch_preemption(notes.append):
         wait_for_all(notices)
-    assert [note.split(" ", 1)[0] for note in notes] == ["1", "2"]
+    assert [note.split(" will", 1)[0] for note in notes] == ["1 node", "2 nodes"]

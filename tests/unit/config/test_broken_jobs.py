@@ -36,6 +36,8 @@ def problems(*lines: str) -> list[Problem]:
 def test_a_minimum_above_the_number_of_workers_is_refused_where_that_is_given() -> None:
     [problem] = problems("workers: {count: {min: 3, max: 2}}")
     assert (problem.path, problem.rule) == ("workers.count.min", "is more than max, 2")
+    [problem] = problems("workers: {count: {min: 1, max: 2, step: 1}}")
+    assert (problem.path, problem.hint) == ("workers.count.step", "valid here: min, max")
     found = parse_job("\n".join([*GOOD.values(), "workers: {count: {min: 1, max: 2}}"]))
     assert (found.workers.size, found.workers.min_workers) == (2, 1)
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from raytrain_opt.execution.signals import Terminated, stop_on_signals
+from raytrain_opt.execution.signals import StopRequest, Terminated, stop_on_signals
 
 
 def terminate() -> None:
@@ -35,6 +35,36 @@ def test_the_first_signal_stops_and_the_same_one_again_changes_nothing() -> None
         work()
     assert cleaned_up
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_deferred_signal_ends_the_block_where_it_looks() -> None:
+    steps = []
+
+    def work(stop: StopRequest) -> None:
+        with stop.deferred(60.0):
+            while stop.error is None:
+                steps.append(1)
+                terminate()
+            steps.append(2)
+        steps.append(3)
+
+    with pytest.raises(Terminated), stop_on_signals() as stop:
+        work(stop)
+    assert steps == [1, 2]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_block_that_does_not_look_is_interrupted_after_the_limit() -> None:
+    began_s = time.monotonic()
+
+    def work(stop: StopRequest) -> None:
+        with stop.deferred(0.05):
+            terminate()
+            time.sleep(60)
+
+    with pytest.raises(Terminated), stop_on_signals() as stop:
+        work(stop)
+    assert time.monotonic() - began_s < 60
 
 
 HANGING = """

@@ -6,6 +6,7 @@ With real learners, data, policies, records and checkpoints, in one process with
 from __future__ import annotations
 
 import io
+import itertools
 import random
 import shutil
 from collections.abc import Callable
@@ -24,10 +25,12 @@ from raytrain_opt.driver import train
 from raytrain_opt.errors import PoolError, StorageError
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import RunProgress, Startup
+from raytrain_opt.execution.signals import StopRequest, Terminated
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools.commands import Command, Pretrain
+from raytrain_opt.pools import in_process
+from raytrain_opt.pools.commands import Command, Pretrain, Progress
 from raytrain_opt.pools.in_process import InProcessPool, in_process_backend
 from raytrain_opt.pools.main_training import SynchronousTraining
 from raytrain_opt.pools.protocol import Backend
@@ -113,6 +116,9 @@ MOVES = (
 CHECKPOINTS = ("checkpoint_round", "checkpoint_epoch")
 
 
+IN_EVALUATION = 0
+
+
 class Interrupted(Exception):  # noqa: N818 - not an error of the run
     """The process ends here."""
 
@@ -135,13 +141,18 @@ class Process:
 
 
 def execute(
-    job: Job, paths: RunPaths, interrupt: Interrupt, kills: random.Random | None = None
+    job: Job,
+    paths: RunPaths,
+    interrupt: Interrupt,
+    kills: random.Random | None = None,
+    stop_in: int | None = None,
 ) -> Process:
     """Execute the run until it is interrupted.
 
     Like every new process, it knows nothing but the run directory. `kills`: kill the resident in
-    each command, at a random step.
+    each command, at a random step. `stop_in`: a signal arrives in this step of the main training.
     """
+    stop = StopRequest()
     output = io.StringIO()
     checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
     checkpoints.drop_damaged()
@@ -164,12 +175,15 @@ def execute(
             checkpoints,
             Terminal(Console(file=output)),
             Startup(0.0),
+            stop,
         ) as run:
             interrupt_moves(run, process.moves, interrupt)
+            if stop_in is not None:
+                signal_in_step(run, stop, stop_in)
             train(run)
             run.checkpoints.wait()
             process.finished = True
-    except Interrupted:
+    except (Interrupted, Terminated):
         pass
     finally:
         learner.close()
@@ -234,6 +248,38 @@ def interrupt_moves(run: TrainingRun, moves: list[str], interrupt: Interrupt) ->
 
     for name in MOVES:
         setattr(run, name, counted(name, getattr(run, name)))
+
+
+def signal_in_step(run: TrainingRun, stop: StopRequest, number: int) -> None:
+    """Let SIGTERM arrive before the n-th step of the process's main training, or in evaluation."""
+    calls = itertools.count(1)
+    workers = run.backend.workers
+    show = workers.on_wait
+    assert show is not None
+
+    def on_wait(pool: str, progress: Progress | None) -> object:
+        if (stop._limit_s is None) == (number == IN_EVALUATION) and next(calls) == max(number, 1):
+            stop.make(Terminated())
+        return show(pool, progress)
+
+    workers.on_wait = on_wait
+
+
+@pytest.mark.parametrize("number", [IN_EVALUATION, 13])
+def test_a_run_that_is_stopped_by_signals_within_epochs_ends_as_one_that_was_not(
+    uninterrupted: Uninterrupted, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process trains a few steps more and saves the step that it has reached."""
+    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
+    paths = RunPaths.create(str(tmp_path), "stopped")
+    processes = [execute(uninterrupted.job, paths, never, stop_in=number)]
+    steps = []
+    while not processes[-1].finished:
+        assert len(processes) < 200
+        steps += [checkpoint.steps for checkpoint in read_index(paths.checkpoints)[-1:]]
+        processes.append(execute(uninterrupted.job, paths, never, stop_in=13))
+    assert any(steps)
+    assert outcome(paths) == uninterrupted.outcome
 
 
 def outcome(paths: RunPaths) -> dict[str, Any]:

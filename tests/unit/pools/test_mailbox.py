@@ -14,6 +14,7 @@ from raytrain_opt.monitoring.process_usage import Usage
 from raytrain_opt.pools.commands import (
     Close,
     Failure,
+    Instruction,
     Progress,
     Regroup,
     Reply,
@@ -70,7 +71,7 @@ async def reply(
 
 
 async def report(box: Mailbox, sender: Resident, number: int, progress: Progress | None) -> bool:
-    return await box.report(Report(sender.sender, number, progress))
+    return (await box.report(Report(sender.sender, number, progress))).closed
 
 
 async def post(box: Mailbox, pool: str, number: int) -> int:
@@ -514,7 +515,7 @@ def function_calls(count: int) -> int:
             for index, poll in enumerate(polls):
                 number, _ = await poll
                 sender = ("worker", index, "node", 1)
-                assert not await box.report(Report(sender, number, Progress(1, 2)))
+                assert await box.report(Report(sender, number, Progress(1, 2))) == Instruction()
                 polls[index] = asyncio.create_task(
                     box.exchange("worker", number, Reply(sender, number, "done", usage=USAGE))
                 )

@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 import pytest
 
 from raytrain_opt.pools import relay as module
-from raytrain_opt.pools.commands import Close, Progress, Reply, Report, Resident, SendInitialState
+from raytrain_opt.pools.commands import (
+    Close,
+    Instruction,
+    Progress,
+    Reply,
+    Report,
+    Resident,
+    SendInitialState,
+)
 from raytrain_opt.pools.mailbox import Exchange, Mailbox
 from raytrain_opt.pools.relay import Relay, relay_levels
 
@@ -133,7 +141,7 @@ def test_progress_goes_up_with_that_of_others_only_the_newest(
         for done in range(1, 4):
             for index in range(4):
                 report = Report(resident(index).sender, 1, Progress(done + index, 9))
-                assert not await tree.relay_of(index).actor.report(report)
+                assert await tree.relay_of(index).actor.report(report) == Instruction()
         while await tree.box.progress("worker") is None:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.04)
@@ -151,9 +159,9 @@ def test_a_resident_at_work_learns_from_its_relay_that_the_pool_is_closed() -> N
         await tree.box.post("worker", 1, SendInitialState())
         relay = tree.relay_of(2).actor
         assert await relay.next_command("worker", 0) == (1, SendInitialState())
-        assert not await relay.report(Report(resident(2).sender, 1, None))
+        assert await relay.report(Report(resident(2).sender, 1, None)) == Instruction()
         await tree.box.post("worker", 2, Close())
-        while not await relay.report(Report(resident(2).sender, 1, None)):
+        while not (await relay.report(Report(resident(2).sender, 1, None))).closed:
             await asyncio.sleep(0.001)
 
     play(scene)
@@ -171,3 +179,30 @@ def test_a_call_that_passes_replies_on_lasts_until_the_mailbox_has_them() -> Non
         return await tree.box.collect("worker", 1, [0, 1])
 
     assert play(scene) == {0: "a", 1: "b"}
+
+
+def test_residents_that_are_to_stop_early_agree_through_their_relays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the latest of the steps before which each one can stop."""
+    monkeypatch.setattr(module, "_REPORTS_WAIT_S", 0.01)
+
+    async def report(tree: Tree, index: int, can_stop_before: int | None) -> Instruction:
+        message = Report(resident(index).sender, 1, Progress(index, 9), can_stop_before)
+        return await tree.relay_of(index).actor.report(message)
+
+    async def scene() -> None:
+        tree = Tree(5, fan_out=2)
+        await tree.start(5)
+        await tree.box.post("worker", 1, SendInitialState())
+        await tree.box.stop_early("worker", 1)
+        for index in range(5):
+            while (await report(tree, index, None)).stopping != 1:
+                await asyncio.sleep(0.001)
+        for index in range(5):
+            assert (await report(tree, index, index + 1)).stop_before is None
+        for index in range(5):
+            while (await report(tree, index, index + 1)).stop_before != 5:
+                await asyncio.sleep(0.001)
+
+    play(scene)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import ray
@@ -21,15 +25,22 @@ from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
     Failure,
+    Instruction,
+    MainTrain,
     Progress,
     Regroup,
+    Reply,
+    Report,
     Resident,
     SendInitialState,
     StateLost,
     StateRef,
 )
 from raytrain_opt.pools.faults import Fault
+from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.resident import CommandLoop, OnStep, peer_failure_grace_s, to_failure
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[3]
 EVALUATE = Evaluate(StateRef("1", None))
@@ -58,10 +69,12 @@ class FakeMailbox:
         self.number += 1
         return self.number, self.commands.popleft() if self.commands else Close()
 
-    def report(self, number: int, progress: Progress | None) -> bool:
+    def report(
+        self, number: int, progress: Progress | None, can_stop_before: int | None
+    ) -> Instruction:
         assert number == self.number
         self.reports.append(progress)
-        return False
+        return Instruction()
 
     def is_first(self, claim: str) -> bool:
         return True
@@ -70,22 +83,24 @@ class FakeMailbox:
 class Closed(FakeMailbox):
     """A mailbox whose pool is closed while a command is executed."""
 
-    def report(self, number: int, progress: Progress | None) -> bool:
-        return True
+    def report(self, *_: object) -> Instruction:
+        return Instruction(closed=True)
 
 
 class Dead(FakeMailbox):
     """A mailbox whose process dies while a command is executed."""
 
-    def report(self, number: int, progress: Progress | None) -> bool:
+    def report(self, *_: object) -> Instruction:
         raise ray.exceptions.ActorDiedError
 
 
 class Unavailable(FakeMailbox):
     """A mailbox that cannot be reached for a while, and not even Ray's retries help."""
 
-    def report(self, number: int, progress: Progress | None) -> bool:
-        super().report(number, progress)
+    def report(
+        self, number: int, progress: Progress | None, can_stop_before: int | None
+    ) -> Instruction:
+        super().report(number, progress, can_stop_before)
         raise ray.exceptions.ActorUnavailableError("cut", None)
 
 
@@ -255,3 +270,76 @@ def test_a_resident_without_a_network_needs_no_torch() -> None:
     imports = ", ".join(f"raytrain_opt.pools.{module}" for module in modules)
     code = f"import sys, {imports}, tests.support.echo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
+
+
+class MailboxThread:
+    """A real mailbox in a thread of its own, which residents in other threads call."""
+
+    def __init__(self) -> None:
+        self.box, self._loop = Mailbox(), asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def call(self, method: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(method, self._loop).result(20)
+
+
+@dataclass
+class MailboxOf:
+    """The mailbox as one resident calls it."""
+
+    thread: MailboxThread
+    resident: Resident
+
+    def join(self) -> tuple[int, Command]:
+        self.thread.call(self.thread.box.join(self.resident))
+        return self.thread.call(self.thread.box.next_command("worker", 0))
+
+    def reply(self, number: int, value: Any, _usage: Any) -> tuple[int, Command]:
+        reply = Reply(self.resident.sender, number, value)
+        return self.thread.call(self.thread.box.exchange("worker", number, reply))
+
+    def report(self, number: int, progress: Progress | None, stop: int | None) -> Instruction:
+        report = Report(self.resident.sender, number, progress, stop)
+        return self.thread.call(self.thread.box.report(report))
+
+    def is_first(self, claim: str) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("when_s", [0.0, 0.05, 0.1, 0.2])
+def test_workers_that_are_to_stop_early_stop_before_the_same_step(when_s: float) -> None:
+    """Each step ends when all have done it, as with an all-reduce: another one would hang."""
+    workers, total, thread = 4, 5000, MailboxThread()
+    all_reduce, begun = threading.Barrier(workers, timeout=20), threading.Event()
+
+    def act(_: Command, on_step: OnStep) -> int:
+        for done in range(total):
+            if on_step(done, total):
+                return done
+            begun.set()
+            time.sleep(random.random() / 500)
+            all_reduce.wait()
+        return total
+
+    class Trainer(Echo):
+        def handle(self, command: Command, on_step: OnStep) -> Any:
+            return act(command, on_step)
+
+    def work(rank: int) -> None:
+        resident = Resident("worker", rank, "node", rank, "log")
+        meter = UsageMeter(None, lambda: 1.0)
+        mailbox: Any = MailboxOf(thread, resident)
+        CommandLoop(mailbox, resident, 60.0, (), 0.0, meter).run(Trainer())
+
+    thread.call(thread.box.post("worker", 1, MainTrain(StateRef("1", None), 1, 0, ())))
+    with ThreadPoolExecutor(workers) as pool:
+        lives = [pool.submit(work, rank) for rank in range(workers)]
+        assert begun.wait(20)
+        time.sleep(when_s)
+        thread.call(thread.box.stop_early("worker", 1))
+        replies = thread.call(thread.box.collect("worker", 1, range(workers)))
+        thread.call(thread.box.post("worker", 2, Close()))
+        for life in lives:
+            life.result(20)
+    [last] = set(replies.values())
+    assert 0 < last < total

@@ -34,7 +34,7 @@ class Objects(dict[str, Any]):
         self[ref] = value
         return ref
 
-    def get(self, ref: str) -> Any:
+    def get(self, ref: str, timeout: float) -> Any:
         return self[ref]
 
 

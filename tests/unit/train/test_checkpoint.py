@@ -198,6 +198,7 @@ def test_the_index_is_readable_json(tmp_path: Path) -> None:
         "folder": "epoch-0001",
         "epoch": 1,
         "rounds": 0,
+        "steps": 0,
         "test_accuracy": 0.5,
         "sha256": sha256,
     }
