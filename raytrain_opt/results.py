@@ -68,24 +68,19 @@ class TrainTotals(_Means):
         return TrainTotals(**sums, norms=norms)
 
 
-# Samples per block of `EvalTotals.block_losses`: a split has many blocks for the statistics, and
-# computing a loss per block takes little time.
-LOSS_BLOCK_SIZE = 16
+# Evaluations cut a split between neighboring blocks of this size.
+EVAL_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
 class EvalTotals(_Means):
-    """Sums over the samples of one evaluation; every sample counts exactly once.
-
-    `block_losses` holds the mean loss of each block of LOSS_BLOCK_SIZE samples, on request.
-    """
+    """Sums over the samples of one evaluation; every sample counts exactly once."""
 
     samples: int
     loss_sum: float
     correct: int
     correct_top5: int
     duration_s: float
-    block_losses: tuple[float, ...] = ()
 
     @property
     def top5(self) -> float:

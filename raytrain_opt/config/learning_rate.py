@@ -78,8 +78,6 @@ _SCALING = "Scale `initial` to the global batch size. Default: no scaling."
 class StptPolicy(Section):
     """Choose the rate of each epoch by training candidates for a few steps (Yamada et al.)."""
 
-    search_weight_decay: ClassVar[bool] = False
-
     policy: Literal["stpt"]
     initial: PositiveFloat = Field(0.1, description="Base learning rate of the first round.")
     scaling: Scaling | None = Field(None, description=_SCALING)
@@ -166,19 +164,11 @@ class HorizonPolicy(Section):
         0.2, description="Limit of the search, as a fraction of the samples of the training."
     )
     search_on: SearchOn = Field("auto", description=_SEARCH_ON)
-    search_weight_decay: bool = Field(
-        False,
-        description=(
-            "Also try 0.1 and 10 times the optimizer's weight decay, once, at the peak rate that "
-            "was found."
-        ),
-    )
 
 
 class SchedulePolicy(Section):
     """Train with a fixed schedule; no candidates."""
 
-    search_weight_decay: ClassVar[bool] = False
     candidate_batch: ClassVar[None] = None
     search_on: ClassVar[SearchOn] = "slots"
 
@@ -231,7 +221,6 @@ class ReplayPolicy(Section):
 
     scaling: ClassVar[None] = None
     warmup: ClassVar[None] = None
-    search_weight_decay: ClassVar[bool] = False
     candidate_batch: ClassVar[None] = None
     search_on: ClassVar[SearchOn] = "slots"
 

@@ -135,7 +135,7 @@ def _default_optimizer(job: dict[str, Any]) -> OptimizerChoiceSection:
     `job`: the sections above, without those with an error.
     """
     learning_rate, parallel = job.get("learning_rate"), job.get("parallel")
-    searches = isinstance(learning_rate, HorizonPolicy) and not learning_rate.search_weight_decay
+    searches = isinstance(learning_rate, HorizonPolicy)
     if not searches or parallel is None or parallel.mode == "async":
         return OptimizerChoiceSection()
     return OptimizerChoiceSection(name="auto")
@@ -435,22 +435,10 @@ class Job(Section):
                     "warmup: {epochs: 1}} (customary rates: ScheduleFreeSGD 1, ScheduleFreeAdamW "
                     "0.0025)",
                 )
-            if optimizer.has_auto_weight_decay and (
-                policy not in ("stpt_horizon", "replay") or self.learning_rate.search_weight_decay
-            ):
+            if optimizer.has_auto_weight_decay and policy not in ("stpt_horizon", "replay"):
                 yield (
                     "optimizer.args.weight_decay",
-                    "auto is chosen by policy stpt_horizon, without search_weight_decay; else "
-                    "give a number",
-                )
-            # The default of torch's other optimizers is 0.
-            default = 0.01 if optimizer.name in ("AdamW", "NAdam") else 0
-            if self.learning_rate.search_weight_decay and not optimizer.args.get(
-                "weight_decay", default
-            ):
-                yield (
-                    "learning_rate.search_weight_decay",
-                    f"varies args.weight_decay of {optimizer.name}, which must be above 0",
+                    "auto is chosen by policy stpt_horizon; else give a number",
                 )
 
     def _ramp_rules(self) -> Iterator[BrokenRule]:

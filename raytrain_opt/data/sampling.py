@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from raytrain_opt.config.data import HoldOut
 from raytrain_opt.errors import DataError
-from raytrain_opt.results import LOSS_BLOCK_SIZE
+from raytrain_opt.results import EVAL_BLOCK_SIZE
 
 Indices = npt.NDArray[np.int64]
 # Shuffles indices; data in several files keep those of a file together.
@@ -213,8 +213,8 @@ def rank_indices(split: Indices, rank: int, world_size: int) -> Indices:
         )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}")
-    blocks = -(-len(split) // LOSS_BLOCK_SIZE)
-    start, stop = (r * blocks // world_size * LOSS_BLOCK_SIZE for r in (rank, rank + 1))
+    blocks = -(-len(split) // EVAL_BLOCK_SIZE)
+    start, stop = (r * blocks // world_size * EVAL_BLOCK_SIZE for r in (rank, rank + 1))
     return split[start:stop]
 
 

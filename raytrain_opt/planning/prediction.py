@@ -216,9 +216,7 @@ def search_rounds(policy: Policy, epochs: int) -> list[TryCandidates]:
             results = []
             for candidate in action.candidates:
                 loss = 1 + math.log10(candidate.multiplier) ** 2
-                result = CandidateResult(
-                    candidate, "ok", 1 / loss, loss, loss, 1, 0, 0, 0, (loss,) * 64, 64
-                )
+                result = CandidateResult(candidate, "ok", 1 / loss, loss, loss, 1, 0, 0, 0, 64)
                 results.append(result)
             history = history.after_round(policy.decide(action, results, history))
         history = history.after_epoch(1.0)

@@ -16,7 +16,7 @@ from raytrain_opt.pools.handler import LearnerHandler, OnStep
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
-from raytrain_opt.train.learner import Learner, concatenate_over_ranks, sum_over_ranks
+from raytrain_opt.train.learner import Learner, sum_over_ranks
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.state import TrainingState
 
@@ -93,10 +93,8 @@ class CandidateTrainer(LearnerHandler):
         """Train the candidate and score it."""
         learner = self.learner
         trained = sum_over_ranks(self._train(plan, candidate, on_step), learner.device)
-        part = learner.evaluate("validation", self._rank, self.world_size, blocks=plan.paired)
+        part = learner.evaluate("validation", self._rank, self.world_size)
         scored = sum_over_ranks(part, learner.device)
-        if plan.paired:
-            scored = replace(scored, block_losses=concatenate_over_ranks(part.block_losses))
         return CandidateResult.of(candidate, trained, scored, self.index if self._alone else -1)
 
     def _train(
@@ -108,7 +106,7 @@ class CandidateTrainer(LearnerHandler):
             self._lrs(plan, candidate),
             self._micro_batches,
             on_step,
-            candidate.weight_decay_factor * plan.weight_decay_scale,
+            candidate.weight_decay_factor,
             candidate.optimizer,
             search=True,
         )

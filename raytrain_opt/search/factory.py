@@ -15,9 +15,10 @@ from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.schedules import build_schedule
 from raytrain_opt.search.fixed_schedule import FixedSchedule, PlannedSchedule, RecordedSchedule
+from raytrain_opt.search.peak_search import MAX_CANDIDATES
 from raytrain_opt.search.policy import Policy
 from raytrain_opt.search.stpt import Stpt
-from raytrain_opt.search.stpt_horizon import HorizonStpt, max_round_size
+from raytrain_opt.search.stpt_horizon import HorizonStpt
 
 # Longer than any epoch (so that alpha never exceeds it), and exact as a float.
 _ENDLESS_STEPS = 2**53
@@ -61,7 +62,7 @@ def max_candidates(job: Job) -> int:
     """Return the largest number of candidates of any round of the job; 0 without rounds."""
     section = job.learning_rate
     if isinstance(section, HorizonPolicy):
-        return max_round_size()
+        return MAX_CANDIDATES
     if not isinstance(section, StptPolicy) or job.epochs is None:
         return 0
     stpt = Stpt(section, job.epochs, EpochSteps(_ENDLESS_STEPS))

@@ -42,11 +42,9 @@ class TryCandidates:
     """A round: pre-train each candidate from the same state, and score them.
 
     Step i of a candidate has `lr_shape[i]` times its rate. The run may continue from the states of
-    the `kept_states` best candidates; with 0, the steps only serve the score. With `paired`,
-    candidates are scored block by block of the validation split, so that they can be compared
-    on the same samples. `stage` says which question of the policy the round answers. All weight
-    decays are multiplied by `weight_decay_scale` during pre-training. With `fresh_statistics`,
-    BatchNorm statistics are taken anew before the score.
+    the `kept_states` best candidates; with 0, the steps only serve the score. `stage` says which
+    question of the policy the round answers. With `fresh_statistics`, BatchNorm statistics are
+    taken anew before the score.
     """
 
     epoch: int
@@ -56,9 +54,7 @@ class TryCandidates:
     lr_shape: tuple[float, ...]
     score: Score = "val_loss"
     kept_states: int = 0
-    paired: bool = False
     stage: str = ""
-    weight_decay_scale: float = 1.0
     fresh_statistics: bool = False
 
     @property
@@ -105,9 +101,9 @@ class TrainEpoch:
 class CandidateResult:
     """Scores and costs of one candidate.
 
-    `status`: ok, diverged, or lost (its slot died too often). `val_losses`: mean loss of each
-    block of the validation split, in a `paired` round. `val_samples`: samples of that split.
-    `slot`: the one that trained it; -1 when it was lost, or all workers trained it together.
+    `status`: ok, diverged, or lost (its slot died too often). `val_samples`: samples of the
+    validation split. `slot`: the one that trained it; -1 when it was lost, or all workers trained
+    it together.
     """
 
     candidate: Candidate
@@ -119,7 +115,6 @@ class CandidateResult:
     train_s: float
     score_s: float
     slot: int
-    val_losses: tuple[float, ...] = ()
     val_samples: int = 0
 
     @classmethod
@@ -137,7 +132,6 @@ class CandidateResult:
             train_s=trained.duration_s,
             score_s=scored.duration_s,
             slot=slot,
-            val_losses=scored.block_losses,
             val_samples=scored.samples,
         )
 
@@ -174,7 +168,6 @@ class Decision:
     steps: int = 0
     tried: tuple[CandidateResult, ...] = ()
     averaged: tuple[CandidateResult, ...] = ()
-    next_weight_decay_factor: float = 1.0
     next_optimizer: int = 0
 
 

@@ -16,7 +16,7 @@ comment says what this implementation does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from raytrain_opt.config.learning_rate import LR_SETS, StptPolicy, Warmup
 from raytrain_opt.errors import DivergedError, JobError, Problem
@@ -167,7 +167,7 @@ class Stpt:
         if tied > 1:
             reason += f"; {tied} tied, multiplier closest to 1.0 taken"
         lr = winner.candidate.lr
-        averaged = [replace(r, val_losses=()) for r in ranked if r.status == "ok"]
+        averaged = [r for r in ranked if r.status == "ok"]
         del averaged[action.kept_states :]
         return Decision(
             action.epoch,

@@ -6,13 +6,8 @@ schedules, compressed into few steps:
 
     before epoch 1   search the peak (see `peak_search`), of several optimizers where the job names
                      none (`optimizer_race`). None of these steps are kept.
-    on request       try 0.1, 1 and 10 times the weight decay, with that peak.
     then             train with this peak on all samples, the validation split included: warm-up
                      and decay to zero over all epochs.
-
-Weight decay acts over a full training (through the sum of rate times decay: Wang and Aitchison,
-arXiv 2405.13698), so in weight-decay candidates it is multiplied by the factor by which their
-schedule is compressed.
 
 Source of pre-training candidates from one state: Yamada et al. (Kobe University), STPT.
 """
@@ -27,11 +22,8 @@ from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.optim.relative_schedule import RelativeSchedule
 from raytrain_opt.search.optimizer_race import OptimizerRace
-from raytrain_opt.search.paired_comparison import group_losses, losses_of, z_score
 from raytrain_opt.search.peak_search import (
-    MAX_CANDIDATES,
     CandidateSteps,
-    PeakChoice,
     PeakRequest,
     PeakSearch,
     point_to_lr,
@@ -46,19 +38,8 @@ from raytrain_opt.search.policy import (
 )
 from raytrain_opt.search.weight_decay import decay_by_fit
 
-# The stage of the weight-decay round, beside those of the peak search.
-WEIGHT_DECAY = "weight_decay"
-
-_WEIGHT_DECAY_FACTORS = (0.1, 1.0, 10.0)
 # Of several optimizers, each starts at its usual rate times initial / this, SGD's usual rate.
 _SGD_LR = 0.1
-# A change has to be better by this many standard errors: one in about forty is by chance.
-_MIN_Z_SCORE = 2.0
-
-
-def max_round_size() -> int:
-    """Return the largest number of candidates of a round."""
-    return max(MAX_CANDIDATES, len(_WEIGHT_DECAY_FACTORS))
 
 
 @dataclass(frozen=True)
@@ -116,18 +97,13 @@ class HorizonStpt:
         if epoch > 1 or history.is_decided(1) or not self.race(history).is_possible:
             return self._train(self.span(epoch, history), history)
         optimizer, following = self.race(history).next(history.decisions)
-        if isinstance(following, PeakChoice):
-            return self._try_weight_decays(optimizer, following, history)
+        assert isinstance(following, PeakRequest)
         return self._try_peaks(optimizer, following, history)
 
     def decide(
         self, action: TryCandidates, results: Sequence[CandidateResult], history: History
     ) -> Decision:
-        """Decide from these results and those of earlier rounds.
-
-        Peaks: the weighted mean of all rates that reduce the loss. Factors of the weight decay:
-        1, unless another is clearly better.
-        """
+        """Decide on the peak: the weighted mean of all rates that reduce the loss."""
         scores = tuple(map(action.score_of, results))
         undecided = Decision(
             action.epoch,
@@ -138,13 +114,24 @@ class HorizonStpt:
             reason="",
             stage=action.stage,
             steps=action.pretrain_steps,
-            tried=tuple(replace(r, val_losses=group_losses(r.val_losses)) for r in results),
+            tried=tuple(results),
         )
-        if action.stage == WEIGHT_DECAY:
-            _, peak = self.race(history).next(history.decisions)
-            assert isinstance(peak, PeakChoice)
-            return _decide_weight_decay(undecided, peak.result)
-        return self._decide_peak(undecided, history)
+        rounds, race = (*history.decisions, undecided), self.race(history)
+        if race.all_diverged(rounds):
+            return replace(undecided, reason=f"all {len(undecided.scores)} candidates diverged")
+        optimizer, following = race.next(rounds)
+        name = f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
+        if isinstance(following, PeakRequest):
+            return replace(undecided, reason=f"next {name}{following.stage}: {following.reason}")
+        reason = f"{name}peak {following.lr:.3g}: {following.reason}"
+        return replace(
+            undecided,
+            winner=following.result,
+            next_base_lr=following.lr,
+            next_optimizer=optimizer,
+            reason=reason,
+            tried=(),
+        )
 
     def _try_peaks(self, optimizer: int, request: PeakRequest, history: History) -> TryCandidates:
         base_lr, first = self._initial(optimizer), _count_candidates(history)
@@ -162,43 +149,8 @@ class HorizonStpt:
             f"{name}{request.stage}: {request.reason}",
             candidates,
             self.schedule(optimizer).compressed(request.steps),
-            paired=True,
             stage=request.stage,
             fresh_statistics=True,
-        )
-
-    def _decide_peak(self, undecided: Decision, history: History) -> Decision:
-        rounds, race = (*history.decisions, undecided), self.race(history)
-        if race.all_diverged(rounds):
-            return replace(undecided, reason=f"all {len(undecided.scores)} candidates diverged")
-        optimizer, following = race.next(rounds)
-        name = f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
-        if isinstance(following, PeakRequest):
-            return replace(undecided, reason=f"next {name}{following.stage}: {following.reason}")
-        # If the job asks for it, and the budget covers as many steps as the peak's.
-        cost = len(_WEIGHT_DECAY_FACTORS) * rounds[-1].steps
-        if self.section.search_weight_decay and cost <= race.steps_left(rounds):
-            return replace(undecided, reason=f"{following.reason}: next its weight decay")
-        reason = f"{name}peak {following.lr:.3g}: {following.reason}"
-        return _decided(undecided, following.result, following.lr, reason)
-
-    def _try_weight_decays(
-        self, optimizer: int, peak: PeakChoice, history: History
-    ) -> TryCandidates:
-        first, steps = _count_candidates(history), history.decisions[-1].steps
-        return TryCandidates(
-            1,
-            peak.lr,
-            f"try {_listed(_WEIGHT_DECAY_FACTORS)} times the weight decay",
-            tuple(
-                Candidate(first + index, 1.0, peak.lr, factor, optimizer)
-                for index, factor in enumerate(_WEIGHT_DECAY_FACTORS)
-            ),
-            self.schedule(optimizer).compressed(steps),
-            paired=True,
-            stage=WEIGHT_DECAY,
-            fresh_statistics=True,
-            weight_decay_scale=self.span(1, history).total_steps / steps,
         )
 
     def _train(self, span: EpochSpan, history: History) -> TrainEpoch:
@@ -211,44 +163,12 @@ class HorizonStpt:
         if not found:
             reason += ": too few steps for a search within learning_rate.max_search_cost"
         lrs = tuple(peak * part for part in schedule.of_epoch(span))
-        weight_decay_factor = found.next_weight_decay_factor if found else 1.0
+        weight_decay_factor = 1.0
         if self.optimizers[optimizer].has_auto_weight_decay:
             sum_of_lrs = peak * schedule.mean * span.total_steps
             weight_decay_factor = decay_by_fit(history, optimizer, sum_of_lrs)
         return TrainEpoch(span.epoch, lrs, reason, weight_decay_factor, optimizer)
 
 
-def _decide_weight_decay(undecided: Decision, peak: CandidateResult) -> Decision:
-    alive = {r.candidate.weight_decay_factor: r for r in undecided.tried if r.status == "ok"}
-    # When factor 1 diverged: the peak's own candidate, trained without the weight-decay scale.
-    unchanged = alive.get(1.0, peak)
-    better = [r for r in alive.values() if _is_clearly_better(r, unchanged)]
-    winner = min(better, key=lambda r: r.val_loss) if better else unchanged
-    why = "clearly better" if better else "no other is clearly better"
-    factor = f"{winner.candidate.weight_decay_factor:g} times the weight decay"
-    reason = f"peak {undecided.base_lr:.3g}, {factor}: {why}"
-    return _decided(undecided, winner, undecided.base_lr, reason)
-
-
-def _decided(undecided: Decision, winner: CandidateResult, lr: float, reason: str) -> Decision:
-    return replace(
-        undecided,
-        winner=replace(winner, val_losses=()),
-        next_base_lr=lr,
-        next_weight_decay_factor=winner.candidate.weight_decay_factor,
-        next_optimizer=winner.candidate.optimizer,
-        reason=reason,
-        tried=(),
-    )
-
-
 def _count_candidates(history: History) -> int:
     return sum(len(decision.scores) for decision in history.decisions)
-
-
-def _listed(factors: Sequence[float]) -> str:
-    return ", ".join(f"{factor:g}" for factor in factors)
-
-
-def _is_clearly_better(result: CandidateResult, reference: CandidateResult) -> bool:
-    return z_score(losses_of(result), losses_of(reference)) < -_MIN_Z_SCORE

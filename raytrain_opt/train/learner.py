@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import chain, islice, product
+from itertools import islice, product
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +39,6 @@ from raytrain_opt.optim.factory import (
     set_weight_decays,
 )
 from raytrain_opt.results import (
-    LOSS_BLOCK_SIZE,
     BufferUpdates,
     EvalTotals,
     GradientNorms,
@@ -294,17 +293,12 @@ class Learner:
         rank: int = 0,
         world_size: int = 1,
         on_step: Callable[[int, int], object] = lambda _done, _total: None,
-        *,
-        blocks: bool = False,
     ) -> EvalTotals:
         """Evaluate this rank's samples of the split, each sample once over all ranks.
 
         `on_step` is called before each batch with the numbers of completed and of all batches.
-        With `blocks`, also returns the mean loss of each block of LOSS_BLOCK_SIZE samples, for
-        paired comparisons of two models.
         """
         started_s, samples = monotonic_s(), 0
-        block_losses: list[Tensor] = []
         sums = torch.zeros(3, device=self.device, dtype=torch.float64)
         self.model.eval()
         batch_size = self.eval_batch_size
@@ -321,17 +315,9 @@ class Learner:
                 (loss.double() * len(batch.y), hits[:, 0].sum().double(), hits.sum().double())
             )
             samples += len(batch.y)
-            if blocks:
-                pairs = zip(
-                    torch.split(output, LOSS_BLOCK_SIZE),
-                    torch.split(batch.y, LOSS_BLOCK_SIZE),
-                    strict=True,
-                )
-                block_losses += [self.loss(outputs, y).double() for outputs, y in pairs]
         loss_sum, correct, top5 = sums.tolist()
-        losses = torch.stack(block_losses).tolist() if block_losses else []
         duration_s = monotonic_s() - started_s
-        return EvalTotals(samples, loss_sum, int(correct), int(top5), duration_s, tuple(losses))
+        return EvalTotals(samples, loss_sum, int(correct), int(top5), duration_s)
 
     def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
         """Give all workers the same BatchNorm statistics, after a phase of synchronous training.
@@ -444,12 +430,3 @@ def sum_over_ranks(totals: Totals, device: torch.device) -> Totals:
     loss_sum, *sums = reduce_sums(values, device)
     changes: dict[str, Any] = dict(zip(names, map(int, sums), strict=True))
     return replace(totals, loss_sum=loss_sum, **changes)
-
-
-def concatenate_over_ranks(values: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the values of all ranks of the process group, in the order of the ranks."""
-    if not dist.is_initialized():
-        return values
-    parts: list[tuple[float, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(parts, values)
-    return tuple(chain.from_iterable(parts))

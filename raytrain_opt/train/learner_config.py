@@ -13,7 +13,7 @@ from raytrain_opt.config.updates import (
     OptimizerSection,
     ParallelSection,
 )
-from raytrain_opt.results import LOSS_BLOCK_SIZE
+from raytrain_opt.results import EVAL_BLOCK_SIZE
 
 # Forward passes keep no activations, so 256 samples fit wherever a training step does.
 _MIN_EVAL_BATCH_SIZE = 256
@@ -92,5 +92,5 @@ class LearnerConfig:
 
     def eval_batch_size(self, batch_size_per_worker: int) -> int:
         """Return the batch size of an evaluation when training has `batch_size_per_worker`."""
-        in_blocks = batch_size_per_worker // LOSS_BLOCK_SIZE * LOSS_BLOCK_SIZE
+        in_blocks = batch_size_per_worker // EVAL_BLOCK_SIZE * EVAL_BLOCK_SIZE
         return self.eval_batch_size_per_worker or max(in_blocks, _MIN_EVAL_BATCH_SIZE)

@@ -72,10 +72,7 @@ def search(trainer: Slot | Worker, states: CountedStates, job: Job) -> dict[str,
         results = [reply.results]
         if dist.is_initialized():
             dist.broadcast_object_list(results, src=0)
-        tried += [
-            (c.candidate.optimizer, c.candidate.lr, c.val_loss, len(c.val_losses))
-            for c in results[0]
-        ]
+        tried += [(c.candidate.optimizer, c.candidate.lr, c.val_loss) for c in results[0]]
         history = history.after_round(policy.decide(action, results[0], history))
     latest = history.latest
     assert latest is not None

@@ -144,10 +144,6 @@ def test_a_wrong_choice_of_optimizers_is_refused(optimizer: str, path: str, word
             "optimizer: {name: Muon, args: {weight_decay: auto}}",
             "learning_rate: {policy: schedule}",
         ],
-        [
-            "optimizer: {name: Muon, args: {weight_decay: auto}}",
-            "learning_rate: {policy: stpt_horizon, search_weight_decay: true}",
-        ],
     ],
 )
 def test_a_weight_decay_is_chosen_where_policy_and_optimizer_can(lines: list[str]) -> None:

@@ -47,7 +47,6 @@ def test_a_short_file_becomes_a_job_with_defaults(tmp_path: Path) -> None:
         ({"parallel": {"mode": "async"}}, ["SGD"]),
         ({"learning_rate": {"policy": "schedule"}}, ["SGD"]),
         ({"learning_rate": {"policy": "stpt"}}, ["SGD"]),
-        ({"learning_rate": {"policy": "stpt_horizon", "search_weight_decay": True}}, ["SGD"]),
         ({"optimizer": {"args": {"momentum": 0.5}}}, ["SGD"]),
     ],
 )

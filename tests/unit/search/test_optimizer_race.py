@@ -43,7 +43,7 @@ class Optimizer:
         if candidate.lr >= self.limit:
             loss = math.nan
         status = "diverged" if math.isnan(loss) else "ok"
-        return CandidateResult(candidate, status, 0.5, loss, loss, 8, 1.0, 0.1, 0, (loss,), 8)
+        return CandidateResult(candidate, status, 0.5, loss, loss, 8, 1.0, 0.1, 0, 8)
 
 
 USUAL = {
@@ -195,11 +195,3 @@ def test_without_steps_to_search_the_preferred_optimizer_trains_at_its_usual_rat
     assert action.optimizer == MUON
     # The rise of the first two of 20 steps: 0.25 and 0.75 of the peak.
     assert action.lrs[0] == pytest.approx(0.1 * 0.5 / 4)
-
-
-def test_the_weight_decay_round_belongs_to_the_chosen_optimizer() -> None:
-    losses = {**USUAL, ADAMW: Optimizer(0.001, 1.0)}
-    searching = policy(search_weight_decay=True, max_search_cost=0.6)
-    rounds, _, _ = search(searching, losses)
-    assert rounds[-1].stage == "weight_decay"
-    assert {c.optimizer for c in rounds[-1].candidates} == {ADAMW}

@@ -17,10 +17,7 @@ NAN = math.nan
 
 def scored(candidate: Candidate, accuracy: float) -> CandidateResult:
     status = "diverged" if math.isnan(accuracy) else "ok"
-    blocks = (1 - accuracy, 1.1 - accuracy)
-    return CandidateResult(
-        candidate, status, accuracy, 1 - accuracy, 1.0, 8, 1.0, 0.1, 0, val_losses=blocks
-    )
+    return CandidateResult(candidate, status, accuracy, 1 - accuracy, 1.0, 8, 1.0, 0.1, 0)
 
 
 def published(accuracies: list[float], **section: Any) -> Decision:
@@ -55,7 +52,6 @@ def test_the_winner_is_first_then_the_others_by_their_scores(
 ) -> None:
     decision = published(accuracies, **section)
     assert [result.candidate.index for result in decision.averaged] == averaged
-    assert all(result.val_losses == () for result in decision.averaged)
     assert decision.winner is not None
     assert decision.next_base_lr == decision.winner.candidate.lr
 

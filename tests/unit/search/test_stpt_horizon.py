@@ -74,7 +74,6 @@ def result(candidate: Candidate, blocks: list[float]) -> CandidateResult:
         train_s=1.0,
         score_s=0.1,
         slot=0,
-        val_losses=tuple(blocks),
     )
 
 
@@ -203,7 +202,7 @@ def test_the_first_round_tries_full_schedules_a_decade_apart() -> None:
     assert rates(action) == pytest.approx([0.01, 0.1, 1.0])
     assert [c.multiplier for c in action.candidates] == pytest.approx([0.1, 1, 10])
     assert action.lr_shape == horizon().schedule(0).compressed(15)
-    assert (action.kept_steps, action.paired) == (0, True)
+    assert action.kept_steps == 0
 
 
 def test_the_second_round_tries_longer_schedules_to_both_sides_of_the_best() -> None:
@@ -467,68 +466,6 @@ def test_a_training_that_is_too_short_for_any_search_uses_the_initial_rate() -> 
     assert "learning_rate.max_search_cost" in training.actions[0].reason
 
 
-# Weight decay.
-
-
-def weight_decay_factors(action: TryCandidates) -> list[float]:
-    return [candidate.weight_decay_factor for candidate in action.candidates]
-
-
-def decide_weight_decay(
-    losses: dict[float, float],
-) -> tuple[HorizonStpt, TryCandidates, History]:
-    """Return the last round and the history when its factors have these losses; NaN: diverged."""
-    policy, history = horizon(96, search_weight_decay=True), EMPTY
-    action = next_round(policy, 1, history)
-    while action.stage != "weight_decay":
-        results = [Surface().result(action, c) for c in action.candidates]
-        history = history.after_round(policy.decide(action, results, history))
-        action = next_round(policy, 1, history)
-    draw = np.random.default_rng(0)
-    results = [
-        result(c, (losses[c.weight_decay_factor] + draw.normal(0, 0.1, BLOCKS)).tolist())
-        for c in action.candidates
-    ]
-    return policy, action, history.after_round(policy.decide(action, results, history))
-
-
-def test_weight_decays_are_tried_at_the_peak_with_their_effect_on_a_full_training() -> None:
-    policy, action, history = decide_weight_decay({0.1: 1.0, 1.0: 1.0, 10.0: 1.0})
-    assert weight_decay_factors(action) == [0.1, 1.0, 10.0]
-    assert len(set(rates(action))) == 1
-    assert action.weight_decay_scale * action.pretrain_steps == pytest.approx(96 * 125)
-    assert history.decisions[-1].next_base_lr == rates(action)[0]
-    assert rest_of_epoch(policy, 1, history).lrs
-
-
-@pytest.mark.parametrize(
-    ("losses", "factor"),
-    [
-        ({0.1: 1.0, 1.0: 1.0, 10.0: 1.0}, 1.0),
-        ({0.1: 0.5, 1.0: 1.0, 10.0: 1.0}, 0.1),
-        ({0.1: 0.9, 1.0: 1.0, 10.0: 0.5}, 10.0),
-        ({0.1: 1.2, 1.0: 1.0, 10.0: math.nan}, 1.0),
-        ({0.1: 9.0, 1.0: math.nan, 10.0: math.nan}, 1.0),
-    ],
-)
-def test_the_weight_decay_stays_unless_another_is_clearly_better(
-    losses: dict[float, float], factor: float
-) -> None:
-    policy, _, history = decide_weight_decay(losses)
-    assert history.decisions[-1].next_weight_decay_factor == factor
-    epochs = [rest_of_epoch(policy, epoch, history) for epoch in (1, 2, 96)]
-    assert {action.weight_decay_factor for action in epochs} == {factor}
-
-
-def test_no_weight_decay_is_tried_without_a_request_or_a_budget() -> None:
-    assert "weight_decay" not in {action.stage for action in trained(horizon(96)).rounds}
-    policy = horizon(16, max_search_cost=0.14, search_weight_decay=True)
-    training = trained(policy)
-    assert "weight_decay" not in {action.stage for action in training.rounds}
-    assert training.rounds
-    assert {action.weight_decay_factor for action in training.epochs} == {1.0}
-
-
 # Resuming.
 
 
@@ -545,8 +482,6 @@ def test_a_history_stays_small() -> None:
     decisions = trained(horizon(), Surface()).histories[-1].decisions
     assert decisions[-1].tried == ()
     assert decisions[-1].winner is not None
-    assert decisions[-1].winner.val_losses == ()
-    assert all(len(r.val_losses) <= 64 for decision in decisions for r in decision.tried)
 
 
 def test_policy_and_action_survive_a_pickle() -> None:

@@ -25,7 +25,7 @@ AUTO = OptimizerSection(name="Muon", args={"weight_decay": "auto"})
 
 def result(lr: float, loss: float, optimizer: int = 0) -> CandidateResult:
     candidate = Candidate(0, 1.0, lr, optimizer=optimizer)
-    return CandidateResult(candidate, "ok", 0.5, loss, loss, 8, 1.0, 0.1, 0, (loss,), 8)
+    return CandidateResult(candidate, "ok", 0.5, loss, loss, 8, 1.0, 0.1, 0, 8)
 
 
 def round_of(*results: CandidateResult) -> Decision:

@@ -521,18 +521,6 @@ def test_a_phase_that_was_stopped_leaves_nothing_behind_a_loaded_state() -> None
     assert once.state(copy=True).digest() == again.state(copy=True).digest()
 
 
-def test_block_losses_add_up_to_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain_opt.train.learner.LOSS_BLOCK_SIZE", 3)
-    trained = learner()
-    complete = trained.evaluate("validation", blocks=True)
-    sizes = [3, 3, 2]
-    assert complete.samples == sum(sizes)
-    assert len(complete.block_losses) == len(sizes)
-    weighted = sum(n * loss for n, loss in zip(sizes, complete.block_losses, strict=True))
-    assert weighted == pytest.approx(complete.loss_sum)
-    assert trained.evaluate("validation").block_losses == ()
-
-
 def test_released_memory_is_given_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     trained, released = learner(), []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append("cache"))
