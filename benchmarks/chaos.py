@@ -1,13 +1,19 @@
 """Runs of the quickstart job, each disturbed at random times.
 
     python -m benchmarks.chaos [--runs 20] [--first 1] [--into FILE] [--seed 0] [--only ROLE ...]
-        [--s3]
+        [--on STORAGE ...] [--policies POLICY ...]
 
 Roles that are ended by `kill -9`: a worker, a slot, the mailbox, the launcher of the pools, the
 driver. `sigterm` ends the driver as a cluster does. `connection` cuts five TCP connections of the
-run's processes with `ss -K` (needs root), one after each further record. With `--s3` runs are kept
-under the URI of an S3 endpoint over HTTP (moto), and `storage` lets it refuse, cut off or hang
-requests after each of five records.
+run's processes with `ss -K`, one after each further record. `full_disk` fills the disk until the
+run ends. `clock` sets the driver's date wrong by up to ten days in either direction and kills the
+driver; the command that resumes the run has another wrong date. `storage` lets an S3 endpoint
+refuse, cut off or hang requests after each of five records.
+
+Runs are kept in a folder (`disk`), in a small file system of its own (for `full_disk`), in a
+folder without locks as some network file systems are (`no_locks`), or under the URI of an S3
+endpoint over HTTP (`s3`, moto). They follow `stpt`, whose slots train candidates, or
+`stpt_horizon`, whose workers do. `connection` and `full_disk` need root.
 
 A run that dies is started again with the same command (`resume: auto`), as a shell loop or a
 cluster would do; the others recover by themselves. Each run is compared with an undisturbed one.
@@ -24,7 +30,8 @@ cluster would do; the others recover by themselves. Each run is compared with an
                         restarts, and of repeating the interrupted phase; `recovery_s`: median by
                         role. Under S3, a killed driver's lease lasts 60 s
     restarts            commands started again because the previous one died
-    roles               runs by role
+    roles, storages, policies
+                        runs by role, by kind of storage, by policy
 
 The first fault comes after a random one of the run's records (lines of epochs.jsonl and
 rounds.jsonl, except the last), delayed by a random fraction of the mean time per record so far;
@@ -45,8 +52,9 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections import defaultdict
-from contextlib import ExitStack, suppress
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -75,7 +83,19 @@ TITLES = {
     "mailbox": "ray::Mailbox",
     "launcher": "ray::PoolLauncher",
 }
-ROLES = (*TITLES, "driver", "sigterm", "connection", "storage")
+ROLES = (*TITLES, "driver", "sigterm", "connection", "full_disk", "clock", "storage")
+STORAGES = ("disk", "no_locks", "s3")
+# Roles that need one kind of storage.
+STORAGE_OF = {"full_disk": "small_disk", "storage": "s3"}
+# What a run of three epochs has room for.
+SEARCH = "learning_rate={policy: stpt_horizon, initial: 0.2, horizon: 0.2, max_search_cost: 1.0}"
+POLICIES = {"stpt": (), "stpt_horizon": (SEARCH, "slots.count=null", "global_batch_size=32")}
+# Bytes of the small file system: a run of the quickstart needs a tenth.
+SMALL_DISK = 64 * 2**20
+# Seconds after which the space of a full disk is given back at the latest.
+FULL_DISK_LIMIT_S = 120.0
+# The longest error of a clock.
+CLOCK_ERROR_S = 10 * 86400
 # Roles that are disturbed again after each further record.
 REPEATED, REPETITIONS = ("connection", "storage"), 5
 # An environment variable that every process of a command inherits.
@@ -102,24 +122,44 @@ class Outcome:
     leaked: list[str] = field(default_factory=list)
     recovery_s: float | None = None
     restarts: int = 0
+    storage: str = "disk"
+    policy: str = "stpt"
 
 
 class Run:
-    """One run directory and the commands that work on it."""
+    """One run directory and the commands that work on it.
 
-    def __init__(self, folder: Path, epochs: int, server: S3Server | None = None) -> None:
+    `has_locks`: whether its file system has. `clock_error_s`: of the commands that start next.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        epochs: int,
+        server: S3Server | None = None,
+        policy: str = "stpt",
+        *,
+        has_locks: bool = True,
+    ) -> None:
         self.folder, self._epochs, self.server = folder, epochs, server
+        self._settings, self._has_locks = POLICIES[policy], has_locks
         self._storage_path = server.new_uri() if server else str(folder)
         self._marks: list[str] = []
+        self.clock_error_s = 0.0
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the command, which resumes the run of an earlier one if there is one."""
         settings = {"storage_path": self._storage_path, "epochs": self._epochs, "resume": "auto"}
-        options = [part for item in settings.items() for part in ("--set", "{}={}".format(*item))]
+        values = [*map("{0[0]}={0[1]}".format, settings.items()), *self._settings]
+        options = [part for value in values for part in ("--set", value)]
+        faults = [*([] if self._has_locks else ["no_locks"]), str(self.clock_error_s)]
         self._marks.append(uuid.uuid4().hex)
         with (self.folder / "log.txt").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "raytrain_opt", "run", "jobs/quickstart.yaml", *options],
+                [
+                    *(sys.executable, "-m", "benchmarks.chaos_command", ",".join(faults)),
+                    *("run", "jobs/quickstart.yaml", *options),
+                ],
                 cwd=ROOT,
                 env={**os.environ, MARK: self._marks[-1]},
                 stdout=log,
@@ -135,6 +175,11 @@ class Run:
         else:
             [name] = [path.name for path in self.folder.iterdir() if path.is_dir()]
         return storage.join(self._storage_path, name)
+
+    @property
+    def ballast(self) -> Path:
+        """A file that fills the disk."""
+        return self.folder / "ballast"
 
     def read(self, name: str) -> bytes:
         """Return the content of a file of the run, nothing before it exists."""
@@ -204,43 +249,53 @@ def _marked(marks: list[str]) -> list[psutil.Process]:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """The undisturbed run."""
+    """The undisturbed run of a policy."""
 
     epochs: int
     result: str
     records: int
+    policy: str = "stpt"
 
 
 def main() -> None:
     args = _arguments()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        server = stack.enter_context(S3Server().running()) if args.s3 else None
-        if server:
-            os.environ |= {"AWS_ACCESS_KEY_ID": "KEY", "AWS_SECRET_ACCESS_KEY": "SECRET"}
+        server = stack.enter_context(S3Server().running())
+        os.environ |= {"AWS_ACCESS_KEY_ID": "KEY", "AWS_SECRET_ACCESS_KEY": "SECRET"}
         into = args.into or Path(folder) / "outcomes.jsonl"
-        if not into.exists():
-            _append(into, run_undisturbed(Path(folder), args.epochs))
-        undisturbed_run, _ = read(into)
-        if undisturbed_run.epochs != args.epochs:
-            raise SystemExit(
-                f"{into} holds runs of {undisturbed_run.epochs} epochs, not {args.epochs}"
-            )
+        into.touch()
         for number in range(args.first, args.first + args.runs):
-            run = Run(_new_folder(Path(folder) / str(number)), args.epochs, server)
-            outcome = Outcome(number, args.only[(number - 1) % len(args.only)])
-            disturb(run, outcome, random.Random(f"{args.seed} {number}"), undisturbed_run)
+            chance = random.Random(f"{args.seed} {number}")
+            role = args.only[(number - 1) % len(args.only)]
+            kind = STORAGE_OF.get(role) or chance.choice(args.on)
+            policy = "stpt" if role == "slot" else chance.choice(args.policies)
+            outcome = Outcome(number, role, storage=kind, policy=policy)
+            undisturbed_run = _undisturbed(into, Path(folder), args.epochs, policy)
+            with _new_folder(Path(folder) / str(number), small=kind == "small_disk") as own:
+                s3 = server if kind == "s3" else None
+                run = Run(own, args.epochs, s3, policy, has_locks=kind != "no_locks")
+                disturb(run, outcome, chance, undisturbed_run)
             _append(into, outcome)
             print(outcome, flush=True)
         _, outcomes = read(into)
     print(json.dumps({**summary(outcomes), "machine": machine(), "versions": versions()}))
 
 
-def run_undisturbed(folder: Path, epochs: int) -> Undisturbed:
-    run = Run(_new_folder(folder / "undisturbed"), epochs)
-    if run.start().wait(RUN_LIMIT_S):
-        raise SystemExit(run.output())
-    return Undisturbed(epochs, run.result(), run.records())
+def _undisturbed(into: Path, folder: Path, epochs: int, policy: str) -> Undisturbed:
+    """Return the undisturbed run of a policy, made when it is needed first."""
+    for known in read(into)[0]:
+        if known.epochs != epochs:
+            raise SystemExit(f"{into} holds runs of {known.epochs} epochs, not {epochs}")
+        if known.policy == policy:
+            return known
+    with _new_folder(folder / f"undisturbed-{policy}") as own:
+        run = Run(own, epochs, policy=policy)
+        if run.start().wait(RUN_LIMIT_S):
+            raise SystemExit(run.output())
+        made = Undisturbed(epochs, run.result(), run.records(), policy)
+    _append(into, made)
+    return made
 
 
 def _append(into: Path, value: Undisturbed | Outcome) -> None:
@@ -248,10 +303,11 @@ def _append(into: Path, value: Undisturbed | Outcome) -> None:
         file.write(json.dumps(asdict(value)) + "\n")
 
 
-def read(into: Path) -> tuple[Undisturbed, list[Outcome]]:
-    """Return the undisturbed run and the outcomes so far."""
-    first, *others = [json.loads(line) for line in into.read_text().splitlines()]
-    return Undisturbed(**first), [Outcome(**line) for line in others]
+def read(into: Path) -> tuple[list[Undisturbed], list[Outcome]]:
+    """Return the undisturbed runs and the outcomes so far."""
+    lines = [json.loads(line) for line in into.read_text().splitlines()]
+    undisturbed_runs = [Undisturbed(**line) for line in lines if "result" in line]
+    return undisturbed_runs, [Outcome(**line) for line in lines if "role" in line]
 
 
 def disturb(
@@ -267,6 +323,8 @@ def disturb(
     while outcome.recovery_s is None or command.poll() != 0:
         # A command that finds its latest checkpoint damaged drops it from the index.
         outcome.lost_checkpoint |= run.reached() < before
+        if command.poll() is not None or monotonic_s() - killed_s > FULL_DISK_LIMIT_S:
+            run.ballast.unlink(missing_ok=True)
         if command.poll() not in (None, 0):
             if outcome.restarts == MAX_RESTARTS:
                 break
@@ -311,8 +369,13 @@ def _disturb_once(
     """Disturb the run once; return whether there was something to disturb."""
     if command.poll() is not None:
         return False
-    if role in ("driver", "sigterm"):
-        command.send_signal(signal.SIGKILL if role == "driver" else signal.SIGTERM)
+    if role == "full_disk":
+        _fill(run.ballast)
+        return True
+    if role == "clock":
+        run.clock_error_s = chance.uniform(-CLOCK_ERROR_S, CLOCK_ERROR_S)
+    if role in ("driver", "sigterm", "clock"):
+        command.send_signal(signal.SIGTERM if role == "sigterm" else signal.SIGKILL)
         command.wait()
         return True
     if role == "storage":
@@ -368,13 +431,32 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
         "worst_recovery_s": round(max(all_s), 1) if all_s else None,
         "recovery_s": {role: round(median(values), 1) for role, values in recoveries.items()},
         "restarts": sum(o.restarts for o in outcomes),
-        "roles": {role: sum(o.role == role for o in outcomes) for role in ROLES},
+        "roles": dict(Counter(o.role for o in outcomes)),
+        "storages": dict(Counter(o.storage for o in outcomes)),
+        "policies": dict(Counter(o.policy for o in outcomes)),
     }
 
 
-def _new_folder(folder: Path) -> Path:
+@contextmanager
+def _new_folder(folder: Path, *, small: bool = False) -> Iterator[Path]:
+    """Make a folder, on request in a small file system of its own."""
     folder.mkdir()
-    return folder
+    if not small:
+        yield folder
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "chaos", str(folder)]
+    subprocess.run(mount, check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def _fill(ballast: Path) -> None:
+    """Write until the disk is full."""
+    with suppress(OSError), ballast.open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 def _arguments() -> argparse.Namespace:
@@ -384,8 +466,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--into", type=Path, help="keep outcomes in this file and add to it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--s3", action="store_true", help="keep runs in an S3 endpoint")
-    parser.add_argument("--only", nargs="+", choices=ROLES, default=list(ROLES[:-2]))
+    parser.add_argument("--only", nargs="+", choices=ROLES, default=ROLES)
+    parser.add_argument("--on", nargs="+", choices=STORAGES, default=STORAGES)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     return parser.parse_args()
 
 

@@ -110,6 +110,26 @@ def one_round(trainer: Slot | Worker, states: CountedStates, _job: Job) -> dict[
     return outcome
 
 
+def stopped_epoch(worker: Slot | Worker, states: CountedStates, _job: Job) -> dict[str, Any]:
+    """Train some steps at once, and stopped in between; return both states and totals."""
+    start = states.put("start", worker.learner.state(copy=True))
+    lrs, outcomes = tuple(0.1 / step for step in range(1, STEPS + 1)), []
+    for stops in (STEPS, 2):
+        worker.forget_state()
+        first = worker.handle(
+            MainTrain(start, 1, 0, lrs), lambda done, _, stops=stops: done == stops
+        )
+        totals, steps = first.totals, first.totals.steps
+        if steps < STEPS:
+            state = states.put("stopped", worker.learner.state(copy=True))
+            worker.forget_state()  # as a process that was started anew
+            rest = worker.handle(MainTrain(state, 1, steps, lrs[steps:]), ignore)
+            totals = totals.plus(rest.totals)
+        digest = worker.learner.state(copy=True).digest()
+        outcomes.append((digest, totals.steps, totals.samples, totals.loss_sum, totals.correct))
+    return {"stopped_after": steps, "at_once": outcomes[0], "stopped": outcomes[1]}
+
+
 def main(rank: int, world_size: int, folder: Path) -> None:
     use_threads(1)
     results: dict[str, Any] = {"worker": {}, "slot": {}}
@@ -122,6 +142,8 @@ def main(rank: int, world_size: int, folder: Path) -> None:
             learner = Learner(config, arrays, cpu, connect)
             worker = Worker(learner, rank, world_size, 0.0, states)
             results["worker"] |= work(worker, states, job)
+            if work is one_round:
+                results["worker"] |= stopped_epoch(worker, states, job)
             if world_size == 1:
                 slot = Slot(Learner(config, arrays, cpu), 0, states, "global")
                 results["slot"] |= work(slot, states, job)

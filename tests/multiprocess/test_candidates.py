@@ -1,4 +1,4 @@
-"""A search on one, two and four workers decides as one on a slot does."""
+"""Workers decide as a slot does, and continue a training that was stopped."""
 
 from __future__ import annotations
 
@@ -68,3 +68,13 @@ def test_restarted_workers_train_the_candidate_again(
 ) -> None:
     for rank in groups[size]:
         assert rank["worker"]["digest_after_restart"] == rank["worker"]["digest"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_workers_that_are_stopped_within_an_epoch_continue_bit_for_bit(
+    groups: dict[int, list[Results]], size: int
+) -> None:
+    """With averaged weights, whose BatchNorm statistics are computed anew."""
+    for rank in groups[size]:
+        assert rank["worker"]["stopped_after"] == 2
+        assert rank["worker"]["stopped"] == rank["worker"]["at_once"]

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,46 @@ def test_a_killed_driver_is_restarted_at_once_and_counted(tmp_path: Path) -> Non
     assert outcome.recovery_s is not None
 
 
+def test_the_space_of_a_full_disk_is_given_back_when_the_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullDisk(FakeRun):
+        def start(self) -> subprocess.Popen[bytes]:
+            assert not self.ballast.exists()
+            return super().start()
+
+    def fill(ballast: Path) -> None:
+        ballast.touch()
+        [process] = run.processes()
+        process.kill()
+
+    run, outcome = FullDisk(tmp_path, 1), Outcome(1, "full_disk")
+    monkeypatch.setattr(chaos, "_fill", fill)
+    disturb(run, outcome, random.Random(0), UNDISTURBED)
+    assert (outcome.faults, outcome.completed, outcome.restarts) == (1, True, 1)
+
+
+COMMAND = """
+import sys
+from pathlib import Path
+from benchmarks.chaos_command import set_faults
+from raytrain_opt.clock import utc_now
+from raytrain_opt.execution.lock import lock_run_directory
+set_faults(["no_locks", "-864000"])
+with lock_run_directory(Path(sys.argv[1])) as held:
+    print(held, utc_now())
+"""
+
+
+def test_a_command_meets_the_faults_of_its_machine(tmp_path: Path) -> None:
+    """In a process of its own: the faults stay."""
+    command = [sys.executable, "-c", COMMAND, str(tmp_path)]
+    held, date = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert held == "False"
+    error = datetime.now(UTC) - datetime.fromisoformat(date)
+    assert abs(error.total_seconds() - 864000) < 600
+
+
 def test_a_kill_comes_after_any_record_but_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,10 +119,11 @@ def test_outcomes_are_kept_and_added_up(tmp_path: Path) -> None:
     chaos._append(file, UNDISTURBED)
     for outcome in (worker, driver, late):
         chaos._append(file, outcome)
-    assert read(file) == (UNDISTURBED, [worker, driver, late])
+    assert read(file) == ([UNDISTURBED], [worker, driver, late])
     figures = summary([worker, driver, late])
     assert [figures[name] for name in ("runs", "faults", "completed")] == [3, 2, 3]
     assert [figures[name] for name in ("bit_identical", "lost_checkpoints")] == [2, 1]
     assert [figures[name] for name in ("leaked_processes", "restarts")] == [1, 1]
+    assert figures["roles"] == {"worker": 1, "driver": 1, "slot": 1}
     assert figures["median_recovery_s"] == pytest.approx(45.0)
     assert figures["recovery_s"] == {"worker": 10.0, "driver": 80.0}
