@@ -240,7 +240,7 @@ def asynchronous(
     _, totals, staleness = ray.get(handles.coordinator.result.remote())
     duration_s = max(report.duration_s for report in reports)
     samples_per_s: float = totals.samples / duration_s
-    return samples_per_s, staleness.to_json()
+    return samples_per_s, staleness
 
 
 def synchronous(workers: Sequence[Any], steps: int, seconds: list[float]) -> float:

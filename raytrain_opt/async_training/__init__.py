@@ -1,11 +1,11 @@
-"""Asynchronous (stale-synchronous) data parallelism, all of it.
+"""Asynchronous data parallelism: every gradient is an update when it arrives. All of it.
 
-Start with `scheduler`: which worker computes which micro-batch, how old its weights may be, and
-which gradients make an update (pure). `weight_shard` holds a part of the weights and applies
-updates, `worker_loop` is what one worker does, `buffer_pooling` combines BatchNorm statistics
-(torch, no Ray). On Ray: `actors` (coordinator and shards), `program`, `ray_backend` and `worker`
+Start with `scheduler`: which worker computes which micro-batch, and how old its weights may be
+(pure); `update_conversion`: the settings of an update. `weight_shard` holds a part of the weights
+and applies gradients, `worker_loop` is what one worker does, `buffer_pooling` combines BatchNorm
+statistics (torch, no Ray). On Ray: `actors` (coordinator and shards), `program` and `worker`
 (worker processes), `main_training` (the driver's side).
 
-May import pools and what lies below; only `execution.session` and
-`execution.preflight` import this package.
+May import pools and what lies below; only `execution.start` and `execution.preflight` import this
+package.
 """

@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raytrain_opt.async_training.scheduler import (
-    EpochPhase,
-    MicroBatchDone,
-    SspScheduler,
-    Staleness,
-)
+from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone, SspScheduler
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import alive_nodes, on_driver_node
 from raytrain_opt.data.base import DataInfo
@@ -139,7 +134,7 @@ class SspCoordinator:
             scheduler.leave(worker)
             await self._notify()
 
-    async def result(self) -> tuple[bool, TrainTotals, Staleness]:
+    async def result(self) -> tuple[bool, TrainTotals, dict[str, object]]:
         """Return whether the phase is finished, its sums, and the staleness of its gradients."""
         assert self._scheduler is not None
         return self._scheduler.finished, self._scheduler.totals, self._scheduler.staleness

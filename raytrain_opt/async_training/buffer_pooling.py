@@ -1,15 +1,7 @@
 """Combine the buffers of workers that computed unequal fractions of an epoch.
 
-As `train.batch_norm` combines them for workers that take each step together, but with weights
-p_w, the worker's fraction of all micro-batches: of running means m_w and variances v_w, with s_w
-the fraction of v by which a worker's mean deviates by chance,
-
-    m = sum(p_w m_w)
-    B = sum(p_w (m_w - m)^2)
-    v = (sum(p_w (1 - s_w) v_w) + B) / (1 - sum(p_w^2 s_w))
-
-which is the formula there when all p_w = 1 / W and all s_w are equal, and unbiased for the same
-reason. Other floating-point buffers become their mean with the same weights.
+The running statistics by the formula of `train.batch_norm`, with its notation; other
+floating-point buffers become their mean with the same weights p_w.
 """
 
 from __future__ import annotations

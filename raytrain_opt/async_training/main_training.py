@@ -12,7 +12,7 @@ import ray
 
 from raytrain_opt.async_training.actors import ServerHandles
 from raytrain_opt.async_training.buffer_pooling import advance_buffers
-from raytrain_opt.async_training.scheduler import EpochPhase, Staleness, epoch_phase
+from raytrain_opt.async_training.scheduler import EpochPhase, epoch_phase
 from raytrain_opt.async_training.weight_shard import assemble_state
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.config.processes import TimeoutsSection
@@ -50,13 +50,7 @@ class AsynchronousTraining:
     def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
         """Train the steps of the command. `check`: compute the digest of what was loaded."""
         stopwatch = Stopwatch()
-        phase = epoch_phase(
-            self._config,
-            command.epoch,
-            command.first_step,
-            command.lrs,
-            command.weight_decay_factor,
-        )
+        phase = epoch_phase(self._config, command)
         with stopwatch.measure("load_s"):
             command = self._begin(phase, command)
         start = self._states.get(command.state)
@@ -92,7 +86,7 @@ class AsynchronousTraining:
             {**timings_s, **stopwatch.timings_s},
             len(metrics),
             parallel,
-            staleness.to_json(),
+            staleness,
         )
 
     def evaluate(self, state: StateRef) -> EvalTotals:
@@ -123,7 +117,7 @@ class AsynchronousTraining:
 
     def _train_until_finished(
         self, command: MainTrain
-    ) -> tuple[list[AsyncWorkerMetrics], TrainTotals, Staleness]:
+    ) -> tuple[list[AsyncWorkerMetrics], TrainTotals, dict[str, object]]:
         """Repeat the command, for workers that come back, while there is work."""
         while True:
             workers = self._wait_for_workers()

@@ -5,10 +5,13 @@ Importing this imports neither torch nor Ray Train, because the driver creates t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from raytrain_opt.async_training.actors import ServerHandles
+from raytrain_opt.cluster.connection import alive_nodes
+from raytrain_opt.pools.resident_config import compute_threads
 
 if TYPE_CHECKING:
     from raytrain_opt.pools.resident import Handler
@@ -27,24 +30,33 @@ class AsynchronousWorkers:
 
     def import_modules(self) -> None:
         """Import Ray Train's part for torch."""
-        import raytrain_opt.async_training.ray_backend  # noqa: F401
+        import raytrain_opt.async_training.worker  # noqa: F401
 
     def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
         """Return a TorchTrainer whose workers are not connected."""
         from ray.train.torch import TorchTrainer
 
-        from raytrain_opt.async_training.ray_backend import UnconnectedTorchConfig
+        from raytrain_opt.async_training.worker import UnconnectedTorchConfig
 
         return TorchTrainer(torch_config=UnconnectedTorchConfig(), **arguments)
 
     def callbacks(self, config: ResidentConfig) -> list[Any]:
         """Return the callback that reports dead workers."""
-        from raytrain_opt.async_training.ray_backend import ReportLostWorker
+        from raytrain_opt.async_training.worker import ReportLostWorker
 
         return [ReportLostWorker(config.mailbox, self.server)]
 
     def make_handler(self, config: ResidentConfig, place: WorkerPlace) -> Handler:
         """Build model and data."""
-        from raytrain_opt.async_training.ray_backend import make_worker
+        import ray.train.torch
 
-        return make_worker(config, place.rank, self.server)
+        from raytrain_opt.async_training.worker import AsyncWorker
+        from raytrain_opt.pools.state_store import ObjectStore
+        from raytrain_opt.train.data_parallel import use_threads
+        from raytrain_opt.train.learner import Learner
+
+        # Ray Train places each worker separately, so their number on this node is not known.
+        workers_on_node = math.ceil(config.plan.workers / len(alive_nodes()))
+        use_threads(compute_threads(config.threads, workers_on_node))
+        learner = Learner(config.learner, config.fetch_shared_data(), ray.train.torch.get_device())
+        return AsyncWorker(learner, place.rank, self.server, ObjectStore())

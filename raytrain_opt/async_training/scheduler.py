@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from raytrain_opt.optim.epoch_steps import ramp_factor
+from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -64,24 +65,18 @@ class EpochPhase:
         return self.first_step + step, micro_batch
 
 
-def epoch_phase(
-    config: LearnerConfig,
-    epoch: int,
-    first_step: int,
-    lrs: tuple[float, ...],
-    weight_decay_factor: float,
-) -> EpochPhase:
-    """Return the phase of these steps with the learners' settings."""
+def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
+    """Return the phase of a command with the learners' settings."""
     ramp = config.batch_ramp
-    factor = ramp_factor(ramp.steps, epoch) if ramp.grow == "accumulation" else 1
+    factor = ramp_factor(ramp.steps, command.epoch) if ramp.grow == "accumulation" else 1
     return EpochPhase(
-        id=f"{epoch}.{first_step + len(lrs)}",
-        epoch=epoch,
-        first_step=first_step,
-        lrs=lrs,
+        id=f"{command.epoch}.{command.first_step + len(command.lrs)}",
+        epoch=command.epoch,
+        first_step=command.first_step,
+        lrs=command.lrs,
         micro_batches=config.worker_count * factor,
         bound=config.parallel.staleness_bound,
-        weight_decay_factor=weight_decay_factor,
+        weight_decay_factor=command.weight_decay_factor,
     )
 
 
@@ -95,18 +90,6 @@ class MicroBatchDone:
     correct: int
     skipped: int
     staleness: int = 0
-
-
-@dataclass(frozen=True)
-class Staleness:
-    """Number of gradients by staleness, from 0."""
-
-    counts: tuple[int, ...] = ()
-
-    def to_json(self) -> dict[str, object]:
-        """Return the value of a line in epochs.jsonl."""
-        mean = sum(k * n for k, n in enumerate(self.counts)) / max(sum(self.counts), 1)
-        return {"counts": list(self.counts), "mean": mean, "max": len(self.counts) - 1}
 
 
 @dataclass
@@ -154,9 +137,14 @@ class SspScheduler:
         return set(range(size)) - {number % size for number in (*self._free, *self._claims)}
 
     @property
-    def staleness(self) -> Staleness:
-        """Staleness of the gradients so far."""
-        return Staleness(tuple(self._counts[k] for k in range(max(self._counts, default=-1) + 1)))
+    def staleness(self) -> dict[str, object]:
+        """Staleness of the gradients so far, as a line in epochs.jsonl has it.
+
+        `counts`: number of gradients by staleness, from 0.
+        """
+        counts = [self._counts[k] for k in range(max(self._counts, default=-1) + 1)]
+        mean = sum(k * n for k, n in enumerate(counts)) / max(1, sum(counts))
+        return {"counts": counts, "mean": mean, "max": len(counts) - 1}
 
     def heard(self, worker: int, now_s: float) -> None:
         """Record a sign of life."""

@@ -63,14 +63,10 @@ class FlatBuffer:
         size = sum(tensor.numel() for tensor in like)
         self.buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
         parts = torch.split(self.buffer, [tensor.numel() for tensor in like]) if like else ()
-        self.views = [_view_like(part, t) for part, t in zip(parts, like, strict=True)]
-
-
-def _view_like(flat: Tensor, like: Tensor) -> Tensor:
-    """Return a view of a flat tensor with the shape and the memory order of `like`."""
-    order = sorted(range(like.dim()), key=like.stride, reverse=True)
-    inverse = [order.index(d) for d in range(like.dim())]
-    return flat.view([like.shape[d] for d in order]).permute(inverse)
+        self.views = [
+            part.as_strided(tensor.shape, tensor.stride())
+            for part, tensor in zip(parts, like, strict=True)
+        ]
 
 
 def move_into(flat: FlatBuffer, parameters: Sequence[nn.Parameter]) -> None:

@@ -1,4 +1,8 @@
-"""What a resident worker does with `parallel.mode: async`, on a parameter server through Ray."""
+"""A resident worker with `parallel.mode: async`, on a parameter server through Ray.
+
+Its workers have no process group: one that dies is restarted alone. For Ray Train each worker is
+then a replica group of its own, as with torchft.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import ray
+from ray.train import UserCallback
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig
 
 from raytrain_opt.async_training.actors import ServerHandles
 from raytrain_opt.async_training.scheduler import MicroBatchDone, epoch_phase
 from raytrain_opt.async_training.weight_shard import Weights, WireArray, from_wire
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
 from raytrain_opt.errors import PoolError
-from raytrain_opt.pools.commands import Evaluate, EvaluateReply, MainTrain, StateRef
+from raytrain_opt.pools.commands import (
+    WORKER_POOL,
+    Evaluate,
+    EvaluateReply,
+    MainTrain,
+    StateRef,
+)
 from raytrain_opt.pools.handler import LearnerHandler, OnStep
+from raytrain_opt.pools.mailbox_client import report_lost
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import AsyncWorkerMetrics
 from raytrain_opt.train.learner import Learner
-
-# A shard's weights are lost with it only if it dies between two messages; five times in a row does
-# not happen by chance.
-_MAX_PULL_RETRIES = 5
 
 
 class AsyncWorker(LearnerHandler):
@@ -41,13 +51,7 @@ class AsyncWorker(LearnerHandler):
         self._trainer.load(self.states.get(ref))
 
     def _main_train(self, command: MainTrain, on_step: OnStep) -> AsyncWorkerMetrics:
-        phase = epoch_phase(
-            self.learner.config,
-            command.epoch,
-            command.first_step,
-            command.lrs,
-            command.weight_decay_factor,
-        )
+        phase = epoch_phase(self.learner.config, command)
         # Free what this worker had claimed before it died, if it did.
         ray.get(self._server.coordinator.leave.remote(self.index))
         self._load(command.state)
@@ -82,12 +86,11 @@ class RemoteServer:
         return cast(bool, _get(ref))
 
     def pull(self) -> Weights:
-        for _ in range(_MAX_PULL_RETRIES):
+        while True:
             try:
                 return self._pull()
             except ray.exceptions.ObjectLostError:
-                continue  # the shard that stored them died
-        return self._pull()
+                continue  # the shard that stored them died; the next one stores them anew
 
     def _pull(self) -> Weights:
         """Fetch small weights with the answer, large ones by a reference in a list."""
@@ -120,3 +123,36 @@ def _get(refs: Any) -> Any:
             "the coordinator has died, or a shard of the weights more often than max_restarts "
             f"allows: {error}"
         ) from error
+
+
+class UnconnectedBackend(Backend):
+    """Connects no workers."""
+
+    has_replica_groups = True
+
+
+class UnconnectedTorchConfig(TorchConfig):
+    """A TorchConfig whose backend connects no workers."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """Class of what Ray Train sets up in the workers before they begin."""
+        return UnconnectedBackend
+
+
+class ReportLostWorker(UserCallback):
+    """Reports workers that have died, so that nobody waits for them and others do their work.
+
+    They join again when they are back.
+    """
+
+    def __init__(self, mailbox: Any, server: ServerHandles) -> None:
+        self._mailbox, self._server = mailbox, server
+
+    def after_exception(
+        self, run_context: object, worker_exceptions: dict[int, Exception]
+    ) -> None:
+        """Report these ranks; Ray Train calls this when they failed."""
+        for rank in worker_exceptions:
+            ray.get(self._server.coordinator.leave.remote(rank))
+            report_lost(self._mailbox, WORKER_POOL, rank)

@@ -42,30 +42,24 @@ class ParameterServer(Protocol):
 
     def claim(self) -> int | None:
         """Return the next micro-batch; None when all are claimed."""
-        ...
 
     def begin(self, number: int, version: int) -> bool:
         """Wait until the micro-batch may begin; return whether it may on this version's weights.
 
         If not, pull newer ones and ask again.
         """
-        ...
 
     def pull(self) -> Weights:
         """Return the weights of all shards."""
-        ...
 
     def push(self, number: int, version: int, gradients: Sequence[WireArray]) -> int:
         """Update all shards by a gradient of weights of this version; return its staleness."""
-        ...
 
     def done(self, result: MicroBatchDone) -> None:
         """Report a micro-batch whose gradient was pushed."""
-        ...
 
     def wait_for_work(self) -> bool:
         """Wait; return True when there is something to claim again, False when all is done."""
-        ...
 
 
 class AsyncTrainer:
@@ -101,12 +95,14 @@ class AsyncTrainer:
         """
         started_s, stopwatch, count = monotonic_s(), Stopwatch(), 0
         self.learner.begin_micro_batches(phase.epoch, phase.micro_batches)
+        pushed: Future[None] = Future()
+        pushed.set_result(None)
         with (
             # One thread: two sends at a time would only delay each other.
             ThreadPoolExecutor(1, "push") as pushes,
-            WeightPrefetcher(server) as prefetcher,
+            ThreadPoolExecutor(1, "pull") as pulls,
         ):
-            pushed: Future[None] | None = None
+            prefetcher = WeightPrefetcher(server, pulls)
             while True:
                 for number, batch in self._claim_batches(phase, server, stopwatch):
                     on_micro_batch(count)
@@ -118,10 +114,10 @@ class AsyncTrainer:
                     result, wires = self.compute(phase, number, batch, weights.parts)
                     prefetcher.end()
                     with stopwatch.measure("push_wait_s"):
-                        _wait_for(pushed)
+                        pushed.result()
                     pushed = pushes.submit(_push, server, result, weights.version, wires)
                     count += 1
-                _wait_for(pushed)
+                pushed.result()
                 with stopwatch.measure("end_wait_s"):
                     if not server.wait_for_work():
                         break
@@ -170,25 +166,13 @@ def _push(
     server.done(replace(result, staleness=staleness))
 
 
-def _wait_for(pushed: Future[None] | None) -> None:
-    if pushed is not None:
-        pushed.result()
-
-
 class WeightPrefetcher:
     """Fetches the weights of the next micro-batch while the current one is computed."""
 
-    def __init__(self, server: ParameterServer) -> None:
-        self._server = server
-        self._thread = ThreadPoolExecutor(1, "pull")
+    def __init__(self, server: ParameterServer, thread: ThreadPoolExecutor) -> None:
+        self._server, self._thread = server, thread
         self._fetched: Future[Weights] | None = None
         self._start_s = self._compute_s = self._pull_s = 0.0
-
-    def __enter__(self) -> WeightPrefetcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
 
     def begin(self) -> None:
         """Note that the computation of a micro-batch begins."""

@@ -44,11 +44,9 @@ class MainTraining(Protocol):
 
     def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
         """Train the steps of the command. `check`: compute digests of the loaded states."""
-        ...
 
     def evaluate(self, state: StateRef) -> EvalTotals:
         """Evaluate on the test split, each sample once."""
-        ...
 
 
 class SynchronousTraining:

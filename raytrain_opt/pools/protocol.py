@@ -25,11 +25,9 @@ class States(Protocol):
 
     def get(self, ref: StateRef) -> TrainingState:
         """Return the state, read-only."""
-        ...
 
     def put(self, state_id: str, state: TrainingState) -> StateRef:
         """Store a state, which may change as soon as this returns."""
-        ...
 
 
 class StateStore(States, Protocol):
@@ -37,7 +35,6 @@ class StateStore(States, Protocol):
 
     def keep(self, ref: StateRef) -> None:
         """Keep this state and the one kept before it available; release all others."""
-        ...
 
 
 class Pool(Protocol):
@@ -48,48 +45,38 @@ class Pool(Protocol):
     @property
     def name(self) -> str:
         """The kind: worker or slot."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of residents at the start."""
-        ...
 
     @property
     def has_trained(self) -> bool:
         """Whether any resident of the run has finished a training step."""
-        ...
 
     def start(self) -> None:
         """Start the residents without waiting for them. Further calls do nothing."""
-        ...
 
     def wait_until_ready(self, limit_s: float) -> object:
         """Wait until every resident has joined. Raises PoolError after `limit_s` seconds."""
-        ...
 
     def alive(self) -> tuple[int, ...]:
         """Return the residents that are running or being restarted."""
-        ...
 
     def grow(self) -> None:
         """Start residents that are missing, where the pool may and the cluster has room."""
-        ...
 
     def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
         """Post a command; return the replies of the expected residents (default: all).
 
         Residents that died too often are missing. Raises PoolError if the pool ended.
         """
-        ...
 
     def drain_log(self) -> tuple[list[Span], list[Event]]:
         """Return spans and events since the last call, on this process's clock."""
-        ...
 
     def restarts(self) -> int:
         """Return how often a resident was restarted."""
-        ...
 
 
 def fetch_initial_state(pool: Pool) -> StateRef:

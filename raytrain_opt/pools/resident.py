@@ -60,11 +60,9 @@ class Handler(Protocol):
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Execute the command and return the reply. Call `on_step(done, total)` before a step."""
-        ...
 
     def close(self) -> None:
         """Release what outlives a function call, such as loader processes."""
-        ...
 
 
 def serve(

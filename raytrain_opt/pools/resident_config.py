@@ -46,23 +46,18 @@ class WorkerProgram(Protocol):
     @property
     def forms_group(self) -> bool:
         """Whether workers form one process group, so that one failure restarts all."""
-        ...
 
     def import_modules(self) -> None:
         """Import what `make_trainer` needs, while no other thread imports."""
-        ...
 
     def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
         """Return a trainer of Ray Train, given the arguments that all of them have."""
-        ...
 
     def callbacks(self, config: ResidentConfig) -> list[Any]:
         """Return callbacks for Ray Train's controller."""
-        ...
 
     def make_handler(self, config: ResidentConfig, place: WorkerPlace) -> Handler:
         """Build what executes commands, inside the worker process."""
-        ...
 
 
 class SynchronousWorkers:
