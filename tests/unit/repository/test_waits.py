@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[3]
 # The driver's wait for them has a limit (`RayPool`), and ends them with all that they started.
 OTHER_PROCESSES = (
     "async_training/actors.py",
-    "async_training/ray_backend.py",
     "async_training/worker.py",
     "async_training/worker_loop.py",
     "cluster/fork_server.py",
