@@ -31,7 +31,9 @@ def command(
     parser.add_argument(
         "--merge", type=Path, nargs="+", default=[], help="more such files, read only"
     )
-    parser.add_argument("--quick", action="store_true", help="a smaller run")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="a smaller run")
+    size.add_argument("--full", action="store_true", help="the default")
     return parser
 
 

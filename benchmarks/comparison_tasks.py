@@ -29,6 +29,8 @@ Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
     "auto": ({}, 0.1),
     "SGD": ({"name": "SGD", "args": {"momentum": 0.9, "weight_decay": 5e-4}}, 0.1),
+    "Adam": ({"name": "Adam"}, 0.001),
+    "Adagrad": ({"name": "Adagrad"}, 0.01),
     "AdamW": ({"name": "AdamW", "args": {"weight_decay": 0.01}}, 0.001),
     "LARS": ({"name": "LARS", "args": {"momentum": 0.9, "weight_decay": 5e-4}}, 1.0),
     "Muon": ({"name": "Muon"}, 0.1),

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.comparison_tasks import Task
 
@@ -63,7 +63,7 @@ class Unit:
     def job(self) -> dict[str, Any]:
         """The job file's contents."""
         setting = self.setting
-        return setting.task.job(
+        job = setting.task.job(
             dict(setting.data),
             setting.epochs,
             setting.seed,
@@ -71,6 +71,13 @@ class Unit:
             self.optimizer,
             holds_out=self.holds_out,
         )
+        workers = self.options.get("workers")
+        return job if workers is None else {**job, "workers": {"count": workers}}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a line of the cache says for people."""
+        return {"task": self.setting.task.name, "seed": self.setting.seed, "name": self.name}
 
     @property
     def key(self) -> str:
@@ -110,6 +117,16 @@ def _policy_digest(policy: str) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
+class Cached(Protocol):
+    """A training whose result is kept: `key` identifies it, `about` says for people what it is."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def about(self) -> dict[str, Any]: ...
+
+
 class Cache:
     """Results by key; a new one is appended to the file `append` if there is one."""
 
@@ -127,20 +144,19 @@ class Cache:
             return  # an empty line, or half a line of a run that was killed while writing
         self._results[record["key"]] = record["result"]
 
-    def __contains__(self, unit: Unit) -> bool:
+    def __contains__(self, unit: Cached) -> bool:
         return unit.key in self._results
 
-    def __getitem__(self, unit: Unit) -> Result:
+    def __getitem__(self, unit: Cached) -> Result:
         return self._results[unit.key]
 
-    def add(self, unit: Unit, result: Result) -> None:
+    def add(self, unit: Cached, result: Result) -> None:
         self._results[unit.key] = result
         if self._append is None:
             return
-        about = {"task": unit.setting.task.name, "seed": unit.setting.seed, "name": unit.name}
         with self._append.open("a") as file:
             # The line break comes first, so half a line of a killed run does not spoil this one.
-            file.write("\n" + json.dumps({"key": unit.key, **about, "result": result}))
+            file.write("\n" + json.dumps({"key": unit.key, **unit.about, "result": result}))
 
 
 def missing(units: Sequence[Unit], cache: Cache) -> list[Unit]:
@@ -194,10 +210,6 @@ def compute(unit: Unit) -> Result:
             from benchmarks.in_process import train_in_process
 
             return train_in_process(job).to_json()
-        case "plateau":
-            from benchmarks.plateau_decay import train_with_plateau_decay
-
-            return train_with_plateau_decay(job, unit.options["patience"]).to_json()
         case "lr_find":
             from benchmarks.comparison_others import train_after_lr_find
 

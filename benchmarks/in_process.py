@@ -71,6 +71,7 @@ class Outcome:
     search_samples: int = 0
     seconds: float = 0.0
     peak_lr: float = math.nan
+    last_lr: float = math.nan
     diverged: str = ""
     curve: list[Point] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
@@ -178,6 +179,7 @@ class ObservedRun(TrainingRun):
     def finish(self) -> Outcome:
         """Return the outcome after the training."""
         peak_lr = max(self.lrs, default=math.nan)
+        self.reporter.outcome.last_lr = self.lrs[-1] if self.lrs else math.nan
         return self.reporter.finish(self.progress.samples, peak_lr, self.progress.search_samples)
 
     def state_after(self, state: StateRef, action: TryCandidates, decision: Decision) -> StateRef:
@@ -200,4 +202,6 @@ class ObservedRun(TrainingRun):
 
     def evaluate(self, state: StateRef, epoch: int) -> None:
         """Evaluate the test split for the comparison; the learner holds `state`."""
+        if epoch % self.job.evaluate.every_epochs and epoch != self.job.epochs:
+            return
         self.reporter.look(self.progress.samples, epoch)

@@ -173,6 +173,9 @@ class ImageFolderData(_LoaderSection):
     image_size: PositiveInt = Field(
         224, le=4096, description="Height and width of the images given to the model, in pixels."
     )
+    random_crop: bool = Field(
+        True, description="Train on random crops, mirrored at random; false: the center crop."
+    )
 
 
 class ShardsData(_LoaderSection):

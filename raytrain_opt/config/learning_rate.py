@@ -90,10 +90,6 @@ class StptPolicy(Section):
             ),
         )
     )
-    always_include: list[PositiveFloat] = Field(
-        default_factory=list,
-        description="Multipliers to add to every set of candidates, such as [1.0].",
-    )
     alpha: PositiveInt | Annotated[float, Field(gt=0, le=1)] = Field(
         0.08,
         description="Length of a candidate's training: steps (200) or part of an epoch (0.08).",
@@ -106,17 +102,6 @@ class StptPolicy(Section):
         ),
     )
     search_on: SearchOn = Field("slots", description=_SEARCH_ON)
-    merge: Literal["best", "average", "top_k_average"] = Field(
-        "best",
-        description=(
-            "Weights after a round. best: those of the winner; average: the mean over all "
-            "candidates that did not diverge; top_k_average: the mean over the top_k best. The "
-            "learning rate is always the winner's."
-        ),
-    )
-    top_k: Annotated[int, Field(ge=2)] = Field(
-        3, description="Number of candidates to average (top_k_average)."
-    )
     score: Literal["val_accuracy", "val_loss"] = Field(
         "val_accuracy", description="Score of a candidate, on the validation split."
     )
@@ -178,17 +163,31 @@ class SchedulePolicy(Section):
     )
     scaling: Scaling | None = Field(None, description=_SCALING)
     shape: Literal[
-        "constant", "step", "multistep", "linear", "polynomial", "cosine", "arc_cotangent"
+        "constant",
+        "step",
+        "multistep",
+        "plateau",
+        "linear",
+        "polynomial",
+        "cosine",
+        "arc_cotangent",
     ] = Field("cosine", description="How the rate falls after the warm-up.")
     final: NonNegativeFloat = Field(
         0.0, description="Rate at the end (linear, polynomial, cosine)."
     )
     gamma: PositiveFloat = Field(
-        0.1, description="Factor of the rate at each step (step, multistep)."
+        0.1, description="Factor of the rate at each step (step, multistep, plateau)."
     )
     every_epochs: PositiveInt = Field(30, description="Epochs between steps (step).")
     milestones: list[PositiveInt] = Field(
         default_factory=list, description="Epochs after which the rate is multiplied (multistep)."
+    )
+    patience: PositiveInt = Field(
+        4,
+        description=(
+            "The rate drops after more epochs in a row than this without a new lowest mean "
+            "training loss (plateau)."
+        ),
     )
     power: PositiveFloat = Field(2.0, description="Exponent (polynomial).")
     half_epoch: PositiveFloat | None = Field(

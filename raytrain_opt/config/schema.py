@@ -55,9 +55,9 @@ class ModelSection(NamedSection):
 
     name: NameOrFunction = Field(
         description=(
-            "resnet8, cifar_resnet18, cifar_resnet50, vgg16_bn (the paper's, for small images), "
-            "small_cnn, a classification model of torchvision by its name there, or a function "
-            "of your own as package.module:function."
+            "resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for "
+            "small images), small_cnn, a classification model of torchvision by its name there, "
+            "or a function of your own as package.module:function."
         )
     )
     args: dict[str, Any] = Field(
@@ -426,6 +426,9 @@ class Job(Section):
             return
         if self.optimizer.is_schedule_free and self.average is not None:
             yield "average", f"{self.optimizer.name} averages its weights itself; remove it"
+        has_fixed_rates = policy in ("schedule", "replay") and self.parallel.mode != "async"
+        if self.optimizer.momentum_warmup is not None and not has_fixed_rates:
+            yield "optimizer.momentum_warmup", "needs policy schedule or replay, and not async"
         for optimizer in self.optimizers:
             if optimizer.is_schedule_free and not can_be_constant:
                 yield (

@@ -29,6 +29,13 @@ _USUAL_LRS = {
 _USUAL_LR = 0.1  # of SGD with momentum, and of Muon
 
 
+class MomentumWarmup(Section):
+    """A momentum that rises linearly to that of the optimizer in the first epochs."""
+
+    epochs: PositiveFloat = Field(description="Length in epochs.")
+    initial: Fraction = Field(description="Momentum of the first update.")
+
+
 class OptimizerSection(NamedSection):
     """An optimizer of torch.optim or of this package; the policy sets its learning rate."""
 
@@ -69,6 +76,14 @@ class OptimizerSection(NamedSection):
         description=(
             "Muon only: patterns of names of further parameters that follow its second rule "
             "(`args.aux`) as biases, normalization and embeddings do, such as the last layer's."
+        ),
+    )
+
+    momentum_warmup: MomentumWarmup | None = Field(
+        None,
+        description=(
+            "Let the momentum rise from a lower one, for optimizers with an argument of that "
+            "name, policies schedule and replay, and synchronous workers."
         ),
     )
 

@@ -31,7 +31,7 @@ class ImageFolderSource:
             "test": _open(section, section.test_split, "data.test_split"),
         }
         _check_classes(self._folders["train"], self._folders["test"])
-        self._size = section.image_size
+        self._size, self._random_crop = section.image_size, section.random_crop
         self.class_names = tuple(self._folders["train"].classes)
         self.num_classes = len(self.class_names)
         self.sample_shape = (3, section.image_size, section.image_size)
@@ -41,13 +41,14 @@ class ImageFolderSource:
         return len(self._folders[split])
 
     def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
-        """Return a random crop, perhaps mirrored, when `augment`; else the center crop.
+        """Return a random crop, perhaps mirrored, when `augment` and the job agree, or the center.
 
         Decoding errors pass through.
         """
         path, label = self._folders[split][index]
         content = Path(path).read_bytes()
-        return (random_crop if augment else center_crop)(content, self._size), label
+        crop = random_crop if augment and self._random_crop else center_crop
+        return crop(content, self._size), label
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the file and its class, for an error message."""

@@ -24,7 +24,7 @@ from raytrain_opt.execution.progress import (
 )
 from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools.candidate_states import average_candidates, fetch_candidate_state
+from raytrain_opt.pools.candidate_states import fetch_candidate_state
 from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
 from raytrain_opt.pools.main_training import TrainingOutcome
 from raytrain_opt.pools.protocol import Backend, Pool, fetch_initial_state
@@ -160,25 +160,20 @@ class TrainingRun:
         return results
 
     def state_after(self, state: StateRef, action: TryCandidates, decision: Decision) -> StateRef:
-        """Return the winner's state if the round keeps it, or the mean of averaged candidates.
+        """Return the winner's state if the round keeps it.
 
         Without a winner, or if the steps only served the score, return `state`.
         """
         winner = decision.winner
-        if winner is None or not action.kept_states:
+        if winner is None or not action.keeps_winner:
             self._write_round(self._round_record(action, decision, None))
             self.terminal.note(f"epoch {action.epoch}: {decision.reason}")
             return state
         with self._epoch.stopwatch.measure("take_state_s"):
-            if decision.averaged:
-                kept = average_candidates(
-                    self._candidate_pool(), self.backend.states, state, action, decision.averaged
-                )
-            else:
-                kept = fetch_candidate_state(self._candidate_pool(), state, action, winner)
+            kept = fetch_candidate_state(self._candidate_pool(), state, action, winner)
             self.backend.states.keep(kept)
         # Search cost: samples trained beyond those that remain in the weights. The winner's kept
-        # steps remain; an average counts like one candidate.
+        # steps remain.
         self.progress = self.progress.add_samples(search=-winner.samples, kept=winner.samples)
         self._epoch.lrs = list(winner.candidate.lrs(action))
         self._epoch.round_record = self._round_record(action, decision, kept.sha256)

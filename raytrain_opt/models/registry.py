@@ -10,10 +10,12 @@ from typing import Any
 # import torch.
 _BUILTIN_MODULES = {
     "cifar_resnet18": "resnet",
+    "cifar_resnet45": "resnet",
     "cifar_resnet50": "resnet",
     "resnet8": "resnet",
     "small_cnn": "small_cnn",
     "vgg16_bn": "vgg",
+    "vgg16_one_bn": "vgg",
 }
 
 # googlenet and inception_v3 return two outputs in training unless their auxiliary head is off

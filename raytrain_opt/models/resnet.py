@@ -160,3 +160,16 @@ def cifar_resnet50(*, num_classes: int, sample_shape: tuple[int, ...], width: in
     return ResNet(
         Bottleneck, (3, 4, 6, 3), width=width, in_channels=channels, num_classes=num_classes
     )
+
+
+def cifar_resnet45(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 64) -> ResNet:
+    """Build `cifar_resnet50` with 3, 4, 5 and 3 bottlenecks, whose convolutions number 45.
+
+    Serizawa and Tatebe report 45 convolutions in blocks of three, which the 16 blocks of
+    ResNet-50 do not have; which block is missing is our reading. 22,403,658 parameters.
+    """
+    channels, _, _ = image_shape(sample_shape, "cifar_resnet45")
+    width = require_positive("width", width)
+    return ResNet(
+        Bottleneck, (3, 4, 5, 3), width=width, in_channels=channels, num_classes=num_classes
+    )

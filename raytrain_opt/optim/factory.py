@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.section import is_function_name
-from raytrain_opt.config.updates import OptimizerSection
+from raytrain_opt.config.updates import MomentumWarmup, OptimizerSection
 from raytrain_opt.errors import JobError, Problem
 
 if TYPE_CHECKING:
@@ -121,6 +121,22 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"].fill_(scaled_lr(group, lr))
         else:
             group["lr"] = scaled_lr(group, lr)
+
+
+def set_momentum(optimizer: Optimizer, warmup: MomentumWarmup | None, epoch: float) -> None:
+    """Set the momentum of the next update, after `epoch` epochs, if there is a warm-up.
+
+    Raises JobError for an optimizer without an argument of that name.
+    """
+    if warmup is None:
+        return
+    final = optimizer.defaults.get("momentum")
+    if final is None:
+        rule = f"{type(optimizer).__name__} has no argument momentum; remove it"
+        raise JobError([Problem("optimizer.momentum_warmup", rule)])
+    risen = min(1.0, epoch / warmup.epochs)
+    for group in optimizer.param_groups:
+        group["momentum"] = warmup.initial + risen * (final - warmup.initial)
 
 
 def get_weight_decays(optimizer: Optimizer) -> list[float]:

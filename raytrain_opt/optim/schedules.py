@@ -210,7 +210,7 @@ def _after_warmup(
     policy: SchedulePolicy, warmup_steps: int, decay_steps: int, steps_per_epoch: int
 ) -> Schedule:
     match policy.shape:
-        case "constant":
+        case "constant" | "plateau":
             return Constant(policy.initial)
         case "step":
             return Step(policy.initial, policy.gamma, policy.every_epochs * steps_per_epoch)

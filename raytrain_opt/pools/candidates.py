@@ -22,7 +22,7 @@ from raytrain_opt.train.state import TrainingState
 
 
 class CandidateTrainer(LearnerHandler):
-    """Trains candidates from one state and keeps the best states in host memory.
+    """Trains candidates from one state and keeps the best state in host memory.
 
     `index`: number of the slot or rank of the worker. `micro_batches`: what it computes of each
     global batch. `world_size`: of the process group in which all train each candidate together;
@@ -80,12 +80,10 @@ class CandidateTrainer(LearnerHandler):
         return PretrainReply(() if self._rank else tuple(results), timings_s)
 
     def _keep_best(self, plan: TryCandidates, results: Sequence[CandidateResult]) -> None:
-        """Keep the last state if it is among the best so far, and no other than these."""
-        best = {result.candidate.index for result in plan.ranked(results)[: plan.kept_states]}
-        for index in self._kept_states.keys() - best:
-            del self._kept_states[index]
-        if self._live_candidate in best:
-            self._kept_states[self._live_candidate] = self.learner.state(copy=True)
+        """Keep the last state if it is the best so far, and no other."""
+        best = plan.ranked(results)[0].candidate.index
+        if plan.keeps_winner and best == self._live_candidate:
+            self._kept_states = {best: self.learner.state(copy=True)}
 
     def _try(
         self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]

@@ -89,9 +89,6 @@ class RoundRecord(Record):
     winner: int | None = Field(
         description="`index` of the winner; null when the decision needs another round."
     )
-    averaged: tuple[int, ...] = Field(
-        description="`index` of each candidate whose weights were averaged; empty: winner alone."
-    )
     reason: str = Field(description="Why the policy decided so.")
     next_base_lr: float = Field(description="Base learning rate after the round.")
     winner_sha256: str | None = Field(
@@ -137,7 +134,6 @@ class RoundRecord(Record):
             ),
             validation_samples=max((result.val_samples for result in results), default=0),
             winner=None if decision.winner is None else decision.winner.candidate.index,
-            averaged=tuple(result.candidate.index for result in decision.averaged),
             reason=decision.reason,
             next_base_lr=decision.next_base_lr,
             winner_sha256=winner_sha256,

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from raytrain_opt.config.learning_rate import (
     HorizonPolicy,
-    ReplayPolicy,
     SchedulePolicy,
     StptPolicy,
 )
@@ -14,7 +13,12 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.schedules import build_schedule
-from raytrain_opt.search.fixed_schedule import FixedSchedule, PlannedSchedule, RecordedSchedule
+from raytrain_opt.search.fixed_schedule import (
+    FixedSchedule,
+    PlannedSchedule,
+    PlateauSchedule,
+    RecordedSchedule,
+)
 from raytrain_opt.search.peak_search import MAX_CANDIDATES
 from raytrain_opt.search.policy import Policy
 from raytrain_opt.search.stpt import Stpt
@@ -29,22 +33,31 @@ def build_policy(job: Job, steps: EpochSteps) -> Policy:
     section = job.learning_rate
     if isinstance(section, HorizonPolicy):
         return HorizonStpt(section, job.epochs, steps, job.optimizers)
-    if job.epochs is None:
-        assert isinstance(section, SchedulePolicy)  # the schema refuses the others
-        return PlannedSchedule(section, steps)
+    if isinstance(section, SchedulePolicy):
+        schedule = _schedule(section, job.epochs, steps)
+        if section.shape == "plateau":
+            return PlateauSchedule(schedule, section.gamma, section.patience)
+        return schedule
+    assert job.epochs is not None  # the schema refuses the others
     if isinstance(section, StptPolicy):
         return Stpt(section, job.epochs, steps)
-    if isinstance(section, ReplayPolicy):
-        recorded = read_schedule(section.schedule)
-        if recorded.optimizer != job.optimizer.name:
-            rule = f"the replayed schedule belongs to {recorded.optimizer}"
-            raise JobError([Problem("optimizer", rule, str(job.optimizer.name))])
-        multipliers = job.optimizer.group_lr_multipliers
-        if recorded.lr_multipliers != multipliers:
-            rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
-            raise JobError([Problem("optimizer.lr_multipliers", rule, str(multipliers))])
-        return recorded.policy(job.epochs, steps)
-    schedule = build_schedule(section, epochs=job.epochs, steps_per_epoch=steps.first)
+    recorded = read_schedule(section.schedule)
+    if recorded.optimizer != job.optimizer.name:
+        rule = f"the replayed schedule belongs to {recorded.optimizer}"
+        raise JobError([Problem("optimizer", rule, str(job.optimizer.name))])
+    multipliers = job.optimizer.group_lr_multipliers
+    if recorded.lr_multipliers != multipliers:
+        rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
+        raise JobError([Problem("optimizer.lr_multipliers", rule, str(multipliers))])
+    return recorded.policy(job.epochs, steps)
+
+
+def _schedule(
+    section: SchedulePolicy, epochs: int | None, steps: EpochSteps
+) -> FixedSchedule | PlannedSchedule:
+    if epochs is None:
+        return PlannedSchedule(section, steps)
+    schedule = build_schedule(section, epochs=epochs, steps_per_epoch=steps.first)
     return FixedSchedule(schedule, steps)
 
 

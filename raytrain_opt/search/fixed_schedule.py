@@ -1,10 +1,11 @@
-"""Policies without candidates: a fixed schedule, and the replay of a recorded one."""
+"""Policies without candidates: fixed schedules, drops on plateaus, replay of a recorded run."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError, Problem
@@ -51,6 +52,31 @@ class PlannedSchedule(NoCandidates):
         )
         fractions = history.plans[-1].fractions(offset=0.0)
         return TrainEpoch(epoch, tuple(schedule.lr(total * f) for f in fractions), "schedule")
+
+
+@dataclass(frozen=True)
+class PlateauSchedule(NoCandidates):
+    """Multiply the rates of a schedule by `gamma` each time the training loss has stopped falling.
+
+    That is after more than `patience` epochs in a row without a new lowest mean loss, as torch's
+    ReduceLROnPlateau does with a threshold of 0.
+    """
+
+    schedule: FixedSchedule | PlannedSchedule
+    gamma: float
+    patience: int
+
+    def next(self, epoch: int, history: History) -> TrainEpoch:
+        """Return the epoch with the schedule's rates after all drops so far."""
+        drops, waited, lowest = 0, 0, math.inf
+        for loss in history.epoch_losses:
+            waited = 0 if loss < lowest else waited + 1
+            lowest = min(lowest, loss)
+            if waited > self.patience:
+                drops, waited = drops + 1, 0
+        action = self.schedule.next(epoch, history)
+        lrs = tuple(lr * self.gamma**drops for lr in action.lrs)
+        return replace(action, lrs=lrs, reason=f"schedule after {drops} plateaus")
 
 
 @dataclass(frozen=True)

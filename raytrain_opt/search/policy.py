@@ -41,10 +41,10 @@ class Candidate:
 class TryCandidates:
     """A round: pre-train each candidate from the same state, and score them.
 
-    Step i of a candidate has `lr_shape[i]` times its rate. The run may continue from the states of
-    the `kept_states` best candidates; with 0, the steps only serve the score. `stage` says which
-    question of the policy the round answers. With `fresh_statistics`, BatchNorm statistics are
-    taken anew before the score.
+    Step i of a candidate has `lr_shape[i]` times its rate. The run continues from the winner's
+    state if `keeps_winner`, else the steps only serve the score. `stage` says which question of
+    the policy the round answers. With `fresh_statistics`, BatchNorm statistics are taken anew
+    before the score.
     """
 
     epoch: int
@@ -53,7 +53,7 @@ class TryCandidates:
     candidates: tuple[Candidate, ...]
     lr_shape: tuple[float, ...]
     score: Score = "val_loss"
-    kept_states: int = 0
+    keeps_winner: bool = False
     stage: str = ""
     fresh_statistics: bool = False
 
@@ -65,7 +65,7 @@ class TryCandidates:
     @property
     def kept_steps(self) -> int:
         """Updates of the winner that the training keeps."""
-        return self.pretrain_steps if self.kept_states else 0
+        return self.pretrain_steps if self.keeps_winner else 0
 
     def score_of(self, result: CandidateResult) -> float:
         """Return the score, higher is better: the accuracy, or the negative loss."""
@@ -102,8 +102,8 @@ class CandidateResult:
     """Scores and costs of one candidate.
 
     `status`: ok, diverged, or lost (its slot died too often). `val_samples`: samples of the
-    validation split. `slot`: the one that trained it; -1 when it was lost, or all workers trained
-    it together.
+    validation split.
+    `slot`: the one that trained it; -1 when it was lost, or all workers trained it together.
     """
 
     candidate: Candidate
@@ -154,8 +154,7 @@ class Decision:
     `winner` is None when another round has to follow: every candidate diverged, or the policy
     needs more results. Where no steps are kept, it may come from an earlier round of the epoch.
     `tried`: results that later rounds of the epoch compare with. `stage` and `steps` are those
-    of the round's `TryCandidates`. `averaged`: candidates whose mean state the run continues
-    from, winner first; empty for the winner's own state.
+    of the round's `TryCandidates`.
     """
 
     epoch: int
@@ -167,7 +166,6 @@ class Decision:
     stage: str = ""
     steps: int = 0
     tried: tuple[CandidateResult, ...] = ()
-    averaged: tuple[CandidateResult, ...] = ()
     next_optimizer: int = 0
 
 

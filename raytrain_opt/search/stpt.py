@@ -66,10 +66,9 @@ class Stpt:
         return Warmup(epochs=epochs if self.section.candidates == "mix" else 0)
 
     def multipliers(self, epoch: int) -> tuple[float, ...]:
-        """Return the epoch's multipliers (from 1), `always_include` added."""
-        candidates = self.section.candidates
-        base = candidates if isinstance(candidates, list) else LR_SETS[self._set_name(epoch)]
-        return tuple(dict.fromkeys((*base, *self.section.always_include)))
+        """Return the multipliers of `epoch`, counted from 1."""
+        own = self.section.candidates
+        return tuple(own) if isinstance(own, list) else LR_SETS[self._set_name(epoch)]
 
     def _set_name(self, epoch: int) -> str:
         name = str(self.section.candidates)
@@ -107,17 +106,8 @@ class Stpt:
             candidates,
             (1.0,) * alpha,
             score=self.section.score,
-            kept_states=self._kept_states(len(candidates)),
+            keeps_winner=True,
         )
-
-    def _kept_states(self, candidates: int) -> int:
-        """Return how many of the best candidates `learning_rate.merge` needs.
-
-        Averages of models trained at different rates from one start: Wortsman et al., Model
-        soups, ICML 2022.
-        """
-        section = self.section
-        return {"best": 1, "average": candidates, "top_k_average": section.top_k}[section.merge]
 
     def _train_without_search(self, epoch: int) -> TrainEpoch:
         """Return an epoch with a single candidate (m = 1): its multiplier still accumulates."""
@@ -161,20 +151,9 @@ class Stpt:
         if not any(is_finite(score) for score in scores):
             reason = f"all {len(results)} candidates diverged: base rate halved"
             return Decision(action.epoch, action.base_lr, scores, None, action.base_lr / 2, reason)
-        ranked = action.ranked(results)
-        winner, tied = ranked[0], scores.count(max(scores))
+        winner, tied = action.ranked(results)[0], scores.count(max(scores))
         reason = f"best {self.section.score} of {len(results)}"
         if tied > 1:
             reason += f"; {tied} tied, multiplier closest to 1.0 taken"
         lr = winner.candidate.lr
-        averaged = [r for r in ranked if r.status == "ok"]
-        del averaged[action.kept_states :]
-        return Decision(
-            action.epoch,
-            action.base_lr,
-            scores,
-            winner,
-            lr,
-            reason,
-            averaged=tuple(averaged) if len(averaged) > 1 else (),
-        )
+        return Decision(action.epoch, action.base_lr, scores, winner, lr, reason)

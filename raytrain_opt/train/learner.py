@@ -36,6 +36,7 @@ from raytrain_opt.optim.factory import (
     build_optimizer,
     get_weight_decays,
     set_lr,
+    set_momentum,
     set_weight_decays,
 )
 from raytrain_opt.results import (
@@ -184,6 +185,8 @@ class Learner:
         use_training_weights(self.optimizer)
         parallel.forward.train()
         parallel.begin_phase(micro_batches, self.scaler.scale, lambda: self.data.read_ahead)
+        momentum_warmup = self.config.optimizers[optimizer].momentum_warmup
+        epoch_per_step = self._global_batch_size(epoch) / self.info.train_size
         numbers = range(len(lrs))
         batches = self.micro_batches_at(
             (first_step + update, index)
@@ -194,6 +197,8 @@ class Learner:
             if on_step(update):
                 break
             set_lr(self.optimizer, lr)
+            epochs_done = epoch - 1 + (first_step + update) * epoch_per_step
+            set_momentum(self.optimizer, momentum_warmup, epochs_done)
             self.optimizer.zero_grad(set_to_none=True)
             indices = parallel.indices(update)
             for index in indices:
@@ -423,7 +428,7 @@ def reduce_sums(values: Sequence[float], device: torch.device) -> list[float]:
 
 
 def sum_over_ranks(totals: Totals, device: torch.device) -> Totals:
-    """Return the totals of the process group; times and losses of blocks are this rank's."""
+    """Return the totals of the process group; times are this rank's."""
     counts = ("samples", "correct", "skipped", "correct_top5")
     names = [name for name in counts if hasattr(totals, name)]
     values = [totals.loss_sum, *(getattr(totals, name) for name in names)]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 _LANES = 4
 # Settings of an optimizer's groups that change during training: by the loop, by the average of
 # weights, or by schedule-free optimizers, which count there.
-_CHANGING = {"lr", "weight_decay", "averaged_updates", "highest_lr", "train_mode"} | {
+_CHANGING = {"lr", "momentum", "weight_decay", "averaged_updates", "highest_lr", "train_mode"} | {
     "k", "lr_max", "weight_sum", "scheduled_lr",
 }  # fmt: skip
 _TO_MEMORY_ORDER = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4, 1)}

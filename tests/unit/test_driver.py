@@ -96,7 +96,7 @@ class ScriptedRun:
         if decision.winner is None:
             self.moves.append(Move("no winner", action.epoch, lrs=(action.base_lr,)))
             return state
-        if not action.kept_states:
+        if not action.keeps_winner:
             self.moves.append(Move("decided", action.epoch, state, (decision.next_base_lr,)))
             return state
         lr = decision.winner.candidate.lr

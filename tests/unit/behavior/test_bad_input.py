@@ -53,11 +53,6 @@ SCHEMA = [
     ("epochs: two", "epochs", "must be an integer (given: 'two')"),
     ("epochs: 1.5", "epochs", "must be an integer (given: 1.5)"),
     ("epochs: yes", "epochs", "must be a number (given: True)"),
-    (
-        STPT + "always_include: [1.0, yes]}",
-        "learning_rate.always_include.1",
-        "must be a number (given: True)",
-    ),
     ("epochs: [1]", "epochs", "must be an integer"),
     ("model: 3", "model", "must be a section"),
     ("model: {name: 3}", "model.name", "must be text or a function (given: 3)"),
@@ -67,7 +62,7 @@ SCHEMA = [
     ("channels_last: perhaps", "channels_last", "must be true or false (given: 'perhaps')"),
     ("compile: true", "compile", "must be one of auto, off, default, max-autotune"),
     ("storage_path: 3", "storage_path", "must be text (given: 3)"),
-    (STPT + "always_include: 1.0}", "learning_rate.always_include", "must be a list (given: 1.0)"),
+    (SCHEDULE + "milestones: 1}", "learning_rate.milestones", "must be a list (given: 1)"),
     ("learning_rate: stpt", "learning_rate", "with the key policy (given: 'stpt')"),
     # ranges
     ("epochs: 0", "epochs", "must be more than 0 (given: 0)"),
@@ -77,8 +72,8 @@ SCHEMA = [
     ("loss: {label_smoothing: .nan}", "loss.label_smoothing", "(given: nan)"),
     (STPT + "initial: .inf}", "learning_rate.initial", "must be a finite number"),
     (
-        STPT + "always_include: [1, 0]}",
-        "learning_rate.always_include.1",
+        SCHEDULE + "milestones: [1, 0]}",
+        "learning_rate.milestones.1",
         "must be more than 0 (given: 0)",
     ),
     ("data: {name: arrays, train: [a, b, c], test: [a, b]}", "data.train", "at most 2 entries"),

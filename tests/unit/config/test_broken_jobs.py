@@ -106,6 +106,15 @@ def test_a_schedule_free_optimizer_averages_by_itself(policy: str) -> None:
 HORIZON = "learning_rate: {policy: stpt_horizon}"
 
 
+@pytest.mark.parametrize(
+    "lines", [[HORIZON], ["learning_rate: {policy: schedule}", "parallel: {mode: async}"]]
+)
+def test_a_momentum_warm_up_needs_rates_known_beforehand(lines: list[str]) -> None:
+    optimizer = "optimizer: {name: SGD, momentum_warmup: {epochs: 1, initial: 0.5}}"
+    [problem] = problems(optimizer, *lines)
+    assert problem.path == "optimizer.momentum_warmup"
+
+
 def test_the_optimizers_to_choose_from_are_given_or_usual_ones() -> None:
     for written, names in [
         ("auto", ["Muon", "SGD", "ScheduleFreeSGD", "AdamW"]),

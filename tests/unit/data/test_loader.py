@@ -24,7 +24,7 @@ from torchvision.datasets import ImageFolder
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
 from raytrain_opt.data import load_shared_data, open_data
 from raytrain_opt.data.base import Batch
-from raytrain_opt.data.image_folder import ImageFiles
+from raytrain_opt.data.image_folder import ImageFiles, ImageFolderSource
 from raytrain_opt.data.loader import DataLoaderData
 from raytrain_opt.errors import DataError
 
@@ -377,6 +377,16 @@ def test_info_of_an_image_folder(image_tree: Path) -> None:
     assert batch.x.shape == (4, 3, 8, 8)
     assert batch.x.is_contiguous(memory_format=torch.channels_last)
     assert batch.x.dtype == torch.float32
+
+
+def test_training_images_are_random_crops_unless_the_job_wants_the_center(
+    image_tree: Path,
+) -> None:
+    for random_crop in (True, False):
+        files = ImageFolderSource(folder_section(image_tree, random_crop=random_crop))
+        center = files.read("train", 0, augment=False)[0]
+        crops = [files.read("train", 0, augment=True)[0] for _ in range(8)]
+        assert all(torch.equal(crop, center) for crop in crops) != random_crop
 
 
 def test_files_are_those_of_torchvisions_image_folder(image_tree: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_local_candidate_trains_one_micro_batch_at_the_rate_that_belongs_to_it
 
     slot = Slot(open_learner(tmp_path), 0, states, candidate_batch)
     candidate = Candidate(0, 1.0, LR)
-    plan = TryCandidates(1, LR, "", (candidate,), (1.0,) * STEPS, kept_states=1)
+    plan = TryCandidates(1, LR, "", (candidate,), (1.0,) * STEPS, keeps_winner=True)
     command = Pretrain(start, plan, (0,))
     (result,) = slot.handle(command, lambda _done, _total: None).results
     ref = slot.handle(SendCandidateState(command, candidate, 0), lambda _done, _total: None)

@@ -101,9 +101,7 @@ def test_replay_says_what_is_wrong_with_the_file(
     ("epochs", "section", "expected"),
     [
         (40, {"policy": "stpt"}, 8),
-        (40, {"policy": "stpt", "always_include": [1.3]}, 9),
         (4, {"policy": "stpt", "candidates": [2.0, 1.0, 0.5]}, 3),
-        (4, {"policy": "stpt", "candidates": [2.0, 0.5], "always_include": [1.0, 2.0]}, 3),
         (4, {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 1.0}, 2),
         (4, {"policy": "stpt", "candidates": [1.0], "alpha": 10**6}, 0),
         (4, {"policy": "stpt", "warmup": {"epochs": 4}}, 0),

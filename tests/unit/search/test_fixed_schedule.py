@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
-from raytrain_opt.optim.schedules import Linear
-from raytrain_opt.search.fixed_schedule import FixedSchedule, PlannedSchedule, RecordedSchedule
+from raytrain_opt.optim.schedules import Constant, Linear
+from raytrain_opt.search.fixed_schedule import (
+    FixedSchedule,
+    PlannedSchedule,
+    PlateauSchedule,
+    RecordedSchedule,
+)
 from raytrain_opt.search.policy import History, TryCandidates
 from tests.support.synthetic_runs import write_schedule
 
@@ -25,6 +33,26 @@ def test_each_epoch_trains_at_its_part_of_the_schedule() -> None:
     assert first.lrs == pytest.approx((0.6, 0.5, 0.4))
     assert second.lrs == pytest.approx((0.3, 0.2, 0.1))
     assert (first.epoch, second.epoch) == (1, 2)
+
+
+def test_the_rate_drops_when_the_loss_has_not_fallen_for_longer_than_the_patience() -> None:
+    policy = PlateauSchedule(FixedSchedule(Constant(0.1), EpochSteps(2)), gamma=0.1, patience=1)
+    losses = (3.0, 2.0, 2.1, 2.0, 1.9, 1.9, 1.95, 1.8)
+    rates = [policy.next(n + 1, History(epoch_losses=losses[:n])).lrs for n in range(9)]
+    assert [lrs[0] for lrs in rates] == pytest.approx([0.1] * 4 + [0.01] * 3 + [0.001] * 2)
+    assert all(len(set(lrs)) == 1 and len(lrs) == 2 for lrs in rates)
+
+
+def test_plateaus_are_those_of_torchs_scheduler() -> None:
+    losses = tuple(np.random.default_rng(0).normal(size=60))
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=3, threshold=0.0, eps=0.0)
+    policy = PlateauSchedule(FixedSchedule(Constant(1.0), EpochSteps(1)), gamma=0.5, patience=3)
+    for epoch, loss in enumerate(losses, start=1):
+        scheduler.step(loss)
+        [lr] = policy.next(epoch + 1, History(epoch_losses=losses[:epoch])).lrs
+        assert lr == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
 def test_it_has_no_candidates_to_decide() -> None:

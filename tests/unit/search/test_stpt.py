@@ -123,16 +123,6 @@ def test_mix_has_rates_for_every_epoch_of_a_short_training(epochs: int) -> None:
         assert action.lrs if isinstance(action, TrainEpoch) else action.candidates
 
 
-def test_always_include_adds_missing_multipliers_once() -> None:
-    def multipliers(**section: Any) -> tuple[float, ...]:
-        return stpt(**section).multipliers(40)
-
-    assert multipliers(candidates=[2.0, 0.5], always_include=[1.0]) == (2.0, 0.5, 1.0)
-    assert multipliers(candidates=[2.0, 0.5], always_include=[3.0, 3.0]) == (2.0, 0.5, 3.0)
-    assert multipliers(candidates="wide", always_include=[1.0]) == WIDE
-    assert multipliers(candidates="mix", always_include=[1.3]) == (*WIDE, 1.3)
-
-
 # Alpha.
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.errors import JobError
 from raytrain_opt.train.learner import Learner, reduce_sums
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -113,6 +114,33 @@ def test_the_smaller_last_update_of_an_epoch_is_one_batch_of_its_samples(count: 
     assert_close(weights(one), weights(several))
     assert a.samples == b.samples == SIZE
     assert a.loss == pytest.approx(b.loss)
+
+
+def test_the_momentum_rises_to_that_of_the_optimizer() -> None:
+    optimizer = {"name": "SGD", "args": {"momentum": 0.9}}
+    rising = learner(
+        optimizer={**optimizer, "momentum_warmup": {"epochs": 0.5, "initial": 0.5}},
+        learning_rate={"policy": "schedule"},
+    )
+    steps, seen = rising.info.train_size // 16, []
+
+    def see(step: int) -> None:
+        seen.append(rising.optimizer.param_groups[0]["momentum"])
+
+    rising.train(1, 0, (0.1,) * steps, all_of(1), see)
+    rising.train(2, 0, (0.1,) * 2, all_of(1), see)
+    # Each value is that of the update before.
+    expected = [0.9, *(0.5 + 0.4 * min(1, 2 * step / steps) for step in range(steps)), 0.9]
+    assert seen == pytest.approx(expected)
+
+
+def test_an_optimizer_without_momentum_has_no_momentum_warm_up() -> None:
+    adam = learner(
+        optimizer={"name": "Adam", "momentum_warmup": {"epochs": 1, "initial": 0.5}},
+        learning_rate={"policy": "schedule"},
+    )
+    with pytest.raises(JobError, match="Adam has no argument momentum"):
+        adam.train(1, 0, (0.1,), all_of(1))
 
 
 def reference_sgd(count: int, lrs: Sequence[float]) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """The experiments of the STPT paper at small scale, on CPU.
 
-    python -m benchmarks.stpt_paper --data-root FOLDER [--cache FILE] [--quick]
+    python -m benchmarks.papers.stpt --data-root FOLDER (--quick | --full) [--cache FILE]
         [--tasks T ...] [--rows R ...] [--seeds 3] [--first-seed 0] [--epochs 40] [--scale 1]
 
 Yamada et al. train ResNet-50 on ImageNet for 40 epochs of 2,500 iterations. Here: ResNet-8 on
@@ -12,16 +12,18 @@ mention); a candidate trains on the full global batch. Candidates are scored on 
 of the training images; accuracies are those on the test split. A seed sets weights, order,
 augmentation and the split of the training images.
 
-Rows (stpt_paper_rows.py):
+Rows (stpt_rows.py):
 
 alpha_8 .. alpha_100    pre-training of 8, 25, 50 and 100 % of an epoch with the alpha-study set
                         (section 3.2 of the paper, 200 to 2,500 of 2,500 iterations)
 narrow, middle, wide    the sets of section 3.3, alpha 8 %
 mix                     warm-up, narrow, middle, wide: table 4, boundaries scaled to the epochs
-reference               0.1, divided by 10 when accuracy saturates, no warm-up: when accuracy on
-                        the validation split has not exceeded its highest for more than a tenth
-                        of the epochs in a row (torch's ReduceLROnPlateau; the paper gives no
-                        rule, its authors may have done it by eye)
+reference               0.1, divided by 10 on plateaus, no warm-up: the product's `shape: plateau`,
+                        when the training loss has had no new lowest value for more than a tenth
+                        of the epochs in a row (the paper: when accuracy saturates, no rule given)
+local                   Mix with `candidate_batch: local`, as the paper describes it: 8 workers,
+                        a candidate trains on the share of one of them
+adam, adagrad, lars     Mix with these optimizers, the paper's future work, from their usual rates
 
 Columns, over the seeds: `accuracy_*`, in percent, after the last epoch on the complete test split.
 `highest_*`: the highest of the training, which the paper shows for the alphas: of the final one
@@ -30,7 +32,7 @@ little, in all rows alike. `paper`: its figure. `trainings`: samples trained, wi
 every candidate's, divided by those of one training. `search_fraction`: samples of the candidates
 that lost, divided by those that the weights went through. `iterations`: of the global batch, all
 candidates one after another, and `iterations_side_by_side`, a round counted as one of its
-candidates. `reach_*`: until it is as good as the reference at its end, as in time_to_accuracy.py.
+candidates. `reach_*`: until it is as good as the reference at its end, as in time_to_accuracy.
 `last_lrs`: the rates after the last round. `wall_seconds`: as there.
 
 `claims` compares each of the paper's claims about two rows: the difference in its figures, and
@@ -48,7 +50,7 @@ samples or in worker time: 1 - (1 + 7 alpha) / 8, 80.5 % for 8 % (`in_turn`). Bo
 nothing (`side_by_side`), since an epoch with a search then has as many iterations as one without;
 but those of its round take longer wherever a candidate computes the global batch alone.
 
-`--cache FILE`, `--merge FILE ...` and processes: as in time_to_accuracy.py. On 2 cores everything
+`--cache FILE`, `--merge FILE ...` and processes: as in time_to_accuracy. On 2 cores everything
 takes about 25 minutes, `--quick` (1 seed, fewer and shorter epochs: nothing can be decided) less
 than 3. The last line is one JSON object.
 """
@@ -74,7 +76,7 @@ from benchmarks.comparison_command import (
 )
 from benchmarks.comparison_tasks import TASKS
 from benchmarks.comparison_units import Cache, Setting
-from benchmarks.stpt_paper_rows import (
+from benchmarks.papers.stpt_rows import (
     ALL_RATES,
     ALPHAS,
     PAPER,

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import comparison_command
-from benchmarks import stpt_paper as benchmark
-from benchmarks import stpt_paper_rows as rows_of
+from benchmarks.comparison_rows import STPT_ALPHA, published_stpt
 from benchmarks.comparison_tasks import SYNTHETIC
 from benchmarks.comparison_units import Result, Setting, Unit, compute
+from benchmarks.papers import stpt as benchmark
+from benchmarks.papers import stpt_rows as rows_of
 from raytrain_opt.config.learning_rate import LR_SETS
-from raytrain_opt.results import EvalTotals
-from raytrain_opt.train.learner import Learner
+from raytrain_opt.config.load import load_job
+from raytrain_opt.config.schema import Job
 
 EPOCHS = 10
 STEPS = SYNTHETIC.train // SYNTHETIC.batch
@@ -67,28 +67,28 @@ def test_mix_goes_through_the_papers_sets(setting: Setting) -> None:
         assert note["lrs"] == pytest.approx([base * m for m in LR_SETS[name]])
 
 
-def test_the_reference_divides_by_ten_when_accuracy_saturates(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hits = iter([10, 20, 20, 19, 30, 25, 25, 31, 31, 31, 40])
-    original = Learner.evaluate
-
-    def scripted(self: Learner, split: Any, *args: Any, **kwargs: Any) -> EvalTotals:
-        totals = original(self, split, *args, **kwargs)
-        return replace(totals, correct=next(hits)) if split == "validation" else totals
-
-    monkeypatch.setattr(Learner, "evaluate", scripted)
-    notes = trained("reference", setting)["notes"]
-    # One epoch of patience: divided at the second in a row without a new highest.
-    lrs = [0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.001, 0.001, 0.001, 0.0001]
-    assert [note["next_base_lr"] for note in notes] == pytest.approx(lrs)
-
-
 def test_the_reference_searches_nothing_and_learns(setting: Setting) -> None:
     result = trained("reference", setting)
     assert result["samples"] == EPOCHS * SYNTHETIC.train
     assert result["search_samples"] == 0
     assert result["accuracy"] > 0.5
+
+
+def test_local_candidates_train_on_the_share_of_one_of_eight_workers(setting: Setting) -> None:
+    [unit] = rows_of.paper_rows()["local"].units(setting)
+    job = Job.model_validate(unit.job)
+    assert (job.learning_rate.candidate_batch, job.workers.count) == ("local", 8)
+    result = compute(unit)
+    # Seven of eight candidates lose, each after one step on a share of 4 of 32 samples.
+    assert result["search_samples"] == SEARCHES * 7 * 4
+
+
+def test_the_setting_is_that_of_the_job() -> None:
+    section = load_job("jobs/imagenet_resnet50_stpt_mix.yaml").learning_rate.model_dump()
+    full_size = Setting(SYNTHETIC, 0, 40, {})
+    published = published_stpt(full_size, "mix", section["alpha"])
+    assert published.items() <= section.items()
+    assert section["alpha"] / 2500 == STPT_ALPHA
 
 
 # Claims.
@@ -135,7 +135,8 @@ def test_alpha_matters_little_within_the_papers_range_or_the_seeds(
 
 
 def test_the_papers_own_figures_agree_with_it() -> None:
-    rows = {name: row(figure, figure) for name, figure in rows_of.PAPER.items()}
+    paper = {name: figure for name, figure in rows_of.PAPER.items() if figure == figure}
+    rows = {name: row(figure, figure) for name, figure in paper.items()}
     claims = [*rows_of.order_claims(rows).values(), rows_of.alpha_claim(rows)]
     assert {claim["agrees"] for claim in claims} == {"yes"}
     assert all(claim["points"] == pytest.approx(claim["paper_points"]) for claim in claims)
@@ -170,7 +171,7 @@ def test_the_command_on_synthetic_data(
 ) -> None:
     monkeypatch.setattr(comparison_command, "compute_all", computed_here)
     arguments = ["--tasks", "synthetic", "--epochs", "1", "--seeds", "2"]
-    monkeypatch.setattr(sys, "argv", ["stpt_paper.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["stpt.py", *arguments])
     benchmark.main()
     output = capsys.readouterr().out
     result = json.loads(output.splitlines()[-1])["tasks"]["synthetic"]

@@ -1,0 +1,145 @@
+"""Honda et al. (Fujitsu): ResNet-50 with a batch of 81,920, at the size of CIFAR, on CPU.
+
+    python -m benchmarks.papers.large_batch --data-root FOLDER (--quick | --full) [--cache FILE]
+
+jobs/imagenet_resnet50_81920.yaml with ResNet-8 (width 8) on 8,192 images of the 20 coarse labels
+of CIFAR-100 at 16x16 (comparison_tasks.py describes FOLDER), 12 epochs. Warm-up, decay and the
+middle of the arc-cotangent are the paper's fractions of 90 epochs; rates follow the job's rules,
+were not tuned here. A worker has at most 128 images, which is what BatchNorm sees (the paper: 40).
+
+Rows, each the one above and one ingredient more until `arc_cotangent`:
+
+sgd               momentum SGD, steps at 1/3, 2/3 and 8/9 of the epochs, rate 0.1 for a batch of 64
+                  scaled linearly; `unscaled`: 0.1 for all batches
+warmup            and a warm-up of 2 epochs
+lars              LARS at the job's rate, 29 for 32,768 images scaled by the square root, instead
+smoothing         and label smoothing 0.1
+arc_cotangent     and the paper's decay instead of steps: the job as it is
+batch_norm        and a momentum of BatchNorm's averages of 0.02 instead of 0.1
+recalibrated      or BatchNorm's statistics from 64 batches before the evaluation
+linear            or a linear decay instead
+growing           the job with a batch that doubles after 1/3 and 2/3 of the epochs, up to 1,024
+muon              Muon at 0.1 for any batch, linear decay, warm-up; with and without smoothing
+rmsprop, rising   see survey.py
+
+Accuracies in percent on the 10,000 test images after the last epoch, mean, lowest and highest over
+the seeds. The paper reports one training of each batch, above 74.9 % up to 81,920, and no row
+without an ingredient. `--quick`: seed 0 at batch 1,024; `--full`: three seeds, batches of 32 to
+4,096. `--cache FILE` keeps every training; `--cached` trains nothing and shows what FILE has. The
+last line is one JSON object; `--plot FILE` writes a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+from benchmarks.comparison_tasks import Task
+from benchmarks.comparison_units import Cache
+from benchmarks.papers.trainings import Training, accuracies, paint_lines, run_paper
+
+FILE = "imagenet_resnet50_81920.yaml"
+TASK = Task("cifar100_coarse_16", "cifar100_coarse", 16, 8192, 0, crop=2)
+EPOCHS, PAPER_EPOCHS, PAPER_WARMUP, PAPER_HALF = 12, 90, 15, 70
+BATCHES, LADDER_BATCH = (32, 128, 512, 1024, 4096), 1024
+
+_WARMUP = round(PAPER_WARMUP / PAPER_EPOCHS * EPOCHS)
+_STEPS = [round(part * EPOCHS) for part in (1 / 3, 2 / 3, 8 / 9)]
+_UNSMOOTHED = ("loss.label_smoothing=0",)
+_SGD = (
+    "optimizer={name: SGD, args: {momentum: 0.9, weight_decay: 5.0e-4}}",
+    "learning_rate={policy: schedule, shape: multistep, initial: 0.1, "
+    f"scaling: {{reference_batch_size: 64}}, milestones: {_STEPS}}}",
+    *_UNSMOOTHED,
+)
+_WARM = (f"learning_rate.warmup={{epochs: {_WARMUP}}}",)
+_LARS_STEPS = (
+    "learning_rate={policy: schedule, shape: multistep, initial: 29.0, "
+    "scaling: {reference_batch_size: 32768, rule: sqrt}, "
+    f"milestones: {_STEPS}, warmup: {{epochs: {_WARMUP}}}}}",
+)
+# The job's own decay, with the paper's epochs scaled to this length.
+_DECAY = (
+    f"learning_rate.warmup.epochs={_WARMUP}",
+    f"learning_rate.half_epoch={PAPER_HALF / PAPER_EPOCHS * EPOCHS:.4g}",
+    f"learning_rate.steepness={0.5 * PAPER_EPOCHS / EPOCHS:.4g}",
+)
+_LINEAR = (
+    "learning_rate.shape=linear",
+    f"learning_rate.warmup.epochs={_WARMUP}",
+    "learning_rate.half_epoch=null",
+    "learning_rate.steepness=0.2",
+)
+_MUON = (
+    "optimizer={name: Muon}",
+    "learning_rate={policy: schedule, shape: linear, initial: 0.1, "
+    f"warmup: {{epochs: {_WARMUP}}}}}",
+)
+_RMSPROP = (
+    "optimizer={name: RMSpropWarmup, args: {momentum: 0.9, weight_decay: 5.0e-4, "
+    # Akiba et al.: center after 10 of 90 epochs, period 5; 3e-4 / the usual rate of 256 images.
+    f"center_epochs: {10 / 90 * EPOCHS:.4g}, period_epochs: {5 / 90 * EPOCHS:.4g}, "
+    "rmsprop_scale: 0.0012}}"
+)
+_GROWTH = (
+    f"batch_ramp.steps=[{{epoch: {EPOCHS // 3 + 1}, factor: 2}}, "
+    f"{{epoch: {2 * EPOCHS // 3 + 1}, factor: 4}}]"
+)
+
+ROWS: dict[str, tuple[str, ...]] = {
+    "unscaled": (*_SGD, "learning_rate.scaling=null"),
+    "sgd": _SGD,
+    "warmup": (*_SGD, *_WARM),
+    "lars": (*_LARS_STEPS, *_UNSMOOTHED),
+    "smoothing": _LARS_STEPS,
+    "arc_cotangent": _DECAY,
+    "batch_norm": (*_DECAY, "batch_norm.momentum=0.02"),
+    "recalibrated": (*_DECAY, "batch_norm.recalibrate_batches=64"),
+    "linear": _LINEAR,
+    "growing": (*_DECAY, _GROWTH),
+    "muon": (*_MUON, *_UNSMOOTHED),
+    "muon_smoothing": _MUON,
+    "rmsprop": (*_SGD, _RMSPROP),
+    "rising": (
+        *_SGD,
+        *_WARM,
+        f"optimizer.momentum_warmup={{epochs: {_WARMUP}, initial: 0.5}}",
+    ),
+}
+LADDER = tuple(name for name in ROWS if name not in ("rmsprop", "rising"))
+BY_BATCH = ("unscaled", "sgd", "warmup", "smoothing", "arc_cotangent", "linear", "muon")
+
+
+def training(row: str, batch: int, seed: int) -> Training:
+    """Return a training of the row; `growing` ends at `batch`."""
+    first = batch // 4 if row == "growing" else batch
+    return Training(row, FILE, TASK, first, EPOCHS, seed, ROWS[row])
+
+
+def trainings(rows: Iterable[str], batches: Sequence[int], seeds: int) -> list[Training]:
+    """Return the trainings of all rows, batches and seeds; seed 0 first."""
+    return [training(r, b, s) for s in range(seeds) for b in batches for r in rows]
+
+
+def main() -> None:
+    run_paper(__doc__ or "", _plan, _paint)
+
+
+def _plan(args: argparse.Namespace) -> list[Training]:
+    planned = trainings(LADDER, (LADDER_BATCH,), args.seeds)
+    return planned if args.quick else planned + trainings(BY_BATCH, BATCHES, args.seeds)
+
+
+def _paint(axes: object, cache: Cache) -> None:
+    curves = {
+        row: {
+            batch: accuracies([training(row, batch, seed) for seed in range(3)], cache)
+            for batch in BATCHES
+        }
+        for row in BY_BATCH
+    }
+    paint_lines(axes, curves, "samples per update", "test accuracy, %")
+
+
+if __name__ == "__main__":
+    main()
