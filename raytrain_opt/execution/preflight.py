@@ -18,7 +18,6 @@ from raytrain_opt.config.data import (
     ArraysData,
     ArraySetData,
     DataSection,
-    DatasetData,
     ImageFolderData,
     ShardsData,
 )
@@ -131,7 +130,7 @@ def check_data(data: DataSection) -> list[Problem]:
         return [*check_uri(data.train, "data.train"), *check_uri(data.test, "data.test")]
     if isinstance(data, ArraySetData):
         return _check_array_set(data)
-    return _check_function(data)
+    return _problems_of(lambda: resolve_function(data.name, "data.name"))
 
 
 def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Preflight:
@@ -142,6 +141,8 @@ def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Pr
     Raises DataError when the data cannot be used, JobError with all fields that do not match the
     data.
     """
+    from raytrain_opt.train.loss import check_loss_value
+
     shared, info = _read_data(job)
     problems = _check_worker_count(job, info)
     resolved = None
@@ -150,7 +151,10 @@ def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Pr
             resolved = resolve(job, info)
         except JobError as error:
             problems += error.problems
-    problems += [*_check_model(job, info, resumed=resumed), *_check_loss(job, info)]
+    problems += [
+        *_check_model(job, info, resumed=resumed),
+        *check_loss_value(job.loss, info.num_classes),
+    ]
     if problems:
         raise JobError(problems, source)
     return Preflight([shared], info, resolved)
@@ -269,12 +273,6 @@ def _check_model(job: Job, info: DataInfo, *, resumed: bool) -> list[Problem]:
     return []
 
 
-def _check_loss(job: Job, info: DataInfo) -> list[Problem]:
-    from raytrain_opt.train.loss import check_loss_value
-
-    return check_loss_value(job.loss, info.num_classes)
-
-
 def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
     from raytrain_opt.optim.factory import check_optimizer
 
@@ -288,15 +286,10 @@ def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
 
 
 def _check_schedule(section: Any) -> list[Problem]:
-    if not isinstance(section, ReplayPolicy):
-        return []
     from raytrain_opt.search.factory import read_schedule
 
-    try:
-        read_schedule(section.schedule)
-    except JobError as error:
-        return error.problems
-    return []
+    replays = isinstance(section, ReplayPolicy)
+    return _problems_of(lambda: read_schedule(section.schedule)) if replays else []
 
 
 def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
@@ -306,8 +299,12 @@ def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
         return []
     from raytrain_opt.search.batch_size.factory import check_sampler
 
+    return _problems_of(lambda: check_sampler(search, use_gpu=False))
+
+
+def _problems_of(check: Callable[[], object]) -> list[Problem]:
     try:
-        check_sampler(search, use_gpu=False)
+        check()
     except JobError as error:
         return error.problems
     return []
@@ -328,14 +325,6 @@ def _check_image_folder(data: ImageFolderData) -> list[Problem]:
         for field, split in splits.items()
         for problem in _check_path(field, f"{data.root}/{split}", folder=True)
     ]
-
-
-def _check_function(data: DatasetData) -> list[Problem]:
-    try:
-        resolve_function(data.name, "data.name")
-    except JobError as error:
-        return error.problems
-    return []
 
 
 def _check_path(field: str, path: str, *, folder: bool, hint: str | None = None) -> list[Problem]:
