@@ -15,6 +15,7 @@ from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, no_op
+from raytrain_opt.data.copy_stream import CopyStream
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.sampling import Indices, Purpose
 from raytrain_opt.errors import DataError
@@ -126,17 +127,16 @@ class CpuSampleStore:
     """Samples in CPU memory, which other processes on the node may share."""
 
     def __init__(self, x: Array, y: Array, device: torch.device) -> None:
-        self._x, self._y, self._device = x, y, device
+        self._x, self._y, self._copies = x, y, CopyStream(device)
 
     def take(
         self, indices: Indices, on_copy: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x and y of the samples, gathered in CPU memory and then copied to the device."""
         x, y = torch.from_numpy(self._x[indices]), torch.from_numpy(self._y[indices])
-        if self._device.type == "cuda":
-            x, y = x.pin_memory(), y.pin_memory()
         on_copy()
-        return x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+        x, y = self._copies.copy(x, y)
+        return x, y
 
 
 class DeviceSampleStore:

@@ -25,6 +25,7 @@ from raytrain_opt.data.batch_reader import (
     SourceSplit,
     keep_batch,
 )
+from raytrain_opt.data.copy_stream import CopyStream
 from raytrain_opt.data.image_folder import ImageFolderSource
 from raytrain_opt.data.sampling import Indices, Purpose
 from raytrain_opt.data.shards import ShardSource
@@ -90,7 +91,7 @@ class DataLoaderData(TrainingData):
             preprocessing=preprocessing,
         )
         self.on_copy: Callable[[], None] = no_op
-        self._device, self._section = device, section
+        self._copies, self._section = CopyStream(device), section
         skip, policy = section.on_unreadable == "skip", make_policy(section.augment)
         self._reader = BatchReader(source, seed, skip, policy)
         self._loader = _ReusedLoader(section, self._reader, device)
@@ -185,8 +186,7 @@ class DataLoaderData(TrainingData):
             if loaded.error is not None:
                 raise loaded.error
             self.on_copy()
-            x = loaded.x.to(self._device, non_blocking=True)
-            y = loaded.y.to(self._device, non_blocking=True)
+            x, y = self._copies.copy(loaded.x, loaded.y)
             yield Batch(self._transform(x), y, loaded.skipped)
 
 

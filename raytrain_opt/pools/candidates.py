@@ -16,8 +16,9 @@ from raytrain_opt.pools.handler import LearnerHandler, OnStep
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
-from raytrain_opt.train.learner import Learner, sum_over_ranks
+from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.reductions import sum_over_ranks
 from raytrain_opt.train.state import TrainingState
 
 

@@ -99,12 +99,12 @@ class SynchronousWorkers:
         connection = begin_communicator_warmup(config.learner.parallel, device)
 
         def join(model: nn.Module, section: ParallelSection) -> Parallel:
-            connection.wait()
+            connection.result()
             return distribute(model, section)
 
         use_threads(compute_threads(config.threads, place.local_world_size))
         learner = Learner(config.learner, config.fetch_shared_data(), device, join)
-        return Worker(learner, place.rank, place.world_size, connection.wait(), ObjectStore())
+        return Worker(learner, place.rank, place.world_size, connection.result(), ObjectStore())
 
 
 def make_training_slot(config: ResidentConfig, index: int) -> Handler:

@@ -20,8 +20,9 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.pools.handler import OnStep
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.train.learner import Learner, sum_over_ranks
+from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.reductions import sum_over_ranks
 
 
 class Worker(CandidateTrainer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from threading import Thread
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,51 +15,26 @@ from raytrain_opt.config.updates import ParallelSection
 _FIRST_MESSAGES = {"cpu": (1,), "cuda": (1, 25 * 2**18)}
 
 
-class Connection(Protocol):
-    """The connections between the workers, which may not be established yet."""
+def begin_communicator_warmup(section: ParallelSection, device: torch.device) -> Future[float]:
+    """Connect the workers in a background thread, if the job says so; return the seconds it takes.
 
-    def wait(self) -> float:
-        """Wait until the workers are connected; return the seconds that connecting took.
-
-        Raises the error with which connecting failed.
-        """
-        ...
-
-
-class WarmedUpCommunicator:
-    """Connects the workers in a background thread.
-
-    Until `wait` returns, this process must not communicate, or the ranks would mix up their
-    messages. In particular, call `distribute` only afterwards.
+    The process group must be initialized. Until the result is there, this process must not
+    communicate, or the ranks would mix up their messages: call `distribute` only afterwards.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._seconds: Future[float] = Future()
+    seconds: Future[float] = Future()
+    if section.warm_up_communicators:
         # A daemon thread: a missing peer must not keep this process alive.
-        Thread(target=self._connect, args=(device,), name="connect", daemon=True).start()
-
-    def wait(self) -> float:
-        """Wait for the thread; see `Connection`."""
-        return self._seconds.result()
-
-    def _connect(self, device: torch.device) -> None:
-        try:
-            self._seconds.set_result(connect(device))
-        except BaseException as error:  # noqa: BLE001 - raised by `wait`
-            self._seconds.set_exception(error)
+        Thread(target=_connect, args=(device, seconds), name="connect", daemon=True).start()
+    else:
+        seconds.set_result(0.0)
+    return seconds
 
 
-class LazyCommunicator:
-    """Leaves connecting to the first messages of the training."""
-
-    def wait(self) -> float:
-        """Return 0: there is nothing to wait for."""
-        return 0.0
-
-
-def begin_communicator_warmup(section: ParallelSection, device: torch.device) -> Connection:
-    """Begin to connect, if the job says so; the process group must be initialized."""
-    return WarmedUpCommunicator(device) if section.warm_up_communicators else LazyCommunicator()
+def _connect(device: torch.device, seconds: Future[float]) -> None:
+    try:
+        seconds.set_result(connect(device))
+    except BaseException as error:  # noqa: BLE001 - raised by `Future.result`
+        seconds.set_exception(error)
 
 
 def connect(device: torch.device) -> float:

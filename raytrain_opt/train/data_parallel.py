@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,8 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.train.gradient_buckets import BackwardOrder, BucketPlan, fastest, plan_buckets
-from raytrain_opt.train.gradient_noise import (
-    GroupNoiseTracker,
-    NoiseTracker,
-    NullNoiseTracker,
-    Pair,
-    Scale,
-)
-from raytrain_opt.train.load_balance import (
-    FixedShares,
-    LoadBalance,
-    MeasuredShares,
-    is_unequal,
-)
+from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
+from raytrain_opt.train.load_balance import LoadBalance, MeasuredShares, is_unequal
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.step_timer import StepTimer, step_timer_for
 
@@ -53,23 +42,24 @@ WARMUP_STEPS = 2
 TIMED_STEPS = 5
 
 
-class Parallel(Protocol):
-    """What the training loop needs from its process group.
+class Parallel:
+    """What the training loop needs from its process group; this class is a single process.
 
+    `forward` is the model for forward passes in training, which `after_step` may replace.
     `distributed`: whether all ranks of a group take each step together.
     """
 
-    distributed: bool
+    distributed = False
+    forward: nn.Module
+
+    def __init__(self, model: nn.Module) -> None:
+        self.forward = model
+        self._indices = range(0)
 
     @property
     def unequal(self) -> bool:
         """Whether `parallel.mode: auto` found workers of different speeds."""
-        ...
-
-    @property
-    def forward(self) -> nn.Module:
-        """The model for forward passes in training; `after_step` may replace it."""
-        ...
+        return False
 
     def begin_phase(
         self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
@@ -79,65 +69,29 @@ class Parallel(Protocol):
         Losses are multiplied by `scale`. Loader processes request up to `read_ahead`
         micro-batches early.
         """
-        ...
-
-    def indices(self, update: int) -> range:
-        """Return which micro-batches this process computes in an update of the phase, from 0."""
-        ...
-
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
-        ...
-
-    def after_step(self) -> None:
-        """Call this after each update."""
-        ...
-
-    def end_phase(self) -> tuple[Pair, ...]:
-        """End the phase; return squared gradient norms of some updates (`gradient_noise`)."""
-        ...
-
-    def report(self) -> dict[str, object]:
-        """Return what was chosen and measured, for the records."""
-        ...
-
-
-class SingleProcess:
-    """One process without communication."""
-
-    distributed = unequal = False
-
-    def __init__(self, model: nn.Module) -> None:
-        self.forward = model
-        self._indices = range(0)
-
-    def begin_phase(
-        self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
-    ) -> None:
-        """Begin a phase; see `Parallel`."""
         self._indices = micro_batches.indices
 
     def indices(self, update: int) -> range:
-        """Return the same micro-batches for each update."""
+        """Return which micro-batches this process computes in an update of the phase, from 0."""
         return self._indices
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """Return an empty context."""
+        """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
         return nullcontext()
 
     def after_step(self) -> None:
-        """Do nothing."""
+        """Call this after each update."""
 
     def end_phase(self) -> tuple[Pair, ...]:
-        """Return no pairs: with one process there is nothing to compare."""
+        """End the phase; return squared gradient norms of some updates (`gradient_noise`)."""
         return ()
 
     def report(self) -> dict[str, object]:
-        """Return nothing."""
+        """Return what was chosen and measured, for the records."""
         return {}
 
 
-class DataParallel:
+class DataParallel(Parallel):
     """DDP with gradient buckets that can be planned, or chosen by timing, during training.
 
     A plan needs the order of the backward pass, so the first step uses torch's default
@@ -148,6 +102,7 @@ class DataParallel:
     """
 
     distributed = True
+    forward: DistributedDataParallel
 
     def __init__(self, model: nn.Module, section: ParallelSection) -> None:
         self._model, self._section = model, section
@@ -158,9 +113,7 @@ class DataParallel:
         self._timings: list[dict[str, object]] = []
         self._wrap_s: list[float] = []
         self._balance = _load_balance(section, self._device)
-        self._noise: NoiseTracker = (
-            GroupNoiseTracker(model) if section.noise_scale else NullNoiseTracker()
-        )
+        self._noise = NoiseTracker(model, enabled=section.noise_scale)
         self.forward = self._wrap({}, init_sync=True)
         self._bucket_choice = self._choose_buckets()
         next(self._bucket_choice, None)
@@ -173,7 +126,7 @@ class DataParallel:
     def begin_phase(
         self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
     ) -> None:
-        """Begin a phase; see `Parallel`."""
+        """See `Parallel.begin_phase`."""
         self._balance.begin_phase(micro_batches.count, read_ahead)
         self._noise.begin_phase(micro_batches.divisor, scale)
 
@@ -298,9 +251,9 @@ class DataParallel:
         return note_and_exchange
 
 
-def single_process(model: nn.Module, section: ParallelSection) -> SingleProcess:
+def single_process(model: nn.Module, section: ParallelSection) -> Parallel:
     """Train without communication; the `distribute` argument of `Learner` for one process."""
-    return SingleProcess(model)
+    return Parallel(model)
 
 
 def distribute(model: nn.Module, section: ParallelSection) -> DataParallel:
@@ -334,7 +287,7 @@ class _NullTimer:
 def _load_balance(section: ParallelSection, device: torch.device) -> LoadBalance:
     world_size = dist.get_world_size()
     if section.mode == "sync" or section.speeds is not None:
-        return FixedShares(section.speeds or [1.0] * world_size)
+        return LoadBalance(section.speeds or [1.0] * world_size)
     return MeasuredShares(world_size, device)
 
 

@@ -7,8 +7,7 @@ gradient or waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -63,50 +62,23 @@ class GradientNormMeter:
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
 
-class NoiseTracker(Protocol):
-    """Measures some of the updates of a training phase."""
-
-    def begin_phase(self, per_worker: float, scale: Scale) -> None:
-        """Begin a phase; see `GradientNormMeter.finish` for the arguments."""
-        ...
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
-        ...
-
-    def end_phase(self) -> tuple[Pair, ...]:
-        """End the phase; return one pair per measured update, averaged over all workers."""
-        ...
-
-
-class NullNoiseTracker:
-    """Measures nothing."""
-
-    def begin_phase(self, per_worker: float, scale: Scale) -> None:
-        """Do nothing."""
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Return an empty context."""
-        return nullcontext()
-
-    def end_phase(self) -> tuple[Pair, ...]:
-        """Return no pairs."""
-        return ()
-
-
-class GroupNoiseTracker:
-    """Measures every `MEASURE_EVERY`-th update that has at least two micro-batches.
+class NoiseTracker:
+    """If enabled, measures every `MEASURE_EVERY`-th update that has at least two micro-batches.
 
     All ranks must make the same calls. Pairs stay on the device until the phase ends; then one
     all-reduce averages them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._world_size = model, dist.get_world_size()
+    def __init__(self, model: nn.Module, *, enabled: bool) -> None:
+        self._model, self._enabled = model, enabled
+        self._world_size = dist.get_world_size()
         self.begin_phase(0, lambda loss: loss)
 
     def begin_phase(self, per_worker: float, scale: Scale) -> None:
-        """Begin a phase; drop the measurements of an earlier phase that was interrupted."""
+        """Begin a phase; drop the measurements of an earlier phase that was interrupted.
+
+        The arguments are those of `GradientNormMeter.finish`.
+        """
         self._per_worker, self._scale = per_worker, scale
         self._meter = GradientNormMeter(self._model)
         self._updates = 0
@@ -114,8 +86,9 @@ class GroupNoiseTracker:
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Wrap forward and backward of one micro-batch; see `NoiseTracker`."""
-        due = self._per_worker * self._world_size > 1 and self._updates % MEASURE_EVERY == 0
+        """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
+        several = self._per_worker * self._world_size > 1
+        due = self._enabled and several and self._updates % MEASURE_EVERY == 0
         with self._meter.micro_batch() if due else nullcontext():
             yield
         if last:
@@ -124,7 +97,7 @@ class GroupNoiseTracker:
                 self._pairs.append(self._meter.finish(self._per_worker, self._scale))
 
     def end_phase(self) -> tuple[Pair, ...]:
-        """End the phase; the mean gradient is the same on all workers."""
+        """End the phase; return one pair per measured update, averaged over all workers."""
         if not self._pairs:
             return ()
         pairs = torch.stack(self._pairs)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice, product
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,12 +24,7 @@ from raytrain_opt.data import TrainingData, open_data
 from raytrain_opt.data.base import Batch, DataInfo, Split
 from raytrain_opt.data.factory import SharedData
 from raytrain_opt.models import build_model, check_output
-from raytrain_opt.optim.averaging import (
-    attach_ema,
-    averages_weights,
-    use_averaged_weights,
-    use_training_weights,
-)
+from raytrain_opt.optim import averaging
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.optim.factory import (
     build_optimizer,
@@ -45,15 +39,7 @@ from raytrain_opt.results import (
     GradientNorms,
     TrainTotals,
 )
-from raytrain_opt.train.batch_norm import (
-    collect_buffers,
-    count_tracked_batches,
-    count_values_per_channel,
-    freeze_statistics,
-    pool_statistics,
-    prepare_batch_norm,
-    recalibrate,
-)
+from raytrain_opt.train import batch_norm
 from raytrain_opt.train.data_parallel import Parallel, single_process
 from raytrain_opt.train.gradient_noise import MEASURE_EVERY
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -65,8 +51,6 @@ from raytrain_opt.train.state import TrainingState, capture, restore
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
 _STATISTICS_BATCHES = 10
-
-Totals = TypeVar("Totals", bound=TrainTotals | EvalTotals)
 
 # Called before each step with the number of completed steps; a true result ends the phase there.
 OnStep = Callable[[int], object]
@@ -119,11 +103,6 @@ class Learner:
         """Sizes of the data set."""
         return self.data.info
 
-    @property
-    def averages_weights(self) -> bool:
-        """Whether the model has averaged weights, outside of `train`."""
-        return averages_weights(self.optimizer)
-
     def state(self, *, copy: bool) -> TrainingState:
         """Capture the current state; see `train.state.capture`."""
         index = self._optimizer_index
@@ -137,7 +116,7 @@ class Learner:
     def _use_optimizer(self, index: int) -> None:
         """Let another optimizer of the job continue, without a memory of earlier steps."""
         if index != self._optimizer_index:
-            use_training_weights(self.optimizer)
+            averaging.use_training_weights(self.optimizer)
             self._build_optimizer(index)
 
     def _build_optimizer(self, index: int) -> None:
@@ -150,7 +129,7 @@ class Learner:
         )
         average = self.config.average
         if average is not None and not self.config.optimizers[index].is_schedule_free:
-            attach_ema(self.optimizer, average.decay)
+            averaging.attach_ema(self.optimizer, average.decay)
         self._weight_decays = get_weight_decays(self.optimizer)
 
     def train(
@@ -182,15 +161,14 @@ class Learner:
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         self._use_optimizer(optimizer)
         set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
-        use_training_weights(self.optimizer)
+        averaging.use_training_weights(self.optimizer)
         parallel.forward.train()
         parallel.begin_phase(micro_batches, self.scaler.scale, lambda: self.data.read_ahead)
         momentum_warmup = self.config.optimizers[optimizer].momentum_warmup
         epoch_per_step = self._global_batch_size(epoch) / self.info.train_size
-        numbers = range(len(lrs))
         batches = self.micro_batches_at(
             (first_step + update, index)
-            for update in numbers
+            for update in range(len(lrs))
             for index in parallel.indices(update)
         )
         for update, lr in enumerate(lrs):
@@ -214,7 +192,7 @@ class Learner:
             self.scaler.update()
             parallel.after_step()
             steps += 1
-        use_averaged_weights(self.optimizer)
+        averaging.use_averaged_weights(self.optimizer)
         loss_sum, correct = sums.tolist()
         return TrainTotals(
             steps=steps,
@@ -224,7 +202,7 @@ class Learner:
             skipped=skipped,
             duration_s=monotonic_s() - started_s,
             data_wait_s=wait_s,
-            norms=self._gradient_norms(first_step, len(lrs)),
+            norms=self._gradient_norms(first_step, steps),
         )
 
     def begin_micro_batches(self, epoch: int, count: int) -> None:
@@ -237,12 +215,8 @@ class Learner:
 
     def micro_batches_at(self, indices: Iterable[tuple[int, int]]) -> Iterator[Batch]:
         """Yield the batches at these (step, micro-batch) indices of the current phase's epoch."""
-        epoch, count, search = (
-            self._phase.epoch,
-            self._phase.micro_batches.count,
-            self._phase.search,
-        )
-        size = self._global_batch_size(epoch)
+        epoch, count = self._phase.epoch, self._phase.micro_batches.count
+        size, search = self._global_batch_size(epoch), self._phase.search
         return self.data.train_batches_at(epoch, indices, count, size, search=search)
 
     def add_gradient(self, batch: Batch, index: tuple[int, int]) -> tuple[float, int]:
@@ -259,12 +233,16 @@ class Learner:
     def buffers(self, batches: int) -> BufferUpdates:
         """Return the model's buffers after `batches` micro-batches of the current phase."""
         size, before = self._micro_batch_size(), self._phase.tracked_before
-        return collect_buffers(self.model, size, self._values_per_channel, before, batches)
+        return batch_norm.collect_buffers(
+            self.model, size, self._values_per_channel, before, batches
+        )
 
     def _begin_phase(
         self, epoch: int, micro_batches: MicroBatches, *, search: bool = False
     ) -> None:
-        self._phase = _Phase(epoch, micro_batches, count_tracked_batches(self.model), search)
+        self._phase = _Phase(
+            epoch, micro_batches, batch_norm.count_tracked_batches(self.model), search
+        )
 
     def _gradient_norms(self, first_step: int, updates: int) -> GradientNorms | None:
         """End the phase for the process group; return the norms, if any were measured."""
@@ -333,18 +311,20 @@ class Learner:
         """
         epoch, indices = self._phase.epoch, self._phase.micro_batches.indices
         recalibrate_batches = self.config.batch_norm.recalibrate_batches
-        if (fresh or self.averages_weights) and self._values_per_channel:
+        if (fresh or averaging.averages_weights(self.optimizer)) and self._values_per_channel:
             recalibrate_batches = recalibrate_batches or _STATISTICS_BATCHES
         if not recalibrate_batches:
             size, before = self._micro_batch_size(), self._phase.tracked_before
-            pool_statistics(self.model, size, self._values_per_channel, before)
+            batch_norm.pool_statistics(self.model, size, self._values_per_channel, before)
             return
         self._seed(f"{self.config.seed} {epoch} recalibrate {indices.start}")
         steps = self._epoch_size // self._global_batch_size(epoch)
         places = islice(product(range(steps), indices), recalibrate_batches)
         batches = self.micro_batches_at(places)
         with self.autocast():
-            recalibrate(self.model, (batch.x for batch in batches), self._values_per_channel)
+            batch_norm.recalibrate(
+                self.model, (batch.x for batch in batches), self._values_per_channel
+            )
 
     @property
     def _epoch_size(self) -> int:
@@ -410,28 +390,9 @@ def _build_model(
     if config.channels_last and len(info.sample_shape) == 3:
         model = model.to(memory_format=torch.channels_last)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    model = prepare_batch_norm(model, config.batch_norm, world_size=world_size)
-    freeze_statistics(model, config.model.freeze)
-    with count_values_per_channel(model) as values_per_channel:
+    model = batch_norm.prepare_batch_norm(model, config.batch_norm, world_size=world_size)
+    batch_norm.freeze_statistics(model, config.model.freeze)
+    with batch_norm.count_values_per_channel(model) as values_per_channel:
         check_output(model, info.sample_shape, info.num_classes, device)
     compile_model(config.compile, model, device)
     return model, values_per_channel
-
-
-def reduce_sums(values: Sequence[float], device: torch.device) -> list[float]:
-    """Sum each value over the process group, in float64; without a group, return the values."""
-    if not dist.is_initialized():
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor)
-    return [float(value) for value in tensor.tolist()]
-
-
-def sum_over_ranks(totals: Totals, device: torch.device) -> Totals:
-    """Return the totals of the process group; times are this rank's."""
-    counts = ("samples", "correct", "skipped", "correct_top5")
-    names = [name for name in counts if hasattr(totals, name)]
-    values = [totals.loss_sum, *(getattr(totals, name) for name in names)]
-    loss_sum, *sums = reduce_sums(values, device)
-    changes: dict[str, Any] = dict(zip(names, map(int, sums), strict=True))
-    return replace(totals, loss_sum=loss_sum, **changes)

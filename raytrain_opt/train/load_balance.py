@@ -12,7 +12,6 @@ Non-Dedicated Environments, SoCC 2020, which shares samples rather than micro-ba
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,74 +32,54 @@ def is_unequal(speeds: Sequence[float]) -> bool:
     return max(speeds) > _UNEQUAL * min(speeds)
 
 
-class LoadBalance(Protocol):
-    """Decides which micro-batches each rank computes. All ranks make the same calls."""
+class LoadBalance:
+    """Decides which micro-batches each rank computes. All ranks make the same calls.
 
-    speeds: Sequence[float]
+    This class has shares for given speeds, the same in every step: repeatable to the bit.
+    """
+
+    def __init__(self, speeds: Sequence[float]) -> None:
+        self.speeds = speeds
 
     def begin_phase(self, count: int, read_ahead: Callable[[], int]) -> None:
         """Begin a phase with `count` micro-batches per update.
 
         Loader processes request up to `read_ahead` of them early.
         """
-        ...
+        self._indices = self._share(count)
 
     def indices(self, update: int) -> range:
         """Return the micro-batches of this rank in an update of the phase, from 0."""
-        ...
-
-    def on_gradients(self) -> None:
-        """Call this when all gradients of an update are computed, before they are received."""
-        ...
-
-    def after_update(self) -> None:
-        """Call this after each update."""
-        ...
-
-    def end_phase(self) -> None:
-        """End the phase."""
-        ...
-
-
-class FixedShares:
-    """Shares for given speeds, the same in every step: repeatable to the bit."""
-
-    def __init__(self, speeds: Sequence[float]) -> None:
-        self.speeds = speeds
-
-    def begin_phase(self, count: int, read_ahead: Callable[[], int]) -> None:
-        """Begin a phase; see `LoadBalance`."""
-        self._indices = MicroBatches.for_rank(dist.get_rank(), self.speeds, count).indices
-
-    def indices(self, update: int) -> range:
-        """Return the same micro-batches for each update."""
         return self._indices
 
     def on_gradients(self) -> None:
-        """Do nothing."""
+        """Call this when all gradients of an update are computed, before they are received."""
 
     def after_update(self) -> None:
-        """Do nothing."""
+        """Call this after each update."""
 
     def end_phase(self) -> None:
-        """Do nothing."""
+        """End the phase."""
+
+    def _share(self, count: int) -> range:
+        return MicroBatches.for_rank(dist.get_rank(), self.speeds, count).indices
 
 
-class MeasuredShares:
+class MeasuredShares(LoadBalance):
     """Shares for the speeds measured so far, the same on all ranks.
 
     A new measurement counts from the update on that no loader process has requested yet.
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
-        self.speeds: Sequence[float] = [1.0] * world_size
+        super().__init__([1.0] * world_size)
         self._device, self._timer = device, step_timer_for(device)
         self._measured = False
 
     def begin_phase(self, count: int, read_ahead: Callable[[], int]) -> None:
-        """Begin a phase; see `LoadBalance`."""
+        """See `LoadBalance.begin_phase`."""
         self._count, self._read_ahead = count, read_ahead
-        self._plans = [(0, self._share())]
+        self._plans = [(0, self._share(self._count))]
         self._updates = self._computed = 0
         self._restart_timer()
 
@@ -120,7 +99,7 @@ class MeasuredShares:
         if self._updates % MEASURE_EVERY == 0:
             # A worker requests at least one micro-batch per update.
             first = self._updates + self._measure()
-            self._plans.append((first, self._share()))
+            self._plans.append((first, self._share(self._count)))
 
     def end_phase(self) -> None:
         """Measure the latest updates, for the next phase."""
@@ -143,9 +122,6 @@ class MeasuredShares:
         self.speeds = [(1 - weight) * old + weight * latest for old, latest in pairs]
         self._measured = True
         return int(max(read_ahead))
-
-    def _share(self) -> range:
-        return MicroBatches.for_rank(dist.get_rank(), self.speeds, self._count).indices
 
     def _restart_timer(self) -> None:
         self._timer.reset()

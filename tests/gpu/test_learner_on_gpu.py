@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
@@ -64,8 +65,15 @@ def test_a_state_moves_bit_exactly(channels_last: bool) -> None:
     assert second.state(copy=False).digest() == state.digest()
 
 
-def test_the_batches_equal_those_on_the_cpu() -> None:
-    on_gpu, on_cpu = learner(CUDA), learner(CPU)
+def images() -> tuple[TensorDataset, TensorDataset]:
+    x = torch.arange(512 * 64).reshape(512, 1, 8, 8).to(torch.uint8)
+    return TensorDataset(x, torch.arange(512) % 2), TensorDataset(x[:9], torch.arange(9) % 2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"data": {"name": images, "num_classes": 2}}])
+def test_the_batches_equal_those_on_the_cpu(changes: dict[str, Any]) -> None:
+    """Digits lie on the GPU; those of a Dataset are copied on a stream of their own."""
+    on_gpu, on_cpu = learner(CUDA, **changes), learner(CPU, **changes)
     batches = zip(
         on_gpu.data.train_batches(1, range(3), range(2), 2, 64),
         on_cpu.data.train_batches(1, range(3), range(2), 2, 64),

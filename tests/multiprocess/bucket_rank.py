@@ -143,7 +143,7 @@ def connect_early(rank: int, folder: Path) -> float:
         time.sleep(0.01)
     connection = begin_communicator_warmup(ParallelSection(), CPU)
     marker.touch()
-    return connection.wait()
+    return connection.result()
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError
 from raytrain_opt.train.communicator_warmup import begin_communicator_warmup
-from raytrain_opt.train.data_parallel import DataParallel, SingleProcess, distribute
+from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.gradient_buckets import (
     MIB,
     BackwardOrder,
@@ -159,7 +159,7 @@ def section(**values: Any) -> ParallelSection:
     return ParallelSection.model_validate(values)
 
 
-def step(parallel: DataParallel | SingleProcess) -> None:
+def step(parallel: Parallel) -> None:
     with parallel.accumulate(last=True):
         parallel.forward(torch.ones(2, 4)).sum().backward()
     parallel.after_step()
@@ -167,7 +167,7 @@ def step(parallel: DataParallel | SingleProcess) -> None:
 
 def test_a_single_process_uses_the_bare_model() -> None:
     model = nn.Linear(4, 2)
-    parallel = SingleProcess(model)
+    parallel = Parallel(model)
     step(parallel)
     assert parallel.forward is model
     assert model.weight.grad is not None
@@ -237,15 +237,14 @@ def test_a_group_that_cannot_add_the_compressed_dtype_is_refused(
 def test_the_error_of_an_early_connection_is_raised_by_wait() -> None:
     connection = begin_communicator_warmup(section(), CPU)
     with pytest.raises(ValueError, match="process group has not been initialized"):
-        connection.wait()
+        connection.result()
 
 
 def test_a_late_connection_does_nothing() -> None:
-    assert begin_communicator_warmup(section(warm_up_communicators=False), CPU).wait() == 0
+    assert begin_communicator_warmup(section(warm_up_communicators=False), CPU).result() == 0
 
 
 @pytest.mark.usefixtures("group")
 def test_an_early_connection_returns_its_duration() -> None:
     connection = begin_communicator_warmup(section(), CPU)
-    assert 0 < connection.wait() < 60
-    assert connection.wait() == connection.wait()
+    assert 0 < connection.result() < 60

@@ -18,10 +18,11 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
-from raytrain_opt.train.learner import Learner, reduce_sums
+from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.precision import COMPILE_ARGUMENTS
+from raytrain_opt.train.reductions import reduce_sums
 
 CPU = torch.device("cpu")
 LRS = (0.1, 0.05, 0.02)
