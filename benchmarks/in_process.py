@@ -23,6 +23,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
+from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import Startup
 from raytrain_opt.execution.signals import StopRequest
@@ -159,6 +160,7 @@ class ObservedRun(TrainingRun):
             info.train_size, job.global_batch_size, job.batch_ramp.steps, info.search_size
         )
         terminal, recorder = Terminal(Console(quiet=True)), NullRecorder()
+        event_log = EventLog(recorder, terminal, began_s)
         super().__init__(
             ResolvedJob(job, info, steps, build_policy(job, steps)),
             in_process_backend(
@@ -169,10 +171,11 @@ class ObservedRun(TrainingRun):
             RunPaths(Path(job.name)),
             recorder,
             NullCheckpoints(),
-            EventLog(recorder, terminal, began_s),
+            event_log,
             terminal,
             Startup(began_s),
             StopRequest(),
+            Callbacks(job, job.name, event_log),
         )
         self.reporter = Reporter(learner, job)
 

@@ -42,3 +42,6 @@ class NullCheckpoints(CheckpointWriter):
 
     def save(self, *_: Any, **__: Any) -> None:
         """Save nothing."""
+
+    def wait(self) -> None:
+        """Wait for nothing."""

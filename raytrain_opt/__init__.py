@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from raytrain_opt.driver import run
     from raytrain_opt.errors import RaytrainOptError
     from raytrain_opt.execution.batch_size import find_batch_size
+    from raytrain_opt.execution.callbacks import Callback
     from raytrain_opt.execution.result import RunResult
     from raytrain_opt.train.batch_size_finder import MinibatchSizeOptimizer
     from raytrain_opt.train.trained_model import TrainedModel, load_model
 
 __version__ = "0.1.0"
 __all__ = [
+    "Callback",
     "Job",
     "MinibatchSizeOptimizer",
     "RaytrainOptError",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Callback": "raytrain_opt.execution.callbacks",
     "Job": "raytrain_opt.config.schema",
     "MinibatchSizeOptimizer": "raytrain_opt.train.batch_size_finder",
     "RaytrainOptError": "raytrain_opt.errors",

@@ -153,6 +153,17 @@ def _default_average(job: dict[str, Any]) -> AverageSection | None:
     return None if optimizer.is_schedule_free else AverageSection()
 
 
+class TrackingSection(Section):
+    """Trackers that follow the run."""
+
+    mlflow: str = Field(
+        description=(
+            "MLflow's tracking URI: a server (https://…), sqlite:///FILE or a folder. Epochs are "
+            "metrics of a run in the experiment of the job's name. Needs raytrain_opt[mlflow]."
+        )
+    )
+
+
 class StopSection(Section):
     """When a training ends before its last epoch."""
 
@@ -284,6 +295,16 @@ class Job(Section):
     evaluate: EvaluateSection = Field(
         default_factory=EvaluateSection, description="When the test set is evaluated."
     )
+    callbacks: list[NameOrFunction] = Field(
+        default_factory=list,
+        description=(
+            "Classes of your own, package.module:Class, that the driver calls after rounds, "
+            "epochs, checkpoints and at the end; see raytrain_opt.Callback."
+        ),
+    )
+    tracking: TrackingSection | None = Field(
+        None, description="Trackers that follow the run. Default: none."
+    )
     max_restarts: NonNegativeInt = Field(
         3,
         description=(
@@ -324,6 +345,7 @@ class Job(Section):
             ("data.name", self.data.name),
             ("loss.name", self.loss.name),
             *(("optimizer.name", optimizer.name) for optimizer in self.optimizers),
+            *((f"callbacks.{i}", name) for i, name in enumerate(self.callbacks)),
         ]
         return [(field, name) for field, name in pairs if is_function_name(name)]
 

@@ -94,6 +94,7 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
 
     A job file with an error in one section still gets its other sections checked.
     """
+    from raytrain_opt.execution.callbacks import check_callbacks, check_tracking
     from raytrain_opt.models import check_model
     from raytrain_opt.train.loss import check_loss
 
@@ -104,6 +105,8 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
         "optimizer": _check_optimizers,
         "loss": check_loss,
         "storage_path": check_uri,
+        "callbacks": check_callbacks,
+        "tracking": check_tracking,
     }
     problems = [
         problem

@@ -46,7 +46,7 @@ def finish(run: TrainingRun) -> RunResult:
 
     Without result.json a run is unfinished: `resume: auto` comes back to what is interrupted here.
     """
-    run.checkpoints.wait()
+    run.wait_for_checkpoint()
     run_dir = str(run.paths.local)
     epochs = run.length.records
     rounds = read_lines(run_dir, run.paths.rounds.name, RoundRecord)
@@ -54,6 +54,7 @@ def finish(run: TrainingRun) -> RunResult:
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
     run.recorder.result(record)
+    run.callbacks.call("on_end", record)
     run.checkpoints.publish()
     run.terminal.advance(1.0)
     print_summary(_rows(epochs, rounds), _facts(run, record, report))

@@ -22,6 +22,7 @@ from raytrain_opt.cluster.connection import (
     cpu_count,
     on_driver_node,
 )
+from raytrain_opt.cluster.metrics import RayMetrics
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.session import Session
@@ -135,6 +136,7 @@ def _start_pools(
             session.terminal,
             session.startup,
             session.stop,
+            [RayMetrics(session.paths.run_id)],
         ) as run:
             yield run
 

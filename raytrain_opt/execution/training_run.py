@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import DivergedError, PoolError
+from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.length import TrainingLength
 from raytrain_opt.execution.preflight import ResolvedJob
@@ -66,8 +67,9 @@ class TrainingRun:
         terminal: Terminal,
         startup: Startup,
         stop: StopRequest,
+        callbacks: Callbacks,
     ) -> None:
-        self._stop = stop
+        self._stop, self.callbacks = stop, callbacks
         self.job, self.policy, self.steps = resolved.job, resolved.policy, resolved.steps
         self._num_classes = resolved.info.num_classes
         self.backend = backend
@@ -78,6 +80,7 @@ class TrainingRun:
         self.length = TrainingLength(self.job, self.steps, event_log)
         self._epoch = EpochMetrics(monotonic_s())
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
+        self._announced = checkpoints.latest
         self._workers_ready = False
         self._in_round = False  # candidates are trained
         self._workers_at_work = backend.workers.size
@@ -284,6 +287,7 @@ class TrainingRun:
         self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
         ends = self.length.after_epoch(record)
         self.terminal.epoch(record)
+        self.callbacks.call("on_epoch", record)
         with self._stop.deferred(self.job.timeouts.stop_s):
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
             if is_due or self._stop.error is not None:
@@ -402,6 +406,7 @@ class TrainingRun:
     def _write_round(self, record: RoundRecord, loaded_sha256: Sequence[str | None] = ()) -> None:
         complete = record.complete(loaded_sha256, self._epoch.stopwatch.timings_s)
         self.recorder.round(complete, self.steps.before(record.epoch))
+        self.callbacks.call("on_round", complete)
 
     def _raise_if_diverged(self, epoch: int, split: str, loss: float) -> None:
         if is_finite(loss):
@@ -426,9 +431,19 @@ class TrainingRun:
     ) -> None:
         tensors, progress = self.backend.states.get(state), self.progress
         with self._epoch.stopwatch.measure("checkpoint_wait_s"):
+            self.wait_for_checkpoint()
             self.checkpoints.save(
                 epoch, tensors, progress, rounds=rounds, steps=steps, test_accuracy=test_accuracy
             )
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is complete, and tell the callbacks."""
+        before = self._announced
+        self.checkpoints.wait()
+        self._announced = self.checkpoints.latest
+        if self._announced is not None and self._announced != before:
+            folder = self.paths.checkpoints / self._announced.folder
+            self.callbacks.call("on_checkpoint", str(folder))
 
 
 @contextmanager
@@ -440,19 +455,25 @@ def open_training_run(
     terminal: Terminal,
     startup: Startup,
     stop: StopRequest,
+    observers: Sequence[object] = (),
 ) -> Iterator[TrainingRun]:
-    """Yield a run that writes to its run directory; record why it ended if it was not finished."""
+    """Yield a run that writes to its run directory; record why it ended if it was not finished.
+
+    `observers`: callbacks beside those of the job.
+    """
     checkpoints.metadata = model_metadata(resolved.job.model, resolved.info)
     recorder = Recorder(paths)
     event_log = EventLog(recorder, terminal, startup.began_s)
     writer = CheckpointWriter(checkpoints, paths, event_log, resolved.job.timeouts.no_progress_s)
+    callbacks = Callbacks(resolved.job, str(paths.local), event_log, observers)
     run = TrainingRun(
-        resolved, backend, paths, recorder, writer, event_log, terminal, startup, stop
+        resolved, backend, paths, recorder, writer, event_log, terminal, startup, stop, callbacks
     )
     try:
         yield run
     except BaseException as error:
         run.close()
+        callbacks.call("on_end", None)
         event_log.close_with(run.progress.next_epoch, error)
         raise
     finally:

@@ -1,0 +1,104 @@
+"""Callbacks: code of one's own that the driver calls while a run trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.schema import Job, TrackingSection
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
+from raytrain_opt.storage import check_uri
+
+Event = Literal["on_round", "on_epoch", "on_checkpoint", "on_end"]
+
+
+class Callback:
+    """Base of callbacks: override what you need. The training waits for every call.
+
+    A run creates each of the job's `callbacks` once, as `Class(job, run_dir)`, also when it is
+    resumed. An exception is noted in the records and the terminal, and the run continues.
+    """
+
+    def __init__(self, job: Job, run_dir: str) -> None:
+        self.job, self.run_dir = job, run_dir
+
+    def on_round(self, record: RoundRecord) -> None:
+        """Take a round of candidates: a line of rounds.jsonl."""
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """Take an epoch: a line of epochs.jsonl."""
+
+    def on_checkpoint(self, folder: str) -> None:
+        """Take the folder of a checkpoint that is complete."""
+
+    def on_end(self, result: ResultRecord | None) -> None:
+        """Take result.json; None for a run that failed or was interrupted."""
+
+
+class Callbacks:
+    """All callbacks of a run. A failure of one is logged once for each of its methods."""
+
+    def __init__(
+        self, job: Job, run_dir: str, event_log: EventLog, observers: Sequence[object] = ()
+    ) -> None:
+        self._event_log, self._epoch = event_log, 1
+        self._failed: set[tuple[str, str]] = set()
+        self._callbacks: list[Any] = list(observers)
+        for kind in _classes(job):
+            try:
+                self._callbacks.append(kind(job, run_dir))
+            except Exception as error:  # noqa: BLE001 - code of the user's own
+                self._log(getattr(kind, "__name__", str(kind)), "__init__", error)
+
+    def call(self, event: Event, value: object) -> None:
+        """Call this method of every callback, if it has it."""
+        self._epoch = getattr(value, "epoch", self._epoch)
+        for callback in self._callbacks:
+            try:
+                getattr(callback, event, _ignore)(value)
+            except Exception as error:  # noqa: BLE001 - code of the user's own
+                self._log(type(callback).__name__, event, error)
+
+    def _log(self, name: str, method: str, error: Exception) -> None:
+        if (name, method) not in self._failed:
+            self._failed.add((name, method))
+            text = f"callback {name}.{method} failed ({type(error).__name__}: {error})"
+            self._event_log.log("callback", self._epoch, f"{text}; the run continues")
+
+
+def check_callbacks(names: Sequence[str | Callable[..., Any]]) -> list[Problem]:
+    """Return the problems of the classes that cannot be imported."""
+    problems = []
+    for i, name in enumerate(names):
+        try:
+            resolve_function(name, f"callbacks.{i}")
+        except JobError as error:
+            problems += error.problems
+    return problems
+
+
+def check_tracking(section: TrackingSection | None) -> list[Problem]:
+    """Return a problem if MLflow is missing, or the URI holds credentials."""
+    if section is None:
+        return []
+    if find_spec("mlflow") is None:
+        hint = "pip install 'raytrain_opt[mlflow]'"
+        return [Problem("tracking.mlflow", "needs the package mlflow-skinny", None, hint)]
+    return check_uri(section.mlflow, "tracking.mlflow")
+
+
+def _classes(job: Job) -> list[Callable[[Job, str], object]]:
+    classes = [resolve_function(name, f"callbacks.{i}") for i, name in enumerate(job.callbacks)]
+    if job.tracking is not None:
+        from raytrain_opt.execution.mlflow_tracking import MlflowTracking
+
+        classes.append(MlflowTracking)
+    return classes
+
+
+def _ignore(_: object) -> None:
+    """Stand in for a method that a callback lacks."""

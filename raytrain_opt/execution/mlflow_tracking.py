@@ -1,0 +1,75 @@
+"""Follow a run in MLflow: its job as parameters, each epoch as metrics, report and result."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, Run
+
+from raytrain_opt.config.load import plain_job
+from raytrain_opt.config.schema import Job
+from raytrain_opt.execution.callbacks import Callback
+from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
+
+_METRICS = (
+    "train_loss", "train_accuracy", "test_loss", "test_accuracy", "test_top5", "lr",
+    "samples_per_s", "duration_s",
+)  # fmt: skip
+_RUN_DIR = "raytrain_opt.run_dir"
+# MLflow refuses longer values, and more parameters in one call.
+_MAX_VALUE, _MAX_PARAMS = 500, 100
+
+
+class MlflowTracking(Callback):
+    """Writes to the experiment of the job's name at `tracking.mlflow`.
+
+    A resumed run continues its run in MLflow, which is found by the run directory.
+    """
+
+    def __init__(self, job: Job, run_dir: str) -> None:
+        super().__init__(job, run_dir)
+        assert job.tracking is not None
+        self._client = MlflowClient(tracking_uri=job.tracking.mlflow)
+        experiment = self._client.get_experiment_by_name(job.name)
+        experiment_id = (
+            self._client.create_experiment(job.name)
+            if experiment is None
+            else experiment.experiment_id
+        )
+        name = Path(run_dir).name
+        runs: list[Run] = self._client.search_runs(
+            [experiment_id], filter_string=f"tags.`{_RUN_DIR}` = '{name}'", max_results=1
+        )
+        if runs:
+            self._run_id = runs[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        run = self._client.create_run(experiment_id, run_name=name, tags={_RUN_DIR: name})
+        self._run_id = run.info.run_id
+        params = [
+            Param(section, str(value)[:_MAX_VALUE]) for section, value in plain_job(job).items()
+        ]
+        self._client.log_batch(self._run_id, params=params[:_MAX_PARAMS])
+
+    def on_round(self, record: RoundRecord) -> None:
+        """Write the rate that the round decided."""
+        self._log(record.epoch, {"next_base_lr": record.next_base_lr})
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """Write the measured values of the epoch."""
+        self._log(record.epoch, {name: getattr(record, name) for name in _METRICS})
+
+    def on_end(self, result: ResultRecord | None) -> None:
+        """Upload the report, and close the run."""
+        for name in ("report.html", "result.json"):
+            if result is not None and (path := Path(self.run_dir) / name).exists():
+                self._client.log_artifact(self._run_id, str(path))
+        self._client.set_terminated(self._run_id, "FAILED" if result is None else "FINISHED")
+
+    def _log(self, epoch: int, values: dict[str, float | None]) -> None:
+        now_ms = int(1000 * time.time())
+        known = {name: value for name, value in values.items() if value is not None}
+        metrics = [Metric(name, value, now_ms, epoch) for name, value in known.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
