@@ -1,0 +1,39 @@
+"""What the settings of a step become for one of its micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain_opt.async_training.update_conversion import convert, look_ahead
+
+SGD = {"momentum": 0.9, "dampening": 0, "weight_decay": 0.1}
+ADAMW = {"betas": (0.9, 0.99), "weight_decay": 0.1, "decoupled_weight_decay": True}
+MUON = {"momentum": 0.6, "betas": (0.9, 0.95), "weight_decay": 0.1, "aux": "sgd"}
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        (SGD, {"lr_multiplier": 1 / 16}),
+        ({**SGD, "lr_multiplier": 2.0}, {"lr_multiplier": 2 / 16}),
+        (ADAMW, {"lr_multiplier": 1 / 4, "weight_decay": 0.1 / 4}),
+        ({**ADAMW, "decoupled_weight_decay": False}, {"lr_multiplier": 1 / 4}),
+        ({**SGD, "adapt": True}, {"lr_multiplier": 1 / 4}),  # LARS
+        ({**SGD, "adapt": False}, {"lr_multiplier": 1 / 16}),
+        ({**MUON, "use_muon": True}, {"lr_multiplier": 1 / 4, "weight_decay": 0.1 / 4}),
+        ({**MUON, "use_muon": False}, {"lr_multiplier": 1 / 16}),
+    ],
+)
+def test_settings_of_one_of_sixteen_micro_batches(
+    group: dict[str, Any], expected: dict[str, float]
+) -> None:
+    assert convert(group, 16) == pytest.approx(expected)
+
+
+def test_weights_are_ahead_by_what_momentum_alone_does() -> None:
+    assert look_ahead(SGD, 3) == pytest.approx(0.9 + 0.81 + 0.729)
+    assert look_ahead(ADAMW, 1) == pytest.approx(0.9)
+    assert look_ahead({"momentum": 0.0}, 3) == look_ahead({}, 3) == 0.0
+    assert look_ahead({**SGD, "weight_lr_power": 2.0}, 3) == 0.0  # schedule-free
