@@ -85,7 +85,11 @@ def run(
     Example: raytrain-opt run jobs/quickstart.yaml --set epochs=4
     """
     if (job_file is None) == (resume is None):
-        raise click.UsageError("give either JOB.yaml or --resume RUN_DIR")
+        raise click.UsageError(
+            "give either JOB.yaml or --resume RUN_DIR. A job file needs four lines, such as\n\n"
+            "  model: small_cnn\n  data: digits\n  epochs: 8\n  global_batch_size: 64\n\n"
+            "`raytrain-opt validate JOB.yaml` checks it."
+        )
     with _exit_on_error(verbose):
         job = (
             _load_job(str(job_file), overrides)

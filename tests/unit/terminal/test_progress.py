@@ -105,6 +105,19 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(open_terminal(), Bar)
 
 
+def test_the_bar_has_no_colors_where_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown() -> str:
+        console, out = colored_console()
+        with Bar(console) as terminal:
+            terminal.epoch(record())
+        return out.getvalue()
+
+    color = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
+    assert color.search(shown())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not color.search(shown())
+
+
 def test_the_summary_does_not_break_paths(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/" + "/".join(["a-very-long-folder-name"] * 8) + "/result.json"
     rows = [("1", "-", "0.005", "90.00%"), ("2", "0.1 0.2", "0.2", "95.12%")]
