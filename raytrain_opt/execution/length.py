@@ -36,7 +36,7 @@ class TrainingLength:
 
     def epochs_left(self) -> Iterator[int]:
         """Yield the numbers of the epochs to train, from 1, until one of them was the last."""
-        while not (self.is_last(len(self.records)) or self._stop_reason()):
+        while not (self.is_last(len(self.records)) or self._stop_reason()[1]):
             yield len(self.records) + 1
 
     def resume(self, records: list[EpochRecord], history: History) -> None:
@@ -94,17 +94,15 @@ class TrainingLength:
         """Take the record of an epoch; return whether the run ends with it."""
         self.records.append(record)
         self._measure_epoch(record)
-        reason = self._stop_reason()
-        if reason:
-            self._event_log.log("stopped", record.epoch, f"epoch {record.epoch}: {reason}")
-        elif not self._warned and self._is_impatient() and not self.is_last(record.epoch):
+        text, stops = self._stop_reason()
+        ends = self.is_last(record.epoch) or stops
+        if stops:
+            self._event_log.log("stopped", record.epoch, f"epoch {record.epoch}: {text}")
+        elif text and not (self._warned or ends):
             self._warned = True
-            text = (
-                f"epoch {record.epoch}: {self._impatience()}; training continues, because the "
-                "rate decays until the last epoch"
-            )
-            self._event_log.log("patience", record.epoch, text)
-        return self.is_last(record.epoch) or reason is not None
+            text += "; training continues, because the rate decays until the last epoch"
+            self._event_log.log("patience", record.epoch, f"epoch {record.epoch}: {text}")
+        return ends
 
     def _measure_epoch(self, record: EpochRecord) -> None:
         if self._pace is None:
@@ -130,22 +128,15 @@ class TrainingLength:
             text = f"train_for: a training of {epochs:.3g} epochs; {max(left_s, 0):.0f} s are left"
             self._event_log.log("planned", span.epoch, text)
 
-    def _metrics(self) -> list[float | None]:
-        assert self._job.stop is not None
-        return [getattr(record, self._job.stop.metric) for record in self.records]
-
-    def _stop_reason(self) -> str | None:
+    def _stop_reason(self) -> tuple[str, bool]:
+        """Return why the `stop` section would end the run, if it would, and whether it does."""
         section = self._job.stop
         if section is None:
-            return None
-        if reached_target(section, self._metrics()):
-            return f"{section.metric} reached the target, {section.target:g}"
-        return self._impatience() if self._is_impatient() and not self._job.rate_decays else None
-
-    def _is_impatient(self) -> bool:
-        return self._job.stop is not None and lost_patience(self._job.stop, self._metrics())
-
-    def _impatience(self) -> str:
-        section = self._job.stop
-        assert section is not None
-        return f"{section.metric} was no better in {section.patience} evaluated epochs"
+            return "", False
+        values = [getattr(record, section.metric) for record in self.records]
+        if reached_target(section, values):
+            return f"{section.metric} reached the target, {section.target:g}", True
+        if lost_patience(section, values):
+            text = f"{section.metric} was no better in {section.patience} evaluated epochs"
+            return text, not self._job.rate_decays
+        return "", False
