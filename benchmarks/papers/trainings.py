@@ -159,6 +159,8 @@ def paint_lines(
         if known:
             axes.errorbar(list(known), means, (below, above), marker="o", label=name)
     axes.set_xscale("log", base=2)
+    ticks = sorted({key for values in curves.values() for key in values})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xlabel(x)
     axes.set_ylabel(y)
 
