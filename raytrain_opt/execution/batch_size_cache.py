@@ -42,6 +42,7 @@ class Cache:
 
     storage_path: str
     key: str
+    largest: int
 
     @classmethod
     def for_job(cls, job: Job, bounds: SizeBounds, *, use_gpu: bool) -> Cache:
@@ -58,7 +59,8 @@ class Cache:
             "versions": versions(),
         }
         text = json.dumps(key, sort_keys=True)
-        return cls(job.storage_path, hashlib.sha256(text.encode()).hexdigest()[:20])
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return cls(job.storage_path, digest[:20], bounds.largest)
 
     @property
     def shown(self) -> str:
@@ -78,11 +80,17 @@ class Cache:
         if content is None:
             return None
         try:
-            return _CACHED_SEARCH.validate_json(content)
+            answer = _CACHED_SEARCH.validate_json(content)
         except ValidationError as error:
-            rule = f"the cached result {self.shown} is damaged: {first_error(error)}"
-            hint = "remove the file, or search again with --fresh"
-            raise JobError([Problem("batch_size_search", rule, None, hint)]) from error
+            raise self._damaged(first_error(error)) from error
+        if answer.batch_size > self.largest:
+            raise self._damaged(f"batch_size: more than {self.largest}, the largest possible")
+        return answer
+
+    def _damaged(self, what: str) -> JobError:
+        rule = f"the cached result {self.shown} is damaged: {what}"
+        hint = "remove the file, or search again with --fresh"
+        return JobError([Problem("batch_size_search", rule, None, hint)])
 
     def write(self, answer: CachedSearch) -> None:
         """Keep the result for later searches. Raises StorageError."""
