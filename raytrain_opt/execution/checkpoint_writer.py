@@ -42,21 +42,15 @@ class CheckpointWriter:
         return self._checkpoints.latest
 
     def save(
-        self,
-        epoch: int,
-        state: TrainingState,
-        progress: RunProgress,
-        *,
-        rounds: int = 0,
-        steps: int = 0,
-        test_accuracy: float | None = None,
+        self, state: TrainingState, progress: RunProgress, test_accuracy: float | None = None
     ) -> None:
-        """Begin to save the run after `epoch` epochs, and `rounds` or `steps` of the next one.
+        """Begin to save the run as far as it has come.
 
         Waits for the save before; raises StorageError if that one failed, DivergedError if its
         state was not finite. `state` must not change until the save is complete.
         """
         self.wait()
+        epoch, rounds, steps = progress.reached
         self._epoch = epoch
 
         def write() -> None:

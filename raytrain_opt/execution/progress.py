@@ -66,6 +66,13 @@ class RunProgress:
         """All samples trained so far."""
         return self.search_samples + self.kept_samples
 
+    @property
+    def reached(self) -> tuple[int, int, int]:
+        """The complete epochs, and either rounds or steps of the next one."""
+        partial, rounds = self.partial_epoch, self.history.rounds_of(self.next_epoch)
+        steps = len(partial.lrs) if partial.train is not None else 0
+        return self.next_epoch - 1, 0 if steps else len(rounds), steps
+
     def add_samples(self, *, search: int = 0, kept: int = 0) -> RunProgress:
         """Return the progress with more (or fewer) samples."""
         return replace(

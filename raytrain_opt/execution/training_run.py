@@ -187,8 +187,7 @@ class TrainingRun:
         self.progress = replace(
             self.progress, history=history, partial_epoch=self._epoch.partial()
         )
-        epoch = self.progress.next_epoch
-        self._save(state, epoch - 1, rounds=len(history.rounds_of(epoch)))
+        self._save(state)
 
     def train_epoch(self, state: StateRef, action: TrainEpoch) -> tuple[StateRef, float]:
         """Train the rest of the epoch on all workers; return the new state and the mean loss.
@@ -242,7 +241,7 @@ class TrainingRun:
         """Begin to save the state between two steps of an epoch, where a signal ends the run."""
         if self._epoch.lrs:
             self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
-            self._save(state, self.progress.next_epoch - 1, steps=len(self._epoch.lrs))
+            self._save(state)
 
     def evaluate(self, state: StateRef, epoch: int) -> None:
         """Measure top-1 and top-5 on the test split, if `evaluate.every_epochs` says so.
@@ -291,7 +290,7 @@ class TrainingRun:
         with self._stop.deferred(self.job.timeouts.stop_s):
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
             if is_due or self._stop.error is not None:
-                self._save(state, epoch, test_accuracy=record.test_accuracy)
+                self._save(state, record.test_accuracy)
 
     # After the last move.
 
@@ -420,21 +419,11 @@ class TrainingRun:
             "(learning_rate.warmup)."
         )
 
-    def _save(
-        self,
-        state: StateRef,
-        epoch: int,
-        *,
-        rounds: int = 0,
-        steps: int = 0,
-        test_accuracy: float | None = None,
-    ) -> None:
-        tensors, progress = self.backend.states.get(state), self.progress
+    def _save(self, state: StateRef, test_accuracy: float | None = None) -> None:
+        tensors = self.backend.states.get(state)
         with self._epoch.stopwatch.measure("checkpoint_wait_s"):
             self.wait_for_checkpoint()
-            self.checkpoints.save(
-                epoch, tensors, progress, rounds=rounds, steps=steps, test_accuracy=test_accuracy
-            )
+            self.checkpoints.save(tensors, self.progress, test_accuracy)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, and tell the callbacks."""

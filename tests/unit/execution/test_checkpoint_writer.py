@@ -69,7 +69,7 @@ def test_refused_copies_are_repeated_beside_the_training(
 ) -> None:
     writer = open_writer()
     s3.faults.extend([EXPIRED] * 3)
-    writer.save(1, state(), RunProgress())
+    writer.save(state(), RunProgress(next_epoch=2))
     writer.wait()
     index = read(paths.shown, "checkpoints/index.json")
     assert index is not None
@@ -86,7 +86,7 @@ def test_storage_that_refuses_for_long_ends_the_run(
     monkeypatch.setattr(checkpoint_writer, "monotonic_s", count(0.0, step=10.0).__next__)
     writer = open_writer()
     s3.faults.extend([EXPIRED] * 1000)
-    writer.save(1, state(), RunProgress())
+    writer.save(state(), RunProgress(next_epoch=2))
     with pytest.raises(StorageError, match="ExpiredToken"):
         writer.wait()
     assert len(s3.faults) == 1000 - 3  # after 10, 20 and 30 s of 30
@@ -97,9 +97,9 @@ def test_storage_that_does_not_answer_ends_the_run(open_writer: OpenWriter, s3: 
     answers = threading.Event()
     s3.faults.append(lambda _: answers.wait(60) and None)
     writer = open_writer(limit_s=0.05)
-    writer.save(1, state(), RunProgress())
+    writer.save(state(), RunProgress(next_epoch=2))
     with pytest.raises(StorageError, match=r"not written within 0\.1 s \(timeouts.no_progress_s"):
-        writer.save(2, state(), RunProgress())
+        writer.save(state(), RunProgress(next_epoch=3))
     answers.set()
     writer.close()
 
@@ -110,7 +110,7 @@ def test_a_run_that_was_taken_over_ends_at_once(open_writer: OpenWriter, paths: 
     paths.release()
     other = RunPaths(paths.local, paths.remote)
     other.claim()
-    writer.save(1, state(), RunProgress())
+    writer.save(state(), RunProgress(next_epoch=2))
     with pytest.raises(TakenOverError):
         writer.wait()
     other.release()
@@ -121,7 +121,7 @@ def test_an_interrupted_run_repeats_no_copy(
 ) -> None:
     s3.faults.extend([EXPIRED] * 1000)
     writer = open_writer()
-    writer.save(1, state(), RunProgress())
+    writer.save(state(), RunProgress(next_epoch=2))
     writer.close()
     with pytest.raises(StorageError):
         writer.wait()
@@ -133,8 +133,8 @@ def test_a_state_that_is_not_finite_is_not_saved(
     open_writer: OpenWriter, paths: RunPaths, value: float
 ) -> None:
     writer = open_writer()
-    writer.save(1, state(), RunProgress())
-    writer.save(2, state(value), RunProgress())
+    writer.save(state(), RunProgress(next_epoch=2))
+    writer.save(state(value), RunProgress(next_epoch=3))
     with pytest.raises(DivergedError, match=r"after epoch 2: model\.weight is not finite"):
         writer.wait()
     assert [checkpoint.epoch for checkpoint in read_index(paths.checkpoints)] == [1]
@@ -142,6 +142,6 @@ def test_a_state_that_is_not_finite_is_not_saved(
 
 def test_masks_of_negative_infinity_are_saved(open_writer: OpenWriter, paths: RunPaths) -> None:
     writer = open_writer()
-    writer.save(1, state(mask=float("-inf")), RunProgress())
+    writer.save(state(mask=float("-inf")), RunProgress(next_epoch=2))
     writer.wait()
     assert writer.latest is not None
