@@ -13,7 +13,7 @@ import obstore
 
 from raytrain_opt import storage
 from raytrain_opt.data.image_folder import ImageFiles
-from raytrain_opt.data.shards import index_bytes, make_index
+from raytrain_opt.data.shards import CLASSES, index_bytes, make_index
 from raytrain_opt.errors import DataError
 
 
@@ -31,6 +31,7 @@ def write_shards(
             files = ImageFiles(split)
         except OSError as error:
             raise DataError(str(split), f"has no usable images: {error}") from error
+        storage.write(output, CLASSES, "\n".join(files.classes).encode())
         order = np.random.default_rng(0).permutation(len(files)).tolist()
         sizes = np.cumsum([Path(files[i][0]).stat().st_size for i in order])
         # Without empty ones, and numbered without gaps: a large image may fill several.

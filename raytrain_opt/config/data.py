@@ -193,7 +193,11 @@ class ShardsData(_LoaderSection):
         224, le=4096, description="Height and width of the images given to the model, in pixels."
     )
     num_classes: PositiveInt | None = Field(
-        None, description="Default: the largest class of the training set plus one."
+        None,
+        description=(
+            "Default: the number of names in classes.txt beside the shards, else the largest class "
+            "of the training set plus one."
+        ),
     )
     shuffle_shards: PositiveInt = Field(
         16, description="Shards whose samples are shuffled together, in a new order each epoch."

@@ -1,10 +1,11 @@
 """Images in tar files of the WebDataset format, local or in an object storage.
 
 A sample is two members of a shard with one name: KEY.jpg (or another image format) and KEY.cls,
-its class number as text. The index of a shard, an int64 array [samples, 3] of the position and
-size of each image and its class, makes the shards one data set with sample numbers: order, resume
-and elastic workers are those of any other data set. It lies beside the shard (SHARD.npy), or is
-made when the shard is used first, and is kept in the cache.
+its class number as text; classes.txt beside the shards may name the classes, one per line. The
+index of a shard, an int64 array [samples, 3] of the position and size of each image and its class,
+makes the shards one data set with sample numbers: order, resume and elastic workers are those of
+any other data set. It lies beside the shard (SHARD.npy), or is made when the shard is used first,
+and is kept in the cache.
 
 Shards of an object storage are copied into a cache of bounded size on each node, by the process
 that trains: its loader processes, forks, could not use the client of the storage. They read what
@@ -37,6 +38,7 @@ from raytrain_opt.data.sampling import Indices
 from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
 from raytrain_opt.errors import DataError, StorageError
 
+CLASSES = "classes.txt"
 # Copies and indices at a time: enough to fill a network, few enough for any storage.
 _DOWNLOADS = 8
 
@@ -50,7 +52,6 @@ class ShardSource:
     field = "data.train"
     is_image = True
     mean_std: MeanStd | None = IMAGENET_MEAN_STD
-    class_names: tuple[str, ...] = ()
 
     def __init__(self, section: ShardsData) -> None:
         self._size = section.image_size
@@ -63,7 +64,9 @@ class ShardSource:
         shards = [*self._sets["train"].shards, *self._sets["test"].shards]
         self._cache.check_room(self._window, shards)
         largest = {split: int(part.index[:, 2].max()) for split, part in self._sets.items()}
-        self.num_classes = section.num_classes or largest["train"] + 1
+        names = self._sets["train"].class_names
+        self.num_classes = section.num_classes or len(names) or largest["train"] + 1
+        self.class_names = names if len(names) == self.num_classes else ()
         self.sample_shape = (3, section.image_size, section.image_size)
         for split, label in largest.items():
             if label >= self.num_classes:
@@ -124,8 +127,10 @@ class ShardSet:
             with ThreadPoolExecutor(_DOWNLOADS) as pool:
                 self.shards = list(pool.map(cache.find, expand_braces(pattern)))
                 indices = list(pool.map(cache.index, self.shards))
+            names = storage.read(_split(self.shards[0].uri)[0], CLASSES) or b""
         except (StorageError, OSError, ValueError, tarfile.TarError) as error:
             raise DataError(f"data.{split}", str(error)) from error
+        self.class_names = tuple(names.decode().splitlines())
         self.index = np.concatenate(indices)
         self.ends = np.cumsum([len(index) for index in indices])
 

@@ -273,15 +273,10 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(max(1, count))
 
 
-class _NullTimer:
+class _NullTimer(StepTimer):
     """Measures nothing."""
 
     def mark(self) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def intervals_s(self) -> list[float]:
-        return []
 
 
 def _load_balance(section: ParallelSection, device: torch.device) -> LoadBalance:

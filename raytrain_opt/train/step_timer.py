@@ -7,7 +7,6 @@ the interval before a batch is copied is the time in which the device was idle.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
@@ -17,42 +16,31 @@ from raytrain_opt.clock import monotonic_s
 STEP_PARTS = ("data_wait_s", "copy_s", "forward_s", "backward_s", "update_s")
 
 
-class StepTimer(Protocol):
-    """Time marks in a training loop."""
+class StepTimer:
+    """Time marks in a training loop; this class has those of the CPU."""
 
-    def mark(self) -> None:
-        """Mark the present time; on a GPU, the time when the work queued so far is done."""
-        ...
-
-    def reset(self) -> None:
-        """Drop all marks."""
-        ...
-
-    def intervals_s(self) -> list[float]:
-        """Return the seconds between consecutive marks. Waits for the device."""
-        ...
-
-
-def step_timer_for(device: torch.device) -> StepTimer:
-    """Create a timer for a device."""
-    return _CudaTimer(device) if device.type == "cuda" else _CpuTimer()
-
-
-class _CpuTimer:
     def __init__(self) -> None:
         self._marks_s: list[float] = []
 
     def mark(self) -> None:
+        """Mark the present time; on a GPU, the time when the work queued so far is done."""
         self._marks_s.append(monotonic_s())
 
     def reset(self) -> None:
+        """Drop all marks."""
         self._marks_s.clear()
 
     def intervals_s(self) -> list[float]:
+        """Return the seconds between consecutive marks. Waits for the device."""
         return [end - start for start, end in pairwise(self._marks_s)]
 
 
-class _CudaTimer:
+def step_timer_for(device: torch.device) -> StepTimer:
+    """Create a timer for a device."""
+    return _CudaTimer(device) if device.type == "cuda" else StepTimer()
+
+
+class _CudaTimer(StepTimer):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[torch.cuda.Event] = []

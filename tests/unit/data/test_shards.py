@@ -84,7 +84,7 @@ def test_shards_hold_the_images_of_their_folder(image_tree: Path, local: ShardsD
         name="image_folder", root=str(image_tree), image_size=8, loader_workers=0
     )
     with open_data(local) as shards, open_data(folder) as files:
-        assert shards.info.num_classes == 2
+        assert shards.info.class_names == ("cat", "dog")
         assert (shards.info.train_size, shards.info.test_size) == (20, 6)
         one, other = (list(data.eval_batches("test", 0, 1, 4)) for data in (shards, files))
         shards.check_samples()
