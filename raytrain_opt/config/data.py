@@ -195,8 +195,8 @@ class ShardsData(_LoaderSection):
     num_classes: PositiveInt | None = Field(
         None,
         description=(
-            "Default: the number of names in classes.txt beside the shards, else the largest class "
-            "of the training set plus one."
+            "Default: the number of names in classes.txt beside the shards, else the largest "
+            "class of the training set plus one."
         ),
     )
     shuffle_shards: PositiveInt = Field(

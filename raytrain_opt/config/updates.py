@@ -317,13 +317,6 @@ class ParallelSection(Section):
     compression: Literal["none", "bf16", "fp16"] = Field(
         "none", description="Data type in which gradients are sent; none: unchanged."
     )
-    warm_up_communicators: bool = Field(
-        True,
-        description=(
-            "Open the connections between workers while model and data are built, instead of in "
-            "the first step."
-        ),
-    )
     noise_scale: bool = Field(
         True,
         description=(

@@ -96,7 +96,7 @@ class SynchronousWorkers:
         from raytrain_opt.train.learner import Learner
 
         device = ray.train.torch.get_device()
-        connection = begin_communicator_warmup(config.learner.parallel, device)
+        connection = begin_communicator_warmup(device)
 
         def join(model: nn.Module, section: ParallelSection) -> Parallel:
             connection.result()

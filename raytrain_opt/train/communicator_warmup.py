@@ -9,24 +9,20 @@ import torch
 import torch.distributed as dist
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.updates import ParallelSection
 
 # Elements of the first messages: NCCL uses separate connections for small and large ones.
 _FIRST_MESSAGES = {"cpu": (1,), "cuda": (1, 25 * 2**18)}
 
 
-def begin_communicator_warmup(section: ParallelSection, device: torch.device) -> Future[float]:
-    """Connect the workers in a background thread, if the job says so; return the seconds it takes.
+def begin_communicator_warmup(device: torch.device) -> Future[float]:
+    """Connect the workers in a background thread; return the seconds it takes.
 
     The process group must be initialized. Until the result is there, this process must not
     communicate, or the ranks would mix up their messages: call `distribute` only afterwards.
     """
     seconds: Future[float] = Future()
-    if section.warm_up_communicators:
-        # A daemon thread: a missing peer must not keep this process alive.
-        Thread(target=_connect, args=(device, seconds), name="connect", daemon=True).start()
-    else:
-        seconds.set_result(0.0)
+    # A daemon thread: a missing peer must not keep this process alive.
+    Thread(target=_connect, args=(device, seconds), name="connect", daemon=True).start()
     return seconds
 
 

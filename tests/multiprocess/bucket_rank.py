@@ -141,7 +141,7 @@ def connect_early(rank: int, folder: Path) -> float:
     marker = folder / "begun"
     while rank > 0 and not marker.exists():
         time.sleep(0.01)
-    connection = begin_communicator_warmup(ParallelSection(), CPU)
+    connection = begin_communicator_warmup(CPU)
     marker.touch()
     return connection.result()
 

@@ -235,16 +235,12 @@ def test_a_group_that_cannot_add_the_compressed_dtype_is_refused(
 
 
 def test_the_error_of_an_early_connection_is_raised_by_wait() -> None:
-    connection = begin_communicator_warmup(section(), CPU)
+    connection = begin_communicator_warmup(CPU)
     with pytest.raises(ValueError, match="process group has not been initialized"):
         connection.result()
 
 
-def test_a_late_connection_does_nothing() -> None:
-    assert begin_communicator_warmup(section(warm_up_communicators=False), CPU).result() == 0
-
-
 @pytest.mark.usefixtures("group")
 def test_an_early_connection_returns_its_duration() -> None:
-    connection = begin_communicator_warmup(section(), CPU)
+    connection = begin_communicator_warmup(CPU)
     assert 0 < connection.result() < 60
