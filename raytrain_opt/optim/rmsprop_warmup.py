@@ -52,18 +52,15 @@ class RMSpropWarmup(Optimizer):
     epochs. `weight_decay` is added to the gradient before both parts use it.
 
     The updates of a group are counted in the state of its first parameter (`step`), so a copy
-    of the state continues the transition at the same point. With `capturable` the count is on
-    the device and `lr` may be a tensor there: no step reads anything back, so CUDA graphs can
-    capture it.
+    of the state continues the transition at the same point.
 
-    Raises ValueError: a value out of its range. RuntimeError: sparse or complex gradients; a
-    graph captured without `capturable`.
+    Raises ValueError: a value out of its range. RuntimeError: sparse or complex gradients.
     """
 
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor,
+        lr: float,
         *,
         momentum: float = 0.9,
         alpha: float = 0.99,
@@ -72,11 +69,9 @@ class RMSpropWarmup(Optimizer):
         rmsprop_scale: float = PAPER_SCALE,
         center_steps: float,
         period_steps: float,
-        capturable: bool = False,
     ) -> None:
-        if isinstance(lr, Tensor) and not capturable:
-            raise ValueError("lr is a tensor, which needs capturable=True; or use a number")
         settings = {
+            "lr": lr,
             "momentum": momentum,
             "alpha": alpha,
             "eps": eps,
@@ -85,11 +80,9 @@ class RMSpropWarmup(Optimizer):
             "center_steps": center_steps,
             "period_steps": period_steps,
         }
-        if not isinstance(lr, Tensor):
-            _check("lr", lr)
         for name, value in settings.items():
             _check(name, value)
-        super().__init__(params, {"lr": lr, **settings, "capturable": capturable})
+        super().__init__(params, settings)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -118,20 +111,13 @@ class RMSpropWarmup(Optimizer):
             p, g, v, m = cast(list[list[Tensor]], batch)
             _update(p, g, v, m, group, sgd, rmsprop)
 
-    def _count_and_mix(self, group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
-        """Count this update and return its (4) and (5); tensors if capturable."""
+    def _count_and_mix(self, group: dict[str, Any]) -> tuple[float, float]:
+        """Count this update and return its (4) and (5)."""
         first = group["params"][0]
         count = self.state[first].get("step")
         if count is None:
-            device = first.device if group["capturable"] else "cpu"
-            count = self.state[first]["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        transition = group["center_steps"], group["period_steps"]
-        if group["capturable"]:
-            sgd: float | Tensor = _sgd_fraction_on_device(count, *transition)
-        elif _capturing():
-            raise RuntimeError("RMSpropWarmup needs capturable=True in a captured CUDA graph")
-        else:
-            sgd = sgd_fraction(count.item(), *transition)
+            count = self.state[first]["step"] = torch.zeros(())
+        sgd = sgd_fraction(count.item(), group["center_steps"], group["period_steps"])
         count += 1
         return sgd, (1.0 - sgd) * group["rmsprop_scale"]
 
@@ -149,31 +135,27 @@ def _update(
     momenta: list[Tensor],
     squares: list[Tensor],
     group: dict[str, Any],
-    sgd: float | Tensor,
-    rmsprop: float | Tensor,
+    sgd: float,
+    rmsprop: float,
 ) -> None:
     """Update tensors of one device and type by (1) to (3), in place, in few kernels."""
-    lr = group["lr"]
     if group["weight_decay"] != 0:
         grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
     torch._foreach_mul_(momenta, group["momentum"])
-    if not isinstance(rmsprop, Tensor) and rmsprop == 0:
+    if rmsprop == 0:
         torch._foreach_add_(momenta, grads)
     else:
         factors = _gradient_factors(grads, squares, group, sgd, rmsprop)
         torch._foreach_addcmul_(momenta, grads, factors)
-    if isinstance(lr, Tensor):
-        torch._foreach_add_(params, torch._foreach_mul(momenta, -lr))
-    else:
-        torch._foreach_add_(params, momenta, alpha=-lr)
+    torch._foreach_add_(params, momenta, alpha=-group["lr"])
 
 
 def _gradient_factors(
     grads: list[Tensor],
     squares: list[Tensor],
     group: dict[str, Any],
-    sgd: float | Tensor,
-    rmsprop: float | Tensor,
+    sgd: float,
+    rmsprop: float,
 ) -> list[Tensor]:
     """Return the factor of g in (2) for every weight, with (1) of this update."""
     torch._foreach_mul_(squares, group["alpha"])
@@ -181,24 +163,9 @@ def _gradient_factors(
     factors = list(torch._foreach_sqrt(squares))
     torch._foreach_add_(factors, group["eps"])
     torch._foreach_reciprocal_(factors)
-    torch._foreach_mul_(factors, _on_device_of(factors[0], rmsprop))
-    torch._foreach_add_(factors, _on_device_of(factors[0], sgd))
+    torch._foreach_mul_(factors, rmsprop)
+    torch._foreach_add_(factors, sgd)
     return factors
-
-
-def _on_device_of(tensor: Tensor, fraction: float | Tensor) -> Any:
-    """Return a number as it is, a tensor on the device of `tensor`."""
-    return fraction.to(tensor.device) if isinstance(fraction, Tensor) else fraction
-
-
-def _capturing() -> bool:
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return started and torch.cuda.is_current_stream_capturing()
-
-
-def _sgd_fraction_on_device(step: Tensor, center: float, period: float) -> Tensor:
-    x = 2.0 * (step - center) / period
-    return torch.where(x < 0, 0.5 * torch.exp(x), (0.5 + 0.5 * x).clamp(max=1.0))
 
 
 def _check(name: str, value: float) -> None:
