@@ -88,7 +88,7 @@ def steps_s(way: str, environment: Environment, seed: int, steps: int) -> float:
             workers,
             seconds,
             environment.network(),
-            lambda _, number: MicroBatchDone(number, 0.0, 0, 0, 0),
+            lambda _, number: MicroBatchDone(number, 0.0, 0, 0),
         ).run()
     return sum(_step_s(way, environment, seconds) for _ in range(steps))
 

@@ -219,7 +219,7 @@ def simulated_samples_per_s(
 
 def micro_batch_done(_worker: int, number: int) -> MicroBatchDone:
     """Return the sums of a micro-batch that nobody computed."""
-    return MicroBatchDone(number, 0.0, 0, 0, 0)
+    return MicroBatchDone(number, 0.0, 0, 0)
 
 
 def rounded(speeds: dict[str, list[float]]) -> dict[str, list[float]]:

@@ -216,7 +216,7 @@ class _AsyncRun:
 
 def _accuracy(learner: Learner) -> float:
     learner.sync_batch_norm_stats(fresh=True)
-    return learner.evaluate("test").accuracy
+    return learner.evaluate("test").means["accuracy"]
 
 
 # Way, environment and number of epochs of a training.

@@ -87,7 +87,13 @@ class Training:
         scaler = torch.amp.GradScaler(self.device.type, enabled=False)
         batches = endless_batches(self.dataset, self.device, self.loader)
         training = ProbedTraining(
-            self.model, self.optimizer, cross_entropy, batches, self.device, self.autocast, scaler
+            self.model,
+            self.optimizer,
+            lambda batch: cross_entropy(self.model(batch.x), batch.y),
+            batches,
+            self.device,
+            self.autocast,
+            scaler,
         )
         sampler = open_probe_sampler(section, self.device, torch.get_num_threads())
         try:

@@ -79,7 +79,7 @@ class Trial(tune.Trainable):
         return {
             "epoch": self.epoch,
             "samples": totals.samples,
-            "validation_accuracy": scored.accuracy if math.isfinite(scored.loss) else 0.0,
+            "validation_accuracy": scored.means["accuracy"] if math.isfinite(scored.loss) else 0.0,
             "glance": [point.accuracy for point in reporter.outcome.curve],
             "test_accuracy": reporter.outcome.accuracy,
             "reporting_s": reporter.reporting_s,

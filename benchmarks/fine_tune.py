@@ -90,8 +90,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
                 if "model" in copy:
                     copy["model"]["weights"] = pretrained.run_dir
                 result = train(folder, data, arguments.epochs, seed, **copy)
-                row["accuracy"][name] = result.test_accuracy
-            rows.append({**row, "pretrained": pretrained.test_accuracy})
+                row["accuracy"][name] = result.test_metric
+            rows.append({**row, "pretrained": pretrained.test_metric})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 

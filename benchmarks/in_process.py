@@ -129,13 +129,13 @@ class Reporter:
         if 4 * epoch < epochs:
             return
         with self.pause():
-            accuracy = self.learner.evaluate("test", 0, self._parts).accuracy
+            accuracy = self.learner.evaluate("test", 0, self._parts).means["accuracy"]
             self.outcome.curve.append(Point(samples, spent_s, accuracy))
             if epoch == epochs:
-                self.outcome.accuracy = self.learner.evaluate("test").accuracy
+                self.outcome.accuracy = self.learner.evaluate("test").means["accuracy"]
                 if self.learner.info.validation_size:
                     validation = self.learner.evaluate("validation")
-                    self.outcome.validation_accuracy = validation.accuracy
+                    self.outcome.validation_accuracy = validation.means["accuracy"]
 
     def give_up(self, why: str) -> None:
         """Report a training that diverged with the accuracy of guessing."""

@@ -112,7 +112,7 @@ def _candidate_trial(config: dict[str, Any]) -> None:
     scored = learner.evaluate("validation")
     compute_s = trained.duration_s + scored.duration_s
     ray.get(config["states"].keep.remote(config["lr"], learner.state(copy=True)))
-    tune.report({"score": scored.accuracy, "compute_s": compute_s, "lr": config["lr"]})
+    tune.report({"score": scored.means["accuracy"], "compute_s": compute_s, "lr": config["lr"]})
 
 
 def _main_loop(config: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ PARALLEL: dict[str, object] = {
     "first_step_s": 0.8,
 }
 REPLY = MainTrainReply(
-    TrainTotals(STEPS, 16_000, 23_456.7, 9_000, 0, 61.3, 0.2), "0" * 64, TIMINGS_S, None, PARALLEL
+    TrainTotals(STEPS, 16_000, 23_456.7, 0, 61.3, 0.2), "0" * 64, TIMINGS_S, None, PARALLEL
 )
 USAGE = Usage(61.5, 99.0, 12_345.6, TIMINGS_S)
 START_LIMIT_S = 300.0

@@ -34,5 +34,5 @@ def make_job() -> Job:
 if __name__ == "__main__":
     result = run(make_job())
     lrs = ", ".join(f"{lr:.3g}" for lr in dict.fromkeys(result.lrs))
-    print(f"test accuracy {result.test_accuracy:.1%} with learning rates {lrs}")
+    print(f"test accuracy {result.test_metric:.1%} with learning rates {lrs}")
     print(f"train with them again: python jobs/replay_schedule.py {result.run_dir}")

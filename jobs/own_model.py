@@ -81,4 +81,4 @@ if __name__ == "__main__":
     from raytrain_opt import run  # imported here: every worker imports this file
 
     result = run(make_job())
-    print(f"test accuracy {result.test_accuracy:.1%}, results in {result.run_dir}")
+    print(f"test accuracy {result.test_metric:.1%}, results in {result.run_dir}")

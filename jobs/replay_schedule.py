@@ -38,4 +38,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
     result = run(make_job(sys.argv[1]))
-    print(f"test accuracy {result.test_accuracy:.1%}, results in {result.run_dir}")
+    print(f"test accuracy {result.test_metric:.1%}, results in {result.run_dir}")

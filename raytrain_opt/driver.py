@@ -73,7 +73,7 @@ class Run(Protocol[State]):
         ...
 
     def evaluate(self, state: State, epoch: int) -> None:
-        """Measure the test accuracy; only every `evaluate.every_epochs` and after the last."""
+        """Measure the test metrics; only every `evaluate.every_epochs` and after the last."""
         ...
 
     def checkpoint_epoch(self, state: State, history: History) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,26 +26,35 @@ class GradientNorms:
     pairs: tuple[tuple[float, float], ...]
 
 
-class _Means:
-    """Means over the samples of a phase; 0 without samples."""
+@dataclass(frozen=True)
+class Metric:
+    """The metric of a task that decides which weights are better."""
 
-    samples: int
-    loss_sum: float
-    correct: int
+    name: Annotated[str, Field(description="Name among the metrics of the task.")] = "accuracy"
+    higher_is_better: Annotated[bool, Field(description="False: less is better.")] = True
+
+    def score(self, value: float) -> float:
+        """Return a number that is higher for better values."""
+        return value if self.higher_is_better else -value
+
+    def text(self, value: float | None) -> str:
+        """Return `98.90 %` for an accuracy of 0.989, other metrics with four digits."""
+        if value is None:
+            return "–"
+        return f"{100 * value:.2f} %" if self.is_fraction else f"{value:.4g}"
+
+    def difference(self, value: float) -> str:
+        """Return a difference of two values as text: of accuracies, in points."""
+        return f"{100 * value:.1f} points" if self.is_fraction else f"{value:.3g}"
 
     @property
-    def loss(self) -> float:
-        """Mean loss; not finite if the loss of any batch is not."""
-        return self.loss_sum / max(self.samples, 1)
-
-    @property
-    def accuracy(self) -> float:
-        """Fraction of the samples whose top prediction is correct."""
-        return self.correct / max(self.samples, 1)
+    def is_fraction(self) -> bool:
+        """Whether it is shown in percent: it counts the correct predictions."""
+        return self.name in ("accuracy", "top5")
 
 
 @dataclass(frozen=True)
-class TrainTotals(_Means):
+class TrainTotals:
     """Sums over the samples of one training phase, of one process or of all workers.
 
     `norms` are those of all workers together, if they were measured.
@@ -52,15 +63,19 @@ class TrainTotals(_Means):
     steps: int
     samples: int
     loss_sum: float
-    correct: int
     skipped: int
     duration_s: float
     data_wait_s: float
     norms: GradientNorms | None = None
 
+    @property
+    def loss(self) -> float:
+        """Mean loss; 0 without samples, not finite if the loss of any batch is not."""
+        return self.loss_sum / max(self.samples, 1)
+
     def plus(self, later: TrainTotals) -> TrainTotals:
         """Return the totals of both parts of a phase that was stopped between two steps."""
-        names = ("steps", "samples", "loss_sum", "correct", "skipped", "duration_s", "data_wait_s")
+        names = ("steps", "samples", "loss_sum", "skipped", "duration_s", "data_wait_s")
         sums = {name: getattr(self, name) + getattr(later, name) for name in names}
         norms = later.norms or self.norms
         if self.norms and later.norms:
@@ -73,19 +88,26 @@ EVAL_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
-class EvalTotals(_Means):
-    """Sums over the samples of one evaluation; every sample counts exactly once."""
+class EvalTotals:
+    """Sums over the samples of one evaluation; every sample counts exactly once.
+
+    `sums`: the loss and the metrics of the task by name. `metric`: which one decides.
+    """
 
     samples: int
-    loss_sum: float
-    correct: int
-    correct_top5: int
+    sums: dict[str, float]
     duration_s: float
+    metric: Metric = Metric()
 
     @property
-    def top5(self) -> float:
-        """Fraction of the samples whose label is among the top five predictions."""
-        return self.correct_top5 / max(self.samples, 1)
+    def means(self) -> dict[str, float]:
+        """The loss and each metric, as means over the samples; 0 without samples."""
+        return {name: value / max(self.samples, 1) for name, value in self.sums.items()}
+
+    @property
+    def loss(self) -> float:
+        """Mean loss; not finite if the loss of any sample is not."""
+        return self.means["loss"]
 
 
 @dataclass(frozen=True)

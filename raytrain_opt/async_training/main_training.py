@@ -175,8 +175,7 @@ def _slowest_timings(metrics: Sequence[AsyncWorkerMetrics]) -> dict[str, float]:
 def _add(parts: Sequence[EvalTotals]) -> EvalTotals:
     return EvalTotals(
         samples=sum(part.samples for part in parts),
-        loss_sum=sum(part.loss_sum for part in parts),
-        correct=sum(part.correct for part in parts),
-        correct_top5=sum(part.correct_top5 for part in parts),
+        sums={name: sum(part.sums[name] for part in parts) for name in parts[0].sums},
         duration_s=max(part.duration_s for part in parts),
+        metric=parts[0].metric,
     )

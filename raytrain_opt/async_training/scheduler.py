@@ -87,7 +87,6 @@ class MicroBatchDone:
     number: int
     loss_sum: float
     samples: int
-    correct: int
     skipped: int
     staleness: int = 0
 
@@ -110,7 +109,7 @@ class SspScheduler:
 
     phase: EpochPhase
     version: int = 0
-    totals: TrainTotals = TrainTotals(0, 0, 0.0, 0, 0, 0.0, 0.0)
+    totals: TrainTotals = TrainTotals(0, 0, 0.0, 0, 0.0, 0.0)
     _free: list[int] = field(init=False)
     _claims: dict[int, int] = field(default_factory=dict)  # micro-batch -> worker
     _begun: dict[int, int] = field(default_factory=dict)  # micro-batch -> version of its weights
@@ -215,6 +214,5 @@ class SspScheduler:
             self.totals,
             samples=self.totals.samples + result.samples,
             loss_sum=self.totals.loss_sum + result.loss_sum,
-            correct=self.totals.correct + result.correct,
             skipped=self.totals.skipped + result.skipped,
         )

@@ -154,8 +154,8 @@ class AsyncTrainer:
             flat.buffer.copy_(part)
         for flat in self._gradients:
             flat.buffer.zero_()
-        loss_sum, correct = self.learner.add_gradient(batch, phase.index_of(number))
-        result = MicroBatchDone(number, loss_sum, len(batch.y), correct, batch.skipped)
+        loss_sum = self.learner.add_gradient(batch, phase.index_of(number))
+        result = MicroBatchDone(number, loss_sum, batch.size, batch.skipped)
         return result, [to_wire(flat.buffer, self._wire_dtype) for flat in self._gradients]
 
 

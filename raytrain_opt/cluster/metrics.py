@@ -10,7 +10,7 @@ from raytrain_opt.recording.records import EpochRecord
 _GAUGES = {
     "epoch": "Finished epochs.",
     "train_loss": "Mean training loss of the last epoch.",
-    "test_accuracy": "Top-1 test accuracy of the last evaluated epoch, 0..1.",
+    "test_metric": "The test metric that decides, such as the accuracy, 0..1.",
     "lr": "Learning rate of the last step.",
     "samples_per_s": "Samples per second of the last epoch, all workers together.",
 }

@@ -121,6 +121,7 @@ def _load_run_job(path: Path, run_dir: str, trust: bool) -> Job:
         rule = f"is not a run directory: {path} is missing"
         raise JobError([Problem(_ARGUMENT, rule, repr(run_dir))], "arguments")
     job = load_job(path)
+    job.task.require_classification("raytrain-opt evaluate")
     if not trust:
         refuse_functions(job.functions, run_dir)
     problems = check_job(job)

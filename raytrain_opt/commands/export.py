@@ -48,6 +48,7 @@ def export(model: TrainedModel, name: str, path: str) -> float:
     """
     import torch
 
+    model.task.require_classification("raytrain-opt export")
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(n, *model.sample_shape, generator=generator) for n in (2, *_BATCH_SIZES)]
     fmt = FORMATS[name]

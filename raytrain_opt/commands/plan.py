@@ -52,6 +52,7 @@ def _planner(
     if job.epochs is None:
         rule = "a plan needs epochs: --set train_for=null --set epochs=90"
         raise JobError([Problem("train_for", rule)], "plan")
+    job.task.require_classification("raytrain-opt plan")
     info = _read_info(job, data)
     model = build_model(
         job.model, num_classes=info.num_classes, sample_shape=info.sample_shape, seed=job.seed

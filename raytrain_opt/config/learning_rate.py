@@ -102,8 +102,12 @@ class StptPolicy(Section):
         ),
     )
     search_on: SearchOn = Field("slots", description=_SEARCH_ON)
-    score: Literal["val_accuracy", "val_loss"] = Field(
-        "val_accuracy", description="Score of a candidate, on the validation split."
+    score: Literal["val_metric", "val_loss"] = Field(
+        "val_metric",
+        description=(
+            "Score of a candidate, on the validation split. val_metric: the metric of the task "
+            "that decides, which is the accuracy with classification."
+        ),
     )
     max_halvings: NonNegativeInt = Field(
         5, description="How often a round is repeated at half the rate if all candidates diverge."

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.config.data import DataSection, HoldOut
+from raytrain_opt.config.data import BatchAugment, DataSection, DatasetData, HoldOut
 from raytrain_opt.config.learning_rate import (
     HorizonPolicy,
     LearningRateSection,
@@ -40,6 +40,7 @@ from raytrain_opt.config.updates import (
     OptimizerSection,
     ParallelSection,
 )
+from raytrain_opt.errors import JobError, Problem
 
 Precision = Literal["auto", "fp32", "fp32_strict", "bf16", "fp16"]
 # YAML reads off as false.
@@ -48,6 +49,7 @@ Compile = Annotated[
     BeforeValidator(lambda value: "off" if value is False else value),
 ]
 _SCORING_POLICIES = ("stpt", "stpt_horizon")
+CLASSIFICATION = "classification"
 
 
 class ModelSection(NamedSection):
@@ -82,8 +84,29 @@ class ModelSection(NamedSection):
     )
 
 
+class TaskSection(NamedSection):
+    """What is learned: classification, or a task of your own."""
+
+    name: NameOrFunction = Field(
+        CLASSIFICATION,
+        description=(
+            "classification, or package.module:Class with the methods training_loss and "
+            "validation_metrics; see tasks.md."
+        ),
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the class."
+    )
+
+    def require_classification(self, purpose: str) -> None:
+        """Raise JobError for a task of the user's own."""
+        if self.name != CLASSIFICATION:
+            rule = f"{purpose} needs task: classification, where outputs are scores of classes"
+            raise JobError([Problem("task.name", rule, repr(self.name))])
+
+
 class LossSection(NamedSection):
-    """The loss to minimize."""
+    """The loss of classification."""
 
     name: NameOrFunction = Field(
         "cross_entropy",
@@ -114,7 +137,7 @@ class CheckpointSection(Section):
         2, description="Number of latest checkpoints to keep."
     )
     keep_best: bool = Field(
-        True, description="Also keep the checkpoint with the best test accuracy."
+        True, description="Also keep the checkpoint with the best result on the test set."
     )
 
 
@@ -167,8 +190,12 @@ class TrackingSection(Section):
 class StopSection(Section):
     """When a training ends before its last epoch."""
 
-    metric: Literal["test_accuracy", "test_top5", "test_loss"] = Field(
-        "test_accuracy", description="Value of epochs.jsonl that decides."
+    metric: Literal["test_metric", "test_loss"] = Field(
+        "test_metric",
+        description=(
+            "test_metric: the metric of the task that decides, which is the accuracy with "
+            "classification."
+        ),
     )
     target: float | None = Field(
         None, description="End when the metric is as good as this: 0.93, or a loss."
@@ -248,7 +275,10 @@ class Job(Section):
         default_factory=BatchRampSection,
         description="Increase the global batch at given epochs (Smith et al.). Default: never.",
     )
-    loss: LossSection = Field(default_factory=LossSection, description="The loss to minimize.")
+    task: TaskSection = Field(default_factory=TaskSection, description="What is learned.")
+    loss: LossSection = Field(
+        default_factory=LossSection, description="The loss to minimize in classification."
+    )
     seed: NonNegativeInt = Field(
         0, lt=2**63, description="Seed of weights, sample order, augmentation and splits."
     )
@@ -343,6 +373,7 @@ class Job(Section):
         pairs: list[tuple[str, object]] = [
             ("model.name", self.model.name),
             ("data.name", self.data.name),
+            ("task.name", self.task.name),
             ("loss.name", self.loss.name),
             *(("optimizer.name", optimizer.name) for optimizer in self.optimizers),
             *((f"callbacks.{i}", name) for i, name in enumerate(self.callbacks)),
@@ -370,6 +401,7 @@ class Job(Section):
             yield "epochs", "is required, or train_for in its place"
         if self.train_for is not None:
             yield from self._time_rules()
+        yield from self._task_rules()
         yield from self._batch_rules()
         yield from self._rate_rules()
         yield from self._ramp_rules()
@@ -396,6 +428,20 @@ class Job(Section):
             yield "batch_ramp.steps", "needs a number of epochs, and the job gives train_for"
         if self.parallel.mode == "async":
             yield "train_for", "needs workers in step; parallel.mode is async"
+
+    def _task_rules(self) -> Iterator[BrokenRule]:
+        """Yield what only classification has: a task of the user's own does without."""
+        if self.task.name == CLASSIFICATION:
+            return
+        if self.loss != LossSection():
+            yield "loss", "belongs to task: classification; a task of your own returns its loss"
+        augment = self.data.augment
+        if augment is not None and (augment.mixup or augment.cutmix):
+            yield "data.augment", "mixup and cutmix need the labels of task: classification"
+        if isinstance(self.data, DatasetData) and (
+            self.data.augment != BatchAugment() or self.data.normalize != "auto"
+        ):
+            yield "data", "a task of your own gets the samples as they are; change your Dataset"
 
     def _batch_rules(self) -> Iterator[BrokenRule]:
         if self.global_batch_size % self.workers.size:
@@ -551,6 +597,7 @@ CHECKED_SECTIONS: dict[str, Any] = {
     "learning_rate": LearningRateSection,
     "batch_size_search": BatchSizeSection | None,
     "optimizer": OptimizerChoiceSection,
+    "task": TaskSection,
     "loss": LossSection,
     "workers": WorkersSection,
     "storage_path": str,

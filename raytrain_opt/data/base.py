@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from raytrain_opt.data.nesting import leaves
 
 if TYPE_CHECKING:
     import torch
@@ -23,29 +25,35 @@ Split = Literal["validation", "test"]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Samples on the device, ready for the model.
+    """Samples on the device, ready for the task.
 
     x [samples, ...]: float32, normalized where it came from uint8 images (then [N, C, H, W]).
     y [samples]: int64 class indices. skipped: number of unreadable samples left out. Of mixed
     samples, `weight` belongs to y and the rest to `other_y`. `relative_size`: number of samples
     over the mean of the step's micro-batches, which is not 1 in the last step of an epoch only.
+    For the Datasets of a user's task, x is the nesting of tensors that their samples have, and y
+    is None.
     """
 
-    x: torch.Tensor
-    y: torch.Tensor
+    x: Any
+    y: Any
     skipped: int = 0
     other_y: torch.Tensor | None = None
     weight: float = 1.0
     relative_size: float = 1.0
 
-    def mean_loss(
-        self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], output: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the mean of `loss` over the samples, of mixed ones over both labels."""
-        mean = loss(output, self.y)
-        if self.other_y is None:
-            return mean
-        return self.weight * mean + (1 - self.weight) * loss(output, self.other_y)
+    @property
+    def content(self) -> Any:
+        """What a task gets: x and y, of mixed samples other_y and weight too; or the nesting."""
+        if self.y is None:
+            return self.x
+        pair = (self.x, self.y)
+        return pair if self.other_y is None else (*pair, self.other_y, self.weight)
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(next(leaves(self.x)))
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class DataInfo:
     """Sizes of the splits in samples, and the shape of one sample as the model sees it.
 
     `train_size` samples are trained on, `search_size` of them by candidates. `class_names`: none
-    if the data have no names.
+    if the data have no names. `example`: a sample of the user's Datasets, None for other data.
     """
 
     num_classes: int
@@ -64,6 +72,15 @@ class DataInfo:
     test_size: int
     class_names: tuple[str, ...] = ()
     preprocessing: Preprocessing | None = None
+    example: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type of a sample as the model sees it; None for the default type."""
+        if self.example is None or (self.preprocessing and self.preprocessing.is_image):
+            return None
+        dtype: torch.dtype = next(leaves(self.example)).dtype
+        return dtype
 
     def steps_per_epoch(self, global_batch_size: int) -> int:
         """Return the number of full global batches."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.sampling import Purpose, sample_seed
@@ -23,7 +23,7 @@ from raytrain_opt.random_state import preserve_random_state
 
 # The sets a source has: the validation split of `base.Split` is cut from "train".
 SourceSplit = Literal["train", "test"]
-Sample = tuple[torch.Tensor, int]
+Sample = Any  # (x, label), or for a user's task any nesting of tensors
 # Of one image, uint8 [C, H, W].
 Policy = Callable[[torch.Tensor], torch.Tensor]
 
@@ -35,7 +35,7 @@ class SampleSource(Protocol):
     field: str  # of the job: errors of a sample name it
 
     def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
-        """Return x, in the type and layout of the batch, and its class.
+        """Return x, in the type and layout of the batch, and its class; or a task's sample.
 
         Raises DataError for a sample that breaks the contract; any other exception means that
         this sample is unreadable.
@@ -62,10 +62,9 @@ class BatchRequest(NamedTuple):
 
 
 class LoadedBatch(NamedTuple):
-    """A batch as it comes from a loader process; x and y are empty when there is an error."""
+    """A batch as it comes from a loader process; the content is empty when there is an error."""
 
-    x: torch.Tensor
-    y: torch.Tensor
+    content: Any
     skipped: int
     error: DataError | None
     load_s: float = 0.0
@@ -90,7 +89,7 @@ class BatchReader(Dataset[Sample]):
                 loaded = self._load(requests[0])
             return loaded._replace(load_s=monotonic_s() - started_s)
         except DataError as error:
-            return LoadedBatch(torch.empty(0), torch.empty(0), 0, error)
+            return LoadedBatch((), 0, error)
 
     def _load(self, request: BatchRequest) -> LoadedBatch:
         samples: list[Sample] = []
@@ -99,10 +98,11 @@ class BatchReader(Dataset[Sample]):
         for index, key in zip(request.indices, request.keys or request.indices, strict=True):
             seed_all(sample_seed(self._seed, request.purpose, request.epoch, key))
             try:
-                x, label = self._source.read(request.split, index, augment)
+                sample = self._source.read(request.split, index, augment)
                 if augment and self._policy is not None:
-                    x = self._policy(x.permute(2, 0, 1)).permute(1, 2, 0)
-                samples.append((x, label))
+                    x, label = sample
+                    sample = self._policy(x.permute(2, 0, 1)).permute(1, 2, 0), label
+                samples.append(sample)
             except DataError:
                 raise
             except Exception as error:
@@ -117,9 +117,8 @@ class BatchReader(Dataset[Sample]):
         if not samples:
             rule = f"no sample of {request.name} can be read; the last: {reason}"
             raise DataError(self._source.field, rule)
-        x = torch.stack([x for x, _ in samples])
-        y = torch.tensor([label for _, label in samples], dtype=torch.int64)
-        return LoadedBatch(x, y, len(request.indices) - len(samples), None)
+        content = default_collate(samples)
+        return LoadedBatch(content, len(request.indices) - len(samples), None)
 
 
 def cause(error: BaseException) -> str:

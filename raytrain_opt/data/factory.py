@@ -46,12 +46,13 @@ def open_data(
     seed: int,
     device: torch.device,
     channels_last: bool,
+    classification: bool = True,
 ) -> TrainingData:
     """Open the data of a job in a process that trains or evaluates on `device`.
 
     `shared` is the result of `load_shared_data`; without it, the data are read here.
-    `hold_out` and `seed` decide which training samples form the validation split. Raises
-    DataError.
+    `hold_out` and `seed` decide which training samples form the validation split. Without
+    `classification`, samples of a user's Datasets are any nesting of tensors. Raises DataError.
     """
     if isinstance(section, (ArraySetData, ArraysData)):
         from raytrain_opt.data.in_memory import InMemoryData
@@ -75,4 +76,5 @@ def open_data(
         seed=seed,
         device=device,
         channels_last=channels_last,
+        classification=classification,
     )

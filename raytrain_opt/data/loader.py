@@ -27,6 +27,7 @@ from raytrain_opt.data.batch_reader import (
 )
 from raytrain_opt.data.copy_stream import CopyStream
 from raytrain_opt.data.image_folder import ImageFolderSource
+from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose
 from raytrain_opt.data.shards import ShardSource
 from raytrain_opt.data.user_datasets import UserDatasetSource
@@ -44,7 +45,8 @@ _SPARE = 1.25
 class DataLoaderData(TrainingData):
     """`TrainingData` over samples that are read one at a time: image files, a user's Datasets.
 
-    `files`: the images, if they are listed already. Raises DataError for wrong folders, Datasets
+    `files`: the images, if they are listed already. Without `classification`, samples of a user's
+    Datasets are any nesting of tensors. Raises DataError for wrong folders, Datasets
     or settings.
     """
 
@@ -57,6 +59,7 @@ class DataLoaderData(TrainingData):
         seed: int,
         device: torch.device,
         channels_last: bool,
+        classification: bool = True,
     ) -> None:
         source: ImageFolderSource | ShardSource | UserDatasetSource
         self._shards: ShardSource | None = None
@@ -65,7 +68,7 @@ class DataLoaderData(TrainingData):
         elif isinstance(section, ShardsData):
             source = self._shards = ShardSource(section)
         else:
-            source = UserDatasetSource(section, seed)
+            source = UserDatasetSource(section, seed, classification=classification)
         shape = source.sample_shape
         preprocessing = transforms.resolve_preprocessing(
             section.normalize,
@@ -89,7 +92,9 @@ class DataLoaderData(TrainingData):
             test_size=len(self._test),
             class_names=source.class_names,
             preprocessing=preprocessing,
+            example=getattr(source, "example", None),
         )
+        self._pairs = classification or not isinstance(source, UserDatasetSource)
         self.on_copy: Callable[[], None] = no_op
         self._copies, self._section = CopyStream(device), section
         skip, policy = section.on_unreadable == "skip", make_policy(section.augment)
@@ -181,13 +186,22 @@ class DataLoaderData(TrainingData):
         if self._shards is not None:
             self._shards.prepare(split, order, start, stop)
 
+    def _copy(self, content: Any) -> Any:
+        """Return a batch's tensors on the device, in their nesting."""
+        copies = iter(self._copies.copy(*leaves(content)))
+        return map_leaves(lambda _: next(copies), content)
+
     def _batches(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
         for loaded in self._loader.load(requests):
             if loaded.error is not None:
                 raise loaded.error
             self.on_copy()
-            x, y = self._copies.copy(loaded.x, loaded.y)
-            yield Batch(self._transform(x), y, loaded.skipped)
+            content = self._copy(loaded.content)
+            if self._pairs:
+                x, y = content
+                yield Batch(self._transform(x), y, loaded.skipped)
+            else:
+                yield Batch(content, None, loaded.skipped)
 
 
 class _ReusedLoader:

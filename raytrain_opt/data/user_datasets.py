@@ -19,6 +19,7 @@ from raytrain_opt.data.batch_reader import (
     isolated_random_state,
     seed_all,
 )
+from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Purpose, sample_seed
 from raytrain_opt.data.transforms import MeanStd
 from raytrain_opt.errors import DataError
@@ -27,22 +28,21 @@ from raytrain_opt.errors import DataError
 # row, the data set is more likely wrong than damaged.
 _MAX_TRIES = 100
 
-_ShapeType = tuple[tuple[int, ...], torch.dtype]
-
 
 class UserDatasetSource:
-    """Samples (x, label) of the Datasets (train, test) that the user's function returns.
+    """Samples of the Datasets (train, test) that the user's function returns.
 
-    uint8 [C, H, W] is an image and is returned as [H, W, C]; integers stay integers; every
-    other x becomes float32. Raises DataError: the function, a Dataset or a sample breaks the
-    contract.
+    With `classification` they are (x, label): uint8 [C, H, W] is an image and is returned as
+    [H, W, C]; integers stay integers; every other x becomes float32. Else they are any nesting of
+    tensors, arrays and numbers, in which float64 becomes float32. `example`: the first sample.
+    Raises DataError: the function, a Dataset or a sample breaks the contract.
     """
 
     field = "data.name"
     mean_std: MeanStd | None = None  # unknown without reading all samples
 
-    def __init__(self, section: DatasetData, seed: int) -> None:
-        name = section.name
+    def __init__(self, section: DatasetData, seed: int, *, classification: bool = True) -> None:
+        name, self._classification = section.name, classification
         self._name = name if isinstance(name, str) else function_name(name)
         self._datasets = self._call(section, seed)
         for split in self._datasets:
@@ -52,9 +52,11 @@ class UserDatasetSource:
         self.class_names: tuple[str, ...] = ()
         if isinstance(names, Collection) and len(names) == self.num_classes:
             self.class_names = tuple(map(str, names))
-        self._expected = self._probe(section.on_unreadable == "skip")
-        self.sample_shape: tuple[int, ...] = self._expected[0]
-        self.is_image = self._expected[1] == torch.uint8
+        self.example = self._probe(section.on_unreadable == "skip")
+        first = next(leaves(self.example))
+        self.sample_shape: tuple[int, ...] = tuple(first.shape)
+        self.is_image = classification and first.dtype == torch.uint8
+        self._expected = _describe(self.example[0] if classification else self.example)
 
     def size(self, split: SourceSplit) -> int:
         """Return the number of samples."""
@@ -62,16 +64,18 @@ class UserDatasetSource:
 
     def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
         """Return one checked sample; `augment` is unused, as the Dataset itself augments."""
-        x, label = self._sample(split, index)
-        shape_type = tuple(x.shape), x.dtype
-        if shape_type != self._expected:
+        sample = self._sample(split, index)
+        checked, name = (sample[0], "x") if self._classification else (sample, "it")
+        if _describe(checked) != self._expected:
             raise self._error(
                 split,
                 index,
-                f"x is {_describe(shape_type)} but the first training sample's is "
-                f"{_describe(self._expected)}; all must be the same, e.g. by a resize in the "
-                "Dataset",
+                f"{name} is {_describe(checked)} but the first training sample's is "
+                f"{self._expected}; all must be the same, e.g. by a resize in the Dataset",
             )
+        if not self._classification:
+            return sample
+        x, label = sample
         if not 0 <= label < self.num_classes:
             raise self._error(
                 split,
@@ -124,19 +128,21 @@ class UserDatasetSource:
             return int(train.num_classes)
         if getattr(train, "classes", None) is not None:
             return len(train.classes)
+        if not self._classification:
+            return 1
         raise DataError(
             "data.num_classes",
             f"the train set of {self._name} has neither num_classes nor "
             "classes, so write the number in the job",
         )
 
-    def _probe(self, skip: bool) -> _ShapeType:
-        """Return shape and type of the first training sample; with `skip`, of a readable one."""
+    def _probe(self, skip: bool) -> Sample:
+        """Return the first training sample; with `skip`, the first readable one."""
         index = 0
         while True:
             try:
                 with isolated_random_state():
-                    x, _ = self._sample("train", index)
+                    return self._sample("train", index)
             except DataError:
                 raise
             except Exception as error:
@@ -144,11 +150,11 @@ class UserDatasetSource:
                     rule = f"{self.describe('train', index)}: {cause(error)}"
                     raise DataError(self.field, rule) from error
                 index += 1
-            else:
-                return tuple(x.shape), x.dtype
 
     def _sample(self, split: SourceSplit, index: int) -> Sample:
         sample = self._datasets[split][index]
+        if not self._classification:
+            return self._tensors(split, index, sample)
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise self._error(
                 split, index, f"it must be a pair (x, label), not {type(sample).__name__}"
@@ -165,6 +171,25 @@ class UserDatasetSource:
                 "torchvision.transforms.v2.PILToTensor())",
             )
         return _convert(x.detach()), self._class_index(split, index, label)
+
+    def _tensors(self, split: SourceSplit, index: int, sample: Any) -> Sample:
+        """Return the sample of a user's task with all leaves as tensors."""
+
+        def convert(leaf: Any) -> torch.Tensor:
+            if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float):
+                raise self._error(
+                    split,
+                    index,
+                    f"it contains a {type(leaf).__name__}; with a task of your own it must be a "
+                    "tensor, an array or a number, or a dict, list or tuple of these",
+                )
+            tensor = torch.as_tensor(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf)
+            return tensor.detach().float() if tensor.dtype == torch.float64 else tensor.detach()
+
+        tensors = map_leaves(convert, sample)
+        if not any(True for _ in leaves(tensors)):
+            raise self._error(split, index, "it has no tensor")
+        return tensors
 
     def _class_index(self, split: SourceSplit, index: int, label: Any) -> int:
         try:
@@ -189,5 +214,6 @@ def _convert(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32)
 
 
-def _describe(shape_type: _ShapeType) -> str:
-    return f"{shape_type[1]} {list(shape_type[0])}"
+def _describe(sample: Sample) -> str:
+    described = map_leaves(lambda tensor: f"{tensor.dtype} {list(tensor.shape)}", sample)
+    return described if isinstance(described, str) else str(described).replace("'", "")

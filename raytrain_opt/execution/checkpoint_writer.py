@@ -42,7 +42,7 @@ class CheckpointWriter:
         return self._checkpoints.latest
 
     def save(
-        self, state: TrainingState, progress: RunProgress, test_accuracy: float | None = None
+        self, state: TrainingState, progress: RunProgress, score: float | None = None
     ) -> None:
         """Begin to save the run as far as it has come.
 
@@ -64,7 +64,7 @@ class CheckpointWriter:
                 # The records must never be behind the checkpoint: a resume truncates, not adds.
                 self._paths.sync_records()
                 self._checkpoints.save(
-                    epoch, state, progress.to_json(), test_accuracy, rounds=rounds, steps=steps
+                    epoch, state, progress.to_json(), score, rounds=rounds, steps=steps
                 )
                 self.publish()
 

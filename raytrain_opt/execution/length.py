@@ -9,6 +9,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.results import Metric
 from raytrain_opt.search.early_stopping import lost_patience, reached_target
 from raytrain_opt.search.policy import History
 from raytrain_opt.search.time_budget import Pace, plan_epoch
@@ -133,10 +134,13 @@ class TrainingLength:
         section = self._job.stop
         if section is None:
             return "", False
-        values = [getattr(record, section.metric) for record in self.records]
-        if reached_target(section, values):
+        metric = Metric("loss", higher_is_better=False)
+        if section.metric == "test_metric":
+            metric = next((r.metric for r in self.records if r.metric is not None), Metric())
+        values = [record.test_metrics.get(metric.name) for record in self.records]
+        if reached_target(section, metric, values):
             return f"{section.metric} reached the target, {section.target:g}", True
-        if lost_patience(section, values):
+        if lost_patience(section, metric, values):
             text = f"{section.metric} was no better in {section.patience} evaluated epochs"
             return text, not self._job.rate_decays
         return "", False

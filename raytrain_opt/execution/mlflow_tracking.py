@@ -13,10 +13,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.execution.callbacks import Callback
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
 
-_METRICS = (
-    "train_loss", "train_accuracy", "test_loss", "test_accuracy", "test_top5", "lr",
-    "samples_per_s", "duration_s",
-)  # fmt: skip
+_METRICS = ("train_loss", "lr", "samples_per_s", "duration_s")
 _RUN_DIR = "raytrain_opt.run_dir"
 # MLflow refuses longer values, and more parameters in one call.
 _MAX_VALUE, _MAX_PARAMS = 500, 100
@@ -59,7 +56,9 @@ class MlflowTracking(Callback):
 
     def on_epoch(self, record: EpochRecord) -> None:
         """Write the measured values of the epoch."""
-        self._log(record.epoch, {name: getattr(record, name) for name in _METRICS})
+        values = {name: getattr(record, name) for name in _METRICS}
+        tested = {f"test_{name}": value for name, value in record.test_metrics.items()}
+        self._log(record.epoch, values | tested)
 
     def on_end(self, result: ResultRecord | None) -> None:
         """Upload the report, and close the run."""

@@ -23,7 +23,7 @@ from raytrain_opt.config.data import (
 )
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.learning_rate import ReplayPolicy
-from raytrain_opt.config.schema import Job
+from raytrain_opt.config.schema import CLASSIFICATION, Job
 from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.storage import check_uri
@@ -96,13 +96,14 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
     """
     from raytrain_opt.execution.callbacks import check_callbacks, check_tracking
     from raytrain_opt.models import check_model
-    from raytrain_opt.train.loss import check_loss
+    from raytrain_opt.train.task import check_loss, check_task
 
     checks: dict[str, Callable[[Any], list[Problem]]] = {
         "model": check_model,
         "data": check_data,
         "learning_rate": _check_schedule,
         "optimizer": _check_optimizers,
+        "task": check_task,
         "loss": check_loss,
         "storage_path": check_uri,
         "callbacks": check_callbacks,
@@ -144,8 +145,6 @@ def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Pr
     Raises DataError when the data cannot be used, JobError with all fields that do not match the
     data.
     """
-    from raytrain_opt.train.loss import check_loss_value
-
     shared, info = _read_data(job)
     problems = _check_worker_count(job, info)
     resolved = None
@@ -154,10 +153,7 @@ def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Pr
             resolved = resolve(job, info)
         except JobError as error:
             problems += error.problems
-    problems += [
-        *_check_model(job, info, resumed=resumed),
-        *check_loss_value(job.loss, info.num_classes),
-    ]
+    problems += _check_model(job, info, resumed=resumed)
     if problems:
         raise JobError(problems, source)
     return Preflight([shared], info, resolved)
@@ -214,6 +210,7 @@ def _read_data(job: Job) -> tuple[SharedData, DataInfo]:
         seed=job.seed,
         device=torch.device("cpu"),
         channels_last=job.channels_last,
+        classification=job.task.name == CLASSIFICATION,
     )
     try:
         data.check_samples()
@@ -252,15 +249,17 @@ def _check_last_updates(job: Job, info: DataInfo) -> None:
 
 def _check_model(job: Job, info: DataInfo, *, resumed: bool) -> list[Problem]:
     """Build the model on the CPU, as every worker does, and call it once."""
-    from raytrain_opt.models import build_model, check_output
+    from raytrain_opt.models import build_model
     from raytrain_opt.optim.factory import group_parameters
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
+    from raytrain_opt.train.task import build_task, try_task
 
     shape, classes = info.sample_shape, info.num_classes
     try:
         model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
         alone = job.batch_size_per_worker == 1 and job.batch_size_search is None
-        check_output(model, shape, classes, "cpu", trains_on_one=alone)
+        task = build_task(job.task, job.loss)
+        try_task(task, model, info, "cpu", trains_on_one=alone)
         if job.model.weights is not None and not resumed:
             fit_pretrained(model.state_dict(), read_pretrained(job.model), classes)
         for optimizer in job.optimizers:

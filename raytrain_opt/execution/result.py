@@ -17,8 +17,10 @@ from raytrain_opt.recording.records import (
     ResultRecord,
     RoundRecord,
     SearchResult,
+    best_epoch,
 )
 from raytrain_opt.report import try_write_report
+from raytrain_opt.results import Metric
 from raytrain_opt.search.noise_scale import summarize
 from raytrain_opt.storage import join
 from raytrain_opt.terminal.progress import print_summary
@@ -28,13 +30,14 @@ from raytrain_opt.terminal.progress import print_summary
 class RunResult:
     """Result of a run, for scripts.
 
-    Accuracies are fractions, 0..1; None when no epoch was evaluated. `lrs`: the learning rate of
+    `test_metric`: of the last epoch, the metric of the task that decides; with classification the
+    accuracy, 0..1. None when it was not evaluated. `lrs`: the learning rate of
     every step. `summary`: the content of result.json.
     """
 
     run_dir: str
-    test_accuracy: float | None
-    best_test_accuracy: float | None
+    test_metric: float | None
+    best_test_metric: float | None
     best_epoch: int | None
     lrs: tuple[float, ...]
     wall_s: float
@@ -57,11 +60,12 @@ def finish(run: TrainingRun) -> RunResult:
     run.callbacks.call("on_end", record)
     run.checkpoints.publish()
     run.terminal.advance(1.0)
-    print_summary(_rows(epochs, rounds), _facts(run, record, report))
+    name = (epochs[-1].metric or Metric()).name
+    print_summary(name, _rows(epochs, rounds), _facts(run, record, report))
     return RunResult(
         run_dir=run.paths.shown,
-        test_accuracy=record.final.test_accuracy,
-        best_test_accuracy=record.best.test_accuracy if record.best else None,
+        test_metric=record.final.test_metric,
+        best_test_metric=record.best.test_metric if record.best else None,
         best_epoch=record.best.epoch if record.best else None,
         lrs=run.lrs,
         wall_s=record.wall_s,
@@ -70,8 +74,7 @@ def finish(run: TrainingRun) -> RunResult:
 
 
 def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
-    evaluated = [epoch for epoch in epochs if epoch.test_accuracy is not None]
-    best = max(evaluated, key=lambda epoch: epoch.test_accuracy or 0.0, default=None)
+    best = best_epoch(epochs)
     progress = run.progress
     return ResultRecord(
         finished_utc=utc_now(),
@@ -113,7 +116,7 @@ def _hardware(run: TrainingRun) -> Hardware:
 def _rows(
     epochs: Sequence[EpochRecord], rounds: Sequence[RoundRecord]
 ) -> list[tuple[str, str, str, str]]:
-    """Return a row per epoch: number, candidates' rates, chosen rate, test accuracy."""
+    """Return a row per epoch: number, candidates' rates, chosen rate, test metric."""
     rates: dict[int, list[str]] = {}
     for record in rounds:
         texts = [f"{candidate.lr:.4g}" for candidate in record.candidates]
@@ -123,7 +126,7 @@ def _rows(
             str(epoch.epoch),
             " ".join(rates.get(epoch.epoch, [])) or "-",
             f"{epoch.lr:.4g}",
-            "-" if epoch.test_accuracy is None else f"{epoch.test_accuracy:.2%}",
+            epoch.metric.text(epoch.test_metric) if epoch.metric else "-",
         )
         for epoch in epochs
     ]

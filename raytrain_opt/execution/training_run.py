@@ -244,7 +244,7 @@ class TrainingRun:
             self._save(state)
 
     def evaluate(self, state: StateRef, epoch: int) -> None:
-        """Measure top-1 and top-5 on the test split, if `evaluate.every_epochs` says so.
+        """Measure the metrics of the task on the test split, if `evaluate.every_epochs` says so.
 
         Raises DivergedError if the loss is not finite.
         """
@@ -290,7 +290,9 @@ class TrainingRun:
         with self._stop.deferred(self.job.timeouts.stop_s):
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
             if is_due or self._stop.error is not None:
-                self._save(state, record.test_accuracy)
+                value, metric = record.test_metric, record.metric
+                score = None if value is None or metric is None else metric.score(value)
+                self._save(state, score)
 
     # After the last move.
 
@@ -419,11 +421,11 @@ class TrainingRun:
             "(learning_rate.warmup)."
         )
 
-    def _save(self, state: StateRef, test_accuracy: float | None = None) -> None:
+    def _save(self, state: StateRef, score: float | None = None) -> None:
         tensors = self.backend.states.get(state)
         with self._epoch.stopwatch.measure("checkpoint_wait_s"):
             self.wait_for_checkpoint()
-            self.checkpoints.save(tensors, self.progress, test_accuracy)
+            self.checkpoints.save(tensors, self.progress, score)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, and tell the callbacks."""
@@ -450,7 +452,7 @@ def open_training_run(
 
     `observers`: callbacks beside those of the job.
     """
-    checkpoints.metadata = model_metadata(resolved.job.model, resolved.info)
+    checkpoints.metadata = model_metadata(resolved.job.model, resolved.job.task, resolved.info)
     recorder = Recorder(paths)
     event_log = EventLog(recorder, terminal, startup.began_s)
     writer = CheckpointWriter(checkpoints, paths, event_log, resolved.job.timeouts.no_progress_s)

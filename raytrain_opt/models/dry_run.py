@@ -36,7 +36,7 @@ def check_output(
     import torch
 
     samples = torch.zeros(_SAMPLES, *sample_shape, device=device, dtype=dtype or torch.float32)
-    with _preserve_model(model, torch.device(device)), torch.no_grad():
+    with preserve_model(model, torch.device(device)), torch.no_grad():
         model.eval()
         try:
             output = model(samples)
@@ -63,7 +63,7 @@ def check_output(
 
 
 @contextmanager
-def _preserve_model(model: nn.Module, device: torch.device) -> Iterator[None]:
+def preserve_model(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore the mode of every layer, every buffer and the random states on exit."""
     import torch
 

@@ -26,11 +26,8 @@ from raytrain_opt.recording.records import (
 from raytrain_opt.recording.tensorboard import TensorBoardWriter
 from raytrain_opt.storage import append_lines, write_bytes, write_text
 
-_CANDIDATE_SCALARS = ("lr", "score", "val_accuracy", "val_loss", "train_loss")
-_EPOCH_SCALARS = (
-    "lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "test_top5",
-    "samples_per_s",
-)  # fmt: skip
+_CANDIDATE_SCALARS = ("lr", "score", "val_metric", "val_loss", "train_loss")
+_EPOCH_SCALARS = ("lr", "train_loss", "samples_per_s")
 
 R = TypeVar("R", bound=Record)
 
@@ -67,6 +64,7 @@ class Recorder:
         """Write a line of epochs.jsonl, and the same values for TensorBoard."""
         append_records(self.paths.epochs, [record])
         scalars = {f"epoch/{name}": getattr(record, name) for name in _EPOCH_SCALARS}
+        scalars |= {f"epoch/test_{name}": value for name, value in record.test_metrics.items()}
         if record.noise_scale is not None:
             scalars["epoch/noise_scale"] = record.noise_scale.value
         if record.staleness is not None:

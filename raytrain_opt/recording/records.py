@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.recording.spans import Event, Span
-from raytrain_opt.results import Probe
+from raytrain_opt.results import Metric, Probe
 from raytrain_opt.search.noise_scale import NoiseScale, NoiseScaleSummary
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class CandidateRecord(RecordPart):
     optimizer: str = Field(description="Name of the optimizer.")
     weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
     score: Number = Field(description="Score that the policy compares; higher is better.")
-    val_accuracy: Number = Field(description="Top-1 accuracy on the validation split, 0..1.")
+    val_metric: Number = Field(description="`metric` on the validation split.")
     val_loss: Number = Field(description="Mean loss on the validation split.")
     train_loss: Number = Field(description="Mean training loss over the pre-training.")
     duration_s: Number = Field(description="Compute time of pre-training and scoring.")
@@ -85,6 +85,9 @@ class RoundRecord(Record):
         description="Why, with `learning_rate.search_on: auto`; empty where the job says it."
     )
     candidates: tuple[CandidateRecord, ...] = Field(description="All candidates, losers included.")
+    metric: Metric = Field(
+        Metric(), description="The metric of the task that decides, and whether more is better."
+    )
     validation_samples: int = Field(description="Samples of the validation split.")
     winner: int | None = Field(
         description="`index` of the winner; null when the decision needs another round."
@@ -132,6 +135,7 @@ class RoundRecord(Record):
                 CandidateRecord.from_result(result, score, optimizers[result.candidate.optimizer])
                 for result, score in zip(results, decision.scores, strict=True)
             ),
+            metric=next((r.metric for r in results if r.status != "lost"), Metric()),
             validation_samples=max((result.val_samples for result in results), default=0),
             winner=None if decision.winner is None else decision.winner.candidate.index,
             reason=decision.reason,
@@ -159,7 +163,27 @@ class StalenessRecord(RecordPart):
     max: int = Field(description="Largest staleness, in updates; -1 without gradients.")
 
 
-class EpochRecord(Record):
+class EvaluationResult(RecordPart):
+    """Results on the test split; without an evaluation there are no metrics."""
+
+    test_metrics: dict[str, Number] = Field(
+        default_factory=dict,
+        description=(
+            "All metrics of the task on the test split. Of classification: loss, accuracy "
+            "and top5 (the label is among the five most probable classes), fractions 0..1."
+        ),
+    )
+    metric: Metric | None = Field(
+        None, description="The metric that decides, and whether more is better."
+    )
+
+    @property
+    def test_metric(self) -> float | None:
+        """The metric that decides; None when not evaluated."""
+        return self.test_metrics[self.metric.name] if self.metric else None
+
+
+class EpochRecord(EvaluationResult, Record):
     """One line of epochs.jsonl."""
 
     epoch: int = Field(description="Epoch, from 1.")
@@ -171,10 +195,6 @@ class EpochRecord(Record):
     lr_first: float = Field(description="Learning rate of the first step.")
     weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
     train_loss: Number = Field(description="Mean training loss of the main training.")
-    train_accuracy: Number = Field(description="Top-1 accuracy while training, 0..1.")
-    test_loss: Number = Field(description="Mean test loss; null when not evaluated.")
-    test_accuracy: Number = Field(description="Top-1 test accuracy, 0..1; null: not evaluated.")
-    test_top5: Number = Field(description="Top-5 test accuracy, 0..1; null: not evaluated.")
     test_samples: int = Field(description="Test samples.")
     workers: int = Field(description="Workers that trained the epoch.")
     samples: int = Field(description="Samples of the main training.")
@@ -188,6 +208,16 @@ class EpochRecord(Record):
     staleness: StalenessRecord | None = Field(
         None, description="Staleness of the gradients; null with `parallel.mode: sync`."
     )
+
+
+def best_epoch(epochs: Sequence[EpochRecord]) -> EpochRecord | None:
+    """Return the first epoch with the best test metric; None when none was evaluated."""
+    scores = [
+        (epoch.metric.score(epoch.test_metric), -epoch.epoch, epoch)
+        for epoch in epochs
+        if epoch.metric is not None and epoch.test_metric is not None
+    ]
+    return max(scores)[2] if scores else None
 
 
 class SpanRecord(Span, Record):
@@ -315,13 +345,10 @@ class ScheduleRecord(Record):
     lrs: tuple[float, ...] = Field(description="Learning rate of each step.")
 
 
-class EpochResult(RecordPart):
+class EpochResult(EvaluationResult):
     """The measured values of one epoch."""
 
     epoch: int = Field(description="Epoch, from 1.")
-    test_accuracy: Number = Field(description="Top-1 test accuracy, 0..1.")
-    test_top5: Number = Field(description="Top-5 test accuracy, 0..1.")
-    test_loss: Number = Field(description="Mean test loss.")
     train_loss: Number = Field(description="Mean training loss.")
     lr: float = Field(description="Learning rate of the last step.")
 
@@ -365,7 +392,7 @@ class ResultRecord(Record):
     steps_per_epoch: int = Field(description="Steps of the first epoch.")
     final: EpochResult = Field(description="The last epoch.")
     best: EpochResult | None = Field(
-        description="The epoch with the best test accuracy; null when none was evaluated."
+        description="The epoch with the best `metric`; null when none was evaluated."
     )
     search: SearchResult = Field(description="Samples of the search and of the training.")
     wall_s: float = Field(

@@ -20,6 +20,7 @@ from raytrain_opt.report.plots import (
 )
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.summary import RunSummary
+from raytrain_opt.results import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,18 +36,21 @@ def letter(index: int) -> str:
 
 
 def comparison_plots(runs: Sequence[RunRecords]) -> list[Plot]:
-    """Plot accuracy over wall time and over samples."""
+    """Plot the metric that decides over wall time and over samples; none if metrics differ."""
+    metric = runs[0].metric
+    if any(run.metric != metric for run in runs):
+        return []
     time = _curves(
-        "accuracy_over_time",
-        "Accuracy over wall time",
-        "Test accuracy over time since the start of each run, searches included.",
+        "metric_over_time",
+        metric,
+        "time since the start of each run, searches included",
         "seconds",
         [(run.ends_s, run.epochs) for run in runs],
     )
     samples = _curves(
-        "accuracy_over_samples",
-        "Accuracy over samples",
-        "Test accuracy over trained samples, samples of searches included.",
+        "metric_over_samples",
+        metric,
+        "trained samples, samples of searches included",
         "samples",
         [(samples_at_ends(run), run.epochs) for run in runs],
     )
@@ -71,51 +75,54 @@ def samples_at_ends(run: RunRecords) -> list[int]:
 
 def _curves(
     name: str,
-    title: str,
-    caption: str,
+    metric: Metric,
+    over: str,
     unit: str,
     curves: Sequence[tuple[Sequence[float], Sequence[EpochRecord]]],
 ) -> Plot:
     points = [
-        [(x, e.test_accuracy) for x, e in zip(*curve, strict=True) if e.test_accuracy is not None]
+        [(x, e.test_metric) for x, e in zip(*curve, strict=True) if e.test_metric is not None]
         for curve in curves
     ]
+    label = f"test {metric.name}"
 
     def paint(axes: Axes) -> None:
         for index, curve in enumerate(points):
             axes.plot(
                 [x for x, _ in curve],
-                [accuracy for _, accuracy in curve],
+                [value for _, value in curve],
                 _STYLES[index // len(SERIES) % len(_STYLES)],
                 color=color(SERIES[index % len(SERIES)]),
                 marker="." if len(curve) < 100 else "",
                 label=letter(index),
             )
-        axes.set(xlabel=unit, ylabel="test accuracy")
+        axes.set(xlabel=unit, ylabel=label)
         thousands(axes, "x")
-        percent_axis(axes)
+        if metric.is_fraction:
+            percent_axis(axes)
 
     rows = [
-        [Cell(letter(index)), Cell(count(x), x), Cell(percent(accuracy, 2))]
+        [Cell(letter(index)), Cell(count(x), x), Cell(metric.text(value))]
         for index, curve in enumerate(points)
-        for x, accuracy in curve
+        for x, value in curve
     ]
-    table = Table(name, caption, ("run", unit, "test accuracy"), rows)
-    return draw(name, title, caption, paint, table)
+    caption = f"{label.capitalize()} over {over}."
+    table = Table(name, caption, ("run", unit, label), rows)
+    return draw(name, f"{label.capitalize()} over {unit}", caption, paint, table)
 
 
 def summaries_table(summaries: Sequence[RunSummary]) -> Table:
     """Return a row per run."""
     columns = (
-        "run", "name", "accuracy", "best", "time", "samples/s", "global batch", "LR",
+        "run", "name", "test metric", "best", "time", "samples/s", "global batch", "LR",
         "search samples", "search time", "warnings",
     )  # fmt: skip
     rows = [
         [
             Cell(letter(index)),
             Cell(summary.name),
-            Cell(percent(summary.test_accuracy, 2)),
-            Cell(percent(summary.best_test_accuracy, 2)),
+            Cell(f"{summary.metric.name} {summary.metric.text(summary.test_metric)}"),
+            Cell(summary.metric.text(summary.best_test_metric)),
             Cell(duration(summary.wall_s), summary.wall_s),
             Cell(count(summary.samples_per_s), summary.samples_per_s),
             Cell(str(summary.global_batch_size)),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
-from raytrain_opt.report.formatting import percent, plain, rate
+from raytrain_opt.report.formatting import plain, rate
 from raytrain_opt.report.plots import (
     Cell,
     Plot,
@@ -22,6 +22,7 @@ from raytrain_opt.report.plots import (
     thousands,
 )
 from raytrain_opt.report.run_reader import RunRecords
+from raytrain_opt.results import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,29 +34,30 @@ _MAX_DOTS, _DOT_SIZE = 150, 3
 
 
 def learning_rate_plots(run: RunRecords) -> list[Plot]:
-    """Plot accuracy over steps and learning rates over epochs; none without records."""
+    """Plot the metric over steps and learning rates over epochs; none without records."""
     if not run.epochs and not run.rounds:
         return []
-    return [_accuracy(run), _learning_rates(run)]
+    return [_metric(run), _learning_rates(run)]
 
 
-def _accuracy(run: RunRecords) -> Plot:
+def _metric(run: RunRecords) -> Plot:
+    name = run.metric.name
     caption = (
-        "Blue: the training, by test accuracy after each epoch"
-        + (" and validation accuracy of each round's winner" if run.rounds else "")
+        f"Blue: the training, by test {name} after each epoch"
+        + (f" and validation {name} of each round's winner" if run.rounds else "")
         + ". "
     )
     if run.rounds:
         caption += (
-            "Short lines: all candidates, from their common initial state to their accuracy on "
+            f"Short lines: all candidates, from their common initial state to their {name} on "
             "the validation split after pre-training (as in figure 2 of the STPT paper). "
         )
     caption += f"{_thinned(run)}Data: tables of this page."
 
     def paint(axes: Axes) -> None:
-        steps, accuracies = _main_line(run)
+        steps, values = _main_line(run)
         marker = "." if len(run.epochs) <= _MAX_DOTS else ""
-        axes.plot(steps, accuracies, marker=marker, color=color("blue"), label="training")
+        axes.plot(steps, values, marker=marker, color=color("blue"), label="training")
         for winners, name, line_color, width in (
             (False, "other candidates", color("grey"), 0.9),
             (True, "winner", color("orange"), 1.5),
@@ -65,46 +67,47 @@ def _accuracy(run: RunRecords) -> Plot:
                 x, y = lines[..., 0], lines[..., 1]
                 axes.plot(x.ravel(), y.ravel(), color=line_color, linewidth=width, label=name)
                 axes.plot(x[:, 1], y[:, 1], ".", color=line_color, markersize=_DOT_SIZE)
-        axes.set(xlabel="step", ylabel="accuracy")
+        axes.set(xlabel="step", ylabel=name)
         thousands(axes, "x")
-        percent_axis(axes)
+        if run.metric.is_fraction:
+            percent_axis(axes)
 
-    return draw("accuracy", "Accuracy over steps", caption, paint)
+    return draw(name, f"{name.capitalize()} over steps", caption, paint)
 
 
 def _candidate_lines(run: RunRecords, *, winners: bool) -> npt.NDArray[Any]:
-    """Return (step, accuracy) before and after each pre-training [candidates, 3, 2].
+    """Return (step, metric) before and after each pre-training [candidates, 3, 2].
 
-    The third point is NaN, where matplotlib ends a line; so is an accuracy that was not measured.
+    The third point is NaN, where matplotlib ends a line; so is a metric that was not measured.
     """
     lines = []
     for record in thin_out(run.rounds, _MAX_ROUNDS):
         step = run.first_step(record.epoch)
         is_known = 1 < record.epoch <= len(run.epochs) + 1
-        before = run.epochs[record.epoch - 2].test_accuracy if is_known else None
+        before = run.epochs[record.epoch - 2].test_metric if is_known else None
         for candidate in record.candidates:
             if (candidate is record.chosen) == winners:
-                end = (step + record.pretrain_steps, candidate.val_accuracy)
+                end = (step + record.pretrain_steps, candidate.val_metric)
                 lines.append([(step, before), end, (nan, nan)])
     return np.array(lines, float).reshape(-1, 3, 2)
 
 
 def _main_line(run: RunRecords) -> tuple[list[float], list[float]]:
-    """Return steps and accuracies of the training: of kept winners and after each epoch."""
+    """Return steps and metrics of the training: of kept winners and after each epoch."""
     steps: list[float] = []
-    accuracies: list[float] = []
+    values: list[float] = []
     for epoch in run.epochs:
         points = [
-            (run.first_step(record.epoch) + record.kept_steps, record.chosen.val_accuracy)
+            (run.first_step(record.epoch) + record.kept_steps, record.chosen.val_metric)
             for record in run.rounds_by_epoch.get(epoch.epoch, ())
             if record.kept_steps == record.pretrain_steps and record.chosen is not None
         ]
-        points.append((run.first_step(epoch.epoch + 1), epoch.test_accuracy))
-        for step, accuracy in points:
-            if accuracy is not None:
+        points.append((run.first_step(epoch.epoch + 1), epoch.test_metric))
+        for step, value in points:
+            if value is not None:
                 steps.append(step)
-                accuracies.append(accuracy)
-    return steps, accuracies
+                values.append(value)
+    return steps, values
 
 
 def _learning_rates(run: RunRecords) -> Plot:
@@ -149,46 +152,52 @@ def _thinned(run: RunRecords) -> str:
 
 def rounds_table(run: RunRecords) -> Table:
     """Return a row per round, with all candidates."""
+    name = run.metric.name
     columns = (
-        "epoch", "stage", "steps", "base LR", "chosen LR", "accuracy", "ahead",
-        "candidates: LR, accuracy", "reason",
+        "epoch", "stage", "steps", "base LR", "chosen LR", name, "ahead",
+        f"candidates: LR, {name}", "reason",
     )  # fmt: skip
     optimizers = {c.optimizer for record in run.rounds for c in record.candidates}
     several = len(optimizers) > 1
     rows = [_row(record, several=several) for record in run.rounds]
     caption = (
-        "All rounds with all candidates (★: winner). Accuracy: on the validation split. Ahead: "
-        "the winner's accuracy minus that of the best other candidate, in points."
+        f"All rounds with all candidates (★: winner), and {name} on the validation split. Ahead: "
+        "how much better the winner is there than the best other candidate"
+        f"{', in points' if run.metric.is_fraction else ''}."
     )
     return Table("rounds", caption, columns, rows, wide=columns[-2:])
 
 
 def _row(record: RoundRecord, *, several: bool) -> list[Cell]:
     """Return the cells of a round. `several`: candidates differ in their optimizers."""
-    chosen = record.chosen
-    accuracy = None if chosen is None else chosen.val_accuracy
-    others = [c.val_accuracy for c in record.candidates if c is not chosen]
-    known = [value for value in others if value is not None]
-    ahead = None if accuracy is None or not known else 100 * (accuracy - max(known))
+    chosen, metric = record.chosen, record.metric
+    value = None if chosen is None else chosen.val_metric
+    others = [c.val_metric for c in record.candidates if c is not chosen]
+    known = [metric.score(other) for other in others if other is not None]
+    ahead = None if value is None or not known else metric.score(value) - max(known)
+    ahead_text = "–" if ahead is None else metric.difference(ahead).removesuffix(" points")
     return [
         Cell(str(record.epoch)),
         Cell(record.stage or "–"),
         Cell(str(record.pretrain_steps)),
         Cell(rate(record.base_lr)),
         Cell(rate(record.next_base_lr)),
-        Cell(percent(accuracy)),
-        Cell("–" if ahead is None else f"{ahead:+.1f}", mark="low" if (ahead or 0) < 0 else ""),
+        Cell(metric.text(value)),
+        Cell(ahead_text, mark="low" if (ahead or 0) < 0 else ""),
         Cell(
-            ";  ".join(_candidate(c, several=several, won=c is chosen) for c in record.candidates)
+            ";  ".join(
+                _candidate(c, metric, several=several, won=c is chosen) for c in record.candidates
+            )
         ),
         Cell(record.reason),
     ]
 
 
-def _candidate(candidate: CandidateRecord, *, several: bool, won: bool) -> str:
+def _candidate(candidate: CandidateRecord, metric: Metric, *, several: bool, won: bool) -> str:
     name = f"{candidate.optimizer if several else ''} {rate(candidate.lr)}".strip()
     if candidate.weight_decay_factor != 1:
         name += f" (weight decay × {plain(candidate.weight_decay_factor)})"
-    result = percent(candidate.val_accuracy) if candidate.status == "ok" else candidate.status
+    is_ok = candidate.status == "ok"
+    result = metric.text(candidate.val_metric) if is_ok else candidate.status
     text = f"{'★ ' if won else ''}{name} → {result}"
     return text.replace(" ", "\N{NO-BREAK SPACE}")

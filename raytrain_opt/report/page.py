@@ -65,7 +65,7 @@ def comparison_page(runs: Sequence[RunRecords]) -> Page:
     changed = differences([run.job for run in runs])
     note = "" if changed.rows else "The jobs do not differ."
     sections = [
-        Section("compare", "Accuracy", comparison_plots(runs), [summaries_table(summaries)]),
+        Section("compare", "Results", comparison_plots(runs), [summaries_table(summaries)]),
         Section("jobs", "Jobs", tables=[changed], note=note),
         Section("warnings", "Warnings", tables=[_warnings_table(summaries)]),
     ]
@@ -108,13 +108,14 @@ def _name(section: Any) -> str:
 def _tiles(summary: RunSummary) -> list[tuple[str, str, str]]:
     """Return name, value and remark of each tile."""
     search, best = summary.search, ""
-    if summary.best_test_accuracy is not None:
-        best = f"best {percent(summary.best_test_accuracy, 2)} in epoch {summary.best_epoch}"
+    metric = summary.metric
+    if summary.best_test_metric is not None:
+        best = f"best {metric.text(summary.best_test_metric)} in epoch {summary.best_epoch}"
     low, high = plain(summary.min_lr, 3), plain(summary.max_lr, 3)
     samples = percent(search.samples_fraction, 0) if search.rounds else "none"
     batch = f"{summary.workers} workers × {summary.batch_size_per_worker}"
     return [
-        ("Test accuracy", percent(summary.test_accuracy, 2), best),
+        (f"Test {metric.name}", metric.text(summary.test_metric), best),
         ("Time", duration(summary.wall_s), "since the start of the command"),
         ("Speed", f"{count(summary.samples_per_s)} /s", "samples, median over epochs"),
         ("Global batch size", count(summary.global_batch_size), batch),

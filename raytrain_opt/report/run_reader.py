@@ -23,6 +23,7 @@ from raytrain_opt.recording.records import (
     ScheduleRecord,
     SpanRecord,
 )
+from raytrain_opt.results import Metric
 from raytrain_opt.storage import check_uri, last_name
 
 
@@ -58,6 +59,12 @@ class RunRecords:
     def name(self) -> str:
         """Last part of the run directory."""
         return last_name(self.run_dir)
+
+    @property
+    def metric(self) -> Metric:
+        """The metric of the task that decides."""
+        metrics = (*(e.metric for e in self.epochs if e.metric), *(r.metric for r in self.rounds))
+        return metrics[0] if metrics else Metric()
 
     @property
     def workers(self) -> int:

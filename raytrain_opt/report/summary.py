@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from raytrain_opt.recording.records import RoundRecord
+from raytrain_opt.recording.records import RoundRecord, best_epoch
 from raytrain_opt.report.formatting import count, duration, percent, plain, rate, times
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.warnings import all_warnings, data_wait_fraction
+from raytrain_opt.results import Metric
 
 SCHEMA_VERSION = 1
 
@@ -33,15 +34,16 @@ class SearchCost:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Summary of one run. Accuracies are fractions, 0..1."""
+    """Summary of one run. `metric`: the one of its task that decides."""
 
     run_dir: str
     name: str
     status: str
     epochs_done: int
     epochs: int | None
-    test_accuracy: float | None
-    best_test_accuracy: float | None
+    metric: Metric
+    test_metric: float | None
+    best_test_metric: float | None
     best_epoch: int | None
     wall_s: float | None
     samples_per_s: float | None
@@ -58,8 +60,8 @@ class RunSummary:
 
 def summarize(run: RunRecords) -> RunSummary:
     """Summarize a run, finished or not."""
-    evaluated = [epoch for epoch in run.epochs if epoch.test_accuracy is not None]
-    best = max(evaluated, key=lambda epoch: epoch.test_accuracy or 0.0, default=None)
+    evaluated = [epoch.test_metric for epoch in run.epochs if epoch.metric is not None]
+    best = best_epoch(run.epochs)
     speeds = [epoch.samples_per_s for epoch in run.epochs if epoch.samples_per_s]
     wall_s = run.result.wall_s if run.result else (run.ends_s[-1] if run.epochs else None)
     min_lr, max_lr = _lr_range(run)
@@ -70,8 +72,9 @@ def summarize(run: RunRecords) -> RunSummary:
         status=_status(run),
         epochs_done=len(run.epochs),
         epochs=_planned_epochs(run),
-        test_accuracy=evaluated[-1].test_accuracy if evaluated else None,
-        best_test_accuracy=best.test_accuracy if best else None,
+        metric=run.metric,
+        test_metric=evaluated[-1] if evaluated else None,
+        best_test_metric=best.test_metric if best else None,
         best_epoch=best.epoch if best else None,
         wall_s=wall_s,
         samples_per_s=median(speeds) if speeds else None,
@@ -186,9 +189,10 @@ def _stpt_gain_sentence(rounds: Sequence[RoundRecord]) -> str:
     changed = sum(_changes_rate(record) for record in rounds)
     text = f"It changed the learning rate in {changed} of {times(len(rounds), 'round')}"
     if gains:
+        metric, gain = rounds[0].metric, fmean(gains)
         text += (
-            "; right after the pre-training, the winner's validation accuracy was on average "
-            f"{100 * fmean(gains):.1f} points above that of the unchanged rate"
+            f"; right after the pre-training, the winner's validation {metric.name} was on "
+            f"average better than that of the unchanged rate by {metric.difference(gain)}"
         )
     return (
         f"{text}. To see whether the gain lasts, compare with a run without a search: "
@@ -201,11 +205,11 @@ def _changes_rate(record: RoundRecord) -> bool:
 
 
 def _gain(record: RoundRecord) -> float | None:
-    """Return the winner's accuracy minus the unchanged rate's; None when that was not tried."""
+    """Return how much better the winner is than the unchanged rate; None if that was not tried."""
     unchanged = next((c for c in record.candidates if c.multiplier == 1), None)
-    before = None if unchanged is None else unchanged.val_accuracy
-    after = None if record.chosen is None else record.chosen.val_accuracy
-    return None if before is None or after is None else after - before
+    before = None if unchanged is None else unchanged.val_metric
+    after = None if record.chosen is None else record.chosen.val_metric
+    return None if before is None or after is None else record.metric.score(after - before)
 
 
 def _batch_size_sentence(run: RunRecords) -> Iterator[str]:

@@ -24,6 +24,7 @@ from raytrain_opt.report.plots import (
     whole_numbers,
 )
 from raytrain_opt.report.run_reader import RunRecords
+from raytrain_opt.results import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,23 +102,23 @@ def _remove_startup(run: RunRecords, parts: Sequence[dict[str, float]]) -> float
 
 def epochs_table(run: RunRecords) -> Table:
     """Return a row per epoch."""
+    metrics = list(dict.fromkeys(name for epoch in run.epochs for name in epoch.test_metrics))
     columns = (
-        "epoch", "LR", "train loss", "test accuracy", "top 5", "samples/s", "seconds",
+        "epoch", "LR", "train loss", *(f"test {name}" for name in metrics), "samples/s", "seconds",
         "pre-train", "main train", "data wait", "evaluate",
     )  # fmt: skip
-    rows = [_epoch_row(epoch) for epoch in run.epochs]
+    rows = [_epoch_row(epoch, metrics) for epoch in run.epochs]
     return Table("epochs", "All epochs.", columns, rows)
 
 
-def _epoch_row(epoch: EpochRecord) -> list[Cell]:
+def _epoch_row(epoch: EpochRecord, metrics: Sequence[str]) -> list[Cell]:
     timings_s = epoch.timings_s
     parts = ("pretrain_s", "main_train_s", "main_data_wait_s", "evaluate_s")
     return [
         Cell(str(epoch.epoch)),
         Cell(rate(epoch.lr)),
         Cell(plain(epoch.train_loss)),
-        Cell(percent(epoch.test_accuracy, 2)),
-        Cell(percent(epoch.test_top5, 2)),
+        *(Cell(Metric(name).text(epoch.test_metrics.get(name))) for name in metrics),
         Cell(count(epoch.samples_per_s)),
         Cell(f"{epoch.duration_s:.2f}"),
         *(Cell(duration(timings_s.get(part)), timings_s.get(part)) for part in parts),

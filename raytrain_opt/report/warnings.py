@@ -99,11 +99,11 @@ def _noise(run: RunRecords) -> Iterator[str]:
 def _is_within_noise(record: RoundRecord) -> bool | None:
     """Return whether the best two candidates are too close; None when it cannot be decided."""
     chosen = record.chosen
-    accuracies = [c.val_accuracy for c in record.candidates if c.status == "ok"]
+    accuracies = [c.val_metric for c in record.candidates if c.status == "ok"]
     known = sorted((a for a in accuracies if a is not None), reverse=True)
     if record.stage or chosen is None or not record.validation_samples or len(known) < 2:
         return None
-    if chosen.score != chosen.val_accuracy:
+    if not record.metric.is_fraction or chosen.score != chosen.val_metric:
         return None  # the standard error of another score is not known
     variance = sum(a * (1 - a) for a in known[:2]) / record.validation_samples
     return known[0] - known[1] <= _CLEAR_DIFFERENCE * math.sqrt(variance)

@@ -16,7 +16,7 @@ from raytrain_opt.recording.records import (
     Record,
     RoundRecord,
 )
-from raytrain_opt.report.formatting import duration, percent, rate, times
+from raytrain_opt.report.formatting import duration, rate, times
 from raytrain_opt.report.run_reader import RunRecords, read_run
 from raytrain_opt.report.summary import summarize
 from raytrain_opt.terminal.probe_tables import probe_text
@@ -79,7 +79,8 @@ class WatchedRun:
 
 def _round_text(record: RoundRecord) -> str:
     stage = f" ({record.stage})" if record.stage else ""
-    candidates = ", ".join(f"{rate(c.lr)} ({percent(c.val_accuracy)})" for c in record.candidates)
+    text = record.metric.text
+    candidates = ", ".join(f"{rate(c.lr)} ({text(c.val_metric)})" for c in record.candidates)
     return (
         f"round of epoch {record.epoch}{stage}: {candidates} -> {rate(record.next_base_lr)}; "
         f"{record.reason}"
@@ -88,8 +89,9 @@ def _round_text(record: RoundRecord) -> str:
 
 def _summary_lines(run: RunRecords) -> Iterator[str]:
     summary = summarize(run)
+    metric = summary.metric
     yield (
-        f"{summary.status}: test accuracy {percent(summary.test_accuracy, 2)} after "
+        f"{summary.status}: test {metric.name} {metric.text(summary.test_metric)} after "
         f"{times(summary.epochs_done, 'epoch')} and {duration(summary.wall_s)}"
     )
     yield from summary.sentences

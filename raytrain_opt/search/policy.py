@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from raytrain_opt.optim.epoch_steps import EpochSpan
-from raytrain_opt.results import EvalTotals, TrainTotals
+from raytrain_opt.results import EvalTotals, Metric, TrainTotals
 
-Score = Literal["val_accuracy", "val_loss"]
+Score = Literal["val_metric", "val_loss"]
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,12 @@ class TryCandidates:
         return self.pretrain_steps if self.keeps_winner else 0
 
     def score_of(self, result: CandidateResult) -> float:
-        """Return the score, higher is better: the accuracy, or the negative loss."""
+        """Return the score, higher is better: of the task's metric, or the negative loss."""
         if result.status != "ok":
             return float("-inf")
-        return result.val_accuracy if self.score == "val_accuracy" else -result.val_loss
+        if self.score == "val_loss":
+            return -result.val_loss
+        return result.metric.score(result.val_metric)
 
     def ranked(self, results: Sequence[CandidateResult]) -> list[CandidateResult]:
         """Return the results, best first; on a tie, the multiplier closest to 1.0 first."""
@@ -101,14 +103,14 @@ class TrainEpoch:
 class CandidateResult:
     """Scores and costs of one candidate.
 
-    `status`: ok, diverged, or lost (its slot died too often). `val_samples`: samples of the
-    validation split.
-    `slot`: the one that trained it; -1 when it was lost, or all workers trained it together.
+    `status`: ok, diverged, or lost (its slot died too often). `val_metric`: on the validation
+    split, the mean of the `metric` that decides. `val_samples`: samples of that split. `slot`: the
+    one that trained it; -1 when it was lost, or all workers trained it together.
     """
 
     candidate: Candidate
     status: str
-    val_accuracy: float
+    val_metric: float
     val_loss: float
     train_loss: float
     samples: int
@@ -116,16 +118,18 @@ class CandidateResult:
     score_s: float
     slot: int
     val_samples: int = 0
+    metric: Metric = Metric()
 
     @classmethod
     def of(
         cls, candidate: Candidate, trained: TrainTotals, scored: EvalTotals, slot: int
     ) -> CandidateResult:
         """Build the result from the candidate's training and its evaluation."""
+        value = scored.means[scored.metric.name]
         return cls(
             candidate,
-            "ok" if is_finite(trained.loss, scored.loss) else "diverged",
-            val_accuracy=scored.accuracy,
+            "ok" if is_finite(trained.loss, scored.loss, value) else "diverged",
+            val_metric=value,
             val_loss=scored.loss,
             train_loss=trained.loss,
             samples=trained.samples,
@@ -133,6 +137,7 @@ class CandidateResult:
             score_s=scored.duration_s,
             slot=slot,
             val_samples=scored.samples,
+            metric=scored.metric,
         )
 
     @classmethod

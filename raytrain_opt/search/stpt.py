@@ -152,7 +152,8 @@ class Stpt:
             reason = f"all {len(results)} candidates diverged: base rate halved"
             return Decision(action.epoch, action.base_lr, scores, None, action.base_lr / 2, reason)
         winner, tied = action.ranked(results)[0], scores.count(max(scores))
-        reason = f"best {self.section.score} of {len(results)}"
+        compared = "loss" if action.score == "val_loss" else winner.metric.name
+        reason = f"best validation {compared} of {len(results)}"
         if tied > 1:
             reason += f"; {tied} tied, multiplier closest to 1.0 taken"
         lr = winner.candidate.lr

@@ -98,8 +98,7 @@ class Bar(Terminal):
     def epoch(self, record: EpochRecord) -> None:
         """Move the bar and set the text right of it."""
         text = f"lr {record.lr:.4g}  {record.samples_per_s:,.0f} samples/s"
-        if record.test_accuracy is not None:
-            text = f"accuracy {record.test_accuracy:.2%}  {text}"
+        text = f"{_metric_text(record)}{text}"
         self._progress.update(self._task, completed=record.epoch / record.epochs, last_epoch=text)
 
 
@@ -117,17 +116,23 @@ def print_line(console: Console, text: str) -> None:
 def epoch_text(record: EpochRecord) -> str:
     """Return one epoch as one line."""
     loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
-    accuracy = "" if record.test_accuracy is None else f"  accuracy {record.test_accuracy:.2%}"
     return (
-        f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  loss {loss}{accuracy}"
-        f"  {record.samples_per_s:,.0f} samples/s  {record.duration_s:.1f} s"
+        f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  loss {loss}  "
+        f"{_metric_text(record)}{record.samples_per_s:,.0f} samples/s  {record.duration_s:.1f} s"
     )
 
 
-def print_summary(rows: Sequence[Sequence[str]], facts: Sequence[tuple[str, str]]) -> None:
+def _metric_text(record: EpochRecord) -> str:
+    metric = record.metric
+    return f"{metric.name} {metric.text(record.test_metric)}  " if metric else ""
+
+
+def print_summary(
+    metric: str, rows: Sequence[Sequence[str]], facts: Sequence[tuple[str, str]]
+) -> None:
     """Print the table of epochs, then one line per fact (name, text)."""
     console = Console(file=sys.stdout)
-    table = Table("epoch", "candidate LRs", "chosen LR", "test accuracy")
+    table = Table("epoch", "candidate LRs", "chosen LR", f"test {metric}")
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -32,7 +32,7 @@ variance, again at each combination: 3 % for a BatchNorm1d on 32 samples.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import MethodType
@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raytrain_opt.config.updates import BatchNormSection
+from raytrain_opt.data.nesting import leaves
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.random_state import preserve_modes
 from raytrain_opt.results import BufferUpdates
@@ -103,14 +104,14 @@ def count_values_per_channel(model: nn.Module) -> Iterator[dict[str, float]]:
     values_per_channel: dict[str, float] = {}
     samples = 1
 
-    def count_samples(_module: nn.Module, args: tuple[Any, ...]) -> None:
+    def count_samples(_module: nn.Module, *inputs: Any) -> None:
         nonlocal samples
-        samples = len(args[0])
+        samples = len(next(leaves(inputs)))
 
     def count_values(name: str, output: Tensor) -> None:
         values_per_channel[name] = output.numel() / output.shape[1] / samples
 
-    hooks = [model.register_forward_pre_hook(count_samples)]
+    hooks = [model.register_forward_pre_hook(count_samples, with_kwargs=True)]
     for name, layer in _layers(model).items():
         hooks.append(
             layer.register_forward_hook(
@@ -209,7 +210,9 @@ def collect_buffers(
 
 
 def recalibrate(
-    model: nn.Module, batches: Iterable[Tensor], values_per_channel: Mapping[str, float]
+    model: nn.Module,
+    batches: Iterable[tuple[int, Callable[[], object]]],
+    values_per_channel: Mapping[str, float],
 ) -> None:
     """Recompute the running statistics as plain means over training batches, and combine them.
 
@@ -221,7 +224,8 @@ def recalibrate(
 
     Args:
         model: the same on each worker.
-        batches: inputs on the model's device; the same number on each worker, of similar size.
+        batches: number of samples and forward pass of each; as many on each worker, of similar
+            size.
         values_per_channel: see `count_values_per_channel`.
 
     Raises:
@@ -230,11 +234,9 @@ def recalibrate(
     samples = count = 0
     with preserve_modes(model), _cumulative_averages(model), torch.no_grad():
         since = count_tracked_batches(model)
-        for batch in batches:
-            # Not the call, which is compiled if the model is: with momentum None it would be
-            # compiled again, with a graph break at every layer's counter.
-            model.forward(batch)
-            samples, count = samples + len(batch), count + 1
+        for size, forward in batches:
+            forward()
+            samples, count = samples + size, count + 1
         if not count:
             raise ValueError("recalibrate needs at least one batch")
         pool_statistics(model, samples // count, values_per_channel, since)

@@ -83,7 +83,7 @@ class MinibatchSizeOptimizer:
         training = ProbedTraining(
             model,
             optimizer,
-            loss,
+            lambda batch: loss(model(batch.x), batch.y),
             endless_batches(dataset, device, loader),
             device,
             autocast,

@@ -37,11 +37,12 @@ _WEIGHTS, _REST = "weights.safetensors", "rest.pt"
 class Checkpoint:
     """One entry of the index: after `epoch` epochs, and `rounds` or `steps` of the next epoch.
 
-    `sha256` maps each file name to a hexadecimal digest.
+    `score`: result on the test split, higher is better. `sha256` maps each file name to a
+    hexadecimal digest.
     """
 
     epoch: int
-    test_accuracy: float | None
+    score: float | None
     sha256: dict[str, str]
     rounds: int = 0
     steps: int = 0
@@ -135,7 +136,7 @@ class Checkpoints:
         epoch: int,
         state: TrainingState,
         progress: dict[str, Any],
-        test_accuracy: float | None,
+        score: float | None,
         *,
         rounds: int = 0,
         steps: int = 0,
@@ -147,7 +148,7 @@ class Checkpoints:
         """
         folder = _folder_name(epoch, rounds, steps)
         sha256 = write_checkpoint(self.folder / folder, state, progress, self.metadata)
-        checkpoint = Checkpoint(epoch, test_accuracy, sha256, rounds, steps)
+        checkpoint = Checkpoint(epoch, score, sha256, rounds, steps)
         kept = self._select_kept([*self.saved, checkpoint])
         entries = [{"folder": c.folder, **vars(c)} for c in kept]
         write_json(self.folder / "index.json", {"checkpoints": entries})
@@ -177,8 +178,8 @@ def _sha256(path: Path) -> str:
 
 
 def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the earliest with the best test accuracy; None if none was measured."""
-    measured = [(c.test_accuracy, -c.epoch, c) for c in checkpoints if c.test_accuracy is not None]
+    """Return the earliest with the best score; None if none was measured."""
+    measured = [(c.score, -c.epoch, c) for c in checkpoints if c.score is not None]
     return max(measured, key=lambda entry: entry[:2])[2] if measured else None
 
 

@@ -1,9 +1,8 @@
 """What one process does in training: train some steps, evaluate, load and capture a state.
 
 Each worker, slot or probing process builds one `Learner`, which lives as long as the run. It
-knows nothing of Ray. Its training loop never waits for the device: the sums of losses and of
-correct predictions stay there until the end of a phase, that is, of one call of `train` or
-`evaluate`.
+knows nothing of Ray. Its training loop never waits for the device: the sums of losses and
+metrics stay there until the end of a phase, that is, of one call of `train` or `evaluate`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import islice, product
 
@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.schema import CLASSIFICATION
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import TrainingData, open_data
 from raytrain_opt.data.base import Batch, DataInfo, Split
 from raytrain_opt.data.factory import SharedData
-from raytrain_opt.models import build_model, check_output
+from raytrain_opt.models import build_model
 from raytrain_opt.optim import averaging
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.optim.factory import (
@@ -43,10 +44,10 @@ from raytrain_opt.train import batch_norm
 from raytrain_opt.train.data_parallel import Parallel, single_process
 from raytrain_opt.train.gradient_noise import MEASURE_EVERY
 from raytrain_opt.train.learner_config import LearnerConfig
-from raytrain_opt.train.loss import build_loss
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels, compile_model
 from raytrain_opt.train.state import TrainingState, capture, restore
+from raytrain_opt.train.task import Task, build_task, metric_of, try_task
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
@@ -67,7 +68,7 @@ class _Phase:
 
 
 class Learner:
-    """Model, optimizer, loss and data of one process.
+    """Model, optimizer, task and data of one process.
 
     `distribute` wraps the model for data parallelism (`train.data_parallel`); captured states
     always have the parameter names of the bare model.
@@ -90,11 +91,15 @@ class Learner:
             seed=config.seed,
             device=device,
             channels_last=config.channels_last,
+            classification=config.task.name == CLASSIFICATION,
         )
-        self.model, self._values_per_channel = _build_model(config, self.info, device)
+        self.task = build_task(config.task, config.loss)
+        self._metric = metric_of(self.task)
+        self.model, self._values_per_channel, self._metric_names = _build_model(
+            config, self.info, self.task, device
+        )
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
-        self.loss = build_loss(config.loss)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         self._begin_phase(1, MicroBatches(range(1), 1))
 
@@ -158,7 +163,7 @@ class Learner:
         micro_batches = self._grown(epoch, micro_batches)
         divisor, parallel = micro_batches.divisor, self.parallel
         self._begin_phase(epoch, micro_batches, search=search)
-        sums = torch.zeros(2, device=self.device, dtype=torch.float64)
+        loss_sums = torch.zeros(1, device=self.device, dtype=torch.float64)
         self._use_optimizer(optimizer)
         set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
         averaging.use_training_weights(self.optimizer)
@@ -185,20 +190,19 @@ class Learner:
                 wait_s += monotonic_s() - requested_s
                 self._seed(f"{self.config.seed} {epoch} {first_step + update} {index}")
                 with parallel.accumulate(last=index == indices[-1]):
-                    sums += self._accumulate(batch, divisor)
-                samples += len(batch.y)
+                    loss_sums += self._accumulate(batch, divisor)
+                samples += batch.size
                 skipped += batch.skipped
             self.scaler.step(self.optimizer)
             self.scaler.update()
             parallel.after_step()
             steps += 1
         averaging.use_averaged_weights(self.optimizer)
-        loss_sum, correct = sums.tolist()
+        [loss_sum] = loss_sums.tolist()
         return TrainTotals(
             steps=steps,
             samples=samples,
             loss_sum=loss_sum,
-            correct=int(correct),
             skipped=skipped,
             duration_s=monotonic_s() - started_s,
             data_wait_s=wait_s,
@@ -219,16 +223,15 @@ class Learner:
         size, search = self._global_batch_size(epoch), self._phase.search
         return self.data.train_batches_at(epoch, indices, count, size, search=search)
 
-    def add_gradient(self, batch: Batch, index: tuple[int, int]) -> tuple[float, int]:
+    def add_gradient(self, batch: Batch, index: tuple[int, int]) -> float:
         """Add the gradient of one micro-batch's mean loss to the parameters' gradients.
 
         Random numbers depend on `index`, (step, micro-batch), only: they are the same in every
-        process. Returns the sum of the losses and the number of correct predictions.
+        process. Returns the sum of the losses.
         """
         step, micro_batch = index
         self._seed(f"{self.config.seed} {self._phase.epoch} {step} {micro_batch}")
-        loss_sum, correct = self._accumulate(batch, 1.0).tolist()
-        return loss_sum, int(correct)
+        return self._accumulate(batch, 1.0).item()
 
     def buffers(self, batches: int) -> BufferUpdates:
         """Return the model's buffers after `batches` micro-batches of the current phase."""
@@ -256,18 +259,15 @@ class Learner:
     def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
         """Run forward and backward of one micro-batch, with its mean loss divided by `divisor`.
 
-        Returns [sum of the losses, number of correct predictions], float64, on the device.
+        Returns the sum of the losses, float64, on the device.
         """
         with self.autocast():
-            output = self.parallel.forward(batch.x)
-            loss = batch.mean_loss(self.loss, output)
+            loss = self.task.training_loss(self.parallel.forward, batch.content)
         # An unreadable sample has no gradient; the others must not weigh more for it.
-        divisor *= (1 + batch.skipped / len(batch.y)) / batch.relative_size
+        divisor *= (1 + batch.skipped / batch.size) / batch.relative_size
         scaled = loss if divisor == 1 else loss / divisor
         self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            correct = (output.argmax(1) == batch.y).sum()
-            return torch.stack((loss.detach().double() * len(batch.y), correct.double()))
+        return loss.detach().double() * batch.size
 
     @torch.no_grad()
     def evaluate(
@@ -282,7 +282,8 @@ class Learner:
         `on_step` is called before each batch with the numbers of completed and of all batches.
         """
         started_s, samples = monotonic_s(), 0
-        sums = torch.zeros(3, device=self.device, dtype=torch.float64)
+        names = self._metric_names
+        sums = torch.zeros(len(names), device=self.device, dtype=torch.float64)
         self.model.eval()
         batch_size = self.eval_batch_size
         split_size = self.info.test_size if split == "test" else self.info.validation_size
@@ -290,17 +291,11 @@ class Learner:
         for done, batch in enumerate(self.data.eval_batches(split, rank, world_size, batch_size)):
             on_step(done, total)
             with self.autocast():
-                output = self.model(batch.x)
-                loss = self.loss(output, batch.y)
-            top_classes = output.topk(min(5, output.shape[1]), dim=1).indices
-            hits = top_classes == batch.y.unsqueeze(1)
-            sums += torch.stack(
-                (loss.double() * len(batch.y), hits[:, 0].sum().double(), hits.sum().double())
-            )
-            samples += len(batch.y)
-        loss_sum, correct, top5 = sums.tolist()
-        duration_s = monotonic_s() - started_s
-        return EvalTotals(samples, loss_sum, int(correct), int(top5), duration_s)
+                values = self.task.validation_metrics(self.model, batch.content)
+            sums += torch.stack([values[name].double().sum() for name in names])
+            samples += batch.size
+        named = dict(zip(names, sums.tolist(), strict=True))
+        return EvalTotals(samples, named, monotonic_s() - started_s, self._metric)
 
     def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
         """Give all workers the same BatchNorm statistics, after a phase of synchronous training.
@@ -322,9 +317,16 @@ class Learner:
         places = islice(product(range(steps), indices), recalibrate_batches)
         batches = self.micro_batches_at(places)
         with self.autocast():
-            batch_norm.recalibrate(
-                self.model, (batch.x for batch in batches), self._values_per_channel
-            )
+            passes = ((batch.size, partial(self._forward, batch)) for batch in batches)
+            batch_norm.recalibrate(self.model, passes, self._values_per_channel)
+
+    def _forward(self, batch: Batch) -> None:
+        """Call the model on a batch.
+
+        Not as the module, which is compiled if the model is: with the cumulative averages of a
+        recalibration it would be compiled again, with a graph break at every layer's counter.
+        """
+        self.task.training_loss(self.model.forward, batch.content)  # type: ignore[arg-type]
 
     @property
     def _epoch_size(self) -> int:
@@ -378,9 +380,9 @@ class Learner:
 
 
 def _build_model(
-    config: LearnerConfig, info: DataInfo, device: torch.device
-) -> tuple[nn.Module, dict[str, float]]:
-    """Build the model; also return `count_values_per_channel` of its BatchNorm layers."""
+    config: LearnerConfig, info: DataInfo, task: Task, device: torch.device
+) -> tuple[nn.Module, dict[str, float], tuple[str, ...]]:
+    """Build the model; return `count_values_per_channel`, and the names of the task's metrics."""
     model = build_model(
         config.model,
         num_classes=info.num_classes,
@@ -393,6 +395,6 @@ def _build_model(
     model = batch_norm.prepare_batch_norm(model, config.batch_norm, world_size=world_size)
     batch_norm.freeze_statistics(model, config.model.freeze)
     with batch_norm.count_values_per_channel(model) as values_per_channel:
-        check_output(model, info.sample_shape, info.num_classes, device)
+        metrics = try_task(task, model, info, device)
     compile_model(config.compile, model, device)
-    return model, values_per_channel
+    return model, values_per_channel, metrics

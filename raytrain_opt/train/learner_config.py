@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raytrain_opt.config.data import DataSection, HoldOut
-from raytrain_opt.config.schema import Compile, Job, LossSection, ModelSection, Precision
+from raytrain_opt.config.schema import (
+    Compile,
+    Job,
+    LossSection,
+    ModelSection,
+    Precision,
+    TaskSection,
+)
 from raytrain_opt.config.updates import (
     AverageSection,
     BatchNormSection,
@@ -34,6 +41,7 @@ class LearnerConfig:
     model: ModelSection
     data: DataSection
     hold_out: HoldOut
+    task: TaskSection
     loss: LossSection
     optimizers: tuple[OptimizerSection, ...]
     average: AverageSection | None
@@ -55,6 +63,7 @@ class LearnerConfig:
             model=job.model,
             data=job.data,
             hold_out=job.hold_out,
+            task=job.task,
             loss=job.loss,
             optimizers=job.optimizers,
             average=job.average,

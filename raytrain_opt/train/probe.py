@@ -64,7 +64,7 @@ _OUT_OF_MEMORY_TEXTS = (
 
 @dataclass
 class ProbedTraining:
-    """The training that a probe measures.
+    """The training that a probe measures; `loss` returns the mean over a batch.
 
     `batches(size, on_copy)` yields batches on the device without end, and calls `on_copy`
     between reading a batch and moving it to the device.
@@ -72,7 +72,7 @@ class ProbedTraining:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[[Batch], Tensor]
     batches: Callable[[int, Callable[[], None]], Iterator[Batch]]
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]]
@@ -97,12 +97,12 @@ def probed_training(learner: Learner) -> ProbedTraining:
         with torch.no_grad():
             for batch in islice(test_batches, _EVALUATION_STEPS):
                 with learner.autocast():
-                    learner.loss(learner.model(batch.x), batch.y)
+                    learner.task.validation_metrics(learner.model, batch.content)
 
     return ProbedTraining(
         learner.model,
         learner.optimizer,
-        learner.loss,
+        lambda batch: learner.task.training_loss(learner.model, batch.content),
         batches,
         learner.device,
         learner.autocast,
@@ -243,7 +243,7 @@ class _Loop:
         mark()
         training.optimizer.zero_grad(set_to_none=True)
         with training.autocast():
-            loss = training.loss(training.model(batch.x), batch.y)
+            loss = training.loss(batch)
         mark()
         training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         mark()
@@ -273,7 +273,7 @@ class _Loop:
         training.optimizer.zero_grad(set_to_none=True)
         for batch in islice(self._batches, micro_batches):
             with training.autocast():
-                loss = training.loss(training.model(batch.x), batch.y) / micro_batches
+                loss = training.loss(batch) / micro_batches
             with meter.micro_batch():
                 training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return meter.finish(micro_batches, training.scaler.scale)

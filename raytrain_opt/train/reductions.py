@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ def reduce_sums(values: Sequence[float], device: torch.device) -> list[float]:
 
 def sum_over_ranks(totals: Totals, device: torch.device) -> Totals:
     """Return the totals of the process group; times are this rank's."""
-    counts = ("samples", "correct", "skipped", "correct_top5")
-    names = [name for name in counts if hasattr(totals, name)]
-    values = [totals.loss_sum, *(getattr(totals, name) for name in names)]
-    loss_sum, *sums = reduce_sums(values, device)
-    changes: dict[str, Any] = dict(zip(names, map(int, sums), strict=True))
-    return replace(totals, loss_sum=loss_sum, **changes)
+    if isinstance(totals, EvalTotals):
+        samples, *sums = reduce_sums([totals.samples, *totals.sums.values()], device)
+        named = dict(zip(totals.sums, sums, strict=True))
+        return replace(totals, samples=int(samples), sums=named)
+    values = (totals.samples, totals.loss_sum, totals.skipped)
+    samples, loss_sum, skipped = reduce_sums(values, device)
+    return replace(totals, samples=int(samples), loss_sum=loss_sum, skipped=int(skipped))

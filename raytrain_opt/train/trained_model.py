@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.config.functions import refuse_functions
-from raytrain_opt.config.schema import CheckpointSection, ModelSection
+from raytrain_opt.config.schema import CheckpointSection, ModelSection, TaskSection
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.data.transforms import Preprocessing, make_transform
@@ -40,17 +40,18 @@ class ModelDescription:
     sample_shape: tuple[int, ...]
     class_names: tuple[str, ...]
     preprocessing: Preprocessing
+    task: TaskSection = TaskSection()
 
 
 _DESCRIPTION = TypeAdapter(ModelDescription)
 
 
-def model_metadata(model: ModelSection, info: DataInfo) -> dict[str, str]:
+def model_metadata(model: ModelSection, task: TaskSection, info: DataInfo) -> dict[str, str]:
     """Return the metadata of the weights of a network trained on such data."""
     assert info.preprocessing is not None  # of all data that are read
     names = info.class_names or tuple(map(str, range(info.num_classes)))
     network = model.model_copy(update={"weights": None, "freeze": []})
-    description = ModelDescription(network, info.sample_shape, names, info.preprocessing)
+    description = ModelDescription(network, info.sample_shape, names, info.preprocessing, task)
     return {_KEY: _DESCRIPTION.dump_json(description).decode()}
 
 
@@ -100,6 +101,7 @@ class TrainedModel:
     device: torch.device
     checkpoint: str
     metadata: dict[str, str]
+    task: TaskSection = TaskSection()
 
     def preprocess(self, samples: Sequence[Any]) -> Tensor:
         """Return a batch for the network, on its device.
@@ -131,9 +133,13 @@ class TrainedModel:
         return self.classify(self.preprocess(samples))
 
     def classify(self, batch: Tensor) -> Tensor:
-        """Return the probabilities of preprocessed samples, [samples, classes], on the CPU."""
+        """Return the probabilities of preprocessed samples, [samples, classes], on the CPU.
+
+        Raises JobError for a task other than classification.
+        """
         import torch
 
+        self.task.require_classification("a prediction")
         with torch.no_grad():
             output: Tensor = self.network(batch)
         return output.float().softmax(dim=1).cpu()
@@ -203,6 +209,7 @@ def load_model(
         target,
         saved.reached,
         metadata,
+        description.task,
     )
 
 

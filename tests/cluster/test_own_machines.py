@@ -187,7 +187,7 @@ def test_the_quickstart_waits_for_the_second_host_and_trains_on_both(cluster: Cl
     assert "\x1b[" not in log, "no progress bar in a log"
     (run_dir,) = (cluster.project / "runs").iterdir()
     result = json.loads((run_dir / "result.json").read_text())
-    assert result["final"]["test_accuracy"] >= 0.95
+    assert result["final"]["test_metrics"]["accuracy"] >= 0.95
     assert len(result["hardware"]["nodes"]) == 2
     assert (run_dir / "schedule.jsonl").exists()
     cluster.figures |= {
@@ -292,7 +292,7 @@ def test_a_run_continues_when_a_host_is_lost(cluster: Cluster) -> None:
     (run_dir,) = (cluster.project / "runs").glob("lost-*")
     result = json.loads((run_dir / "result.json").read_text())
     assert result["status"] == "finished"
-    assert result["final"]["test_accuracy"] >= 0.9
+    assert result["final"]["test_metrics"]["accuracy"] >= 0.9
     epochs = (run_dir / "epochs.jsonl").read_text().splitlines()
     workers = [json.loads(line)["workers"] for line in epochs]
     assert (workers[0], workers[-1]) == (2, 1)

@@ -43,7 +43,7 @@ def probed(samples: int = 4096) -> ProbedTraining:
     return ProbedTraining(
         model,
         optimizer,
-        nn.functional.cross_entropy,
+        lambda batch: nn.functional.cross_entropy(model(batch.x), batch.y),
         endless_batches(data(samples), CUDA, {}),
         CUDA,
         lambda: torch.autocast("cuda", dtype=torch.bfloat16),

@@ -8,6 +8,7 @@ process that computes the full batch.
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,9 @@ def recalibrated(count: int, rank: int, world_size: int) -> dict[str, Any]:
     with torch.no_grad():
         model(micro_batch(batch(5, around=-4), rank, world_size))
     batches = [batch(10 + index) for index in range(count)]
-    recalibrate(model, [micro_batch(x, rank, world_size) for x in batches], values_per_channel)
+    parts = [micro_batch(x, rank, world_size) for x in batches]
+    passes = [(len(x), partial(model.forward, x)) for x in parts]
+    recalibrate(model, passes, values_per_channel)
     reference, worker = net(None), net(None)
     with torch.no_grad():
         for x in batches:

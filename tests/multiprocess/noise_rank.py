@@ -68,7 +68,7 @@ def compute_gradients(
         if index % len(micro_batches.indices) == 0:
             gradients_by_step.append([])
         with learner.autocast():
-            loss = learner.loss(learner.model(batch.x), batch.y)
+            loss = learner.task.training_loss(learner.model, batch.content)
         gradients = torch.autograd.grad(loss, trained)
         gradients_by_step[-1].append(torch.cat([g.flatten().double() for g in gradients]))
     return gradients_by_step

@@ -84,7 +84,7 @@ def buffers(learner: Learner) -> dict[str, Tensor]:
 
 def evaluate_test_split(learner: Learner, rank: int, world_size: int) -> dict[str, Any]:
     part = learner.evaluate("test", rank, world_size)
-    sums = [part.samples, part.correct, part.correct_top5, part.loss_sum]
+    sums = [part.samples, *(part.sums[name] for name in ("accuracy", "top5", "loss"))]
     return {"part": sums, "sum": reduce_sums(sums, CPU)}
 
 

@@ -40,6 +40,14 @@ def accuracy(epoch: int) -> float:
     return 1 - 0.5 / epoch
 
 
+def evaluation(value: float | None, loss: float = 0.6) -> dict[str, Any]:
+    """Return the results of an evaluation with this accuracy; None: there was none."""
+    if value is None:
+        return {"test_metrics": {}, "metric": None}
+    metrics = {"loss": loss, "accuracy": value, "top5": 1.0}
+    return {"test_metrics": metrics, "metric": {"name": "accuracy", "higher_is_better": True}}
+
+
 def epoch_line(epoch: int, **changes: Any) -> dict[str, Any]:
     """Return an epoch of 0.2 s pre-training and 1.2 s main training, 0.06 s of it waiting."""
     parts = {
@@ -61,10 +69,7 @@ def epoch_line(epoch: int, **changes: Any) -> dict[str, Any]:
         "lr_first": 0.1,
         "weight_decay_factor": 1.0,
         "train_loss": 2.0 / epoch,
-        "train_accuracy": accuracy(epoch),
-        "test_loss": 2.1 / epoch,
-        "test_accuracy": accuracy(epoch),
-        "test_top5": 1.0,
+        **evaluation(accuracy(epoch), 2.1 / epoch),
         "test_samples": 360,
         "workers": 2,
         "samples": 960,
@@ -88,7 +93,7 @@ def round_line(epoch: int, winner: int | None = 1, **changes: Any) -> dict[str, 
             "optimizer": "SGD",
             "weight_decay_factor": 1.0,
             "score": best if index == winner else best - 0.1,
-            "val_accuracy": best if index == winner else best - 0.1,
+            "val_metric": best if index == winner else best - 0.1,
             "val_loss": 1.0,
             "train_loss": 1.0,
             "duration_s": 0.06,
@@ -106,9 +111,10 @@ def round_line(epoch: int, winner: int | None = 1, **changes: Any) -> dict[str, 
         "search_on": "slots",
         "search_reason": "",
         "candidates": candidates,
+        "metric": {"name": "accuracy", "higher_is_better": True},
         "validation_samples": VALIDATION_SAMPLES,
         "winner": winner,
-        "reason": "best val_accuracy of 3",
+        "reason": "best validation accuracy of 3",
         "next_base_lr": 0.1 * (1.0 if winner is None else MULTIPLIERS[winner]),
         "winner_sha256": "0" * 64,
         "loaded_sha256": ["0" * 64] * 2,
@@ -246,7 +252,7 @@ def result(epochs: int) -> dict[str, Any]:
 
 
 def _epoch_result(epoch: int) -> dict[str, Any]:
-    names = ("epoch", "test_accuracy", "test_top5", "test_loss", "train_loss", "lr")
+    names = ("epoch", "test_metrics", "metric", "train_loss", "lr")
     return {name: epoch_line(epoch)[name] for name in names}
 
 

@@ -141,7 +141,7 @@ def test_functions_that_a_run_directory_names_need_trust(
     digests = dict.fromkeys(("weights.safetensors", "rest.pt"), digest)
     for name in digests:
         (folder / name).touch()
-    saved = {"checkpoints": [{"epoch": 1, "test_accuracy": None, "sha256": digests}]}
+    saved = {"checkpoints": [{"epoch": 1, "score": None, "sha256": digests}]}
     (folder.parent / "index.json").write_text(json.dumps(saved))
     lines = {"model": "model: resnet8", "data": "data: digits", "epochs": "epochs: 1"}
     lines |= {"batch": "global_batch_size: 64", "lr": "learning_rate: {policy: stpt_horizon}"}
@@ -296,7 +296,7 @@ def test_report_as_json_prints_the_verdicts_and_writes_nothing(tmp_path: Path) -
     runs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
     result = invoke("report", *runs, "--json")
     assert result.exit_code == 0
-    assert [run["test_accuracy"] for run in json.loads(result.stdout)["runs"]] == [11 / 12] * 2
+    assert [run["test_metric"] for run in json.loads(result.stdout)["runs"]] == [11 / 12] * 2
     assert not (tmp_path / "a" / "report.html").exists()
 
 

@@ -43,7 +43,7 @@ def test_the_example_with_own_model_and_data_runs(tmp_path: Path, local_ray: Clu
     (result,) = tmp_path.glob("runs/*/result.json")
     summary = json.loads(result.read_text())
     assert (summary["restarts"], summary["hardware"]["slots"]) == ({"worker": 2}, 0)
-    assert summary["final"]["test_accuracy"] > 0.9
+    assert summary["final"]["test_metrics"]["accuracy"] > 0.9
     rounds = read_lines(str(result.parent), "rounds")
     assert {(line["search_on"], line["search_reason"]) for line in rounds} == {
         ("workers", "slots would take 1.33 times as long")

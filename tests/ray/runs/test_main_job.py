@@ -32,8 +32,8 @@ EPOCHS = range(1, 9)
 
 
 def test_the_quickstart_learns(finished: RunResult) -> None:
-    assert finished.test_accuracy is not None
-    assert finished.test_accuracy >= 0.95
+    assert finished.test_metric is not None
+    assert finished.test_metric >= 0.95
 
 
 def test_the_winner_is_the_best_score_and_sets_the_next_base(finished: RunResult) -> None:
@@ -59,8 +59,9 @@ def test_epochs_and_result_agree(finished: RunResult) -> None:
     result = json.loads((Path(finished.run_dir) / "result.json").read_text())
     assert [line["epoch"] for line in epochs] == list(EPOCHS)
     assert all(line["test_samples"] == 359 for line in epochs)
-    assert result["final"]["test_accuracy"] == epochs[-1]["test_accuracy"]
-    assert result["best"]["test_accuracy"] == max(line["test_accuracy"] for line in epochs)
+    assert result["final"]["test_metrics"] == epochs[-1]["test_metrics"]
+    best = max(line["test_metrics"]["accuracy"] for line in epochs)
+    assert result["best"]["test_metrics"]["accuracy"] == best
     assert result["search"]["samples"] == 8 * 3 * 5 * 64  # the losers of four candidates
     steps = result["steps_per_epoch"]
     assert result["search"]["fraction_of_training"] == pytest.approx(3 * 5 / steps)
@@ -97,7 +98,7 @@ def test_the_checkpoint_gives_the_recorded_accuracy(finished: RunResult) -> None
     job = load_job(Path(finished.run_dir) / "job.yaml")
     learner = Learner(LearnerConfig.from_job(job), None, torch.device("cpu"))
     learner.model.load_state_dict(read_weights(folder / checkpoints[-1].folder))
-    assert learner.evaluate("test").accuracy == finished.test_accuracy
+    assert learner.evaluate("test").means["accuracy"] == finished.test_metric
     assert read_rest(folder / checkpoints[-1].folder)["progress"]["next_epoch"] == 9
 
 
@@ -110,7 +111,7 @@ def test_the_resolved_job_and_the_tensorboard_events_are_written(finished: RunRe
 
 def test_the_report_and_the_timeline_are_written(finished: RunResult) -> None:
     page = (Path(finished.run_dir) / "report.html").read_text()
-    assert f"{finished.test_accuracy:.2%}".replace("%", " %") in page
+    assert f"{finished.test_metric:.2%}".replace("%", " %") in page
     spans = read_lines(finished.run_dir, "timeline")
     commands = [(span["process"], span["command"]) for span in spans if span["epoch"] == 2]
     for pool, command in [("slot", "pretrain"), ("worker", "main_train"), ("worker", "evaluate")]:
@@ -188,8 +189,8 @@ def test_killed_processes_are_restarted_and_nothing_changes(
     assert without_times(read_lines(run_dir, "rounds")) == expected
     for line in expected:
         assert line["loaded_sha256"] == [line["winner_sha256"]] * 2
-    accuracies = [line["test_accuracy"] for line in read_lines(finished.run_dir, "epochs")]
-    assert disturbed.test_accuracy == accuracies[epochs - 1]
+    recorded = read_lines(finished.run_dir, "epochs")[epochs - 1]
+    assert disturbed.test_metric == recorded["test_metrics"]["accuracy"]
 
 
 def test_more_workers_than_the_cluster_holds(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def run(test: Callable[[SspCoordinator], Awaitable[None]], phase: EpochPhase = P
 
 
 def done(number: int) -> MicroBatchDone:
-    return MicroBatchDone(number, 1.0, 8, 4, 0)
+    return MicroBatchDone(number, 1.0, 8, 0)
 
 
 async def train_worker(
@@ -67,7 +67,7 @@ def test_workers_divide_an_epoch() -> None:
         assert sorted(computed[0] + computed[1]) == list(range(8))
         finished, totals, staleness = await coordinator.result()
         assert finished
-        assert (totals.samples, totals.correct) == (64, 32)
+        assert totals.samples == 64
         assert sum(staleness["counts"]) == 8
 
     run(test)

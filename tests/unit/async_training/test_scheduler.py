@@ -23,7 +23,7 @@ def phase(steps: int, micro_batches: int, bound: int | None) -> EpochPhase:
 
 
 def done(number: int) -> MicroBatchDone:
-    return MicroBatchDone(number, loss_sum=2.0, samples=4, correct=3, skipped=1)
+    return MicroBatchDone(number, loss_sum=2.0, samples=4, skipped=1)
 
 
 class Simulated:

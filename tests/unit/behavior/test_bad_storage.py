@@ -139,7 +139,7 @@ DAMAGED = [
     (REST, other_archive),
     *((WEIGHTS, damage) for damage in (*CODE, truncate, empty, remove)),
     *((INDEX, text(content)) for content in ("", "{", "[]", "3", '{"checkpoints": [{}]}')),
-    (INDEX, text('{"checkpoints": [{"epoch": 1, "folder": "../../..", "test_accuracy": null}]}')),
+    (INDEX, text('{"checkpoints": [{"epoch": 1, "folder": "../../..", "score": null}]}')),
 ]
 
 

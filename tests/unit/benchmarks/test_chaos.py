@@ -29,7 +29,7 @@ class FakeRun(Run):
         )
         run = self.folder / "run" / "checkpoints"
         run.mkdir(parents=True, exist_ok=True)
-        checkpoint = {"epoch": len(self._marks), "test_accuracy": None, "sha256": {}}
+        checkpoint = {"epoch": len(self._marks), "score": None, "sha256": {}}
         (run / "index.json").write_text(json.dumps({"checkpoints": [checkpoint]}))
         with (self.folder / "run" / "epochs.jsonl").open("a") as records:
             records.write("{}\n")

@@ -10,11 +10,13 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 from raytrain_opt.config.data import ArraysData, Augment, HoldOut
+from raytrain_opt.config.schema import LossSection
 from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory import InMemoryData
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import DataError
+from raytrain_opt.train.task import Classification
 
 SHAPE = (3, 16, 12)
 ROWS = slice(0, 8)
@@ -50,9 +52,10 @@ def test_mixup_is_the_weighted_mean_of_samples_and_of_losses() -> None:
     output = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     labels = one_hot(batch.y, 8).float()
     soft_labels = mixed.weight * labels + (1 - mixed.weight) * labels.flip(0)
-    torch.testing.assert_close(
-        mixed.mean_loss(cross_entropy, output), cross_entropy(output, soft_labels)
+    loss = Classification(LossSection()).training_loss(
+        torch.nn.Identity(), (output, *mixed.content[1:])
     )
+    torch.testing.assert_close(loss, cross_entropy(output, soft_labels))
 
 
 def test_cutmix_puts_a_box_of_another_sample_and_weighs_by_its_area() -> None:

@@ -163,7 +163,7 @@ def test_an_interrupted_run_says_how_far_it_is_saved(
     plain = job(tmp_path)
     assert "no checkpoint was saved yet" in how_to_resume(paths, plain)
     paths.checkpoints.mkdir()
-    entry = {"epoch": 3, "rounds": rounds, "test_accuracy": None, "sha256": {}}
+    entry = {"epoch": 3, "rounds": rounds, "score": None, "sha256": {}}
     write_json(paths.checkpoints / "index.json", {"checkpoints": [entry]})
     assert how_to_resume(paths, plain) == (
         f"saved through {reached}; resume with: raytrain-opt run --resume {tmp_path}"

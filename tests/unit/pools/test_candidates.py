@@ -54,11 +54,11 @@ class FakeLearner:
         self.cached_mib += 100
         self.trained += 1
         self.lr = lrs[0]
-        return TrainTotals(len(lrs), BATCH, lrs[0] * BATCH, 1, 0, 1.0, 0.1)
+        return TrainTotals(len(lrs), BATCH, lrs[0] * BATCH, 0, 1.0, 0.1)
 
     def evaluate(self, *_: Any, **__: Any) -> EvalTotals:
         self.cached_mib += 10
-        return EvalTotals(BATCH, self.lr * BATCH, 1, 1, 0.1)
+        return EvalTotals(BATCH, {"loss": self.lr * BATCH, "accuracy": 1}, 0.1)
 
     def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
         self.cached_mib += 1

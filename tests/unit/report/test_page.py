@@ -14,6 +14,7 @@ from raytrain_opt.errors import RecordError
 from raytrain_opt.report import write_report
 from tests.support.synthetic_runs import (
     epoch_line,
+    evaluation,
     event_line,
     round_line,
     span_lines,
@@ -190,7 +191,7 @@ def test_a_batch_size_search_alone_has_a_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize("measured", [[None], [1.0], [None, 0.5, None]])
 def test_few_measurements_are_enough(tmp_path: Path, measured: list[float | None]) -> None:
     run = write_run(tmp_path / "run", epochs=len(measured))
-    lines = [epoch_line(n, test_accuracy=a, train_loss=None) for n, a in enumerate(measured, 1)]
+    lines = [epoch_line(n, **evaluation(a), train_loss=None) for n, a in enumerate(measured, 1)]
     write_lines(run / "epochs.jsonl", lines)
     read(write_report([str(run)]))
 
@@ -204,8 +205,8 @@ def test_a_comparison_shows_the_fields_that_differ(tmp_path: Path) -> None:
     assert location == f"{runs[0]}/comparison.html"
     page = read(location)
     assert [f["id"] for f in page.all("figure")] == [
-        "plot-accuracy_over_time",
-        "plot-accuracy_over_samples",
+        "plot-metric_over_time",
+        "plot-metric_over_samples",
     ]
     caption = next(i for i, text in enumerate(page.texts) if text.startswith("Results."))
     table = page.texts[caption:]

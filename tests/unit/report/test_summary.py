@@ -15,6 +15,7 @@ from raytrain_opt.report.summary import RunSummary, summarize
 from tests.support.synthetic_runs import (
     VALIDATION_SAMPLES,
     epoch_line,
+    evaluation,
     event_line,
     round_line,
     with_batch_size_search,
@@ -35,8 +36,8 @@ def run_dir(tmp_path: Path) -> Path:
 def test_the_numbers_of_a_finished_run(run_dir: Path) -> None:
     summary = summary_of(run_dir)
     assert (summary.status, summary.epochs_done, summary.epochs) == ("finished", 4, 4)
-    assert summary.test_accuracy == pytest.approx(0.875)
-    assert (summary.best_test_accuracy, summary.best_epoch) == (summary.test_accuracy, 4)
+    assert summary.test_metric == pytest.approx(0.875)
+    assert (summary.best_test_metric, summary.best_epoch) == (summary.test_metric, 4)
     assert summary.wall_s == 41.0
     assert summary.samples_per_s == 960.0
     assert (summary.global_batch_size, summary.batch_size_per_worker, summary.workers) == (
@@ -70,10 +71,10 @@ def test_cost_and_gain_of_the_search_are_stated(run_dir: Path) -> None:
 
 
 def test_the_last_epoch_need_not_be_the_best(run_dir: Path) -> None:
-    lines = [epoch_line(n, test_accuracy=a) for n, a in enumerate((0.5, 0.9, None, 0.7), 1)]
+    lines = [epoch_line(n, **evaluation(a)) for n, a in enumerate((0.5, 0.9, None, 0.7), 1)]
     write_lines(run_dir / "epochs.jsonl", lines)
     summary = summary_of(run_dir)
-    assert (summary.test_accuracy, summary.best_test_accuracy, summary.best_epoch) == (0.7, 0.9, 2)
+    assert (summary.test_metric, summary.best_test_metric, summary.best_epoch) == (0.7, 0.9, 2)
 
 
 def test_a_given_schedule_has_no_search(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def close_round(epoch: int) -> dict[str, Any]:
     """Return a round whose best two candidates are one sample apart."""
     line = round_line(epoch)
     for index, candidate in enumerate(line["candidates"]):
-        candidate["score"] = candidate["val_accuracy"] = 0.5 + (index == 1) / VALIDATION_SAMPLES
+        candidate["score"] = candidate["val_metric"] = 0.5 + (index == 1) / VALIDATION_SAMPLES
     return line
 
 
@@ -138,7 +139,7 @@ def by_loss(line: dict[str, Any]) -> dict[str, Any]:
 
 def with_candidate(status: str) -> dict[str, Any]:
     line = round_line(1)
-    line["candidates"][0] |= {"status": status, "score": None, "val_accuracy": None}
+    line["candidates"][0] |= {"status": status, "score": None, "val_metric": None}
     return line
 
 
@@ -203,7 +204,7 @@ def test_no_warning_without_a_reason(run_dir: Path, change: Callable[[Path], Non
 def test_an_unfinished_run_has_a_summary(tmp_path: Path) -> None:
     summary = summary_of(write_run(tmp_path / "run", epochs=2, finished=False))
     assert (summary.status, summary.epochs_done, summary.epochs) == ("not finished", 2, 4)
-    assert summary.test_accuracy == 0.75
+    assert summary.test_metric == 0.75
     assert summary.search.samples is None
 
 

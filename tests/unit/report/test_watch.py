@@ -44,9 +44,9 @@ def test_a_finished_run_is_shown_completely(tmp_path: Path) -> None:
     assert lines[0] == "probe 1: batch size 8  5,714 samples/s ± 1.0 %  (try 8)"
     assert lines[3] == "probe 4: batch size 512  out of memory  (CUDA out of memory)"
     assert lines[5].startswith(
-        "round of epoch 1: 0.2 (35.0 %), 0.1 (45.0 %), 0.05 (35.0 %) -> 0.1"
+        "round of epoch 1: 0.2 (35.00 %), 0.1 (45.00 %), 0.05 (35.00 %) -> 0.1"
     )
-    assert "epoch 2/4  lr 0.1  loss 1.0000  accuracy 75.00%  960 samples/s  2.0 s" in lines
+    assert "epoch 2/4  lr 0.1  loss 1.0000  accuracy 75.00 %  960 samples/s  2.0 s" in lines
     assert any(line.startswith("finished: test accuracy 75.00 %") for line in lines)
 
 

@@ -269,7 +269,7 @@ def save_untrained(job: Job, run_dir: Path) -> None:
     shared = load_shared_data(job.data)
     learner = Learner(LearnerConfig.from_job(job), shared, torch.device("cpu"))
     checkpoints = Checkpoints(run_dir / "checkpoints", job.checkpoint)
-    checkpoints.metadata = model_metadata(job.model, learner.info)
+    checkpoints.metadata = model_metadata(job.model, job.task, learner.info)
     checkpoints.folder.mkdir(parents=True)
     checkpoints.save(1, learner.state(copy=True), {}, None)
 
@@ -291,7 +291,7 @@ def test_every_python_example_runs(
         jobs.append(job)
         if "load_model" in text:
             save_untrained(job, tmp_path / "runs/RUN")
-        return SimpleNamespace(run_dir="runs/RUN", test_accuracy=0.9, best_epoch=1, lrs=(0.1,))
+        return SimpleNamespace(run_dir="runs/RUN", test_metric=0.9, best_epoch=1, lrs=(0.1,))
 
     monkeypatch.setattr(raytrain_opt, "run", train, raising=False)
     monkeypatch.chdir(tmp_path)

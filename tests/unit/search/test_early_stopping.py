@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from raytrain_opt.config.schema import StopSection
+from raytrain_opt.results import Metric
 from raytrain_opt.search.early_stopping import lost_patience, reached_target
+
+
+def metric_of(section: dict[str, Any]) -> Metric:
+    return Metric("loss", higher_is_better=False) if "metric" in section else Metric()
 
 
 @pytest.mark.parametrize(
@@ -25,7 +30,7 @@ from raytrain_opt.search.early_stopping import lost_patience, reached_target
 def test_a_target_is_reached(
     section: dict[str, Any], values: list[float | None], reached: bool
 ) -> None:
-    assert reached_target(StopSection(**section), values) is reached
+    assert reached_target(StopSection(**section), metric_of(section), values) is reached
 
 
 @pytest.mark.parametrize(
@@ -44,4 +49,4 @@ def test_a_target_is_reached(
 def test_patience_counts_evaluated_epochs(
     section: dict[str, Any], values: list[float | None], lost: bool
 ) -> None:
-    assert lost_patience(StopSection(**section), values) is lost
+    assert lost_patience(StopSection(**section), metric_of(section), values) is lost

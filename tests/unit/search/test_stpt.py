@@ -48,7 +48,7 @@ def epoch_without_round(policy: Stpt, epoch: int) -> TrainEpoch:
 
 
 def result(candidate: Candidate, **outcome: Any) -> CandidateResult:
-    values = {"status": "ok", "val_accuracy": 0.5, "val_loss": 1.0, "train_loss": 1.0, **outcome}
+    values = {"status": "ok", "val_metric": 0.5, "val_loss": 1.0, "train_loss": 1.0, **outcome}
     return CandidateResult(candidate, samples=8, train_s=1.0, score_s=0.5, slot=0, **values)
 
 
@@ -58,7 +58,7 @@ def decide(policy: Stpt, accuracies: list[float], action: TryCandidates | None =
     results = [
         result(
             candidate,
-            val_accuracy=accuracy,
+            val_metric=accuracy,
             status="diverged" if math.isnan(accuracy) else "ok",
         )
         for candidate, accuracy in zip(action.candidates, accuracies, strict=True)
@@ -196,7 +196,7 @@ def test_the_highest_score_wins_and_its_rate_is_the_next_base_rate() -> None:
     assert decision.winner.candidate == Candidate(2, 0.5, 0.2)
     assert decision.scores == (0.6, 0.7, 0.8)
     assert (decision.base_lr, decision.next_base_lr) == (0.4, 0.2)
-    assert "val_accuracy" in decision.reason
+    assert "validation accuracy" in decision.reason
 
 
 def test_multipliers_accumulate_over_the_epochs() -> None:
@@ -214,8 +214,8 @@ def test_scored_by_loss_the_lowest_wins() -> None:
     action = next_round(policy)
     better_loss, better_accuracy = action.candidates
     results = [
-        result(better_loss, val_loss=0.5, val_accuracy=0.1),
-        result(better_accuracy, val_loss=0.6, val_accuracy=0.9),
+        result(better_loss, val_loss=0.5, val_metric=0.1),
+        result(better_accuracy, val_loss=0.6, val_metric=0.9),
     ]
     decision = policy.decide(action, results, EMPTY)
     assert decision.winner == results[0]
@@ -255,13 +255,13 @@ def test_one_candidate_is_no_search_and_its_multiplier_accumulates() -> None:
 # Divergence.
 
 
-@pytest.mark.parametrize("score", ["val_accuracy", "val_loss"])
+@pytest.mark.parametrize("score", ["val_metric", "val_loss"])
 def test_a_diverged_candidate_never_wins(score: str) -> None:
     policy = stpt(candidates=[2.0, 1.0], score=score)
     action = next_round(policy)
-    diverged = result(action.candidates[0], status="diverged", val_accuracy=0.99, val_loss=0.0)
+    diverged = result(action.candidates[0], status="diverged", val_metric=0.99, val_loss=0.0)
     decision = policy.decide(
-        action, [diverged, result(action.candidates[1], val_accuracy=0.0)], EMPTY
+        action, [diverged, result(action.candidates[1], val_metric=0.0)], EMPTY
     )
     assert decision.scores[0] == float("-inf")
     assert decision.winner is not None

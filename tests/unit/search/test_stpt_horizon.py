@@ -67,7 +67,7 @@ def result(candidate: Candidate, blocks: list[float]) -> CandidateResult:
     return CandidateResult(
         candidate,
         "diverged" if math.isnan(mean) else "ok",
-        val_accuracy=0.5,
+        val_metric=0.5,
         val_loss=mean,
         train_loss=mean,
         samples=8,

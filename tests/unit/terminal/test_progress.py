@@ -11,6 +11,7 @@ from rich.console import Console
 
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.terminal.progress import Bar, Terminal, epoch_text, open_terminal, print_summary
+from tests.support.synthetic_runs import evaluation
 
 
 def record(**values: Any) -> EpochRecord:
@@ -21,10 +22,7 @@ def record(**values: Any) -> EpochRecord:
         "lr_first": 0.1,
         "weight_decay_factor": 1.0,
         "train_loss": 0.51234,
-        "train_accuracy": 0.8,
-        "test_loss": 0.6,
-        "test_accuracy": 0.9512,
-        "test_top5": 0.99,
+        **evaluation(0.9512),
         "test_samples": 10,
         "workers": 2,
         "samples": 100,
@@ -47,12 +45,12 @@ def plain(text: str) -> str:
 
 def test_an_epoch_in_one_line() -> None:
     assert epoch_text(record()) == (
-        "epoch 3/8  lr 0.0125  loss 0.5123  accuracy 95.12%  12,346 samples/s  2.0 s"
+        "epoch 3/8  lr 0.0125  loss 0.5123  accuracy 95.12 %  12,346 samples/s  2.0 s"
     )
 
 
 def test_an_epoch_without_evaluation_has_no_accuracy() -> None:
-    assert "accuracy" not in epoch_text(record(test_accuracy=None))
+    assert "accuracy" not in epoch_text(record(**evaluation(None)))
 
 
 def test_each_note_and_each_epoch_is_one_line() -> None:
@@ -80,13 +78,13 @@ def test_the_bar_shows_phase_percentage_and_last_epoch() -> None:
     assert "run directory: [here]" in text
     assert "epoch 4/8  main train" in text
     assert "75%" in text
-    assert "accuracy 95.12%  lr 0.0125  12,346 samples/s" in text
+    assert "accuracy 95.12 %  lr 0.0125  12,346 samples/s" in text
 
 
 def test_the_bar_works_without_an_accuracy() -> None:
     console, out = colored_console()
     with Bar(console) as terminal:
-        terminal.epoch(record(test_accuracy=None))
+        terminal.epoch(record(**evaluation(None)))
     text = plain(out.getvalue())
     assert "lr 0.0125" in text
     assert "accuracy" not in text
@@ -120,15 +118,15 @@ def test_the_bar_has_no_colors_where_the_user_wants_none(monkeypatch: pytest.Mon
 
 def test_the_summary_does_not_break_paths(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/" + "/".join(["a-very-long-folder-name"] * 8) + "/result.json"
-    rows = [("1", "-", "0.005", "90.00%"), ("2", "0.1 0.2", "0.2", "95.12%")]
-    print_summary(rows, [("result", path), ("wall time", "3.0 s")])
+    rows = [("1", "-", "0.005", "90.00%"), ("2", "0.1 0.2", "0.2", "95.12 %")]
+    print_summary("accuracy", rows, [("result", path), ("wall time", "3.0 s")])
     out = capsys.readouterr().out
     assert f"result     {path}\n" in out
     assert "wall time  3.0 s" in out
-    for text in ("epoch", "candidate LRs", "chosen LR", "test accuracy", "0.1 0.2", "95.12%"):
+    for text in ("epoch", "candidate LRs", "chosen LR", "test accuracy", "0.1 0.2", "95.12 %"):
         assert text in out
 
 
 def test_a_run_without_epochs_has_an_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary([], [])
+    print_summary("accuracy", [], [])
     assert "chosen LR" in capsys.readouterr().out

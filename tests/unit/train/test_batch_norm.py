@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -155,11 +157,15 @@ def test_pooling_without_a_group_changes_nothing(net: Net) -> None:
     assert_same(tensors(net), before)
 
 
+def passes(model: nn.Module, *batches: Tensor) -> list[tuple[int, Any]]:
+    return [(len(x), partial(model.forward, x)) for x in batches]
+
+
 def test_recalibration_computes_plain_means_over_its_batches() -> None:
     layer = nn.BatchNorm2d(3, momentum=0.1)
     layer(40 + images(9))
     batches = [images(seed) * (1 + seed) + seed for seed in range(4)]
-    recalibrate(layer, batches, {"": 64})
+    recalibrate(layer, passes(layer, *batches), {"": 64})
     means = torch.stack([x.mean((0, 2, 3)) for x in batches])
     variances = torch.stack([x.var((0, 2, 3)) for x in batches])
     torch.testing.assert_close(layer.running_mean, means.mean(0))
@@ -168,7 +174,8 @@ def test_recalibration_computes_plain_means_over_its_batches() -> None:
 
 def test_recalibration_uses_the_activations_of_training(net: Net) -> None:
     """All other layers are in training mode: a dropout of one half doubles the square."""
-    recalibrate(net.eval(), [images(seed, 200) for seed in range(3)], {})
+    batches = [images(seed, 200) for seed in range(3)]
+    recalibrate(net.eval(), passes(net, *batches), {})
     assert net.last.running_var is not None
     # The inputs have unit variance; half of them are dropped and the others are doubled.
     assert float(net.last.running_var.mean()) == pytest.approx(2, rel=0.05)
@@ -181,7 +188,7 @@ def test_recalibration_changes_statistics_only(net: Net) -> None:
     gradients = [value.grad for value in net.parameters()]
     modes = [module.training for module in net.modules()]
     before = tensors(net)
-    recalibrate(net, [images(2), images(3)], {})
+    recalibrate(net, passes(net, images(2), images(3)), {})
     assert_same(dict(net.named_parameters()), weights)
     assert all(p.grad is g for p, g in zip(net.parameters(), gradients, strict=True))
     assert [module.training for module in net.modules()] == modes
@@ -203,7 +210,7 @@ def test_recalibration_does_not_change_frozen_layers(net: Net) -> None:
     frozen.eval()
     model = nn.Sequential(frozen, net)
     before = tensors(frozen)
-    recalibrate(model, [images(2)], {})
+    recalibrate(model, passes(model, images(2)), {})
     assert_same(tensors(frozen), before)
     assert count_tracked_batches(model)["1.last"] == 1
 
@@ -215,7 +222,7 @@ def test_modes_and_momenta_are_restored_after_a_failed_recalibration(
     net.eval()
     if fails:
         with pytest.raises(RuntimeError):
-            recalibrate(net, [images(2), torch.zeros(2, 5, 8, 8)], {})
+            recalibrate(net, passes(net, images(2), torch.zeros(2, 5, 8, 8)), {})
     else:
         with pytest.raises(ValueError, match="at least one batch"):
             recalibrate(net, [], {})
@@ -238,7 +245,7 @@ def test_recalibration_does_not_recompile_a_compiled_model(net: Net) -> None:
     plain(images(1))
     for model in (plain, net):
         torch.manual_seed(5)
-        recalibrate(model, [images(2), images(3)], {})
+        recalibrate(model, passes(model, images(2), images(3)), {})
     assert_same(tensors(net), tensors(plain))
     net(images(4))
     assert len(graphs) == compiled

@@ -199,7 +199,7 @@ def test_the_index_is_readable_json(tmp_path: Path) -> None:
         "epoch": 1,
         "rounds": 0,
         "steps": 0,
-        "test_accuracy": 0.5,
+        "score": 0.5,
         "sha256": sha256,
     }
 
@@ -362,8 +362,8 @@ def test_a_run_without_checkpoints_has_no_damaged_one(tmp_path: Path) -> None:
         b"\xff\xfe\x00",
         b"[1, 2]",
         b'{"checkpoint": []}',
-        b'{"checkpoints": [{"epoch": 1, "folder": "epoch-0001", "test_accuracy": 0.5}]}',
-        b'{"checkpoints": [{"epoch": "../x", "test_accuracy": 0.5, "sha256": {}}]}',
+        b'{"checkpoints": [{"epoch": 1, "folder": "epoch-0001", "score": 0.5}]}',
+        b'{"checkpoints": [{"epoch": "../x", "score": 0.5, "sha256": {}}]}',
     ],
 )
 def test_a_damaged_index_is_named(tmp_path: Path, content: bytes) -> None:

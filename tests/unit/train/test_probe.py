@@ -57,7 +57,15 @@ def probed(net: Net | None = None, **changes: Any) -> ProbedTraining:
     net = net or Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    training = ProbedTraining(net, optimizer, cross_entropy, batches, CPU, nullcontext, scaler)
+    training = ProbedTraining(
+        net,
+        optimizer,
+        lambda batch: cross_entropy(net(batch.x), batch.y),
+        batches,
+        CPU,
+        nullcontext,
+        scaler,
+    )
     for name, value in changes.items():
         setattr(training, name, value)
     return training
@@ -70,7 +78,7 @@ def sampler() -> ScriptedSampler:
 def train(training: ProbedTraining, steps: int) -> None:
     for batch, _ in zip(batches(4, lambda: None), range(steps), strict=False):
         training.optimizer.zero_grad()
-        training.loss(training.model(batch.x), batch.y).backward()
+        training.loss(batch).backward()
         training.optimizer.step()
 
 
@@ -109,9 +117,11 @@ def test_a_probe_trains() -> None:
     seen: list[float] = []
     training = probed()
 
-    def loss(output: Tensor, y: Tensor) -> Tensor:
+    compute = training.loss
+
+    def loss(batch: Batch) -> Tensor:
         seen.append(float(next(training.model.parameters()).detach().sum()))
-        return cross_entropy(output, y)
+        return compute(batch)
 
     training.loss = loss
     probe = measure(training, 8, SECTION, sampler())
@@ -291,7 +301,7 @@ def test_the_measured_noise_is_that_of_the_gradients() -> None:
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         batches=normal,
-        loss=lambda output, _: 0.5 * output.square().sum(dim=1).mean(),
+        loss=lambda batch: 0.5 * model(batch.x).square().sum(dim=1).mean(),
     )
     norms = measure(training, 64, GOODPUT, sampler()).norms
     assert norms is not None

@@ -1,0 +1,220 @@
+"""What a training minimizes and measures: classification, or a task of the user's own.
+
+A task is a class with two methods and, for the metric that decides which weights are better, the
+attributes `metric` (default: loss) and `higher_is_better`. See docs/tasks.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from raytrain_opt.config.error_messages import nearest
+from raytrain_opt.config.functions import resolve_function
+from raytrain_opt.config.schema import CLASSIFICATION, LossSection, TaskSection
+from raytrain_opt.config.section import is_function_name
+from raytrain_opt.data.base import Batch, DataInfo
+from raytrain_opt.errors import DataError, JobError, Problem
+from raytrain_opt.results import Metric
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+_CROSS_ENTROPY = "cross_entropy"
+
+
+class Task(Protocol):
+    """The two methods of a task. `batch`: as the Datasets' samples are, stacked; else (x, y)."""
+
+    def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss over the samples of the batch, []."""
+        ...
+
+    def validation_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """Return `loss` and any other metrics of each sample, [samples] each."""
+        ...
+
+
+class Classification:
+    """The built-in task: one label per sample; the accuracy decides."""
+
+    metric = "accuracy"
+
+    def __init__(self, section: LossSection) -> None:
+        """Raise JobError with the problems that `check_loss` finds."""
+        from torch.nn import functional
+
+        problems = check_loss(section)
+        if problems:
+            raise JobError(problems)
+        self._is_cross_entropy = section.name == _CROSS_ENTROPY
+        self.loss: Callable[..., Tensor] = (
+            partial(functional.cross_entropy, label_smoothing=section.label_smoothing)
+            if self._is_cross_entropy
+            else partial(_call_user_loss, resolve_function(section.name, "loss.name"))
+        )
+
+    def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss, of mixed samples over both labels."""
+        x, labels, *mixed = batch
+        output = model(x)
+        loss = self.loss(output, labels)
+        if not mixed:
+            return loss
+        other_labels, weight = mixed
+        mixed_loss: Tensor = weight * loss + (1 - weight) * self.loss(output, other_labels)
+        return mixed_loss
+
+    def validation_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """Return loss (of a user's function: the batch's mean), accuracy and top-5."""
+        x, labels = batch
+        output = model(x)
+        hits = output.topk(min(5, output.shape[1]), dim=1).indices == labels.unsqueeze(1)
+        if self._is_cross_entropy:
+            losses = self.loss(output, labels, reduction="none")
+        else:
+            losses = self.loss(output, labels).expand(len(labels))
+        return {"loss": losses, "accuracy": hits[:, 0], "top5": hits.any(dim=1)}
+
+
+def check_task(section: TaskSection) -> list[Problem]:
+    """Return the problems of the section without creating the task or importing torch."""
+    name = section.name
+    if name == CLASSIFICATION:
+        rule = "classification has none; its loss is chosen in the section loss"
+        return [Problem("task.args", rule)] if section.args else []
+    if not is_function_name(name):
+        hint = nearest(str(name), [CLASSIFICATION], cutoff=0.4)
+        rule = "must be classification or package.module:Class"
+        return [Problem("task.name", rule, repr(name), hint)]
+    try:
+        task = resolve_function(name, "task.name")
+    except JobError as error:
+        return error.problems
+    methods = ("training_loss", "validation_metrics")
+    missing = [m for m in methods if inspect.isclass(task) and not hasattr(task, m)]
+    rule = f"must have the methods {' and '.join(methods)}(model, batch)"
+    return [Problem("task.name", rule, f"without {', '.join(missing)}")] if missing else []
+
+
+def build_task(section: TaskSection, loss: LossSection) -> Task:
+    """Create the task. Raises JobError for a wrong name, or arguments that it does not take."""
+    problems = check_task(section)
+    if problems:
+        raise JobError(problems)
+    if section.name == CLASSIFICATION:
+        return Classification(loss)
+    try:
+        task: Task = resolve_function(section.name, "task.name")(**section.args)
+    except Exception as error:
+        rule = f"raised {type(error).__name__}: {error}"
+        raise JobError([Problem("task.args", rule, repr(section.args))]) from error
+    return task
+
+
+def metric_of(task: Task) -> Metric:
+    """Return the metric that decides; without one, the loss does."""
+    name = getattr(task, "metric", "loss")
+    return Metric(name, getattr(task, "higher_is_better", name != "loss"))
+
+
+def try_task(
+    task: Task,
+    model: nn.Module,
+    info: DataInfo,
+    device: torch.device | str,
+    *,
+    trains_on_one: bool = False,
+) -> tuple[str, ...]:
+    """Call model and task with a batch of two samples; return the names of the metrics.
+
+    `trains_on_one`: see `models.check_output`. Weights, buffers, random states and modes are
+    preserved. Raises DataError: the model does not fit the data, or a method of the task raised or
+    returned something else than documented.
+    """
+    import torch
+
+    from raytrain_opt.data.nesting import map_leaves
+    from raytrain_opt.models.dry_run import check_output, preserve_model
+
+    forward: Any = model
+    if isinstance(task, Classification) or info.example is None:
+        x = torch.zeros(2, *info.sample_shape, device=device, dtype=info.dtype)
+        batch = Batch(x, torch.zeros(2, dtype=torch.int64, device=device))
+        if isinstance(task, Classification):
+            shape, classes = info.sample_shape, info.num_classes
+            check_output(model, shape, classes, device, info.dtype, trains_on_one=trains_on_one)
+            output = torch.zeros(2, classes, device=device)
+            forward = lambda _: output  # noqa: E731 - the model itself was called already
+    else:
+        pair = map_leaves(lambda t: torch.stack((t, t)).to(device), info.example)
+        batch = Batch(pair, None)
+    method = "training_loss"
+    with preserve_model(model, torch.device(device)), torch.no_grad():
+        model.eval()
+        try:
+            loss = task.training_loss(forward, batch.content)
+            if not isinstance(loss, torch.Tensor) or loss.dim():
+                rule = "must return the mean over the batch, a tensor without dimensions"
+                raise DataError("task", f"{method} {rule}, not {_described(loss)}")
+            method = "validation_metrics"
+            values = task.validation_metrics(forward, batch.content)
+            return _metric_names(values, metric_of(task))
+        except (DataError, JobError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            path = "loss.name" if isinstance(task, Classification) else "task"
+            shapes = map_leaves(lambda tensor: list(tensor.shape), batch.content)
+            rule = f"{method} raised {type(error).__name__}: {error}"
+            raise DataError(path, f"{rule}; called with two samples, {shapes}") from error
+
+
+def _metric_names(values: Any, metric: Metric) -> tuple[str, ...]:
+    import torch
+
+    needed = dict.fromkeys(("loss", metric.name))
+    if not isinstance(values, Mapping) or not needed.keys() <= values.keys():
+        rule = f"must return a dict with {' and '.join(needed)}"
+        found = list(values) if isinstance(values, Mapping) else _described(values)
+        raise DataError("task", f"validation_metrics {rule}, not {found}")
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.shape != (2,):
+            rule = "must return one value per sample, [samples]"
+            raise DataError(
+                "task",
+                f"validation_metrics {rule}; for two samples {name} is {_described(value)}",
+            )
+    return tuple(values)
+
+
+def _described(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"a tensor of shape {list(shape)}"
+
+
+def check_loss(section: LossSection) -> list[Problem]:
+    """Return the problems of the name, without calling the function or importing torch."""
+    if section.name == _CROSS_ENTROPY:
+        return []
+    if not is_function_name(section.name):
+        hint = nearest(str(section.name), [_CROSS_ENTROPY], cutoff=0.4)
+        rule = "must be cross_entropy or package.module:function"
+        return [Problem("loss.name", rule, repr(section.name), hint)]
+    try:
+        resolve_function(section.name, "loss.name")
+    except JobError as error:
+        return error.problems
+    return []
+
+
+def _call_user_loss(function: Callable[..., Any], output: Tensor, labels: Tensor) -> Tensor:
+    import torch
+
+    loss = function(output, labels)
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+        return loss
+    rule = "must return the mean over the batch, a tensor without dimensions"
+    raise JobError([Problem("loss.name", rule, f"returned {_described(loss)}")])

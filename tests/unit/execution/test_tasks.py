@@ -1,0 +1,92 @@
+"""Runs of tasks other than classification: the shipped examples, small, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_opt import load_model
+from raytrain_opt.commands.evaluate import evaluate_runs
+from raytrain_opt.config.load import load_job
+from raytrain_opt.driver import run
+from raytrain_opt.errors import JobError
+from raytrain_opt.train.checkpoint import read_index
+from tests.support.small_jobs import read_lines
+
+ROOT = Path(__file__).parents[3]
+SMALL = {
+    "segmentation": "data.args={train: 120, test: 10}",
+    "characters": "data.args={train: 40, test: 10}",
+    "regression": "epochs=2",
+    "multi_label": "data.args={train: 200, test: 30}",
+}
+STPT = "learning_rate={policy: stpt, candidates: [1, 0.01], initial: 0.1, alpha: 3}"
+
+
+def train(name: str, folder: Path, *changes: str) -> Any:
+    settings = ["epochs=2", SMALL[name], "optimizer=SGD", f"storage_path={folder}", *changes]
+    return run(load_job(ROOT / f"jobs/task_{name}.yaml", settings), in_process=True)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_examples_learn_and_name_their_metric(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = train(name, tmp_path)
+    metric = result.summary["final"]["metric"]["name"]
+    assert (
+        metric
+        == {
+            "segmentation": "iou",
+            "characters": "loss",
+            "regression": "absolute_error",
+            "multi_label": "correct_labels",
+        }[name]
+    )
+    assert result.test_metric == result.summary["final"]["test_metrics"][metric]
+    first, last = read_lines(result.run_dir, "epochs")
+    assert last["train_loss"] < first["train_loss"]
+    assert f"test {metric}" in capsys.readouterr().out
+    page = (Path(result.run_dir) / "report.html").read_text()
+    assert f"Test {metric}" in page
+    assert "accuracy" not in page.lower()
+
+
+def test_where_less_is_better_the_lowest_wins(tmp_path: Path) -> None:
+    """Candidates, the best epoch and the best checkpoint."""
+    result = train("regression", tmp_path, "epochs=3", STPT)
+    for line in read_lines(result.run_dir, "rounds"):
+        candidates = line["candidates"]
+        assert line["winner"] == min(candidates, key=lambda c: c["val_metric"])["index"]
+        assert [c["score"] for c in candidates] == [-c["val_metric"] for c in candidates]
+    errors = [
+        line["test_metrics"]["absolute_error"] for line in read_lines(result.run_dir, "epochs")
+    ]
+    assert result.best_test_metric == min(errors)
+    scores = [checkpoint.score for checkpoint in read_index(Path(result.run_dir) / "checkpoints")]
+    assert max(score for score in scores if score is not None) == -min(errors)
+
+
+def test_a_trained_task_has_its_network_but_no_class_probabilities(tmp_path: Path) -> None:
+    run_dir = train("regression", tmp_path).run_dir
+    model = load_model(run_dir, trust=True)
+    x = model.preprocess([[0.1] * 10])
+    assert model.network(x).shape == (1, 1)
+    for refused in (lambda: model.classify(x), lambda: evaluate_runs([run_dir], ensemble=False)):
+        with pytest.raises(JobError, match="needs task: classification"):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("loss={label_smoothing: 0.1}", "belongs to task: classification"),
+        ("data.augment={mixup: 0.2}", "mixup and cutmix need the labels"),
+        ("data.normalize=none", "gets the samples as they are"),
+    ],
+)
+def test_what_only_classification_has_is_refused(change: str, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        load_job(ROOT / "jobs/task_regression.yaml", [change])

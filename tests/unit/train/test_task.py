@@ -1,0 +1,196 @@
+"""Classification with cross entropy or a loss of the user's, and tasks of the user's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raytrain_opt.config.schema import LossSection, TaskSection
+from raytrain_opt.data.base import DataInfo
+from raytrain_opt.errors import DataError, JobError
+from raytrain_opt.results import Metric
+from raytrain_opt.train.task import (
+    Classification,
+    Task,
+    build_task,
+    check_loss,
+    check_task,
+    metric_of,
+    try_task,
+)
+
+OUTPUT = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.5, 1.0]])
+LABELS = torch.tensor([0, 2])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_cross_entropy_follows_its_definition(smoothing: float) -> None:
+    """The target puts 1 - s on the label and spreads s evenly over all classes."""
+    target = nn.functional.one_hot(LABELS, 3) * (1 - smoothing) + smoothing / 3
+    expected = -(target * OUTPUT.log_softmax(1)).sum(1).mean()
+    loss = Classification(LossSection(label_smoothing=smoothing)).loss
+    torch.testing.assert_close(loss(OUTPUT, LABELS), expected)
+
+
+def mean_error(output: Tensor, labels: Tensor) -> Tensor:
+    return (output.argmax(1) != labels).float().mean()
+
+
+def test_users_function_is_called() -> None:
+    section = LossSection(name=mean_error)
+    assert check_loss(section) == []
+    assert Classification(section).loss(OUTPUT, LABELS).item() == 0.5
+
+
+def test_users_function_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "def loss(output, labels, factor=2.0): return factor * output.mean()\n"
+    (tmp_path / "loss_of_a_user.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = Classification(LossSection(name="loss_of_a_user:loss")).loss
+    torch.testing.assert_close(loss(OUTPUT, LABELS), 2 * OUTPUT.mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("crossentropy", "did you mean 'cross_entropy'"),
+        ("mse", r"must be cross_entropy or package\.module:function"),
+        ("no_such_module_of_mine:loss", "cannot be imported"),
+    ],
+)
+def test_wrong_names_and_signatures_are_refused(name: Any, message: str) -> None:
+    section = LossSection(name=name)
+    assert [problem.path for problem in check_loss(section)] == ["loss.name"]
+    with pytest.raises(JobError, match=message):
+        Classification(section)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda output, labels: nn.functional.cross_entropy(output, labels, reduction="none"),
+         r"returned a tensor of shape \[2\]"),
+        (lambda output, labels: 0.5, "returned float"),
+    ],
+)  # fmt: skip
+def test_users_function_must_return_the_mean(function: Any, message: str) -> None:
+    loss = Classification(LossSection(name=function)).loss
+    with pytest.raises(JobError, match=message):
+        loss(OUTPUT, LABELS)
+
+
+def test_checking_does_not_import_torch() -> None:
+    code = (
+        "import sys; from raytrain_opt.train.task import check_loss, check_task\n"
+        "from raytrain_opt.config.schema import LossSection, TaskSection\n"
+        "assert check_loss(LossSection()) == check_task(TaskSection()) == []\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_mean_of_all_samples_is_that_of_the_batch() -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(40, 7), torch.randint(7, (40,))
+    for section in (
+        LossSection(label_smoothing=0.1),
+        LossSection(name=nn.functional.cross_entropy),
+    ):
+        task = Classification(section)
+        values = task.validation_metrics(nn.Identity(), (x, labels))
+        assert {name: tuple(value.shape) for name, value in values.items()} == {
+            "loss": (40,), "accuracy": (40,), "top5": (40,),
+        }  # fmt: skip
+        loss = task.training_loss(nn.Identity(), (x, labels))
+        torch.testing.assert_close(values["loss"].mean(), loss)
+
+
+def test_mixed_samples_have_the_loss_of_both_labels() -> None:
+    task, other = Classification(LossSection()), torch.tensor([1, 1])
+    mixed = task.training_loss(nn.Identity(), (OUTPUT, LABELS, other, 0.25))
+    losses = [task.training_loss(nn.Identity(), (OUTPUT, y)) for y in (LABELS, other)]
+    torch.testing.assert_close(mixed, 0.25 * losses[0] + 0.75 * losses[1])
+
+
+class Regression:
+    """A task with one metric beside the loss."""
+
+    metric, higher_is_better = "error", False
+
+    def __init__(self, power: int = 2) -> None:
+        self.power = power
+
+    def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.errors(model, batch).mean()
+
+    def validation_metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        errors = self.errors(model, batch)
+        return {"loss": errors, "error": errors.sqrt()}
+
+    def errors(self, model: nn.Module, batch: Any) -> Tensor:
+        error: Tensor = (model(batch["x"])[:, 0] - batch["y"]).abs() ** self.power
+        return error
+
+
+class Wrong(Regression):
+    """A task whose methods return what `metrics` says."""
+
+    metrics: Any = None
+
+    def validation_metrics(self, model: nn.Module, batch: Any) -> Any:
+        return self.metrics
+
+
+INFO = DataInfo(1, (3,), 8, 8, 0, 4, example={"x": torch.ones(3), "y": torch.tensor(1.0)})
+
+
+def test_a_task_of_a_user_says_its_metrics() -> None:
+    section = TaskSection(name=Regression, args={"power": 1})
+    assert check_task(section) == []
+    task = build_task(section, LossSection())
+    assert metric_of(task) == Metric("error", higher_is_better=False)
+    assert try_task(task, nn.Linear(3, 1), INFO, "cpu") == ("loss", "error")
+
+
+def test_without_a_metric_the_loss_decides_and_less_is_better() -> None:
+    assert metric_of(cast("Task", object())) == Metric("loss", higher_is_better=False)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (3, "must return a dict with loss and error, not int"),
+        ({"error": torch.zeros(2)}, r"a dict with loss and error, not \['error'\]"),
+        ({"loss": torch.zeros(2), "error": torch.tensor(0.5)}, r"value per sample.* error is"),
+    ],
+)  # fmt: skip
+def test_wrong_metrics_are_refused(metrics: Any, message: str) -> None:
+    task = Wrong()
+    task.metrics = metrics
+    with pytest.raises(DataError, match=message):
+        try_task(task, nn.Linear(3, 1), INFO, "cpu")
+
+
+def test_what_a_task_raises_is_told_with_the_shapes_of_its_batch() -> None:
+    with pytest.raises(DataError, match=r"training_loss raised RuntimeError.*\[2, 3\]"):
+        try_task(Regression(), nn.Linear(4, 1), INFO, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "clasification"}, "did you mean 'classification'"),
+        ({"name": "regression"}, r"must be classification or package\.module:Class"),
+        ({"name": nn.Linear}, "training_loss and validation_metrics"),
+        ({"name": Regression, "args": {"powr": 1}}, "raised TypeError"),
+        ({"args": {"power": 1}}, "classification has none"),
+    ],
+)
+def test_wrong_tasks_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        build_task(TaskSection(**values), LossSection())
