@@ -34,6 +34,8 @@ from raytrain_opt.errors import DataError
 # Fractions of the image's area, and height / width; the defaults of torchvision and timm.
 _ERASED_AREA, _ERASED_LOG_RATIO = (0.02, 1 / 3), math.log(10 / 3)
 
+_NEEDS, _IMAGES = "needs {}, which these samples are not", "images [channels, height, width]"
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -47,16 +49,11 @@ class Augmentation:
         self, section: BatchAugment, seed: int, sample_shape: tuple[int, ...], *, is_uint8: bool
     ) -> None:
         self._section, self._seed = section, seed
-        needs = {
-            "policy": (section.policy != "none" and not is_uint8, "uint8 images"),
-            "random_erasing": (section.random_erasing > 0, "images [channels, height, width]"),
-            "cutmix": (section.cutmix > 0, "images [channels, height, width]"),
-        }
-        for field, (is_on, kind) in needs.items():
-            if is_on and (field == "policy" or len(sample_shape) != 3):
-                raise DataError(
-                    f"data.augment.{field}", f"needs {kind}, which these samples are not"
-                )
+        if section.policy != "none" and not is_uint8:
+            raise DataError("data.augment.policy", _NEEDS.format("uint8 images"))
+        for field in ("random_erasing", "cutmix"):
+            if getattr(section, field) > 0 and len(sample_shape) != 3:
+                raise DataError(f"data.augment.{field}", _NEEDS.format(_IMAGES))
         self._policy = make_policy(section)
 
     def apply_policy(self, images: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
