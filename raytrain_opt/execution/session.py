@@ -108,6 +108,7 @@ def open_session(
         startup.mark("data_read_s")
         paths, checkpoints, notes = stack.enter_context(open_run_directory(job, resume))
         stack.enter_context(explain_interruption(terminal, paths, job))
+        stack.enter_context(stop.raised())
         announce_run_dir(paths.shown)
         for note in notes:
             terminal.note(note)

@@ -48,6 +48,19 @@ class StopRequest:
         if self.error is not None:
             raise self.error
 
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Let the error leave the block as it was made.
+
+        Ray's calls raise a KeyboardInterrupt of their own when a signal's handler raises in them.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.error is not None:
+                raise self.error from None
+            raise
+
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
@@ -79,7 +92,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
     for number in previous:
         signal.signal(number, handle)
     try:
-        yield stop
+        with stop.raised():
+            yield stop
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

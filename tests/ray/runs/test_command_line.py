@@ -1,4 +1,4 @@
-"""The command as a user runs it: its output, exit code, reaction to Ctrl-C, and resume."""
+"""The command as a user runs it: its output, exit code, reaction to SIGTERM, and resume."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(name: str, *arguments: str, hang_in: int) -> subprocess.Popen[str]:
     """Start a command that hangs in the main training of an epoch, after its round is saved."""
     fault = {"role": "worker", "phase": "main_train", "epoch": hang_in, "step": 2}
     faults = json.dumps([{**fault, "action": "hang"}])
-    # A session of its own, so that Ctrl-C reaches all of its processes as from a terminal.
+    # A session of its own, so that a signal reaches all of its processes as from a terminal.
     return subprocess.Popen(
         command(*arguments),
         cwd=ROOT,
@@ -51,7 +51,6 @@ def start(name: str, *arguments: str, hang_in: int) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
@@ -61,11 +60,12 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 @pytest.mark.timeout(1800)
-def test_a_killed_interrupted_and_resumed_run_equals_an_uninterrupted_one(
+def test_a_killed_terminated_and_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, finished: RunResult
 ) -> None:
-    """The driver of the quickstart is killed in the middle of an epoch, and Ctrl-C ends it in
-    another; the same command resumes it each time.
+    """The driver of the quickstart is killed in the middle of an epoch, and in another SIGTERM
+    reaches it and all processes of its group, as `timeout` and Slurm send it; the same command
+    resumes it each time.
     """
     arguments = [JOB, "--set", f"storage_path={tmp_path}", "--set", "resume=auto", *ONE_THREAD]
     with start("killed", *arguments, hang_in=1) as process:
@@ -73,18 +73,18 @@ def test_a_killed_interrupted_and_resumed_run_equals_an_uninterrupted_one(
         process.kill()
         process.wait(60)
     # At once, while Ray's own agents are still ending.
-    with start("interrupted", *arguments, hang_in=4) as process:
+    with start("terminated", *arguments, hang_in=4) as process:
         assert _wait_for_the_round(process, tmp_path, epoch=4) == run_dir
         assert _processes_listening_beyond_loopback() <= {"ray::RayTrainWorker"}  # torch's store
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGTERM)
         output = "".join(lines_of(process))
-        assert process.wait(60) == 130
+        assert process.wait(60) == 143
     assert f"resuming {run_dir}" in output
     assert "resumed after round 1 of epoch 1" in output
     assert "saved through round 1 of epoch 4" in output
     assert f"raytrain-opt run --resume {run_dir}" in output
     assert "Traceback" not in output
-    assert _leftover_processes("interrupted") == []
+    assert _leftover_processes("terminated") == []
 
     resumed = _run(*arguments)
     assert _leftover_processes() == []

@@ -67,6 +67,19 @@ def test_a_block_that_does_not_look_is_interrupted_after_the_limit() -> None:
     assert time.monotonic() - began_s < 60
 
 
+def test_an_interrupt_that_takes_the_place_of_its_error_does_not_hide_it() -> None:
+    """Ray's calls raise a KeyboardInterrupt of their own when a handler raises in them."""
+
+    def call_of_ray() -> None:
+        try:
+            terminate()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+
+    with pytest.raises(Terminated), stop_on_signals():
+        call_of_ray()
+
+
 HANGING = """
 import signal, sys, time
 from raytrain_opt.execution import signals
