@@ -231,9 +231,9 @@ def assemble_state(
         tensors |= part.tensors
         optimizer_state |= part.plain["optimizer_state"]
     plain = {
+        **start.plain,
         "optimizer_state": dict(sorted(optimizer_state.items())),
         "param_groups": parts[0].plain["param_groups"],
-        "scaler": start.plain["scaler"],
-        "optimizer_index": start.optimizer_index,
+        "unpooled": None,
     }
     return TrainingState(tensors, plain)

@@ -169,6 +169,25 @@ def pool_statistics(
             layer.get_buffer("num_batches_tracked").fill_(since[name] + mean)
 
 
+def gather_buffers(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Return the buffers of each worker, by rank; none without a group of at least two."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    own = {name: buffer.cpu() for name, buffer in model.named_buffers()}
+    of_ranks = [own] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return of_ranks
+
+
+def take_own_buffers(model: nn.Module, of_ranks: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Give a worker back what it had at `gather_buffers`; return whether the group is the same."""
+    if not dist.is_initialized() or dist.get_world_size() != len(of_ranks):
+        return False
+    for name, buffer in of_ranks[dist.get_rank()].items():
+        model.get_buffer(name).copy_(buffer)
+    return True
+
+
 def mean_sampling_noise(
     model: nn.Module,
     batch_size: int,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import islice, product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,6 +102,7 @@ class Learner:
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        self._unpooled: dict[str, Any] | None = None  # see `TrainingState`
         self._begin_phase(1, MicroBatches(range(1), 1))
 
     @property
@@ -110,13 +112,20 @@ class Learner:
 
     def state(self, *, copy: bool) -> TrainingState:
         """Capture the current state; see `train.state.capture`."""
-        index = self._optimizer_index
-        return capture(self.model, self.optimizer, self.scaler, copy=copy, optimizer_index=index)
+        return capture(
+            self.model,
+            self.optimizer,
+            self.scaler,
+            copy=copy,
+            optimizer_index=self._optimizer_index,
+            unpooled=self._unpooled,
+        )
 
     def load(self, state: TrainingState) -> None:
         """Copy a state into the model, its optimizer and the scaler."""
         self._use_optimizer(state.optimizer_index)
         restore(state, self.model, self.optimizer, self.scaler)
+        self._unpooled = state.plain["unpooled"]
 
     def _use_optimizer(self, index: int) -> None:
         """Let another optimizer of the job continue, without a memory of earlier steps."""
@@ -243,9 +252,10 @@ class Learner:
     def _begin_phase(
         self, epoch: int, micro_batches: MicroBatches, *, search: bool = False
     ) -> None:
-        self._phase = _Phase(
-            epoch, micro_batches, batch_norm.count_tracked_batches(self.model), search
-        )
+        before, unpooled = batch_norm.count_tracked_batches(self.model), self._unpooled
+        if unpooled and batch_norm.take_own_buffers(self.model, unpooled["buffers"]):
+            before = unpooled["tracked_before"]
+        self._phase, self._unpooled = _Phase(epoch, micro_batches, before, search), None
 
     def _gradient_norms(self, first_step: int, updates: int) -> GradientNorms | None:
         """End the phase for the process group; return the norms, if any were measured."""
@@ -297,12 +307,13 @@ class Learner:
         named = dict(zip(names, sums.tolist(), strict=True))
         return EvalTotals(samples, named, monotonic_s() - started_s, self._metric)
 
-    def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
+    def sync_batch_norm_stats(self, *, fresh: bool = False, stopped: bool = False) -> None:
         """Give all workers the same BatchNorm statistics, after a phase of synchronous training.
 
         The statistics are combined from those of the phase or, with
         `batch_norm.recalibrate_batches`, averaged weights or `fresh`, recomputed from the epoch's
-        first batches (`train.batch_norm`).
+        first batches (`train.batch_norm`). `stopped`: the phase goes on after a resume, so `state`
+        also keeps those of each worker.
         """
         epoch, indices = self._phase.epoch, self._phase.micro_batches.indices
         recalibrate_batches = self.config.batch_norm.recalibrate_batches
@@ -310,6 +321,8 @@ class Learner:
             recalibrate_batches = recalibrate_batches or _STATISTICS_BATCHES
         if not recalibrate_batches:
             size, before = self._micro_batch_size(), self._phase.tracked_before
+            if stopped and (buffers := batch_norm.gather_buffers(self.model)):
+                self._unpooled = {"buffers": buffers, "tracked_before": before}
             batch_norm.pool_statistics(self.model, size, self._values_per_channel, before)
             return
         self._seed(f"{self.config.seed} {epoch} recalibrate {indices.start}")

@@ -72,7 +72,11 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Everything that training continues from: tensors by dotted name, and plain values."""
+    """Everything that training continues from: tensors by dotted name, and plain values.
+
+    Within a phase, `unpooled` among the plain values has each worker's own buffers, and the
+    BatchNorm layers' batch counts at its start.
+    """
 
     tensors: dict[str, PackedTensor]
     plain: dict[str, Any]
@@ -134,6 +138,7 @@ def capture(
     *,
     copy: bool,
     optimizer_index: int = 0,
+    unpooled: dict[str, Any] | None = None,
 ) -> TrainingState:
     """Capture the current state of a training.
 
@@ -146,6 +151,7 @@ def capture(
         scaler.state_dict(),
         copy=copy,
         optimizer_index=optimizer_index,
+        unpooled=unpooled,
     )
 
 
@@ -156,6 +162,7 @@ def to_cpu_state(
     *,
     copy: bool,
     optimizer_index: int = 0,
+    unpooled: dict[str, Any] | None = None,
 ) -> TrainingState:
     """Pack three `state_dict`s as a state."""
     tensors = {
@@ -167,6 +174,7 @@ def to_cpu_state(
         "param_groups": optimizer["param_groups"],
         "scaler": dict(scaler),
         "optimizer_index": optimizer_index,
+        "unpooled": unpooled,
     }
     return TrainingState(tensors, plain)
 

@@ -32,7 +32,7 @@ WORKERS, BATCH, STEPS = 4, 64, 6
 LRS = (0.1, 0.2, 1e-4, 1e-5)  # the second is the best
 
 
-def make_job(model: Any) -> Job:
+def make_job(model: Any, **sections: Any) -> Job:
     return Job.model_validate(
         {
             "model": model,
@@ -42,6 +42,7 @@ def make_job(model: Any) -> Job:
             "learning_rate": {"policy": "stpt_horizon", "max_search_cost": 1.0, "horizon": 1.0},
             "optimizer": {"name": "auto", "candidates": ["SGD", "Muon"]},
             "workers": {"count": WORKERS},
+            **sections,
         }
     )
 
@@ -110,11 +111,12 @@ def one_round(trainer: Slot | Worker, states: CountedStates, _job: Job) -> dict[
     return outcome
 
 
-def stopped_epoch(worker: Slot | Worker, states: CountedStates, _job: Job) -> dict[str, Any]:
+def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
     """Train some steps at once, and stopped in between; return both states and totals."""
     start = states.put("start", worker.learner.state(copy=True))
     lrs, outcomes = tuple(0.1 / step for step in range(1, STEPS + 1)), []
-    for stops in (STEPS, 2):
+    # In its first steps DDP rebuilds its buckets, and four ranks sum in another order then.
+    for stops in (STEPS, STEPS, 2):
         worker.forget_state()
         first = worker.handle(
             MainTrain(start, 1, 0, lrs), lambda done, _, stops=stops: done == stops
@@ -126,8 +128,8 @@ def stopped_epoch(worker: Slot | Worker, states: CountedStates, _job: Job) -> di
             rest = worker.handle(MainTrain(state, 1, steps, lrs[steps:]), ignore)
             totals = totals.plus(rest.totals)
         digest = worker.learner.state(copy=True).digest()
-        outcomes.append((digest, totals.steps, totals.samples, totals.loss_sum, totals.correct))
-    return {"stopped_after": steps, "at_once": outcomes[0], "stopped": outcomes[1]}
+        outcomes.append((digest, totals.steps, totals.samples, totals.loss_sum))
+    return {"stopped_after": steps, "at_once": outcomes[1], "stopped": outcomes[2]}
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
@@ -143,7 +145,12 @@ def main(rank: int, world_size: int, folder: Path) -> None:
             worker = Worker(learner, rank, world_size, 0.0, states)
             results["worker"] |= work(worker, states, job)
             if work is one_round:
-                results["worker"] |= stopped_epoch(worker, states, job)
+                plain = LearnerConfig.from_job(make_job(model, average=None))
+                other = Learner(plain, arrays, cpu, connect)
+                results["worker"] |= {
+                    "averaged": stopped_epoch(worker, states),
+                    "plain": stopped_epoch(Worker(other, rank, world_size, 0.0, states), states),
+                }
             if world_size == 1:
                 slot = Slot(Learner(config, arrays, cpu), 0, states, "global")
                 results["slot"] |= work(slot, states, job)

@@ -70,11 +70,13 @@ def test_restarted_workers_train_the_candidate_again(
         assert rank["worker"]["digest_after_restart"] == rank["worker"]["digest"]
 
 
+@pytest.mark.parametrize("weights", ["averaged", "plain"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_workers_that_are_stopped_within_an_epoch_continue_bit_for_bit(
-    groups: dict[int, list[Results]], size: int
+    groups: dict[int, list[Results]], size: int, weights: str
 ) -> None:
-    """With averaged weights, whose BatchNorm statistics are computed anew."""
+    """BatchNorm's statistics are computed anew for averaged weights, and pooled for others."""
     for rank in groups[size]:
-        assert rank["worker"]["stopped_after"] == 2
-        assert rank["worker"]["stopped"] == rank["worker"]["at_once"]
+        epoch = rank["worker"][weights]
+        assert epoch["stopped_after"] == 2
+        assert epoch["stopped"] == epoch["at_once"]

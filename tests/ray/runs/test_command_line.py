@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,10 +39,10 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "raytrain_opt", "run", *arguments]
 
 
-def start(name: str, *arguments: str, hang_in: int) -> subprocess.Popen[str]:
-    """Start a command that hangs in the main training of an epoch, after its round is saved."""
-    fault = {"role": "worker", "phase": "main_train", "epoch": hang_in, "step": 2}
-    faults = json.dumps([{**fault, "action": "hang"}])
+def start(name: str, action: str, epoch: int, *arguments: str) -> subprocess.Popen[str]:
+    """Start a command in which a worker hangs or waits in an epoch, after its round is saved."""
+    fault = {"role": "worker", "phase": "main_train", "epoch": epoch, "step": 2, "action": action}
+    faults = json.dumps([{**fault, "index": 0}])
     # A session of its own, so that a signal reaches all of its processes as from a terminal.
     return subprocess.Popen(
         command(*arguments),
@@ -63,32 +64,33 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
 def test_a_killed_terminated_and_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, finished: RunResult
 ) -> None:
-    """The driver of the quickstart is killed in the middle of an epoch, and in another SIGTERM
-    reaches it and all processes of its group, as `timeout` and Slurm send it; the same command
-    resumes it each time.
+    """The driver of the quickstart is killed in the middle of an epoch. In another, SIGTERM
+    reaches it and all processes of its group, as `timeout` and Slurm send it, and it saves the
+    step that it has reached. The same command resumes it each time.
     """
     arguments = [JOB, "--set", f"storage_path={tmp_path}", "--set", "resume=auto", *ONE_THREAD]
-    with start("killed", *arguments, hang_in=1) as process:
+    with start("killed", "hang", 1, *arguments) as process:
         run_dir = _wait_for_the_round(process, tmp_path, epoch=1)
         process.kill()
         process.wait(60)
     # At once, while Ray's own agents are still ending.
-    with start("terminated", *arguments, hang_in=4) as process:
+    with start("terminated", "wait", 4, *arguments) as process:
         assert _wait_for_the_round(process, tmp_path, epoch=4) == run_dir
         assert _processes_listening_beyond_loopback() <= {"ray::RayTrainWorker"}  # torch's store
+        time.sleep(2)  # until the workers have begun to train the epoch
         os.killpg(process.pid, signal.SIGTERM)
         output = "".join(lines_of(process))
         assert process.wait(60) == 143
     assert f"resuming {run_dir}" in output
     assert "resumed after round 1 of epoch 1" in output
-    assert "saved through round 1 of epoch 4" in output
+    [step] = re.findall(r"saved through step (\d+) of epoch 4", output)
     assert f"raytrain-opt run --resume {run_dir}" in output
     assert "Traceback" not in output
     assert _leftover_processes("terminated") == []
 
     resumed = _run(*arguments)
     assert _leftover_processes() == []
-    assert "resumed after round 1 of epoch 4" in resumed
+    assert f"resumed after step {step} of epoch 4" in resumed
     assert "candidate LRs" in resumed
     assert f"{run_dir}/result.json" in resumed
     assert "Trial" not in resumed
