@@ -138,20 +138,38 @@ def try_task(
     import torch
 
     from raytrain_opt.data.nesting import map_leaves
-    from raytrain_opt.models.dry_run import check_output, preserve_model
+    from raytrain_opt.models.dry_run import check_output
 
-    forward: Any = model
-    if isinstance(task, Classification) or info.example is None:
-        x = torch.zeros(2, *info.sample_shape, device=device, dtype=info.dtype)
-        batch = Batch(x, torch.zeros(2, dtype=torch.int64, device=device))
-        if isinstance(task, Classification):
-            shape, classes = info.sample_shape, info.num_classes
-            check_output(model, shape, classes, device, info.dtype, trains_on_one=trains_on_one)
-            output = torch.zeros(2, classes, device=device)
-            forward = lambda _: output  # noqa: E731 - the model itself was called already
-    else:
+    if not isinstance(task, Classification) and info.example is not None:
         pair = map_leaves(lambda t: torch.stack((t, t)).to(device), info.example)
-        batch = Batch(pair, None)
+        return _try_methods(task, model, model, Batch(pair, None), device)
+    x = torch.zeros(2, *info.sample_shape, device=device, dtype=info.dtype)
+    batch = Batch(x, torch.zeros(2, dtype=torch.int64, device=device))
+    if not isinstance(task, Classification):
+        return _try_methods(task, model, model, batch, device)
+    shape, classes = info.sample_shape, info.num_classes
+    output = torch.zeros(2, classes, device=device)
+    try:
+        check_output(model, shape, classes, device, info.dtype, trains_on_one=trains_on_one)
+    except DataError as error:
+        try:  # the loss needs no fitting model
+            _try_methods(task, lambda _: output, model, batch, device)
+        except (DataError, JobError) as other:
+            problems = other.problems if isinstance(other, JobError) else [other.problem]
+            raise JobError([error.problem, *problems]) from error
+        raise
+    return _try_methods(task, lambda _: output, model, batch, device)
+
+
+def _try_methods(
+    task: Task, forward: Any, model: nn.Module, batch: Batch, device: torch.device | str
+) -> tuple[str, ...]:
+    """Call the methods of the task with `forward`; see `try_task`."""
+    import torch
+
+    from raytrain_opt.data.nesting import map_leaves
+    from raytrain_opt.models.dry_run import preserve_model
+
     method = "training_loss"
     with preserve_model(model, torch.device(device)), torch.no_grad():
         model.eval()
@@ -166,10 +184,12 @@ def try_task(
         except (DataError, JobError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            path = "loss.name" if isinstance(task, Classification) else "task"
             shapes = map_leaves(lambda tensor: list(tensor.shape), batch.content)
-            rule = f"{method} raised {type(error).__name__}: {error}"
-            raise DataError(path, f"{rule}; called with two samples, {shapes}") from error
+            raised = f"raised {type(error).__name__}: {error}; called with two samples, {shapes}"
+            if isinstance(task, Classification):
+                rule = f"must be callable as (output, labels), but {raised}"
+                raise DataError("loss.name", rule) from error
+            raise DataError("task", f"{method} {raised}") from error
 
 
 def _metric_names(values: Any, metric: Metric) -> tuple[str, ...]:

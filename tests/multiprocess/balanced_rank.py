@@ -100,7 +100,7 @@ def train_with_a_slow_rank(
     """Train measured shares; the last rank sleeps for each sample."""
     learner = build(world_size, {"optimizer": "SGD", "parallel": {"mode": mode}, **changes})
     if rank == world_size - 1 > 0:
-        learner.model.register_forward_pre_hook(lambda _, args: time.sleep(0.006 * len(args[0])))
+        learner.model.register_forward_pre_hook(lambda _, args: time.sleep(0.02 * len(args[0])))
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, learner.config.micro_batches)
     samples = [learner.train(1, 0, (0.01,) * 7, micro_batches).samples for _ in range(2)]
     learner.close()

@@ -78,7 +78,10 @@ def test_a_row_counts_every_sample_that_was_trained(
     assert sum(trained) >= len(units) * EPOCHS * SYNTHETIC.train
     # Evaluated from the first quarter of the training on.
     evaluated = sum(4 * epoch >= EPOCHS for epoch in range(1, EPOCHS + 1))
-    assert all(len(result["curve"]) == evaluated for result in results)
+    finished = [result for result in results if not result["diverged"]]
+    assert all(len(result["curve"]) == evaluated for result in finished)
+    # So short a training has no search that would lower a rate of 10.
+    assert finished or name == "ours_start_too_large"
     assert [p["samples"] for p in results[0]["curve"]][-1] == results[0]["samples"]
 
 

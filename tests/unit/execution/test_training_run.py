@@ -70,16 +70,6 @@ JOBS: dict[str, dict[str, Any]] = {
             "candidate_batch": "local",
         },
     },
-    "stpt averaged": {
-        "epochs": 2,
-        "learning_rate": {
-            "policy": "stpt",
-            "candidates": [2.0, 1.0],
-            "alpha": 3,
-            "merge": "average",
-        },
-        "optimizer": {"name": "AdamW", "args": {}},
-    },
     "stpt_horizon": {
         "epochs": 10,
         "global_batch_size": 128,
@@ -514,17 +504,14 @@ def test_no_file_that_an_epoch_writes_grows_with_the_steps_before(tmp_path: Path
 # The search cost.
 
 
-@pytest.mark.parametrize(("name", "losers"), [("stpt", 1), ("stpt averaged", 1)])
-def test_the_search_cost_is_what_was_trained_beyond_the_weights(
-    name: str, losers: int, tmp_path: Path
-) -> None:
+def test_the_search_cost_is_what_was_trained_beyond_the_weights(tmp_path: Path) -> None:
     """Of two candidates, the winner's steps belong to the training."""
-    job, paths = tiny_job(tmp_path, **JOBS[name]), RunPaths.create(str(tmp_path), "run")
+    job, paths = tiny_job(tmp_path, **JOBS["stpt"]), RunPaths.create(str(tmp_path), "run")
     execute(job, paths, never)
     numbers = outcome(paths)
     steps, alpha = sum(len(line["lrs"]) for line in numbers["schedule"]), 3
     search, kept = numbers["samples"]
-    assert search == job.epochs * losers * alpha * job.global_batch_size
+    assert search == job.epochs * alpha * job.global_batch_size
     assert kept == steps * job.global_batch_size
 
 

@@ -47,9 +47,9 @@ def test_the_page_opens_from_disk_and_its_tables_sort(page: Path, tmp_path: Path
     """By test accuracy, which grows with the epoch, both ways; and by the epoch as a number."""
     scripts = (
         VISIBLE,
-        CLICK.format(3), COLUMN.format(0), SORT.format(3),
-        CLICK.format(3), COLUMN.format(0), SORT.format(3),
-        CLICK.format(0), COLUMN.format(0), SORT.format(3),
+        CLICK.format(4), COLUMN.format(0), SORT.format(4),
+        CLICK.format(4), COLUMN.format(0), SORT.format(4),
+        CLICK.format(0), COLUMN.format(0), SORT.format(4),
     )  # fmt: skip
     result = opened(page, View(scripts=scripts), tmp_path / "profile")
     plots, _, up, rising, _, down, falling, _, again, unsorted = result.answers
