@@ -60,7 +60,7 @@ class FakeLearner:
         self.cached_mib += 10
         return EvalTotals(BATCH, {"loss": self.lr * BATCH, "accuracy": 1}, 0.1)
 
-    def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
+    def sync_batch_norm_stats(self, *, fresh: bool = False, stopped: bool = False) -> None:
         self.cached_mib += 1
 
     def wait_for_device(self) -> None: ...
