@@ -133,7 +133,7 @@ def try_task(
 
     `trains_on_one`: see `models.check_output`. Weights, buffers, random states and modes are
     preserved. Raises DataError: the model does not fit the data, or a method of the task raised or
-    returned something else than documented.
+    returned something else than documented. Raises JobError: model and loss are both wrong.
     """
     import torch
 
