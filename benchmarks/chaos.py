@@ -8,7 +8,8 @@ driver. `sigterm` ends the driver as a cluster does. `connection` cuts five TCP 
 run's processes with `ss -K`, one after each further record. `full_disk` fills the disk until the
 run ends. `clock` sets the driver's date wrong by up to ten days in either direction and kills the
 driver; the command that resumes the run has another wrong date. `storage` lets an S3 endpoint
-refuse, cut off or hang requests after each of five records.
+refuse, cut off or hang requests after each of five records. `node` ends one of three nodes, each a
+raylet with at most one worker, and `hung_node` stops all its processes, whose connections stay.
 
 Runs are kept in a folder (`disk`), in a small file system of its own (for `full_disk`), in a
 folder without locks as some network file systems are (`no_locks`), or under the URI of an S3
@@ -25,6 +26,8 @@ cluster would do; the others recover by themselves. Each run is compared with an
     lost_checkpoints    runs that resumed from before the checkpoint their index named at the kill
     leaked_processes    processes of a command that are alive 90 s after the run's end (Ray's own
                         agents take a minute to notice that a driver was killed)
+    leaked_groups       placement groups that a cluster still has after the run (of `node` and
+                        `hung_node`; the cluster of the other runs ends with them)
     median_recovery_s, worst_recovery_s
                         from the first fault until the run writes records again: the time of
                         restarts, and of repeating the interrupted phase; `recovery_s`: median by
@@ -37,7 +40,8 @@ The first fault comes after a random one of the run's records (lines of epochs.j
 rounds.jsonl, except the last), delayed by a random fraction of the mean time per record so far;
 seed and N decide both for run N, independent of other runs. On 2 cores a run takes 1 to 3 minutes,
 so a series can be made in pieces: `--into FILE` keeps each outcome as a line of JSON, and
-`--first 6 --runs 5` adds the runs 6 to 10. The last line is one JSON object over all runs in FILE.
+`--first 6 --runs 5` adds the runs 6 to 10. Beside FILE stay the undisturbed runs, and those that
+do not equal them. The last line is one JSON object over all runs in FILE.
 """
 
 from __future__ import annotations
@@ -45,8 +49,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,7 +60,7 @@ import tempfile
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -64,15 +70,19 @@ from typing import Any
 
 import obstore
 import psutil
+import ray
+from ray.cluster_utils import Cluster
 
 from benchmarks.common import machine
 from raytrain_opt import storage
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.cluster.ray_private import read_placement_groups
 from raytrain_opt.errors import StorageError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.storage import open_store
 from raytrain_opt.train.checkpoint import read_weights
+from tests.support.machines import PLACE, Machines
 from tests.support.s3_server import Fault, S3Server, cut, delay, refuse
 
 ROOT = Path(__file__).parents[1]
@@ -83,12 +93,16 @@ TITLES = {
     "mailbox": "ray::Mailbox",
     "launcher": "ray::PoolLauncher",
 }
-ROLES = (*TITLES, "driver", "sigterm", "connection", "full_disk", "clock", "storage")
+NODE_ROLES = ("node", "hung_node")
+ROLES = (*TITLES, "driver", "sigterm", "connection", "full_disk", "clock", "storage", *NODE_ROLES)
 STORAGES = ("disk", "no_locks", "s3")
 # Roles that need one kind of storage.
 STORAGE_OF = {"full_disk": "small_disk", "storage": "s3"}
 # What a run of three epochs has room for.
-SEARCH = "learning_rate={policy: stpt_horizon, initial: 0.2, horizon: 0.2, max_search_cost: 1.0}"
+SEARCH = (
+    "learning_rate={policy: stpt_horizon, search_on: workers, initial: 0.2, horizon: 0.2, "
+    "max_search_cost: 1.0}"
+)
 POLICIES = {"stpt": (), "stpt_horizon": (SEARCH, "slots.count=null", "global_batch_size=32")}
 # Bytes of the small file system: a run of the quickstart needs a tenth.
 SMALL_DISK = 64 * 2**20
@@ -124,12 +138,15 @@ class Outcome:
     restarts: int = 0
     storage: str = "disk"
     policy: str = "stpt"
+    leaked_groups: int = 0
 
 
 class Run:
     """One run directory and the commands that work on it.
 
     `has_locks`: whether its file system has. `clock_error_s`: of the commands that start next.
+    `nodes`: what the workers are on, and their cluster; by default each command has a Ray of its
+    own.
     """
 
     def __init__(
@@ -140,8 +157,9 @@ class Run:
         policy: str = "stpt",
         *,
         has_locks: bool = True,
+        nodes: Nodes | None = None,
     ) -> None:
-        self.folder, self._epochs, self.server = folder, epochs, server
+        self.folder, self._epochs, self.server, self.nodes = folder, epochs, server, nodes
         self._settings, self._has_locks = POLICIES[policy], has_locks
         self._storage_path = server.new_uri() if server else str(folder)
         self._marks: list[str] = []
@@ -152,6 +170,8 @@ class Run:
         settings = {"storage_path": self._storage_path, "epochs": self._epochs, "resume": "auto"}
         values = [*map("{0[0]}={0[1]}".format, settings.items()), *self._settings]
         options = [part for value in values for part in ("--set", value)]
+        if self.nodes:
+            options += ["--address", self.nodes.address, "--set", f"workers.resources={PLACE}"]
         faults = [*([] if self._has_locks else ["no_locks"]), str(self.clock_error_s)]
         self._marks.append(uuid.uuid4().hex)
         with (self.folder / "log.txt").open("ab") as log:
@@ -248,6 +268,41 @@ def _marked(marks: list[str]) -> list[psutil.Process]:
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """A cluster whose head takes no workers, and nodes of it that do."""
+
+    cluster: Cluster
+    machines: Machines
+
+    @property
+    def address(self) -> str:
+        """Address of the head."""
+        return str(self.cluster.address)
+
+    def groups(self) -> int:
+        """Return how many placement groups the cluster has."""
+        ray.init(self.address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            return len(read_placement_groups())
+        finally:
+            ray.shutdown()
+
+    @classmethod
+    @contextmanager
+    def running(cls) -> Iterator[Nodes]:
+        """Start a cluster with one node more than a run has workers."""
+        head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 2**28}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        machines = Machines(cluster)
+        try:
+            machines.add(3)
+            yield cls(cluster, machines)
+        finally:
+            machines.remove_all()
+            cluster.shutdown()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
 class Undisturbed:
     """The undisturbed run of a policy."""
 
@@ -270,12 +325,21 @@ def main() -> None:
             role = args.only[(number - 1) % len(args.only)]
             kind = STORAGE_OF.get(role) or chance.choice(args.on)
             policy = "stpt" if role == "slot" else chance.choice(args.policies)
+            if role in NODE_ROLES:  # whose slots have no place
+                kind, policy = "disk", "stpt_horizon"
             outcome = Outcome(number, role, storage=kind, policy=policy)
             undisturbed_run = _undisturbed(into, Path(folder), args.epochs, policy)
-            with _new_folder(Path(folder) / str(number), small=kind == "small_disk") as own:
+            with (
+                _new_folder(Path(folder) / str(number), small=kind == "small_disk") as own,
+                Nodes.running() if role in NODE_ROLES else nullcontext() as nodes,
+            ):
                 s3 = server if kind == "s3" else None
-                run = Run(own, args.epochs, s3, policy, has_locks=kind != "no_locks")
+                locks = kind != "no_locks"
+                run = Run(own, args.epochs, s3, policy, has_locks=locks, nodes=nodes)
                 disturb(run, outcome, chance, undisturbed_run)
+                if not outcome.identical:
+                    shutil.copytree(own, kept := into.with_name(f"{into.name}-{number}"))
+                    print(f"the run is kept in {kept}")
             _append(into, outcome)
             print(outcome, flush=True)
         _, outcomes = read(into)
@@ -293,6 +357,7 @@ def _undisturbed(into: Path, folder: Path, epochs: int, policy: str) -> Undistur
         run = Run(own, epochs, policy=policy)
         if run.start().wait(RUN_LIMIT_S):
             raise SystemExit(run.output())
+        shutil.copytree(own, into.with_name(f"{into.name}-undisturbed-{policy}"))
         made = Undisturbed(epochs, run.result(), run.records(), policy)
     _append(into, made)
     return made
@@ -343,6 +408,7 @@ def disturb(
     if run.server:
         run.server.reset()
     outcome.leaked = run.leaked()
+    outcome.leaked_groups = run.nodes.groups() if run.nodes else 0
     outcome.completed = command.poll() == 0
     outcome.identical = outcome.completed and run.result() == undisturbed_run.result
 
@@ -385,6 +451,10 @@ def _disturb_once(
         run.server.applies_to = lambda request: request.method == "PUT"
         run.server.faults.extend(chance.choice(faults))
         return True
+    if role in NODE_ROLES:
+        assert run.nodes is not None
+        hang = role == "hung_node"
+        return run.nodes.machines.end_one_with_a_worker(hang=hang) is not None
     if role == "connection":
         return _cut_connection(run.processes(), chance)
     candidates = [p for p in run.processes() if TITLES[role] in " ".join(p.cmdline())]
@@ -427,6 +497,7 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
         "bit_identical": sum(o.identical for o in outcomes),
         "lost_checkpoints": sum(o.lost_checkpoint for o in outcomes),
         "leaked_processes": sum(len(o.leaked) for o in outcomes),
+        "leaked_groups": sum(o.leaked_groups for o in outcomes),
         "median_recovery_s": round(median(all_s), 1) if all_s else None,
         "worst_recovery_s": round(max(all_s), 1) if all_s else None,
         "recovery_s": {role: round(median(values), 1) for role, values in recoveries.items()},

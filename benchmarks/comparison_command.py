@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import finite
 from benchmarks.comparison_tasks import SYNTHETIC, Task
 from benchmarks.comparison_units import Cache, Setting, Unit, compute_all, missing
 from raytrain_opt.clock import monotonic_s
@@ -79,6 +82,18 @@ def setting_record(args: argparse.Namespace, settings: Sequence[Setting]) -> dic
         "epochs": args.epochs,
         "processes": args.processes,
     }
+
+
+def run_comparison(
+    args: argparse.Namespace,
+    compare: Callable[[argparse.Namespace, Path], dict[str, Any]],
+    print_tables: Callable[[dict[str, Any]], None],
+) -> None:
+    """Compare with data in a temporary folder; print tables, and one JSON object last."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = compare(args, Path(folder))
+    print_tables(result["tasks"])
+    print(json.dumps(finite(result)))
 
 
 def compute_missing(cache: Cache, units: Sequence[Unit], processes: int) -> None:

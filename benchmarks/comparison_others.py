@@ -6,7 +6,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, product
 
 import numpy as np
 import torch
@@ -109,7 +109,7 @@ class _EndlessBatches(IterableDataset[tuple[Tensor, Tensor]]):
 def _batches(learner: Learner, epoch: int, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield x and y of global batches, augmented as in training."""
     size = learner.config.global_batch_size
-    for batch in learner.data.train_batches(epoch, steps, range(1), 1, size):
+    for batch in learner.data.train_batches(epoch, product(steps, range(1)), 1, size):
         yield batch.x, batch.y
 
 

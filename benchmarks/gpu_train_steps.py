@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
+from itertools import count, product
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -248,7 +248,7 @@ class Bench:
         )
         steps = range(len(arrays.train_y) // self.batch_size)
         for epoch in count(1):
-            yield from data.train_batches(epoch, steps, range(1), 1, self.batch_size)
+            yield from data.train_batches(epoch, product(steps, range(1)), 1, self.batch_size)
 
 
 class StepTimer:
@@ -320,9 +320,9 @@ def network(case: Case, device: torch.device) -> nn.Module:
 def synthetic_arrays(case: Case, batch_size: int, device: torch.device) -> DatasetArrays:
     """Return images of a color per class plus noise, so training behaves as usual; no test set."""
     on_gpu = device.type == "cuda"
-    samples = max(case.distinct, batch_size) if on_gpu else 2 * batch_size
+    samples = max(case.distinct if on_gpu else 2 * batch_size, batch_size, case.classes)
     random = torch.Generator(device).manual_seed(0)
-    labels = torch.randint(0, case.classes, (samples,), generator=random, device=device)
+    labels = torch.randperm(samples, generator=random, device=device) % case.classes
     colors = torch.randint(
         64, 192, (case.classes, 1, 1, 3), generator=random, device=device
     ).float()

@@ -26,6 +26,7 @@ from raytrain_opt.errors import DivergedError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import Startup
+from raytrain_opt.execution.session import Workspace
 from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.optim.epoch_steps import epoch_steps
@@ -36,6 +37,7 @@ from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.search.factory import build_policy, max_candidates
 from raytrain_opt.search.policy import Decision, TryCandidates
 from raytrain_opt.terminal.progress import Terminal
+from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -160,7 +162,8 @@ class ObservedRun(TrainingRun):
             info.train_size, job.global_batch_size, job.batch_ramp.steps, info.search_size
         )
         terminal, recorder = Terminal(Console(quiet=True)), NullRecorder()
-        event_log = EventLog(recorder, terminal, began_s)
+        event_log, paths = EventLog(recorder, terminal, began_s), RunPaths(Path(job.name))
+        checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
         super().__init__(
             ResolvedJob(job, info, steps, build_policy(job, steps)),
             in_process_backend(
@@ -168,13 +171,10 @@ class ObservedRun(TrainingRun):
                 with_slots=max_candidates(job) > 0 and job.search_on == "slots",
                 candidate_batch=job.learning_rate.candidate_batch,
             ),
-            RunPaths(Path(job.name)),
+            Workspace(paths, checkpoints, terminal, Startup(began_s), StopRequest()),
             recorder,
             NullCheckpoints(),
             event_log,
-            terminal,
-            Startup(began_s),
-            StopRequest(),
             Callbacks(job, job.name, event_log),
         )
         self.reporter = Reporter(learner, job)

@@ -50,7 +50,7 @@ from benchmarks.common import machine
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import ray_session
 from raytrain_opt.execution.start import start_launcher, start_mailbox
-from raytrain_opt.monitoring.process_usage import Usage
+from raytrain_opt.monitoring.process_usage import Usage, UsageMeter
 from raytrain_opt.pools import relay
 from raytrain_opt.pools.commands import (
     WORKER_POOL,
@@ -58,6 +58,7 @@ from raytrain_opt.pools.commands import (
     Command,
     MainTrain,
     MainTrainReply,
+    OnStep,
     Progress,
     Reply,
     Report,
@@ -68,7 +69,7 @@ from raytrain_opt.pools.mailbox import Exchange, Mailbox
 from raytrain_opt.pools.mailbox_client import ResidentMailbox
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.relay import Relay, relay_levels
-from raytrain_opt.pools.resident import CommandLoop, OnStep, describe_this_process, open_meter
+from raytrain_opt.pools.resident import CommandLoop, describe_this_process
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.results import TrainTotals
@@ -114,9 +115,9 @@ class EchoResident:
 
     def serve(self, mailbox: Any, relay_or_mailbox: Any, index: int) -> None:
         """Execute commands until the pool is closed."""
-        resident = describe_this_process(WORKER_POOL, index, {})
+        resident = describe_this_process(WORKER_POOL, index)
         client = ResidentMailbox(mailbox, relay_or_mailbox, resident)
-        CommandLoop(client, resident, 5.0, (), 0.0, open_meter()).run(Echo())
+        CommandLoop(client, resident, 5.0, (), 0.0, UsageMeter.for_this_process()).run(Echo())
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -127,7 +128,10 @@ def cpu_s(process: psutil.Process) -> float:
 
 def measure_real(residents: int, commands: int) -> dict[str, float]:
     """Execute commands in a pool of real processes."""
-    mailbox, launcher = start_mailbox(), start_launcher(local=True, start_s=60, import_all=False)
+    mailbox, launcher = (
+        start_mailbox(None),
+        start_launcher(local=True, start_s=60, import_all=False),
+    )
     relays = ray.get(launcher.start_relays.remote(mailbox, residents))
     process = psutil.Process(ray.get(mailbox.__ray_call__.remote(lambda _: os.getpid())))
     echo: Any = ray.remote(EchoResident).options(num_cpus=0)
@@ -182,7 +186,7 @@ def measure_ray_call(mailbox: Any, process: psutil.Process, calls: int = 2000) -
     """Return the mailbox's CPU seconds for a call that does nothing."""
     before_s = cpu_s(process)
     for _ in range(calls // 20):
-        ray.get([mailbox.restarts.remote(WORKER_POOL) for _ in range(20)])
+        ray.get([mailbox.is_closed.remote(WORKER_POOL) for _ in range(20)])
     return (cpu_s(process) - before_s) / calls
 
 

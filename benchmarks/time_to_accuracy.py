@@ -70,19 +70,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finite, machine
+from benchmarks.common import machine
 from benchmarks.comparison_command import (
     command,
     compute_missing,
     parse,
     prepare_settings,
+    run_comparison,
     setting_record,
 )
 from benchmarks.comparison_rows import Row, outcome, over_seeds, rows, summary, target_of
@@ -97,11 +97,7 @@ QUICK = {"tasks": ["cifar100_coarse_16"], "seeds": 1, "epochs": 16, "scale": 1.0
 
 
 def main() -> None:
-    args = _arguments()
-    with tempfile.TemporaryDirectory() as folder:
-        result = compare(args, Path(folder))
-    print_table(result["tasks"])
-    print(json.dumps(finite(result)))
+    run_comparison(_arguments(), compare, print_table)
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -15,14 +15,14 @@ records (the evaluation after the last epoch is subtracted); on the other side t
 the sums. Start-up counts on neither side.
 
 The runs alternate, and so does the order within a pair, so that a drift of the machine affects
-both. All our runs use one Ray session, which stays up, idle, during the other side's runs; it is
-set up like one that a run starts itself (no watcher for preempted nodes). Ray lowers the priority
-of its worker processes by 15 (RAY_worker_niceness); the other side's priority is lowered by the
-same amount, otherwise a busy machine would favor it. And glibc returns the memory that a process'
-main thread has freed to the system in every step (9,000 page faults a step for the default model).
-Our workers are started with MALLOC_* settings that keep it, which torchrun does not. "tuned" is
-the other side with such settings too (then 200 faults), and with the fused SGD that ours has:
-`ratio_tuned` compares the loops alone.
+both. All our runs use one Ray session, which stays up, idle, during the other side's runs; its
+processes have the environment that a run gives to a Ray that it starts itself. Ray lowers the
+priority of its worker processes by 15 (RAY_worker_niceness); the other side's priority is lowered
+by the same amount, otherwise a busy machine would favor it. And glibc returns the memory that a
+process' main thread has freed to the system in every step (9,000 page faults a step for the
+default model). Our workers are started with MALLOC_* settings that keep it, which torchrun does
+not. "tuned" is the other side with such settings too (then 200 faults), and with the fused SGD
+that ours has: `ratio_tuned` compares the loops alone.
 
 Measure on a machine with nothing else to do: beside other work, the kernel's distribution of time
 between sessions (sched_autogroup) decides more than either loop.
@@ -49,6 +49,7 @@ import numpy as np
 from benchmarks.common import machine, synthetic_images
 from raytrain_opt import Job, run
 from raytrain_opt.cluster.connection import ray_session
+from raytrain_opt.pools.launcher import environment
 from raytrain_opt.recording.recorder import versions
 
 PLAIN_SCRIPT = Path(__file__).with_name("plain_ddp.py")
@@ -80,8 +81,11 @@ class Speed:
 
 def main() -> None:
     args = _arguments()
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    with tempfile.TemporaryDirectory() as folder, ray_session(None, verbose=False):
+    variables = environment(local=True, start_s=120)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ray_session(None, verbose=False, environment=variables),
+    ):
         files = write_images(Path(folder), args.samples)
         sides = {
             "ours": lambda: ours(args, files, folder),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
@@ -25,6 +26,7 @@ RECORDS: dict[str, type[Record]] = {
     "batch_size.jsonl": BatchSizeProbeRecord,
     "batch_size.json": BatchSizeRecord,
     "schedule.jsonl": ScheduleRecord,
+    "predictions.json": PredictionsRecord,
     "result.json": ResultRecord,
 }
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -39,7 +37,6 @@ _address = click.option(
     metavar="ADDR",
     help="Address of a Ray cluster. Default: RAY_ADDRESS, else Ray is started on this machine.",
 )
-_verbose = click.option("--verbose", is_flag=True, help="Show tracebacks.")
 _trust = click.option(
     "--trust", is_flag=True, help="Run functions that the job.yaml of the run directory names."
 )
@@ -48,12 +45,40 @@ _dashboard = click.option(
     metavar="URL",
     help="URL of the cluster's dashboard. Default: http://localhost:8265.",
 )
-_verbose_ray = click.option(
-    "--verbose", is_flag=True, help="Show Ray's own messages and tracebacks."
-)
+_verbose = click.option("--verbose", is_flag=True, help="Show Ray's own messages and tracebacks.")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Command(click.Command):
+    """Ends with a message and an exit code for errors of this package; bugs keep a traceback."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._takes_verbose = any(option.name == "verbose" for option in self.params)
+        if not self._takes_verbose:
+            option = click.Option(["--verbose"], is_flag=True, help="Show tracebacks.")
+            self.params.append(option)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        verbose = ctx.params["verbose"]
+        if not self._takes_verbose:
+            del ctx.params["verbose"]
+        try:
+            return super().invoke(ctx)
+        except RaytrainOptError as error:
+            if verbose:
+                click.echo(traceback.format_exc(), err=True)
+            click.echo(f"error: {printable(str(error))}", err=True)
+            raise SystemExit(error.exit_code) from error
+        except KeyboardInterrupt as stop:
+            terminated = isinstance(stop, Terminated)
+            raise SystemExit(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED) from stop
+
+
+class _Commands(click.Group):
+    command_class = _Command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="raytrain_opt", prog_name="raytrain-opt")
 def main() -> None:
     """Train data-parallel on Ray and find the learning rate during the training."""
@@ -69,16 +94,13 @@ def main() -> None:
 @click.option(
     "--in-process", is_flag=True, help="Train in one process without Ray, for a debugger."
 )
-@_verbose_ray
+@_verbose
 def run(
     job_file: str | None,
     overrides: tuple[str, ...],
     resume: str | None,
     trust: bool,
-    fresh: bool,
-    address: str | None,
-    in_process: bool,
-    verbose: bool,
+    **options: Any,
 ) -> None:
     """Train a job, or resume an interrupted run (--resume).
 
@@ -90,25 +112,16 @@ def run(
             "  model: small_cnn\n  data: digits\n  epochs: 8\n  global_batch_size: 64\n\n"
             "`raytrain-opt validate JOB.yaml` checks it."
         )
-    with _exit_on_error(verbose):
-        job = (
-            _load_job(str(job_file), overrides)
-            if resume is None
-            else _load_run_job(resume, overrides, trust=trust)
-        )
+    job = (
+        _load_job(str(job_file), overrides)
+        if resume is None
+        else _load_run_job(resume, overrides, trust=trust)
+    )
 
-        # Imported after the job is known to be well-formed: this loads Ray.
-        from raytrain_opt.driver import run as run_job
+    # Imported after the job is known to be well-formed: this loads Ray.
+    from raytrain_opt.driver import run as run_job
 
-        run_job(
-            job,
-            address=address,
-            in_process=in_process,
-            verbose=verbose,
-            resume=resume,
-            fresh=fresh,
-            started_s=clock.PROCESS_STARTED_S,
-        )
+    run_job(job, resume=resume, started_s=clock.PROCESS_STARTED_S, **options)
 
 
 @main.command("find-batch-size")
@@ -117,78 +130,81 @@ def run(
 @_fresh
 @click.option("--trace", is_flag=True, help="Write a Chrome trace of steps at the chosen size.")
 @_address
-@_verbose_ray
-def find_batch_size(
-    job_file: str,
-    overrides: tuple[str, ...],
-    fresh: bool,
-    trace: bool,
-    address: str | None,
-    verbose: bool,
-) -> None:
+@_verbose
+def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -> None:
     """Find the batch size for a job by probes, without training.
 
     Example: raytrain-opt find-batch-size jobs/digits_batch_size.yaml
     """
-    with _exit_on_error(verbose):
-        job = _load_job(job_file, overrides)
+    job = _load_job(job_file, overrides)
 
-        from raytrain_opt.execution.batch_size import find_batch_size as find
+    from raytrain_opt.execution.batch_size import find_batch_size as find
 
-        result = find(job, address=address, verbose=verbose, fresh=fresh, trace=trace)
-        click.echo(f"train with this batch size: raytrain-opt run {result.run_dir}/job.yaml")
+    result = find(job, **options)
+    click.echo(f"train with this batch size: raytrain-opt run {result.run_dir}/job.yaml")
 
 
 @main.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, for scripts.")
-@_verbose
-def report(run_dirs: tuple[str, ...], as_json: bool, verbose: bool) -> None:
+def report(run_dirs: tuple[str, ...], as_json: bool) -> None:
     """Write the report of a run, RUN_DIR/report.html, with its plots.
 
     With several runs, also compare them; the comparison is written into the first.
 
     Example: raytrain-opt report runs/quickstart-*
     """
-    with _exit_on_error(verbose):
-        from raytrain_opt.report import summaries, write_report
+    from raytrain_opt.report import summaries, write_report
 
-        if as_json:
-            click.echo(json.dumps(summaries(run_dirs), indent=2))
-        else:
-            click.echo(f"report  {write_report(run_dirs)}")
+    if as_json:
+        click.echo(json.dumps(summaries(run_dirs), indent=2))
+    else:
+        click.echo(f"report  {write_report(run_dirs)}")
+
+
+@main.command()
+@click.argument("storage", default="runs")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array, for scripts.")
+def runs(storage: str, as_json: bool) -> None:
+    """List the runs below STORAGE, a folder or a URI, newest first. Default: runs.
+
+    Example: raytrain-opt runs s3://BUCKET/runs
+    """
+    from raytrain_opt.commands.runs import list_runs, print_runs
+
+    listed = list_runs(storage)
+    if as_json:
+        click.echo(json.dumps([run.to_json() for run in listed], indent=2))
+    else:
+        print_runs(storage, listed)
 
 
 @main.command()
 @click.argument("run_dir", metavar="RUN_DIR")
-@_verbose
-def watch(run_dir: str, verbose: bool) -> None:
+def watch(run_dir: str) -> None:
     """Follow a run in the terminal until it ends, from its records.
 
     RUN_DIR is a folder or a URI.
 
     Example: raytrain-opt watch s3://BUCKET/runs/RUN_ID
     """
-    with _exit_on_error(verbose):
-        from raytrain_opt.report.watch import watch as follow
+    from raytrain_opt.report.watch import watch as follow
 
-        follow(run_dir)
+    follow(run_dir)
 
 
 @main.command()
 @_job_file
 @_overrides
 @_dashboard
-@_verbose
-def submit(job_file: str, overrides: tuple[str, ...], address: str | None, verbose: bool) -> None:
+def submit(job_file: str, overrides: tuple[str, ...], address: str | None) -> None:
     """Run a job from this directory on a cluster, wait, and download its results.
 
     Example: raytrain-opt submit jobs/quickstart.yaml --address http://localhost:8265
     """
-    with _exit_on_error(verbose):
-        from raytrain_opt.commands.submit import submit as submit_job
+    from raytrain_opt.commands.submit import submit as submit_job
 
-        raise SystemExit(submit_job(job_file, overrides, address))
+    raise SystemExit(submit_job(job_file, overrides, address))
 
 
 @main.command()
@@ -200,24 +216,20 @@ def submit(job_file: str, overrides: tuple[str, ...], address: str | None, verbo
     help="Address of a Ray cluster, or URL of its dashboard. Default: RAY_ADDRESS, else Ray is "
     "started on this machine.",
 )
-@_verbose
-def doctor(
-    job_file: str | None, overrides: tuple[str, ...], address: str | None, verbose: bool
-) -> None:
+def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None) -> None:
     """Check a cluster (and optionally a job) before paying for a run.
 
     Example: raytrain-opt doctor jobs/quickstart.yaml --address auto
     """
-    with _exit_on_error(verbose):
-        job = _load_job(job_file, overrides) if job_file is not None else None
-        if address is not None and address.startswith("http"):
-            from raytrain_opt.commands.submit import diagnose_on_cluster
+    job = _load_job(job_file, overrides) if job_file is not None else None
+    if address is not None and address.startswith("http"):
+        from raytrain_opt.commands.submit import diagnose_on_cluster
 
-            raise SystemExit(diagnose_on_cluster(job_file, overrides, address))
+        raise SystemExit(diagnose_on_cluster(job_file, overrides, address))
 
-        from raytrain_opt.commands.doctor.diagnose import diagnose
+    from raytrain_opt.commands.doctor.diagnose import diagnose
 
-        raise SystemExit(diagnose(job, address))
+    raise SystemExit(diagnose(job, address))
 
 
 @main.command()
@@ -240,50 +252,37 @@ def doctor(
 )
 @click.option("--within", metavar="TIME", help="Find the cheapest choice, such as within 90m.")
 @click.option("--budget", type=float, help="Find the fastest choice for this price.")
-@_verbose
-def plan(
-    job_file: str,
-    overrides: tuple[str, ...],
-    cluster: str,
-    measured: tuple[str, ...],
-    data: str | None,
-    within: str | None,
-    budget: float | None,
-    verbose: bool,
-) -> None:
+def plan(job_file: str, overrides: tuple[str, ...], data: str | None, **options: Any) -> None:
     """Predict time, memory, storage and cost of a job on a cluster that is only described.
 
     Example: raytrain-opt plan jobs/imagenet_resnet50_81920.yaml --cluster 256x8xH100
     --data 1281167x1000
     """
-    with _exit_on_error(verbose):
-        from raytrain_opt.commands.plan import plan as make_plan
+    from raytrain_opt.commands.plan import plan as make_plan
 
-        # Files of the data may be on the cluster only.
-        job = _load_job(job_file, overrides, check=data is None)
-        click.echo(make_plan(job, cluster, measured, data, within, budget))
+    # Files of the data may be on the cluster only.
+    job = _load_job(job_file, overrides, check=data is None)
+    click.echo(make_plan(job, data=data, **options))
 
 
 @main.command()
 @_job_file
 @_overrides
-@_verbose
-def validate(job_file: str, overrides: tuple[str, ...], verbose: bool) -> None:
+def validate(job_file: str, overrides: tuple[str, ...]) -> None:
     """Check a job file and its data, without training or downloading anything.
 
     Example: raytrain-opt validate jobs/quickstart.yaml
     """
-    with _exit_on_error(verbose):
-        from raytrain_opt.execution.preflight import check_job, run_local_preflight
+    from raytrain_opt.execution.preflight import check_job, run_local_preflight
 
-        job = _load_job(job_file, overrides)
-        problems = check_job(job)
-        if problems:
-            raise JobError(problems, job_file)
-        data_checked = run_local_preflight(job, job_file) is not None
-        click.echo(f"{job_file}: valid\n{_summary(job)}")
-        if not data_checked:
-            click.echo("  data not checked: the data set is not downloaded yet")
+    job = _load_job(job_file, overrides)
+    problems = check_job(job)
+    if problems:
+        raise JobError(problems, job_file)
+    data_checked = run_local_preflight(job, job_file) is not None
+    click.echo(f"{job_file}: valid\n{_summary(job)}")
+    if not data_checked:
+        click.echo("  data not checked: the data set is not downloaded yet")
 
 
 @main.command()
@@ -291,24 +290,20 @@ def validate(job_file: str, overrides: tuple[str, ...], verbose: bool) -> None:
 @click.option("--ensemble", is_flag=True, help="Also evaluate the mean of their probabilities.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @_trust
-@_verbose
-def evaluate(
-    run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bool, verbose: bool
-) -> None:
+def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bool) -> None:
     """Compute the top-1 and top-5 error of finished runs or of single checkpoints.
 
     A single checkpoint is RUN_DIR/checkpoints/NAME.
 
     Example: raytrain-opt evaluate runs/quickstart-* --ensemble
     """
-    with _exit_on_error(verbose):
-        from raytrain_opt.commands.evaluate import evaluate_runs
+    from raytrain_opt.commands.evaluate import evaluate_runs
 
-        evaluation = evaluate_runs(run_dirs, ensemble=ensemble, trust=trust)
-        for note in evaluation.notes:
-            click.echo(note, err=True)
-        text = json.dumps(evaluation.to_json()) if as_json else "\n".join(evaluation.lines())
-        click.echo(text)
+    evaluation = evaluate_runs(run_dirs, ensemble=ensemble, trust=trust)
+    for note in evaluation.notes:
+        click.echo(note, err=True)
+    text = json.dumps(evaluation.to_json()) if as_json else "\n".join(evaluation.lines())
+    click.echo(text)
 
 
 @main.command()
@@ -317,10 +312,7 @@ def evaluate(
 @click.option("--top", default=3, show_default=True, type=click.IntRange(1), help="Classes shown.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @_trust
-@_verbose
-def predict(
-    run_dir: str, images: tuple[str, ...], top: int, as_json: bool, trust: bool, verbose: bool
-) -> None:
+def predict(run_dir: str, images: tuple[str, ...], top: int, as_json: bool, trust: bool) -> None:
     """Print the most probable classes of images, and their probabilities.
 
     RUN is a run directory, a URI, or RUN_DIR/checkpoints/NAME; images are files or folders. Ends
@@ -328,20 +320,19 @@ def predict(
 
     Example: raytrain-opt predict runs/quickstart-* photo.png scans/
     """
-    with _exit_on_error(verbose):
-        from raytrain_opt.commands.predict import predict as predict_images
-        from raytrain_opt.train.trained_model import load_model
+    from raytrain_opt.commands.predict import predict as predict_images
+    from raytrain_opt.train.trained_model import load_model
 
-        model = load_model(run_dir, trust=trust)
-        predictions = []
-        for prediction in predict_images(model, images, top=top):
-            predictions.append(prediction)
-            if not as_json:
-                click.echo(printable(prediction.line()))
-        if as_json:
-            rows = [prediction.to_json() for prediction in predictions]
-            click.echo(json.dumps({"checkpoint": model.checkpoint, "predictions": rows}))
-        raise SystemExit(any(prediction.error for prediction in predictions))
+    model = load_model(run_dir, trust=trust)
+    predictions = []
+    for prediction in predict_images(model, images, top=top):
+        predictions.append(prediction)
+        if not as_json:
+            click.echo(printable(prediction.line()))
+    if as_json:
+        rows = [prediction.to_json() for prediction in predictions]
+        click.echo(json.dumps({"checkpoint": model.checkpoint, "predictions": rows}))
+    raise SystemExit(any(prediction.error for prediction in predictions))
 
 
 @main.command()
@@ -355,41 +346,59 @@ def predict(
 )
 @click.option("--output", metavar="FILE", help="Default: model.SUFFIX in this directory.")
 @_trust
-@_verbose
-def export(run_dir: str, name: str, output: str | None, trust: bool, verbose: bool) -> None:
+def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     """Write the network of a run as one file, if it computes the same as the network.
 
     Example: raytrain-opt export runs/quickstart-* --format torch_export --output digits.pt2
     """
-    with _exit_on_error(verbose):
-        from raytrain_opt.commands.export import FORMATS
-        from raytrain_opt.commands.export import export as export_model
-        from raytrain_opt.train.trained_model import load_model
+    from raytrain_opt.commands.export import FORMATS
+    from raytrain_opt.commands.export import export as export_model
+    from raytrain_opt.train.trained_model import load_model
 
-        model = load_model(run_dir, device="cpu", trust=trust)
-        path = output or f"model.{FORMATS[name].suffix}"
-        difference = export_model(model, name, path)
-        equal = f"equal up to {difference:.1g} of the largest" if difference else "equal"
-        click.echo(f"{path}: {model.checkpoint}; its outputs are {equal}")
+    model = load_model(run_dir, device="cpu", trust=trust)
+    path = output or f"model.{FORMATS[name].suffix}"
+    difference = export_model(model, name, path)
+    equal = f"equal up to {difference:.1g} of the largest" if difference else "equal"
+    click.echo(f"{path}: {model.checkpoint}; its outputs are {equal}")
 
 
 @main.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 @click.argument("output")
 @click.option("--mib", default=256, show_default=True, help="Size of a shard.")
-@_verbose
-def shard(folder: str, output: str, mib: int, verbose: bool) -> None:
+def shard(folder: str, output: str, mib: int) -> None:
     """Pack the image folders FOLDER/<split>/<class> into tar files below OUTPUT, a folder or URI.
 
     Example: raytrain-opt shard /data/imagenet s3://bucket/imagenet
     """
-    with _exit_on_error(verbose):
-        from pathlib import Path
+    from pathlib import Path
 
-        from raytrain_opt.commands.shard import write_shards
+    from raytrain_opt.commands.shard import write_shards
 
-        for pattern in write_shards(Path(folder), output, mib * 2**20, click.echo):
-            click.echo(pattern)
+    for pattern in write_shards(Path(folder), output, mib * 2**20, click.echo):
+        click.echo(pattern)
+
+
+@main.command()
+@click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False))
+@click.option("--output", default="job.yaml", show_default=True, help="The job file to write.")
+@click.option(
+    "--examine",
+    default=2000,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Image files that are decoded, spread evenly, to find unreadable ones.",
+)
+def init(folder: str, output: str, examine: int) -> None:
+    """Write a job file for the images, arrays or shards in FOLDER, by default this directory.
+
+    Example: raytrain-opt init photos --output photos.yaml
+    """
+    from pathlib import Path
+
+    from raytrain_opt.commands.init import init as write_job
+
+    write_job(Path(folder), Path(output), examine, lambda line: click.echo(printable(line)))
 
 
 @main.command()
@@ -401,21 +410,6 @@ def schema() -> None:
     from raytrain_opt.config.load import job_schema
 
     click.echo(json.dumps(job_schema(), indent=2))
-
-
-@contextmanager
-def _exit_on_error(verbose: bool) -> Iterator[None]:
-    """Turn errors of this package into a message and an exit code; leave bugs their traceback."""
-    try:
-        yield
-    except RaytrainOptError as error:
-        if verbose:
-            click.echo(traceback.format_exc(), err=True)
-        click.echo(f"error: {printable(str(error))}", err=True)
-        raise SystemExit(error.exit_code) from error
-    except KeyboardInterrupt as stop:
-        terminated = isinstance(stop, Terminated)
-        raise SystemExit(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED) from stop
 
 
 def _load_job(job_file: str, overrides: tuple[str, ...], *, check: bool = True) -> Job:
@@ -462,7 +456,6 @@ def _summary(job: Job) -> str:
         "global batch": str(job.global_batch_size)
         + _split(job)
         + (f", before the search by {searched.strategy}" if searched else ""),
-        "slots": _slots(job),
         "results": job.storage_path,
     }
     return "\n".join(f"  {name:14} {text}" for name, text in lines.items())
@@ -472,14 +465,6 @@ def _split(job: Job) -> str:
     if job.workers.count == "auto":
         return ", divided among the free GPUs"
     return f" = {job.workers.size} workers x {job.batch_size_per_worker}"
-
-
-def _slots(job: Job) -> str:
-    if job.learning_rate.policy not in ("stpt", "stpt_horizon") or job.search_on == "workers":
-        return "none"
-    if job.search_on == "auto":
-        return "none, if all workers together train candidates as fast"
-    return str(job.slots.count or "one per candidate, if the cluster has room")
 
 
 def _learning_rate(job: Job) -> str:

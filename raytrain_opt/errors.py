@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -25,12 +26,15 @@ def printable(text: str) -> str:
 
 
 class RaytrainOptError(Exception):
-    """The root of all errors that this package raises on purpose; `str(error)` is for people."""
+    """The root of all errors that this package raises on purpose; `str(error)` is for people.
+
+    `arguments`: those of the constructor, with which a copy is unpickled; default: the message.
+    """
 
     exit_code = 1
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *arguments: Any) -> None:
+        super().__init__(*(arguments or (message,)))
         self.message = message
 
     def __str__(self) -> str:
@@ -62,10 +66,7 @@ class JobError(RaytrainOptError):
         self.source = source
         lines = "\n".join(f"  {problem}" for problem in problems)
         count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
-        super().__init__(f"{source}: {count}\n{lines}")
-
-    def __reduce__(self) -> tuple[type[JobError], tuple[list[Problem], str]]:
-        return type(self), (self.problems, self.source)
+        super().__init__(f"{source}: {count}\n{lines}", problems, source)
 
 
 class DataError(RaytrainOptError):
@@ -79,10 +80,7 @@ class DataError(RaytrainOptError):
     def __init__(self, field: str, rule: str) -> None:
         self.field = field
         self.rule = rule
-        super().__init__(f"{field}: {rule}")
-
-    def __reduce__(self) -> tuple[type[DataError], tuple[str, str]]:
-        return type(self), (self.field, self.rule)
+        super().__init__(f"{field}: {rule}", field, rule)
 
     @property
     def problem(self) -> Problem:
@@ -108,12 +106,9 @@ class ResidentError(RaytrainOptError):
     """Code raised inside a worker or slot; carries the process's name and its traceback."""
 
     def __init__(self, message: str, resident: str, remote_traceback: str = "") -> None:
-        super().__init__(message)
+        super().__init__(message, message, resident, remote_traceback)
         self.resident = resident
         self.remote_traceback = remote_traceback
-
-    def __reduce__(self) -> tuple[type[ResidentError], tuple[str, str, str]]:
-        return type(self), (self.message, self.resident, self.remote_traceback)
 
 
 class DivergedError(RaytrainOptError):

@@ -14,7 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import obstore
 
@@ -36,6 +38,18 @@ from raytrain_opt.storage import (
     sync,
 )
 
+# Name of a run directory: job, date and time in UTC, random number.
+_RUN_ID = re.compile(r"(?P<name>.+)-(?P<date>\d{8}-\d{6})-[0-9a-f]{16}")
+_DATE = "%Y%m%d-%H%M%S"
+
+
+class FoundRun(NamedTuple):
+    """A run directory, and the job and the date of its name."""
+
+    run_dir: str
+    job: str
+    started: datetime
+
 
 class RunPaths:
     """The files of one run below `local`; `remote` is the URI of its copy, if any.
@@ -53,6 +67,7 @@ class RunPaths:
         self.timeline, self.events = local / "timeline.jsonl", local / "events.jsonl"
         self.batch_sizes, self.batch_size = local / "batch_size.jsonl", local / "batch_size.json"
         self.schedule, self.trace = local / "schedule.jsonl", local / "trace.json"
+        self.predictions = local / "predictions.json"
         self.tensorboard, self.checkpoints = local / "tensorboard", local / "checkpoints"
         self._copy = None if remote is None else RunCopy(remote, local)
         if remote is not None:
@@ -64,7 +79,7 @@ class RunPaths:
         problems = check_uri(storage_path)
         if problems:
             raise JobError(problems)
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        stamp = datetime.now(UTC).strftime(_DATE)
         run_id = f"{name}-{stamp}-{secrets.token_hex(8)}"
         if is_remote(storage_path):
             local = Path(tempfile.mkdtemp(prefix="raytrain_opt-"))
@@ -191,20 +206,36 @@ def newest_unfinished(storage_path: str, name: str) -> str | None:
     In a folder those of other users are left out. None when there is none. Raises StorageError
     when the storage cannot be read.
     """
-    run_id = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}-[0-9a-f]{{16}}")
-    parent = storage_path if is_remote(storage_path) else str(local_path(storage_path))
+    for run_dir, job, _ in find_runs(storage_path):
+        is_own = is_remote(run_dir) or _is_own(Path(run_dir))
+        if job == name and is_own and _is_unfinished(run_dir):
+            return run_dir
+    return None
+
+
+def find_runs(storage_path: str) -> list[FoundRun]:
+    """Return all runs below a storage path, newest first.
+
+    Raises StorageError when the storage cannot be read.
+    """
     with storage_errors(f"{storage_path} cannot be read"):
-        # A run id begins with its date, so the newest is the last one in order.
-        run_ids = sorted(filter(run_id.fullmatch, _subfolders(parent)), reverse=True)
-        run_dirs = (join(parent, run_id) for run_id in run_ids)
-        return next((run_dir for run_dir in run_dirs if _is_unfinished(run_dir)), None)
-
-
-def _subfolders(storage_path: str) -> list[str]:
-    if is_remote(storage_path):
-        return list(obstore.list_with_delimiter(open_store(storage_path))["common_prefixes"])
-    folder = Path(storage_path)
-    return [path.name for path in folder.iterdir() if _is_own(path)] if folder.exists() else []
+        if is_remote(storage_path):
+            parent = storage_path
+            names = obstore.list_with_delimiter(open_store(storage_path))["common_prefixes"]
+        else:
+            folder = local_path(storage_path)
+            parent = str(folder)
+            names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    runs = [
+        FoundRun(
+            join(parent, run_id[0]),
+            run_id["name"],
+            datetime.strptime(run_id["date"], _DATE).replace(tzinfo=UTC),
+        )
+        for run_id in map(_RUN_ID.fullmatch, names)
+        if run_id is not None
+    ]
+    return sorted(runs, key=attrgetter("started"), reverse=True)
 
 
 def _is_own(path: Path) -> bool:

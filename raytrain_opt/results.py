@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -83,6 +85,46 @@ class TrainTotals:
         return TrainTotals(**sums, norms=norms)
 
 
+# The most confident mistakes of an evaluation that are kept.
+MAX_MISTAKES = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """The most probable class of each sample of a split, or of a part of it, in its order.
+
+    labels, classes: int32 [samples]. confidences: float32 [samples], the probability of the class.
+    mistakes: the image, as JPEG, of the most confident mistakes by their positions among the
+    samples; None for a sample that is no image.
+    """
+
+    labels: npt.NDArray[np.int32]
+    classes: npt.NDArray[np.int32]
+    confidences: npt.NDArray[np.float32]
+    mistakes: dict[int, bytes | None]
+
+    @classmethod
+    def join(cls, parts: Sequence[Predictions | None]) -> Predictions | None:
+        """Return the predictions of neighboring parts as one; None if there are none."""
+        import numpy as np
+
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        starts = accumulate((len(part.labels) for part in present), initial=0)
+        mistakes = {
+            start + position: image
+            for start, part in zip(starts, present, strict=False)
+            for position, image in part.mistakes.items()
+        }
+        return cls(
+            np.concatenate([part.labels for part in present]),
+            np.concatenate([part.classes for part in present]),
+            np.concatenate([part.confidences for part in present]),
+            mistakes,
+        )
+
+
 # Evaluations cut a split between neighboring blocks of this size.
 EVAL_BLOCK_SIZE = 16
 
@@ -92,12 +134,14 @@ class EvalTotals:
     """Sums over the samples of one evaluation; every sample counts exactly once.
 
     `sums`: the loss and the metrics of the task by name. `metric`: which one decides.
+    `predictions`: of a classifier on the test split.
     """
 
     samples: int
     sums: dict[str, float]
     duration_s: float
     metric: Metric = Metric()
+    predictions: Predictions | None = None
 
     @property
     def means(self) -> dict[str, float]:
@@ -136,12 +180,13 @@ class AsyncWorkerMetrics:
 
 @dataclass(frozen=True)
 class Probe:
-    """One measurement of training at one batch size.
+    """One measurement of training at one batch size per worker.
 
-    `timings_s` holds the mean seconds of each part of a step (`train.step_timer`); they add up
-    to the step. `utilization_pct` is the mean of the top half of the samples,
-    `utilization_mean_pct` of all. `norms` are measured if the search needs them. `why` says why
-    memory ran out.
+    `out_of_memory` includes sizes that leave less than the memory reserve.
+    `samples_per_s_error` is a standard error. `timings_s` holds the mean seconds of each part of a
+    step (`train.step_timer`); they add up to the step. `utilization_pct` is the mean of the top
+    half of the samples, `utilization_mean_pct` of all; nan without samples. `norms` are measured
+    if the search needs them. `why` says why memory ran out.
     """
 
     batch_size: int
@@ -158,3 +203,8 @@ class Probe:
     joule_per_sample: float | None = None
     norms: GradientNorms | None = None
     why: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether training at this size fits into memory, with the reserve."""
+        return self.status == "ok"

@@ -83,6 +83,13 @@ def join(storage_path: str, name: str) -> str:
     return urlunsplit(uri._replace(path=f"{uri.path.rstrip('/')}/{name}"))
 
 
+def split(uri: str) -> tuple[str, str]:
+    """Return the folder of a file and its name; options of a URI stay with the folder."""
+    path, question, options = uri.partition("?")
+    folder, slash, name = path.rpartition("/")
+    return f"{folder or slash or '.'}{question}{options}", name
+
+
 def last_name(storage_path: str) -> str:
     """Return the last part of a path or a URI, without options."""
     path = urlsplit(storage_path).path if "://" in storage_path else storage_path

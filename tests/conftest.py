@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 # Before torch is imported: several threads in each of several processes on few cores mostly wait
 # for each other (the unit tests take many times longer).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write an empty report at the end of a run: plots take longer than a small training."""
+    from raytrain_opt.report import page
+
+    monkeypatch.setattr(page, "report_page", lambda _run: page.Page("no plots", []))

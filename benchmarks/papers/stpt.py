@@ -58,20 +58,19 @@ than 3. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finite, machine
+from benchmarks.common import machine
 from benchmarks.comparison_command import (
     command,
     compute_missing,
     parse,
     prepare_settings,
+    run_comparison,
     setting_record,
 )
 from benchmarks.comparison_tasks import TASKS
@@ -99,11 +98,7 @@ QUICK = {"tasks": ["cifar100_coarse_16"], "seeds": 1, "epochs": 10, "scale": 0.5
 
 
 def main() -> None:
-    args = _arguments()
-    with tempfile.TemporaryDirectory() as folder:
-        result = repeat(args, Path(folder))
-    print_tables(result["tasks"])
-    print(json.dumps(finite(result)))
+    run_comparison(_arguments(), repeat, print_tables)
 
 
 def repeat(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from raytrain_opt.async_training.weight_shard import assemble_state
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.errors import PoolError
-from raytrain_opt.pools.commands import Evaluate, EvaluateReply, MainTrain, StateRef
-from raytrain_opt.pools.main_training import TrainingOutcome
+from raytrain_opt.pools.commands import Evaluate, MainTrain, StateRef
+from raytrain_opt.pools.mailbox_client import answer
+from raytrain_opt.pools.protocol import TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
-from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, TrainTotals
+from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, Predictions, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
 
@@ -30,7 +31,7 @@ _POLL_S = 0.5
 
 
 class AsynchronousTraining:
-    """Workers against a parameter server; implements `pools.main_training.MainTraining`.
+    """Workers against a parameter server; implements `pools.protocol.MainTraining`.
 
     Dead workers are done without until they are back. The driver assembles the state from what the
     shards hold.
@@ -64,7 +65,12 @@ class AsynchronousTraining:
                 parts, lost_updates = self._collect()
                 buffers = advance_buffers(start, [m.buffers for m in metrics], len(phase.lrs))
                 state = self._states.put(phase.id, assemble_state(start, parts, buffers))
-        timings_s = _slowest_timings(metrics)
+        timings_s = {"compute_s": 0.0, "data_wait_s": 0.0} | slowest(
+            [
+                {**w.timings_s, "compute_s": w.duration_s, "data_wait_s": w.data_wait_s}
+                for w in metrics
+            ]
+        )
         totals = replace(
             totals,
             steps=len(phase.lrs),
@@ -93,11 +99,11 @@ class AsynchronousTraining:
         """Evaluate on the test split; when a worker dies, the others start again."""
         while True:
             workers = self._wait_for_workers()
-            replies: dict[int, EvaluateReply] = self._workers.command(
+            replies: dict[int, EvalTotals] = self._workers.command(
                 Evaluate(state, workers), workers
             )
             if len(replies) == len(workers):
-                return _add([reply.totals for reply in replies.values()])
+                return _add([replies[worker] for worker in workers])
 
     def _begin(self, phase: EpochPhase, command: MainTrain) -> MainTrain:
         """Begin a phase at the coordinator, then at the shards.
@@ -149,27 +155,8 @@ class AsynchronousTraining:
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
         """Return the answers. Raises PoolError when the parameter server does not answer."""
         limit_s = self._timeouts.no_progress_s
-        try:
-            answers: list[Any] = ray.get(list(refs), timeout=limit_s)
-            return answers
-        except ray.exceptions.GetTimeoutError as error:
-            raise PoolError(
-                f"the shards of the weights did not answer within {limit_s:g} s "
-                f"(timeouts.no_progress_s: {limit_s:g})"
-            ) from error
-        except ray.exceptions.RayActorError as error:
-            raise PoolError(f"the parameter server has died: {error}") from error
-
-
-def _slowest_timings(metrics: Sequence[AsyncWorkerMetrics]) -> dict[str, float]:
-    """Return the seconds of the slowest worker, for each entry separately."""
-    timings_s = {
-        "compute_s": max((worker.duration_s for worker in metrics), default=0.0),
-        "data_wait_s": max((worker.data_wait_s for worker in metrics), default=0.0),
-    }
-    for name in sorted({name for worker in metrics for name in worker.timings_s}):
-        timings_s[name] = max(worker.timings_s.get(name, 0.0) for worker in metrics)
-    return timings_s
+        name = "the parameter server (limit: timeouts.no_progress_s)"
+        return cast("list[Any]", answer(list(refs), name, limit_s))
 
 
 def _add(parts: Sequence[EvalTotals]) -> EvalTotals:
@@ -178,4 +165,5 @@ def _add(parts: Sequence[EvalTotals]) -> EvalTotals:
         sums={name: sum(part.sums[name] for part in parts) for name in parts[0].sums},
         duration_s=max(part.duration_s for part in parts),
         metric=parts[0].metric,
+        predictions=Predictions.join([part.predictions for part in parts]),
     )

@@ -6,6 +6,7 @@ Importing this imports neither torch nor Ray Train, because the driver creates t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,8 +15,10 @@ from raytrain_opt.cluster.connection import alive_nodes
 from raytrain_opt.pools.resident_config import compute_threads
 
 if TYPE_CHECKING:
+    from ray.train import TrainContext
+
     from raytrain_opt.pools.resident import Handler
-    from raytrain_opt.pools.resident_config import ResidentConfig, WorkerPlace
+    from raytrain_opt.pools.resident_config import ResidentConfig
 
 
 @dataclass(frozen=True)
@@ -28,25 +31,19 @@ class AsynchronousWorkers:
     server: ServerHandles
     forms_group: ClassVar[bool] = False
 
-    def import_modules(self) -> None:
-        """Import Ray Train's part for torch."""
-        import raytrain_opt.async_training.worker  # noqa: F401
-
-    def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
-        """Return a TorchTrainer whose workers are not connected."""
+    def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
+        """Import TorchTrainer, whose workers are not connected; it reports dead ones."""
         from ray.train.torch import TorchTrainer
 
-        from raytrain_opt.async_training.worker import UnconnectedTorchConfig
+        from raytrain_opt.async_training.worker import ReportLostWorker, UnconnectedTorchConfig
 
-        return TorchTrainer(torch_config=UnconnectedTorchConfig(), **arguments)
+        def make(**arguments: Any) -> TorchTrainer:
+            arguments["run_config"].callbacks = [ReportLostWorker(config.mailbox, self.server)]
+            return TorchTrainer(torch_config=UnconnectedTorchConfig(), **arguments)
 
-    def callbacks(self, config: ResidentConfig) -> list[Any]:
-        """Return the callback that reports dead workers."""
-        from raytrain_opt.async_training.worker import ReportLostWorker
+        return make
 
-        return [ReportLostWorker(config.mailbox, self.server)]
-
-    def make_handler(self, config: ResidentConfig, place: WorkerPlace) -> Handler:
+    def make_handler(self, config: ResidentConfig, context: TrainContext) -> Handler:
         """Build model and data."""
         import ray.train.torch
 
@@ -59,4 +56,4 @@ class AsynchronousWorkers:
         workers_on_node = math.ceil(config.plan.workers / len(alive_nodes()))
         use_threads(compute_threads(config.threads, workers_on_node))
         learner = Learner(config.learner, config.fetch_shared_data(), ray.train.torch.get_device())
-        return AsyncWorker(learner, place.rank, self.server, ObjectStore())
+        return AsyncWorker(learner, context.get_world_rank(), self.server, ObjectStore())

@@ -6,7 +6,7 @@ then a replica group of its own, as with torchft.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import ray
@@ -22,14 +22,14 @@ from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import (
     WORKER_POOL,
     Evaluate,
-    EvaluateReply,
     MainTrain,
+    OnStep,
     StateRef,
 )
-from raytrain_opt.pools.handler import LearnerHandler, OnStep
+from raytrain_opt.pools.handler import LearnerHandler
 from raytrain_opt.pools.mailbox_client import report_lost
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.results import AsyncWorkerMetrics
+from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals
 from raytrain_opt.train.learner import Learner
 
 
@@ -43,10 +43,6 @@ class AsyncWorker(LearnerHandler):
         self._server = server
         self._trainer = AsyncTrainer(learner, len(server.shards))
 
-    def actions(self) -> dict[type[Any], Callable[[Any, OnStep], Any]]:
-        """Return what to do with each kind of command."""
-        return super().actions() | {MainTrain: self._main_train, Evaluate: self._evaluate}
-
     def _load_into_learner(self, ref: StateRef) -> None:
         self._trainer.load(self.states.get(ref))
 
@@ -59,11 +55,11 @@ class AsyncWorker(LearnerHandler):
         server = RemoteServer(self._server, phase.id, self.index, self._trainer.dtype)
         return self._trainer.train(phase, server, lambda done: on_step(done, len(phase.lrs)))
 
-    def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvaluateReply | None:
+    def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals | None:
         if self.index not in command.workers:  # it came back after the others had begun
             return None
         part, parts = command.workers.index(self.index), len(command.workers)
-        return EvaluateReply(self._evaluate_part(command.state, part, parts, on_step))
+        return self._evaluate_part(command.state, part, parts, on_step)
 
 
 class RemoteServer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -41,34 +41,19 @@ class Leftovers:
     def __bool__(self) -> bool:
         return bool(self.actors or self.pids or self.placement_groups)
 
-    def __str__(self) -> str:
-        return (
-            f"actors {', '.join(self.actors) or 'none'}; processes "
-            f"{', '.join(map(str, self.pids)) or 'none'}; "
-            f"{len(self.placement_groups)} placement groups"
-        )
 
-
-@dataclass
 class ActorTree:
     """An actor, the actors it created, and so on recursively.
 
     Ray's record of each actor's owner gives the tree, so two runs in one driver do not touch each
-    other's actors. `processes` are the processes of this node by id.
+    other's actors. `pids` are processes of this node.
     """
 
-    root_id: str
-    actor_ids: set[str] = field(default_factory=set)
-    worker_ids: set[str] = field(default_factory=set)
-    pids: set[int] = field(default_factory=set)
-    spans_nodes: bool = False
-
-    @classmethod
-    def of(cls, root: Any) -> ActorTree:
-        """Return the tree of an actor as it is now."""
-        tree = cls(ray_private.actor_id(root))
-        tree.leftovers()
-        return tree
+    def __init__(self, root: Any) -> None:
+        self.actor_ids, self.worker_ids = {ray_private.actor_id(root)}, set[str]()
+        self.pids = set[int]()
+        self.spans_nodes = False
+        self.leftovers()
 
     def leftovers(self) -> Leftovers:
         """Read Ray's tables once more, and return what of the tree is alive."""
@@ -85,7 +70,6 @@ class ActorTree:
         """Return the records of the tree's actors, found from parent to child."""
         records = ray_private.read_actors()
         this_node = ray.get_runtime_context().get_node_id()
-        self.actor_ids.add(self.root_id)
         size = 0
         while size < len(self.actor_ids) + len(self.worker_ids):
             size = len(self.actor_ids) + len(self.worker_ids)
@@ -109,7 +93,7 @@ def end_actor_tree(root: Any, limit_s: float = _LIMIT_S) -> Leftovers:
     Returns what is left after `limit_s` seconds, normally nothing. Does not raise: it runs where
     another error may be on its way to the user.
     """
-    tree = ActorTree.of(root)
+    tree = ActorTree(root)
     ray.kill(root)
     deadline_s = monotonic_s() + limit_s
     while (leftovers := tree.leftovers()) and monotonic_s() < deadline_s:
@@ -121,7 +105,12 @@ def end_actor_tree(root: Any, limit_s: float = _LIMIT_S) -> Leftovers:
         leftovers = tree.leftovers()
     _remove(leftovers)  # even when a process does not end: the next run needs the resources
     if leftovers.actors or leftovers.pids:
-        _log.warning("still there %.0f s after the end of a run: %s", limit_s, leftovers)
+        _log.warning(
+            "still there %.0f s after the end of a run: actors %s; processes %s",
+            limit_s,
+            ", ".join(leftovers.actors),
+            leftovers.pids,
+        )
     return leftovers
 
 

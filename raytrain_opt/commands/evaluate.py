@@ -23,10 +23,12 @@ _ARGUMENT = "RUN_DIR"
 _MAY_DIFFER = {
     "augment",
     "download",
+    "drop_last",
     "loader_workers",
     "normalize",
     "prefetch",
     "root",
+    "sampler",
     "validation_fraction",
     "validation_max_samples",
     "train",

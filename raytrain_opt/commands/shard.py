@@ -12,7 +12,7 @@ import numpy as np
 import obstore
 
 from raytrain_opt import storage
-from raytrain_opt.data.image_folder import ImageFiles
+from raytrain_opt.data.image_folder import ImageFiles, list_folder
 from raytrain_opt.data.shards import CLASSES, index_bytes, make_index
 from raytrain_opt.errors import DataError
 
@@ -28,7 +28,7 @@ def write_shards(
     patterns = []
     for split in sorted(path for path in folder.iterdir() if path.is_dir()):
         try:
-            files = ImageFiles(split)
+            files = list_folder(split)
         except OSError as error:
             raise DataError(str(split), f"has no usable images: {error}") from error
         storage.write(output, CLASSES, "\n".join(files.classes).encode())

@@ -1,10 +1,10 @@
 """The job file: from YAML text to a frozen `Job`, and every error in it at once.
 
 Start reading at `schema` (`Job`, the root of all sections); `learning_rate`, `batch_size`,
-`updates` and `processes` hold its larger sections, `section` what every section is made of.
-`load` reads and writes job files, with `yaml_loader` and `overrides` (`--set`) below it;
-`error_messages` translates pydantic's errors, `reference` prints the documentation of all fields,
-`functions` finds functions of the user's own.
+`updates` and `processes` hold its larger sections, `section` what every section is made of,
+`rules` what sections forbid each other. `load` reads and writes job files, with `yaml_loader` and
+`overrides` (`--set`) below it; `error_messages` translates pydantic's errors, `functions` finds
+functions of the user's own.
 
 May import `errors` only, of this package. No torch, no Ray.
 """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from raytrain_opt.config.section import (
+    BrokenRule,
     Fraction,
     NamedSection,
     NameOrFunction,
@@ -83,6 +85,13 @@ class _DataSection(NamedSection):
     )
     validation_max_samples: PositiveInt = Field(
         5000, description="Maximum size of the validation split, in samples."
+    )
+    sampler: Literal["random", "balanced"] = Field(
+        "random",
+        description=(
+            "Samples of an epoch. random: each once. balanced: equally many of each class, so "
+            "those of small classes come several times, some of large classes in later epochs."
+        ),
     )
     drop_last: bool = Field(
         True,
@@ -164,10 +173,17 @@ class _LoaderSection(_DataSection):
 
 
 class ImageFolderData(_LoaderSection):
-    """Folders of images in the layout of ImageNet: root/train/<class>/*, root/val/<class>/*."""
+    """Image files in the layout of ImageNet, root/train/<class>/*, or listed in a CSV file."""
 
     name: Literal["image_folder"]
-    root: str = Field(description="Folder with both splits, at the same path on every node.")
+    root: str = Field(description="Folder of the images, at the same path on every node.")
+    labels: str | None = Field(
+        None,
+        description=(
+            "Path or URI of a CSV file with the columns file (below root), label, and split "
+            "(train or test). Default: the folders of the images are splits and labels."
+        ),
+    )
     train_split: str = Field("train", description="Folder of the training set, below root.")
     test_split: str = Field("val", description="Folder of the test set, below root.")
     image_size: PositiveInt = Field(
@@ -176,6 +192,11 @@ class ImageFolderData(_LoaderSection):
     random_crop: bool = Field(
         True, description="Train on random crops, mirrored at random; false: the center crop."
     )
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Refuse folders of splits beside a file that names the split of each image."""
+        if self.labels is not None and (self.train_split, self.test_split) != ("train", "val"):
+            yield "labels", "has a column split; remove train_split and test_split"
 
 
 class ShardsData(_LoaderSection):

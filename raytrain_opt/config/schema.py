@@ -1,19 +1,19 @@
 """The job file: every field with its meaning, unit and default.
 
-`Job` is the root. Unknown keys are errors. Rules over several sections are checked here, so that
-`raytrain-opt validate` finds everything that can be found without data or a cluster.
+`Job` is the root. Unknown keys are errors. With `rules`, over several sections, `raytrain-opt
+validate` finds everything that can be found without data or a cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from raytrain_opt.config import rules
 from raytrain_opt.config.batch_size import BatchSizeSection
-from raytrain_opt.config.data import BatchAugment, DataSection, DatasetData, HoldOut
+from raytrain_opt.config.data import DataSection, HoldOut
 from raytrain_opt.config.learning_rate import (
     HorizonPolicy,
     LearningRateSection,
@@ -28,6 +28,7 @@ from raytrain_opt.config.section import (
     NamedSection,
     NameOrFunction,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Section,
     is_function_name,
@@ -48,7 +49,6 @@ Compile = Annotated[
     Literal["auto", "off", "default", "max-autotune"],
     BeforeValidator(lambda value: "off" if value is False else value),
 ]
-_SCORING_POLICIES = ("stpt", "stpt_horizon")
 CLASSIFICATION = "classification"
 
 
@@ -98,9 +98,14 @@ class TaskSection(NamedSection):
         default_factory=dict, description="Keyword arguments of the class."
     )
 
+    @property
+    def is_classification(self) -> bool:
+        """Whether it is the built-in task."""
+        return self.name == CLASSIFICATION
+
     def require_classification(self, purpose: str) -> None:
         """Raise JobError for a task of the user's own."""
-        if self.name != CLASSIFICATION:
+        if not self.is_classification:
             rule = f"{purpose} needs task: classification, where outputs are scores of classes"
             raise JobError([Problem("task.name", rule, repr(self.name))])
 
@@ -116,14 +121,19 @@ class LossSection(NamedSection):
         ),
     )
     label_smoothing: Fraction = Field(0.0, description="Only for cross_entropy.")
+    class_weights: Literal["balanced"] | list[PositiveFloat] | None = Field(
+        None,
+        description=(
+            "Only for cross_entropy: a factor of the loss of each sample, by its class. balanced: "
+            "samples / (classes x samples of the class) of the training set. Default: 1."
+        ),
+    )
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Refuse label smoothing for a loss of the user's own."""
-        if self.label_smoothing and self.name != "cross_entropy":
-            yield (
-                "label_smoothing",
-                "applies to cross_entropy only; smooth the labels in your own loss",
-            )
+        """Refuse settings of cross_entropy for a loss of the user's own."""
+        for name in ("label_smoothing", "class_weights"):
+            if getattr(self, name) and self.name != "cross_entropy":
+                yield name, "applies to cross_entropy only; your own loss can do the same"
 
 
 class CheckpointSection(Section):
@@ -386,7 +396,7 @@ class Job(Section):
         policy, data = self.learning_rate.policy, self.data
         fraction = data.validation_fraction
         if fraction is None:
-            fraction = 0.1 if policy in _SCORING_POLICIES else 0.0
+            fraction = 0.1 if policy in rules.SCORING_POLICIES else 0.0
         only_in_search = policy == "stpt_horizon"
         return HoldOut(fraction, data.validation_max_samples, only_in_search)
 
@@ -397,197 +407,7 @@ class Job(Section):
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Yield every rule over several sections that the job breaks."""
-        if self.epochs is None and self.train_for is None:
-            yield "epochs", "is required, or train_for in its place"
-        if self.train_for is not None:
-            yield from self._time_rules()
-        yield from self._task_rules()
-        yield from self._batch_rules()
-        yield from self._rate_rules()
-        yield from self._ramp_rules()
-        yield from self._device_rules()
-        if self.parallel.mode == "async":
-            yield from self._async_rules()
-        elif self.parallel.mode != "sync":
-            yield from self._balance_rules()
-
-    def _time_rules(self) -> Iterator[BrokenRule]:
-        """Yield what counts epochs of a training whose number of epochs follows from its speed."""
-        if self.epochs is not None:
-            yield "train_for", "is given in place of epochs; remove one of the two"
-        policy = self.learning_rate
-        shape = getattr(policy, "shape", None)
-        if shape not in ("constant", "linear", "polynomial", "cosine"):
-            yield (
-                "train_for",
-                f"policy {policy.policy}{f' of shape {shape}' if shape else ''} needs a number of "
-                "epochs; use policy stpt_horizon, or schedule of shape constant, linear, "
-                "polynomial or cosine",
-            )
-        if self.batch_ramp.steps:
-            yield "batch_ramp.steps", "needs a number of epochs, and the job gives train_for"
-        if self.parallel.mode == "async":
-            yield "train_for", "needs workers in step; parallel.mode is async"
-
-    def _task_rules(self) -> Iterator[BrokenRule]:
-        """Yield what only classification has: a task of the user's own does without."""
-        if self.task.name == CLASSIFICATION:
-            return
-        if self.loss != LossSection():
-            yield "loss", "belongs to task: classification; a task of your own returns its loss"
-        augment = self.data.augment
-        if augment is not None and (augment.mixup or augment.cutmix):
-            yield "data.augment", "mixup and cutmix need the labels of task: classification"
-        if isinstance(self.data, DatasetData) and (
-            self.data.augment != BatchAugment() or self.data.normalize != "auto"
-        ):
-            yield "data", "a task of your own gets the samples as they are; change your Dataset"
-
-    def _batch_rules(self) -> Iterator[BrokenRule]:
-        if self.global_batch_size % self.workers.size:
-            yield (
-                "global_batch_size",
-                f"{self.global_batch_size} does not split evenly over {self.workers.size} "
-                "workers; give a multiple of workers.count",
-            )
-        if self.batch_norm.sync and self.workers.min_workers < self.workers.size:
-            yield (
-                "workers.count",
-                "with fewer workers the micro-batches per worker can differ, and batch_norm.sync "
-                "needs all workers in each; leave one of the two out",
-            )
-        if self.batch_size_search is not None and self.learning_rate.policy == "replay":
-            yield (
-                "batch_size_search",
-                "a replayed schedule is valid for the batch size it was found with only; remove "
-                "the search",
-            )
-
-    def _rate_rules(self) -> Iterator[BrokenRule]:
-        warmup = self.learning_rate.warmup
-        if warmup is not None and self.epochs is not None and warmup.epochs > self.epochs:
-            yield (
-                "learning_rate.warmup.epochs",
-                f"{warmup.epochs} is more than the {self.epochs} epochs of the job",
-            )
-        policy = self.learning_rate.policy
-        if policy in _SCORING_POLICIES and self.data.validation_fraction == 0:
-            yield (
-                "data.validation_fraction",
-                f"policy {policy} scores candidates on the validation split; set it above 0",
-            )
-
-        if self.learning_rate.search_on == "workers" and self.search_on == "slots":
-            yield (
-                "learning_rate.search_on",
-                "workers train candidates together, on the global batch; candidate_batch: local "
-                "and parallel.mode: async need slots",
-            )
-        yield from self._optimizer_rules()
-
-    def _optimizer_rules(self) -> Iterator[BrokenRule]:
-        policy = self.learning_rate.policy
-        is_constant = getattr(self.learning_rate, "shape", "") == "constant"
-        can_be_constant = is_constant or policy in ("replay", "stpt_horizon")
-        if self.optimizer.name == "auto" and policy != "stpt_horizon":
-            yield "optimizer", f"auto is chosen by policy stpt_horizon; with {policy}, name one"
-            return
-        if self.optimizer.is_schedule_free and self.average is not None:
-            yield "average", f"{self.optimizer.name} averages its weights itself; remove it"
-        has_fixed_rates = policy in ("schedule", "replay") and self.parallel.mode != "async"
-        if self.optimizer.momentum_warmup is not None and not has_fixed_rates:
-            yield "optimizer.momentum_warmup", "needs policy schedule or replay, and not async"
-        for optimizer in self.optimizers:
-            if optimizer.is_schedule_free and not can_be_constant:
-                yield (
-                    "learning_rate",
-                    f"{optimizer.name} needs a constant rate after the warm-up; write "
-                    "{policy: stpt_horizon}, or {policy: schedule, shape: constant, initial: …, "
-                    "warmup: {epochs: 1}} (customary rates: ScheduleFreeSGD 1, ScheduleFreeAdamW "
-                    "0.0025)",
-                )
-            if optimizer.has_auto_weight_decay and policy not in ("stpt_horizon", "replay"):
-                yield (
-                    "optimizer.args.weight_decay",
-                    "auto is chosen by policy stpt_horizon; else give a number",
-                )
-
-    def _ramp_rules(self) -> Iterator[BrokenRule]:
-        ramp, warmup = self.batch_ramp.steps, self.learning_rate.warmup
-        if any(b.epoch <= a.epoch or b.factor <= a.factor for a, b in pairwise(ramp)):
-            yield "batch_ramp.steps", "epochs and factors must increase from one entry to the next"
-        last = max((step.epoch for step in ramp), default=0)
-        if self.epochs is not None and last > self.epochs:
-            yield "batch_ramp.steps", f"epoch {last} is after the last epoch, {self.epochs}"
-        if ramp and warmup is not None and ramp[0].epoch <= warmup.epochs:
-            yield (
-                "batch_ramp.steps",
-                f"starts in epoch {ramp[0].epoch}, within the warm-up of {warmup.epochs} "
-                "epochs; let it start later",
-            )
-
-    def _device_rules(self) -> Iterator[BrokenRule]:
-        for pool, section in (("workers", self.workers), ("slots", self.slots)):
-            gpus = (section.resources or {}).get("GPU", 0)
-            if gpus > 1 and gpus != int(gpus):
-                yield f"{pool}.resources.GPU", "must be an integer above 1"
-        if self.batch_norm.sync and self.workers.use_gpu is False and self.workers.size > 1:
-            yield (
-                "batch_norm.sync",
-                "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false; remove it",
-            )
-
-    def _balance_rules(self) -> Iterator[BrokenRule]:
-        """Yield what does not work with shares that differ from worker to worker."""
-        micro_batches, workers = self.parallel.micro_batches, self.workers.size
-        if micro_batches and (micro_batches % workers or self.global_batch_size % micro_batches):
-            yield (
-                "parallel.micro_batches",
-                f"{micro_batches} must be a multiple of workers.count ({workers}) that divides "
-                f"global_batch_size ({self.global_batch_size})",
-            )
-        speeds = self.parallel.speeds
-        if self.workers.count == "auto" and (micro_batches or speeds):
-            name = "speeds" if speeds else "micro_batches"
-            yield f"parallel.{name}", "belongs to a given number of workers; set workers.count"
-        elif speeds is not None and not len(speeds) == workers == self.workers.min_workers:
-            yield (
-                "parallel.speeds",
-                f"has {len(speeds)} speeds; give one for each of the {workers} workers, and no "
-                "smaller workers.count.min",
-            )
-        if self.batch_norm.sync:
-            yield "batch_norm.sync", "needs equal shares, as parallel.mode: sync has"
-
-    def _async_rules(self) -> Iterator[BrokenRule]:
-        """Yield what needs workers that take a step together, which asynchronous ones never do."""
-        if self.batch_norm.sync:
-            yield "batch_norm.sync", "needs all workers in every step, and parallel.mode is async"
-        if not self.data.drop_last:
-            yield "data.drop_last", "workers of parallel.mode: async need equal micro-batches"
-        if self.batch_norm.recalibrate_batches:
-            yield (
-                "batch_norm.recalibrate_batches",
-                "needs all workers together, and parallel.mode is async; remove it: the running "
-                "statistics of the workers are pooled after every epoch",
-            )
-        if self.optimizer.name == "auto":
-            yield "optimizer", "auto needs parallel.mode: sync; name one optimizer"
-        if self.average is not None or self.optimizer.is_schedule_free:
-            path = "optimizer.name" if self.average is None else "average"
-            yield path, "averages weights that all workers share; needs parallel.mode: sync"
-        if self.precision == "fp16":
-            yield (
-                "precision",
-                "fp16 scales the loss by what overflowed in the last update, which no worker "
-                "knows with parallel.mode: async; use bf16",
-            )
-        if self.workers.min_workers < self.workers.size:
-            yield (
-                "workers.count",
-                "belongs to parallel.mode: sync; with async the remaining workers continue "
-                "without a worker that died",
-            )
+        return rules.broken_rules(self)
 
 
 # Sections that can be checked beyond the schema when another section of the job is wrong.

@@ -10,10 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from raytrain_opt.data.nesting import leaves
+from raytrain_opt.errors import DataError
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +64,8 @@ class DataInfo:
     """Sizes of the splits in samples, and the shape of one sample as the model sees it.
 
     `train_size` samples are trained on, `search_size` of them by candidates. `class_names`: none
-    if the data have no names. `example`: a sample of the user's Datasets, None for other data.
+    if the data have no names. `class_counts`: training samples of each class; empty for the user's
+    Datasets without `targets`. `example`: a sample of the user's Datasets, None for other data.
     """
 
     num_classes: int
@@ -71,8 +75,14 @@ class DataInfo:
     validation_size: int
     test_size: int
     class_names: tuple[str, ...] = ()
+    class_counts: tuple[int, ...] = ()
     preprocessing: Preprocessing | None = None
     example: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def class_labels(self) -> tuple[str, ...]:
+        """The names of the classes, or their numbers."""
+        return self.class_names or tuple(map(str, range(self.num_classes)))
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -103,30 +113,8 @@ class TrainingData(ABC):
         """Batches that the current iterator requests before they are needed."""
         return 0
 
-    def train_batches(
-        self,
-        epoch: int,
-        steps: range,
-        micro_batches: range,
-        num_micro_batches: int,
-        global_batch_size: int,
-        *,
-        search: bool = False,
-    ) -> Iterator[Batch]:
-        """Yield these micro-batches of each step, step by step.
-
-        In a `search` the validation split is held out. Samples and augmentation depend only on
-        (seed, epoch, step, index in the global batch), not on the process that computes a
-        micro-batch. Raises DataError for unreadable samples, ValueError for a step or micro-batch
-        that does not exist.
-        """
-        indices = product(steps, micro_batches)
-        return self.train_batches_at(
-            epoch, indices, num_micro_batches, global_batch_size, search=search
-        )
-
     @abstractmethod
-    def train_batches_at(
+    def train_batches(
         self,
         epoch: int,
         indices: Iterable[tuple[int, int]],
@@ -137,8 +125,10 @@ class TrainingData(ABC):
     ) -> Iterator[Batch]:
         """Yield the micro-batch of each (step, micro-batch) in `indices`, in that order.
 
-        Loader processes take from `indices` ahead of the batches that are yielded. Raises like
-        `train_batches`.
+        Loader processes take from `indices` ahead of the batches that are yielded. In a `search`
+        the validation split is held out. Samples and augmentation depend only on (seed, epoch,
+        step, index in the global batch), not on the process that computes a micro-batch. Raises
+        DataError for unreadable samples, ValueError for a step or micro-batch that does not exist.
         """
 
     @abstractmethod
@@ -156,6 +146,27 @@ class TrainingData(ABC):
 
     def close(self) -> None:  # noqa: B027 - data in memory have no processes
         """End the loader processes, where there are any."""
+
+
+def count_classes(
+    labels: npt.NDArray[np.int64] | None, num_classes: int, field: str
+) -> tuple[int, ...]:
+    """Return the number of training samples of each class; () if their labels are unknown.
+
+    Raises DataError that names `field` for a class without samples.
+    """
+    if labels is None:
+        return ()
+    counts = np.bincount(labels, minlength=num_classes)
+    missing = np.flatnonzero(counts == 0)
+    if len(missing):
+        classes = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
+        raise DataError(
+            field,
+            f"the training set has no sample of {len(missing)} of its {num_classes} classes: "
+            f"{classes}; classes are numbered from 0, without gaps",
+        )
+    return tuple(counts.tolist())
 
 
 def no_op() -> None:

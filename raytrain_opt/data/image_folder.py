@@ -1,24 +1,33 @@
-"""Folders of image files: root/<split>/<class>/<file>, the layout of ImageNet."""
+"""Image files: root/<split>/<class>/<file>, the layout of ImageNet, or listed in a CSV file."""
 
 from __future__ import annotations
 
+import csv
 import os
 from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 
+from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
 from raytrain_opt.data.images import center_crop, random_crop
+from raytrain_opt.data.sampling import Indices
 from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
-from raytrain_opt.errors import DataError
+from raytrain_opt.errors import DataError, StorageError
+
+# Of the CSV file.
+COLUMNS = ("file", "label", "split")
 
 
 class ImageFolderSource:
     """Images of two folders as uint8 [image_size, image_size, 3]; grayscale becomes RGB.
 
-    Raises DataError: a folder, or a class in one of them, is missing or empty.
+    Raises DataError: a folder, a class in one of them or a file of the CSV file is missing, or
+    the training set lacks a class.
     """
 
     field = "data.root"
@@ -26,14 +35,17 @@ class ImageFolderSource:
     mean_std: MeanStd | None = IMAGENET_MEAN_STD
 
     def __init__(self, section: ImageFolderData) -> None:
-        self._folders: dict[SourceSplit, ImageFiles] = {
-            "train": _open(section, section.train_split, "data.train_split"),
-            "test": _open(section, section.test_split, "data.test_split"),
-        }
-        _check_classes(self._folders["train"], self._folders["test"])
+        if section.labels is not None:
+            self._folders = _read_labels(section, section.labels)
+        else:
+            train = _open(section, section.train_split, "data.train_split")
+            test = _open(section, section.test_split, "data.test_split")
+            _check_classes(section, train, test)
+            self._folders = {"train": train, "test": test}
         self._size, self._random_crop = section.image_size, section.random_crop
         self.class_names = tuple(self._folders["train"].classes)
         self.num_classes = len(self.class_names)
+        self.labels: Indices = self._folders["train"].labels
         self.sample_shape = (3, section.image_size, section.image_size)
 
     def size(self, split: SourceSplit) -> int:
@@ -45,10 +57,13 @@ class ImageFolderSource:
 
         Decoding errors pass through.
         """
-        path, label = self._folders[split][index]
-        content = Path(path).read_bytes()
         crop = random_crop if augment and self._random_crop else center_crop
-        return crop(content, self._size), label
+        label = int(self._folders[split].labels[index])
+        return crop(self.content(split, index), self._size), label
+
+    def content(self, split: SourceSplit, index: int) -> bytes:
+        """Return the image file."""
+        return Path(self._folders[split][index][0]).read_bytes()
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the file and its class, for an error message."""
@@ -58,34 +73,22 @@ class ImageFolderSource:
 
 
 class ImageFiles:
-    """Files and classes of one folder, in the order of torchvision's ImageFolder.
+    """Files of a set, and the class of each: `labels`, indices of `classes`.
 
     The paths are one array of bytes: 1.3 million objects would take 243 MiB, which every loader
     process would copy by counting references. As arrays they also lie in the memory of a node
-    once, in Ray's object store. Links are followed, but not those to a folder within a class,
-    which may lead back to itself and repeat all files. Raises OSError.
+    once, in Ray's object store.
     """
 
-    def __init__(self, folder: Path) -> None:
-        from torchvision.datasets.folder import IMG_EXTENSIONS
-
-        self.root = folder
-        self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    def __init__(self, classes: Sequence[str], files: Iterable[tuple[str, int]]) -> None:
+        self.classes = classes
         paths, ends, labels = bytearray(), array("q"), array("q")
-        for label, name in enumerate(self.classes):
-            first = len(paths)
-            for directory, _, files in sorted(os.walk(folder / name)):
-                for file in sorted(files):
-                    if file.lower().endswith(IMG_EXTENSIONS):
-                        paths += os.fsencode(f"{directory}/{file}")
-                        ends.append(len(paths))
-                        labels.append(label)
-            if len(paths) == first:
-                raise FileNotFoundError(f"class {name} has no file {', '.join(IMG_EXTENSIONS)}")
-        if not self.classes:
-            raise FileNotFoundError("it has no folder of a class")
+        for path, label in files:
+            paths += os.fsencode(path)
+            ends.append(len(paths))
+            labels.append(label)
         self._paths = np.frombuffer(paths, np.uint8)
-        self._ends, self._labels = np.asarray(ends), np.asarray(labels)
+        self._ends, self.labels = np.asarray(ends, np.int64), np.asarray(labels, np.int64)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -93,7 +96,77 @@ class ImageFiles:
     def __getitem__(self, index: int) -> tuple[str, int]:
         start = self._ends[index - 1] if index else 0
         path = self._paths[start : self._ends[index]].tobytes()
-        return os.fsdecode(path), int(self._labels[index])
+        return os.fsdecode(path), int(self.labels[index])
+
+
+def list_folder(folder: Path) -> ImageFiles:
+    """List files and classes of a folder, in the order of torchvision's ImageFolder.
+
+    Links are followed, but not those to a folder within a class, which may lead back to itself
+    and repeat all files. Raises OSError.
+    """
+    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    if not classes:
+        raise FileNotFoundError("it has no folder of a class")
+    pairs = ((path, i) for i, name in enumerate(classes) for path in image_paths(folder / name))
+    files = ImageFiles(classes, pairs)
+    counts = np.bincount(files.labels, minlength=len(classes))
+    if not counts.all():
+        raise FileNotFoundError(f"class {classes[int(counts.argmin())]} has no image file")
+    return files
+
+
+def image_paths(folder: Path) -> Iterator[str]:
+    """Yield the image files below a folder, sorted, by their suffix."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    for directory, _, files in sorted(os.walk(folder)):
+        for file in sorted(files):
+            if file.lower().endswith(IMG_EXTENSIONS):
+                yield f"{directory}/{file}"
+
+
+def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, ImageFiles]:
+    """Read the files of both sets from the CSV file `data.labels`."""
+
+    def error(rule: str) -> DataError:
+        return DataError("data.labels", f"{path} {rule}")
+
+    try:
+        content = storage.read(*storage.split(path))
+    except StorageError as cause:
+        raise DataError("data.labels", str(cause)) from cause
+    if content is None:
+        raise error("does not exist")
+    try:
+        rows = csv.DictReader(StringIO(content.decode("utf-8-sig"), newline=""))
+    except UnicodeDecodeError as cause:
+        raise error(f"is not UTF-8 text: {cause}") from cause
+    if not set(COLUMNS) <= set(rows.fieldnames or ()):
+        header = ", ".join(rows.fieldnames or ())
+        raise error(f"needs a first line with the names file, label and split; it has {header}")
+    root = Path(section.root).expanduser()
+    files: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
+    for row in rows:
+        file, label, split = (row[name] or "" for name in COLUMNS)
+        if split not in files or not label:
+            rule = "needs a label, and the split train or test"
+            raise error(f"line {rows.line_num}: {file} {rule}; it has {label!r}, {split!r}")
+        if not (root / file).is_file():
+            raise error(f"line {rows.line_num}: there is no file {root / file} (below data.root)")
+        files[split].append((f"{root}/{file}", label))
+    for split, of_split in files.items():
+        if not of_split:
+            raise error(f"has no file of split {split}")
+    classes = sorted({label for _, label in files["train"]})
+    numbers = {name: number for number, name in enumerate(classes)}
+    if unknown := {label for _, label in files["test"]} - numbers.keys():
+        raise error(f"has labels that only test files have: {_names(unknown)}")
+    train, test = (
+        ImageFiles(classes, ((file, numbers[label]) for file, label in files[split]))
+        for split in ("train", "test")
+    )
+    return {"train": train, "test": test}
 
 
 def _open(section: ImageFolderData, split: str, field: str) -> ImageFiles:
@@ -105,17 +178,20 @@ def _open(section: ImageFolderData, split: str, field: str) -> ImageFiles:
             "data.root/<split>/<class>/<image files>, on every node",
         )
     try:
-        return ImageFiles(folder)
+        return list_folder(folder)
     except OSError as error:
         raise DataError(field, f"{folder} has no usable images: {error}") from error
 
 
-def _check_classes(train: ImageFiles, test: ImageFiles) -> None:
+def _check_classes(section: ImageFolderData, train: ImageFiles, test: ImageFiles) -> None:
     if train.classes != test.classes:
-        different = sorted(set(train.classes) ^ set(test.classes))
-        names = ", ".join(different[:5]) + (", …" if len(different) > 5 else "")
         raise DataError(
             "data.root",
-            f"{train.root} and {test.root} must have the same class folders; "
-            f"only one of them has: {names}",
+            f"{section.train_split} and {section.test_split} below {section.root} must have the "
+            "same class folders; only one of them has: "
+            f"{_names(set(train.classes) ^ set(test.classes))}",
         )
+
+
+def _names(classes: set[str]) -> str:
+    return ", ".join(sorted(classes)[:5]) + (", …" if len(classes) > 5 else "")

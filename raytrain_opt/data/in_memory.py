@@ -14,7 +14,14 @@ import torch
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation
-from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, no_op
+from raytrain_opt.data.base import (
+    Batch,
+    DataInfo,
+    Split,
+    TrainingData,
+    count_classes,
+    no_op,
+)
 from raytrain_opt.data.copy_stream import CopyStream
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.sampling import Indices, Purpose
@@ -49,7 +56,11 @@ class InMemoryData(TrainingData):
         shape = (x.shape[3], *x.shape[1:3]) if is_image else x.shape[1:]
         self._augment = _resolve_augment(section, is_image)
         self._more = Augmentation(self._augment, seed, shape, is_uint8=is_image)
-        self._split = sampling.TrainingSplit(len(x), hold_out, seed, self._augment.repeats)
+        labels = arrays.train_y if section.sampler == "balanced" else None
+        self._split = sampling.TrainingSplit(
+            len(x), hold_out, seed, self._augment.repeats, balanced_labels=labels
+        )
+        field = "data.train.1" if isinstance(section, ArraysData) else "data.name"
         self.on_copy: Callable[[], None] = no_op
         self._seed = seed
         auto = None
@@ -63,6 +74,7 @@ class InMemoryData(TrainingData):
             *self._split.sizes,
             test_size=len(arrays.test_x),
             class_names=arrays.class_names,
+            class_counts=count_classes(arrays.train_y, arrays.num_classes, field),
             preprocessing=preprocessing,
         )
         total_bytes = x.nbytes + arrays.test_x.nbytes
@@ -72,7 +84,7 @@ class InMemoryData(TrainingData):
         self._train_store = store(x, arrays.train_y, device)
         self._test_store = store(arrays.test_x, arrays.test_y, device)
 
-    def train_batches_at(
+    def train_batches(
         self,
         epoch: int,
         indices: Iterable[tuple[int, int]],
@@ -81,22 +93,20 @@ class InMemoryData(TrainingData):
         *,
         search: bool = False,
     ) -> Iterator[Batch]:
-        """See `TrainingData.train_batches_at`."""
+        """See `TrainingData.train_batches`."""
         order = self._split.order(epoch, search=search)
-        drawn_step: int | None = None
-        draws: sampling.CropFlip | None = None
+        padding, flip = self._augment.crop_padding, self._augment.flip
         for step, number in indices:
-            if step != drawn_step:
-                drawn_step, draws = step, self._draw(epoch, step, global_batch_size)
             samples, rows, relative_size = sampling.micro_batch(
                 order, step, number, num_micro_batches, global_batch_size
             )
             x, y = self._train_store.take(samples, self.on_copy)
-            if draws is not None:
-                x = transforms.crop_and_flip(x, draws.take(rows), self._augment.crop_padding)
+            if padding or flip:
+                draws = sampling.draw_crop_flip(self._seed, epoch, step, rows, padding, flip)
+                x = transforms.crop_and_flip(x, draws, padding)
             if self._augment.policy != "none":
-                purpose, repeats = Purpose.TRAIN_SAMPLE, self._augment.repeats
-                keys = sampling.sample_keys(samples, step, rows, global_batch_size, repeats)
+                purpose = Purpose.TRAIN_SAMPLE
+                keys = sampling.sample_keys(step, rows, global_batch_size)
                 seeds = [sampling.sample_seed(self._seed, purpose, epoch, key) for key in keys]
                 x = self._more.apply_policy(x, seeds)
             batch = Batch(self._transform(x), y, relative_size=relative_size)
@@ -113,14 +123,6 @@ class InMemoryData(TrainingData):
         for start in range(0, len(samples), batch_size):
             x, y = store.take(samples[start : start + batch_size], self.on_copy)
             yield Batch(self._transform(x), y)
-
-    def _draw(self, epoch: int, step: int, samples: int) -> sampling.CropFlip | None:
-        augment = self._augment
-        if not (augment.crop_padding or augment.flip):
-            return None
-        return sampling.draw_crop_flip(
-            self._seed, epoch, step, samples, augment.crop_padding, augment.flip
-        )
 
 
 class CpuSampleStore:

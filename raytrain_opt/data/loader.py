@@ -17,7 +17,14 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation, make_policy
-from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, no_op
+from raytrain_opt.data.base import (
+    Batch,
+    DataInfo,
+    Split,
+    TrainingData,
+    count_classes,
+    no_op,
+)
 from raytrain_opt.data.batch_reader import (
     BatchReader,
     BatchRequest,
@@ -31,6 +38,7 @@ from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose
 from raytrain_opt.data.shards import ShardSource
 from raytrain_opt.data.user_datasets import UserDatasetSource
+from raytrain_opt.errors import DataError
 
 # Samples of each set that are read before a run; more would cost seconds with large images.
 _CHECKED_SAMPLES = 16
@@ -78,10 +86,18 @@ class DataLoaderData(TrainingData):
             center_crop=isinstance(section, ImageFolderData | ShardsData),
         )
         self._transform = transforms.make_transform(preprocessing, shape, device, channels_last)
-        self._repeats = section.augment.repeats
+        is_balanced = section.sampler == "balanced"
+        if is_balanced and source.labels is None:
+            rule = "balanced needs the class of each sample: `targets` of the training Dataset"
+            raise DataError("data.sampler", rule)
         permutation = self._shards.permutation if self._shards else np.random.Generator.permutation
         self._split = sampling.TrainingSplit(
-            source.size("train"), hold_out, seed, self._repeats, permutation
+            source.size("train"),
+            hold_out,
+            seed,
+            section.augment.repeats,
+            permutation,
+            source.labels if is_balanced else None,
         )
         self._augment = Augmentation(section.augment, seed, shape, is_uint8=source.is_image)
         self._test = np.arange(source.size("test"))
@@ -91,6 +107,7 @@ class DataLoaderData(TrainingData):
             *self._split.sizes,
             test_size=len(self._test),
             class_names=source.class_names,
+            class_counts=count_classes(source.labels, source.num_classes, source.field),
             preprocessing=preprocessing,
             example=getattr(source, "example", None),
         )
@@ -101,7 +118,7 @@ class DataLoaderData(TrainingData):
         self._reader = BatchReader(source, seed, skip, policy)
         self._loader = _ReusedLoader(section, self._reader, device)
 
-    def train_batches_at(
+    def train_batches(
         self,
         epoch: int,
         indices: Iterable[tuple[int, int]],
@@ -110,7 +127,7 @@ class DataLoaderData(TrainingData):
         *,
         search: bool = False,
     ) -> Iterator[Batch]:
-        """See `TrainingData.train_batches_at`."""
+        """See `TrainingData.train_batches`."""
         order = self._split.order(epoch, search=search)
         requested: deque[tuple[int, sampling.MicroBatch]] = deque()
 
@@ -120,7 +137,7 @@ class DataLoaderData(TrainingData):
                     order, step, number, num_micro_batches, global_batch_size
                 )
                 samples, rows = part.samples, part.rows
-                keys = sampling.sample_keys(samples, step, rows, global_batch_size, self._repeats)
+                keys = sampling.sample_keys(step, rows, global_batch_size)
                 name = f"micro-batch {number} of {num_micro_batches}, step {step}, epoch {epoch}"
                 request = _request(name, "train", Purpose.TRAIN_SAMPLE, epoch, samples)
                 first = step * global_batch_size

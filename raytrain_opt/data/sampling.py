@@ -5,10 +5,11 @@
     G(s, p, e, t)   Philox generator with key (s mod 2^64, p), counter starting at (0, 0, t, e)
 
     validation split   first n samples of a permutation by G(s, VALIDATION_SPLIT, 0, 0)
-    order of an epoch  permutation of the training samples by G(s, ORDER, e, 0)
+    order of an epoch  permutation of the training samples by G(s, ORDER, e, 0); of a balanced
+                       epoch, which also draws them by it, see `EpochOrders`
     crop, flip         row i of the draws of G(s, CROP, e, t), G(s, FLIP, e, t) belongs to the
                        i-th sample of the global batch of step t
-    one sample         reads with a seed from G(s, TRAIN_SAMPLE, e, index of the sample)
+    one sample         reads with a seed from G(s, TRAIN_SAMPLE, e, position in the epoch)
 
 Philox is counter-based: its state is the key and the counter, so any block of random numbers
 can be computed without those before it. So nothing here depends on what was drawn before, on
@@ -20,7 +21,6 @@ Source: Salmon, Moraes, Dror and Shaw, Parallel Random Numbers: As Easy as 1, 2,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -111,15 +111,15 @@ class TrainingSplit:
         seed: int,
         repeats: int = 1,
         permutation: Permutation = np.random.Generator.permutation,
+        balanced_labels: Indices | None = None,
     ) -> None:
         searched, self.validation = split_validation(
             size, hold_out.fraction, hold_out.max_samples, seed, permutation
         )
-        self.search = EpochOrders(searched, seed, repeats, permutation)
+        settings = (seed, repeats, permutation, balanced_labels)
+        self.search = EpochOrders(searched, *settings)
         self.training = (
-            EpochOrders(np.arange(size), seed, repeats, permutation)
-            if hold_out.only_in_search
-            else self.search
+            EpochOrders(np.arange(size), *settings) if hold_out.only_in_search else self.search
         )
 
     @property
@@ -135,7 +135,9 @@ class TrainingSplit:
 class EpochOrders:
     """The orders of the epochs of one training set; the last one is cached.
 
-    With `repeats`, an epoch takes fewer samples, each `repeats` times in a row.
+    With `repeats`, an epoch takes fewer samples, each `repeats` times in a row. With
+    `balanced_labels`, the class of every sample, it takes equally many of each class: some
+    samples of small classes again, only some of large classes, others in the next epoch.
     """
 
     def __init__(
@@ -144,18 +146,39 @@ class EpochOrders:
         seed: int,
         repeats: int = 1,
         permutation: Permutation = np.random.Generator.permutation,
+        balanced_labels: Indices | None = None,
     ) -> None:
         self.samples = samples
         self._seed, self._repeats, self._permutation = seed, repeats, permutation
+        self._classes: list[Indices] = []
+        if balanced_labels is not None:
+            labels = balanced_labels[samples]
+            by_class = np.argsort(labels, kind="stable")
+            ends = np.flatnonzero(np.diff(labels[by_class])) + 1
+            self._classes = np.split(samples[by_class], ends)
         self._last: tuple[int, Indices] | None = None
 
     def order(self, epoch: int) -> Indices:
         """Return the order of an epoch; callers must not write to it."""
         if self._last is None or self._last[0] != epoch:
             random = generator(self._seed, Purpose.ORDER, epoch)
-            once = self._permutation(random, self.samples)
+            samples = self._draw(random) if self._classes else self.samples
+            once = self._permutation(random, samples)
             self._last = epoch, np.repeat(once, self._repeats)[: len(once)]
         return self._last[1]
+
+    def _draw(self, random: np.random.Generator) -> Indices:
+        """Return as many samples as there are, equally many of each class, sorted.
+
+        None of a class comes a time more than another of it.
+        """
+        shares = np.full(len(self._classes), len(self.samples) // len(self._classes))
+        shares[random.permutation(len(shares))[: len(self.samples) - shares.sum()]] += 1
+        drawn = []
+        for members, share in zip(self._classes, shares, strict=True):
+            times, rest = divmod(share, len(members))
+            drawn += [np.tile(members, times), random.permutation(members)[:rest]]
+        return np.sort(np.concatenate(drawn))
 
 
 class MicroBatch(NamedTuple):
@@ -190,15 +213,12 @@ def micro_batch(
     return MicroBatch(samples[start:stop], slice(start, stop), relative_size)
 
 
-def sample_keys(
-    samples: Indices, step: int, rows: slice, global_batch_size: int, repeats: int
-) -> Indices:
-    """Return the keys of the random numbers of `samples`, which differ for copies of a sample.
+def sample_keys(step: int, rows: slice, global_batch_size: int) -> Indices:
+    """Return the keys of the random numbers of these rows of the step's global batch.
 
-    They are the given rows of the step's global batch.
+    They are positions in the epoch, so they differ for copies of a sample.
     """
-    positions = step * global_batch_size + np.arange(rows.start, rows.stop)
-    return samples + (positions % repeats << 48)
+    return step * global_batch_size + np.arange(rows.start, rows.stop)
 
 
 def rank_indices(split: Indices, rank: int, world_size: int) -> Indices:
@@ -218,8 +238,7 @@ def rank_indices(split: Indices, rank: int, world_size: int) -> Indices:
     return split[start:stop]
 
 
-@dataclass(frozen=True, eq=False)
-class CropFlip:
+class CropFlip(NamedTuple):
     """Corner at which each image [samples] is cropped after padding, and whether it is mirrored.
 
     top, left: int64, 0 .. 2 x padding. flip: bool.
@@ -229,17 +248,13 @@ class CropFlip:
     left: Indices
     flip: npt.NDArray[np.bool_]
 
-    def take(self, rows: slice) -> CropFlip:
-        """Return the draws of a micro-batch."""
-        return CropFlip(self.top[rows], self.left[rows], self.flip[rows])
-
 
 def draw_crop_flip(
-    seed: int, epoch: int, step: int, samples: int, crop_padding: int, flip: bool
+    seed: int, epoch: int, step: int, rows: slice, crop_padding: int, flip: bool
 ) -> CropFlip:
-    """Draw for all `samples` of a global batch; the i-th draw does not depend on `samples`."""
+    """Draw for these rows of a global batch; the draw of a row does not depend on the others."""
     corners = generator(seed, Purpose.CROP, epoch, step).integers(
-        0, 2 * crop_padding + 1, size=(samples, 2)
-    )
-    mirrored = generator(seed, Purpose.FLIP, epoch, step).random(samples) < 0.5
+        0, 2 * crop_padding + 1, size=(rows.stop, 2)
+    )[rows]
+    mirrored = generator(seed, Purpose.FLIP, epoch, step).random(rows.stop)[rows] < 0.5
     return CropFlip(corners[:, 0], corners[:, 1], mirrored & flip)

@@ -63,15 +63,20 @@ class ShardSource:
         }
         shards = [*self._sets["train"].shards, *self._sets["test"].shards]
         self._cache.check_room(self._window, shards)
-        largest = {split: int(part.index[:, 2].max()) for split, part in self._sets.items()}
         names = self._sets["train"].class_names
-        self.num_classes = section.num_classes or len(names) or largest["train"] + 1
+        self.num_classes = section.num_classes or len(names) or int(self.labels.max()) + 1
         self.class_names = names if len(names) == self.num_classes else ()
         self.sample_shape = (3, section.image_size, section.image_size)
-        for split, label in largest.items():
-            if label >= self.num_classes:
-                rule = f"has class {label}, but there are {self.num_classes} (data.num_classes)"
-                raise DataError(f"data.{split}", rule)
+        for split, part in self._sets.items():
+            for label in (part.index[:, 2].min(), part.index[:, 2].max()):
+                if not 0 <= label < self.num_classes:
+                    valid = f"there are 0 to {self.num_classes - 1} (data.num_classes)"
+                    raise DataError(f"data.{split}", f"has class {label}, but {valid}")
+
+    @property
+    def labels(self) -> Indices:
+        """The classes of the training samples."""
+        return self._sets["train"].index[:, 2]
 
     def size(self, split: SourceSplit) -> int:
         """Return the number of samples."""
@@ -97,10 +102,15 @@ class ShardSource:
 
     def read(self, split: SourceSplit, index: int, augment: bool) -> Sample:
         """Return a random crop, perhaps mirrored, when `augment`; else the center crop."""
+        label = int(self._sets[split].index[index, 2])
+        crop = random_crop if augment else center_crop
+        return crop(self.content(split, index), self._size), label
+
+    def content(self, split: SourceSplit, index: int) -> bytes:
+        """Return the image file. Raises DataError, OSError, ValueError."""
         shards = self._sets[split]
-        position, size, label = shards.index[index].tolist()
-        content = self._cache.read(shards.shard_of(index), position, size)
-        return (random_crop if augment else center_crop)(content, self._size), label
+        position, size, _ = shards.index[index].tolist()
+        return self._cache.read(shards.shard_of(index), position, size)
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the shard and the sample's number in it, from 0, for an error message."""
@@ -126,8 +136,11 @@ class ShardSet:
         try:
             with ThreadPoolExecutor(_DOWNLOADS) as pool:
                 self.shards = list(pool.map(cache.find, expand_braces(pattern)))
-                indices = list(pool.map(cache.index, self.shards))
-            names = storage.read(_split(self.shards[0].uri)[0], CLASSES) or b""
+                contents = zip(self.shards, pool.map(cache.read_index, self.shards), strict=True)
+                # In one thread: numpy parses headers with `ast`, which in CPython 3.11 can raise
+                # SystemError when two threads parse and the garbage collector runs meanwhile.
+                indices = [parse_index(content, shard.uri) for shard, content in contents]
+            names = storage.read(storage.split(self.shards[0].uri)[0], CLASSES) or b""
         except (StorageError, OSError, ValueError, tarfile.TarError) as error:
             raise DataError(f"data.{split}", str(error)) from error
         self.class_names = tuple(names.decode().splitlines())
@@ -158,7 +171,7 @@ class ShardCache:
         if not storage.is_remote(uri):
             path = storage.local_path(uri)
             return Shard(uri, path, path.stat().st_size)
-        folder, name = _split(uri)
+        folder, name = storage.split(uri)
         with storage.storage_errors(f"{uri} cannot be read"):
             found = obstore.head(storage.open_store(folder), name)
         # A shard that is written again has another name in the cache.
@@ -176,16 +189,11 @@ class ShardCache:
                 f"{needed / 2**30:.2f}; raise it, or shuffle fewer shards together",
             )
 
-    def index(self, shard: Shard) -> Indices:
-        """Read the index of a shard, or make it. Raises StorageError, OSError, ValueError."""
-        folder, name = _split(shard.uri)
+    def read_index(self, shard: Shard) -> bytes:
+        """Read the file of a shard's index, or make it. Raises StorageError, OSError."""
+        folder, name = storage.split(shard.uri)
         content = storage.read(folder, f"{name}.npy")
-        if content is None:
-            content = self._made_index(shard)
-        index: Indices = np.load(BytesIO(content), allow_pickle=False)
-        if index.dtype != np.int64 or index.ndim != 2 or index.shape[1] != 3 or not len(index):
-            raise ValueError(f"{shard.uri}.npy is not the index of a shard; remove it")
-        return index
+        return self._made_index(shard) if content is None else content
 
     def _made_index(self, shard: Shard) -> bytes:
         changed_ns = 0 if storage.is_remote(shard.uri) else shard.path.stat().st_mtime_ns
@@ -231,7 +239,7 @@ class ShardCache:
         """Copy a remote shard into the cache, unless another process has."""
         if not storage.is_remote(shard.uri):
             return
-        folder, name = _split(shard.uri)
+        folder, name = storage.split(shard.uri)
         with self._lock(f"{shard.path.name}.lock"):
             if shard.path.exists():
                 return
@@ -294,6 +302,14 @@ def index_bytes(index: Indices) -> bytes:
     return stream.getvalue()
 
 
+def parse_index(content: bytes, uri: str) -> Indices:
+    """Return the index of the shard `uri` from its file's content. Raises ValueError."""
+    index: Indices = np.load(BytesIO(content), allow_pickle=False)
+    if index.dtype != np.int64 or index.ndim != 2 or index.shape[1] != 3 or not len(index):
+        raise ValueError(f"{uri}.npy is not the index of a shard; remove it")
+    return index
+
+
 def expand_braces(pattern: str) -> list[str]:
     """Return the names that a pattern with ranges stands for: a-{00..11}.tar -> 12 names."""
     match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
@@ -308,13 +324,6 @@ def expand_braces(pattern: str) -> list[str]:
 def _content(file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     stream: IO[bytes] | None = file.extractfile(member)
     return stream.read() if stream is not None else b""
-
-
-def _split(uri: str) -> tuple[str, str]:
-    """Return the folder of a file and its name; options of a URI stay with the folder."""
-    path, question, options = uri.partition("?")
-    folder, _, name = path.rpartition("/")
-    return f"{folder or '.'}{question}{options}", name
 
 
 def _digest(text: str) -> str:

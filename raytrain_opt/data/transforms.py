@@ -79,64 +79,50 @@ def crop_and_flip(images: torch.Tensor, draws: CropFlip, padding: int) -> torch.
     return gathered.view(samples, height, width, channels)
 
 
-class NormalizeImages:
-    """uint8 [N, H, W, C] to normalized float32 [N, C, H, W] in the requested memory format."""
+def normalize_images(
+    mean_std: MeanStd, shape: tuple[int, int, int], device: torch.device, channels_last: bool
+) -> Transform:
+    """Return the transform of uint8 [N, H, W, C] to normalized float32 [N, C, H, W]."""
+    height, width, channels = shape
+    mean, std = (np.broadcast_to(np.asarray(v, np.float64), channels) for v in mean_std)
+    # One factor per value of an image, not per channel: an inner loop over 3 channels would be
+    # several times as slow.
+    scale, shift = (
+        torch.from_numpy(np.tile(v.astype(np.float32), height * width)).to(device)
+        for v in (1 / (255 * std), -mean / std)
+    )
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
-    def __init__(
-        self,
-        mean_std: MeanStd,
-        shape: tuple[int, int, int],
-        device: torch.device,
-        channels_last: bool,
-    ) -> None:
-        height, width, channels = shape
-        mean, std = (np.broadcast_to(np.asarray(v, np.float64), channels) for v in mean_std)
-        # One factor per value of an image, not per channel: an inner loop over 3 channels
-        # would be several times as slow.
-        self._scale = _per_value(1 / (255 * std), height * width).to(device)
-        self._shift = _per_value(-mean / std, height * width).to(device)
-        self._format = torch.channels_last if channels_last else torch.contiguous_format
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Normalize a batch."""
+    def transform(images: torch.Tensor) -> torch.Tensor:
         values = images.reshape(len(images), -1).to(torch.float32)
-        values.mul_(self._scale).add_(self._shift)
-        return values.view(images.shape).permute(0, 3, 1, 2).contiguous(memory_format=self._format)
+        values.mul_(scale).add_(shift)
+        return (
+            values.view(images.shape).permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
+        )
+
+    return transform
 
 
-def _per_value(per_channel: npt.NDArray[np.float64], pixels: int) -> torch.Tensor:
-    return torch.from_numpy(np.tile(per_channel.astype(np.float32), pixels))
+def normalize_values(
+    mean_std: MeanStd | None,
+    sample_shape: tuple[int, ...],
+    device: torch.device,
+    channels_last: bool,
+) -> Transform:
+    """Return the transform of other values: unchanged, or normalized along their first axis."""
+    mean, std = (np.asarray(v, np.float32) for v in mean_std or ([0], [1]))
+    shape = (-1, *[1] * (len(sample_shape) - 1))
+    scale, shift = (torch.from_numpy(v).view(shape).to(device) for v in (1 / std, -mean / std))
+    uses_channels_last = channels_last and len(sample_shape) == 3
 
-
-class NormalizeValues:
-    """Values that are not uint8 images: unchanged, or normalized along their first axis."""
-
-    def __init__(
-        self,
-        mean_std: MeanStd | None,
-        sample_shape: tuple[int, ...],
-        device: torch.device,
-        channels_last: bool,
-    ) -> None:
-        self._scale_shift: tuple[torch.Tensor, torch.Tensor] | None = None
+    def transform(values: torch.Tensor) -> torch.Tensor:
         if mean_std is not None:
-            mean, std = (np.asarray(v, np.float32) for v in mean_std)
-            shape = (-1, *[1] * (len(sample_shape) - 1))
-            self._scale_shift = (
-                torch.from_numpy(1 / std).view(shape).to(device),
-                torch.from_numpy(-mean / std).view(shape).to(device),
-            )
-        is_image = len(sample_shape) == 3
-        self._format = torch.channels_last if channels_last and is_image else None
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Normalize a batch."""
-        if self._scale_shift is not None:
-            scale, shift = self._scale_shift
             values = values * scale + shift
-        if self._format is not None:
-            return values.contiguous(memory_format=self._format)
+        if uses_channels_last:
+            return values.contiguous(memory_format=torch.channels_last)
         return values
+
+    return transform
 
 
 def resolve_preprocessing(
@@ -168,10 +154,10 @@ def make_transform(
     """Return the transform of batches whose samples have this `shape` for the model."""
     mean_std = preprocessing.mean_std
     if not preprocessing.is_image:
-        return NormalizeValues(mean_std, shape, device, channels_last)
+        return normalize_values(mean_std, shape, device, channels_last)
     assert mean_std is not None  # images are always scaled
     channels, height, width = shape
-    return NormalizeImages(mean_std, (height, width, channels), device, channels_last)
+    return normalize_images(mean_std, (height, width, channels), device, channels_last)
 
 
 def explicit_mean_std(normalize: NormalizeSetting, channels: int) -> MeanStd | None:

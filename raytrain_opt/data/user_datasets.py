@@ -20,7 +20,7 @@ from raytrain_opt.data.batch_reader import (
     seed_all,
 )
 from raytrain_opt.data.nesting import leaves, map_leaves
-from raytrain_opt.data.sampling import Purpose, sample_seed
+from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
 from raytrain_opt.data.transforms import MeanStd
 from raytrain_opt.errors import DataError
 
@@ -57,6 +57,16 @@ class UserDatasetSource:
         self.sample_shape: tuple[int, ...] = tuple(first.shape)
         self.is_image = classification and first.dtype == torch.uint8
         self._expected = _describe(self.example[0] if classification else self.example)
+
+    @property
+    def labels(self) -> Indices | None:
+        """The classes of the training samples: `targets`, as torchvision's Datasets have them."""
+        train = self._datasets["train"]
+        labels = np.asarray(getattr(train, "targets", ()))
+        if labels.shape != (len(train),) or labels.dtype.kind not in "iu":
+            return None
+        is_class = (labels >= 0) & (labels < self.num_classes)
+        return labels.astype(np.int64) if self._classification and is_class.all() else None
 
     def size(self, split: SourceSplit) -> int:
         """Return the number of samples."""

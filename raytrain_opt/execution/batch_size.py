@@ -6,21 +6,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import ray
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.cluster.actor_tree import end_actor_tree
-from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.batch_size import BatchSizeSection, ThroughputKneeSearch
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import PoolError
 from raytrain_opt.execution.batch_size_cache import Cache, CachedSearch
 from raytrain_opt.execution.preflight import ResolvedJob, resolve
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, scalable_policy
 from raytrain_opt.execution.session import Session, open_session
+from raytrain_opt.pools.launcher import runtime_environment
 from raytrain_opt.pools.resident_config import compute_threads
 from raytrain_opt.recording.recorder import append_records, write_record
 from raytrain_opt.recording.records import (
@@ -30,17 +28,11 @@ from raytrain_opt.recording.records import (
     SizeChange,
 )
 from raytrain_opt.report import try_write_report
-from raytrain_opt.search.batch_size.factory import check_sampler
+from raytrain_opt.search.batch_size.factory import build_strategy, check_sampler
 from raytrain_opt.search.batch_size.strategy import SizeBounds
 from raytrain_opt.storage import write_text
 from raytrain_opt.terminal.probe_tables import probe_text, probes_table
 from raytrain_opt.train.learner_config import LearnerConfig
-
-if TYPE_CHECKING:
-    from raytrain_opt.pools.probes import ProbeConfig, ProbeSearchResult
-
-# Seconds between polls for new probes: short for a probe, long for a call to the launcher.
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -130,7 +122,7 @@ def _search(
         run_dir=session.paths.shown,
     )
     write_text(session.paths.job, dump_job(result.job))
-    _report(job, result, session)
+    _report(section, result, session)
     return result
 
 
@@ -145,89 +137,63 @@ def _probe(
     section: BatchSizeSection, bounds: SizeBounds, session: Session, *, trace: bool
 ) -> CachedSearch:
     """Probe until the strategy has chosen; record every probe as soon as it is measured."""
-    # Not at the top: they load torch, which a job without a search never needs here.
-    from raytrain_opt.execution.start import start_launcher
-    from raytrain_opt.pools.probes import ProbeConfig
+    # Not at the top: it loads torch, which a job without a search never needs here.
+    from raytrain_opt.pools.probes import ProbeConfig, ProbeProcess, run_probes
 
     job, plan = session.job, session.plan
     session.terminal.phase("searching the batch size")
-    launcher = start_launcher(
-        local=session.owns_ray, start_s=job.timeouts.start_s, import_all=False
+    config = ProbeConfig(
+        learner=LearnerConfig.from_job(job),
+        section=section,
+        use_gpu=plan.use_gpu,
+        threads=compute_threads(job.workers.threads, job.workers.size),
+        shared=[ray.put(session.preflight.shared)],
+        trace=trace,
     )
+    process = ProbeProcess(config, _actor_options(session), job.timeouts.no_progress_s)
+    records: list[BatchSizeProbeRecord] = []
+
+    def record_probe(record: BatchSizeProbeRecord) -> None:
+        records.append(record)
+        append_records(session.paths.batch_sizes, [record])
+        session.terminal.note(probe_text(record))
+
     try:
-        config = ProbeConfig(
-            learner=LearnerConfig.from_job(job),
-            max_restarts=job.max_restarts,
-            section=section,
-            limits=bounds,
-            use_gpu=plan.use_gpu,
-            threads=compute_threads(job.workers.threads, job.workers.size),
-            resources=_probe_resources(plan),
-            shared=[ray.put(session.preflight.shared[0])],
-            trace=trace,
-        )
-        lines: list[BatchSizeProbeRecord] = []
-        result = _follow(launcher, config, lines, session)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
-    except ray.exceptions.GetTimeoutError as error:
-        limit_s = job.timeouts.no_progress_s
-        raise PoolError(
-            f"the process that searches the batch size did not answer within {limit_s:g} s "
-            "(timeouts.no_progress_s)"
-        ) from error
-    except ray.exceptions.RayActorError as error:
-        raise PoolError(
-            f"the process that searched the batch size died: {error}; its probes are in "
-            f"{session.paths.shown}/batch_size.jsonl"
-        ) from error
+        strategy = build_strategy(section, bounds)
+        choice, trace_text = run_probes(strategy, process, job.max_restarts, record_probe)
     finally:
-        end_actor_tree(launcher)
-    if result.trace is not None:
-        write_text(session.paths.trace, result.trace)
-    check = result.records[-1].probe
-    return CachedSearch(check.batch_size, check.samples_per_s, result.choice.reason, lines)
+        process.end()
+    if trace_text is not None:
+        write_text(session.paths.trace, trace_text)
+    samples_per_s = records[-1].samples_per_s
+    assert samples_per_s is not None  # of the check, which fitted
+    return CachedSearch(choice.batch_size, samples_per_s, choice.reason, records)
 
 
-def _probe_resources(plan: PoolPlan) -> dict[str, float]:
-    """Return a worker's resources; on a GPU the full device, since two probes would interfere."""
-    if not plan.use_gpu:
-        return plan.worker_resources
-    return {**plan.worker_resources, "GPU": max(1.0, plan.worker_resources["GPU"])}
+def _actor_options(session: Session) -> dict[str, Any]:
+    """Return a worker's resources and environment; on a GPU the full device.
+
+    Two probes on one device would interfere.
+    """
+    resources = dict(session.plan.worker_resources)
+    if session.plan.use_gpu:
+        resources["GPU"] = max(1.0, resources["GPU"])
+    return {
+        "num_cpus": resources.pop("CPU", 0),
+        "num_gpus": resources.pop("GPU", 0),
+        "memory": resources.pop("memory", None),
+        "resources": resources,
+        "runtime_env": runtime_environment(
+            local=session.owns_ray, start_s=session.job.timeouts.start_s
+        ),
+    }
 
 
-def _follow(
-    launcher: Any, config: ProbeConfig, lines: list[BatchSizeProbeRecord], session: Session
-) -> ProbeSearchResult:
-    """Show and record each probe while the launcher searches. Raises what ended the search."""
-    pending, heard_s = launcher.run_probes.remote(config), monotonic_s()
-    limit_s = session.job.timeouts.no_progress_s
-    while True:
-        done = bool(ray.wait([pending], timeout=_POLL_S)[0])
-        for record in ray.get(launcher.probe_records.remote(len(lines)), timeout=limit_s):
-            line = BatchSizeProbeRecord.from_probe(
-                len(lines) + 1, record.probe, record.reason, check=record.check, pid=record.pid
-            )
-            lines.append(line)
-            append_records(session.paths.batch_sizes, [line])
-            session.terminal.note(probe_text(line))
-            heard_s = monotonic_s()
-        if done:
-            break
-        if monotonic_s() - heard_s > limit_s:
-            raise PoolError(
-                f"a probe of the batch-size search took longer than {limit_s:g} s "
-                f"(timeouts.no_progress_s); {len(lines)} probes are in "
-                f"{session.paths.shown}/batch_size.jsonl"
-            )
-    return cast("ProbeSearchResult", ray.get(pending, timeout=limit_s))
-
-
-def _report(job: Job, result: BatchSizeResult, session: Session) -> None:
+def _report(section: BatchSizeSection, result: BatchSizeResult, session: Session) -> None:
     """Write batch_size.json; print the table of probes and the choice."""
+    job = session.job
     chosen, answer, scaling = result.job, result.answer, scalable_policy(job).scaling
-    section = job.batch_size_search
-    rule = scaling.rule if scaling else section.lr_rule if section else "none"
+    rule = scaling.rule if scaling else section.lr_rule
     before = scalable_policy(resolve_lr_scaling(job)).initial
     after = scalable_policy(chosen).initial
     record = BatchSizeRecord(

@@ -41,7 +41,7 @@ class Cache:
     """The place of one result: of the same search on the same kind of machine."""
 
     storage_path: str
-    key: str
+    name: str
     largest: int
 
     @classmethod
@@ -60,23 +60,19 @@ class Cache:
         }
         text = json.dumps(key, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        return cls(job.storage_path, digest[:20], bounds.largest)
+        return cls(job.storage_path, f"{_FOLDER}/{digest[:20]}.json", bounds.largest)
 
     @property
     def shown(self) -> str:
         """The path or URI as a user finds it."""
-        return storage.join(self.storage_path, self._name)
-
-    @property
-    def _name(self) -> str:
-        return f"{_FOLDER}/{self.key}.json"
+        return storage.join(self.storage_path, self.name)
 
     def read(self) -> CachedSearch | None:
         """Return the result, if there is one.
 
         Raises StorageError when it cannot be read, JobError when it is damaged.
         """
-        content = storage.read(self.storage_path, self._name)
+        content = storage.read(self.storage_path, self.name)
         if content is None:
             return None
         try:
@@ -94,7 +90,7 @@ class Cache:
 
     def write(self, answer: CachedSearch) -> None:
         """Keep the result for later searches. Raises StorageError."""
-        storage.write(self.storage_path, self._name, _CACHED_SEARCH.dump_json(answer, indent=1))
+        storage.write(self.storage_path, self.name, _CACHED_SEARCH.dump_json(answer, indent=1))
 
 
 def device_names(use_gpu: bool) -> list[str]:

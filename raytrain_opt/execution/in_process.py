@@ -11,7 +11,7 @@ from raytrain_opt.execution.preflight import check_job, run_preflight
 from raytrain_opt.execution.progress import Startup
 from raytrain_opt.execution.rescale import resolve_lr_scaling, set_worker_count
 from raytrain_opt.execution.resume import keep_worker_count
-from raytrain_opt.execution.session import explain_interruption, open_run_directory
+from raytrain_opt.execution.session import Workspace, open_run_directory
 from raytrain_opt.execution.signals import stop_on_signals
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
 from raytrain_opt.pools.in_process import in_process_backend, open_learner
@@ -33,17 +33,16 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
     job = resolve_lr_scaling(keep_worker_count(job, resume))
     job = set_worker_count(job, job.workers.size)
     startup = Startup(began_s)
-    with open_terminal() as terminal, open_run_directory(job, resume) as directory:
-        paths, checkpoints, notes = directory
+    with (
+        open_terminal() as terminal,
+        open_run_directory(job, resume, terminal) as (paths, checkpoints),
+    ):
         preflight = run_preflight(job, resumed=resume is not None)
         startup.mark("data_read_s")
-        for note in notes:
-            terminal.note(note)
         terminal.note("training in one process, without Ray: for debugging, not for speed")
         resolved = preflight.resolved
         assert resolved is not None  # no batch size is to be searched
         with (
-            explain_interruption(terminal, paths, job),
             stop_on_signals() as stop,
             open_learner(resolved.learner, job.workers, preflight.take_shared()) as learner,
         ):
@@ -52,9 +51,8 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
                 with_slots=max_candidates(job) > 0 and job.search_on == "slots",
                 candidate_batch=job.learning_rate.candidate_batch,
             )
-            with open_training_run(
-                resolved, backend, paths, checkpoints, terminal, startup, stop
-            ) as run:
+            workspace = Workspace(paths, checkpoints, terminal, startup, stop)
+            with open_training_run(resolved, backend, workspace) as run:
                 yield run
 
 

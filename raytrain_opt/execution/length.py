@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
+from raytrain_opt.pools.commands import MainTrain, StateRef
+from raytrain_opt.pools.protocol import MainTraining
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import Metric
@@ -20,6 +23,10 @@ _MARGIN = 0.04
 _MEASURED_FRACTION, _MEASURED_S = 0.01, 1.0
 # Epochs before the end are shorter, but not shorter than this part of the time.
 _SHORTEST_EPOCH = 0.05
+# The first updates of a process take longer than the others, so they are not measured.
+_FIRST_STEPS = 2
+# Small enough to change nothing, and not 0, by which some optimizers divide.
+_MEASURED_LR = 1e-9
 # A change of the planned length that the user is told about.
 _NOTABLE_CHANGE = 0.1
 
@@ -43,8 +50,7 @@ class TrainingLength:
     def resume(self, records: list[EpochRecord], history: History) -> None:
         """Continue after these epochs."""
         self.records = records
-        done = [plan for plan in history.plans if plan.epoch <= len(records)]
-        self._span = done[-1] if done else None
+        self._span = history.plans[-1] if history.plans else None
 
     @property
     def epochs(self) -> int:
@@ -79,11 +85,6 @@ class TrainingLength:
         )
         self._tell(self._span, left_s)
         return history.after_plan(self._span)
-
-    def keep_plan(self, history: History) -> History:
-        """Return the history, with the plan of an epoch that is trained already."""
-        self._span = history.plans[-1] if history.plans else None
-        return history
 
     def is_last(self, epoch: int) -> bool:
         """Return whether the schedule ends with this epoch."""
@@ -144,3 +145,29 @@ class TrainingLength:
             text = f"{section.metric} was no better in {section.patience} evaluated epochs"
             return text, not self._job.rate_decays
         return "", False
+
+
+def measure_pace(
+    training: MainTraining, state: StateRef, epoch_steps: int, limit_s: float
+) -> tuple[Pace, int]:
+    """Train some updates and evaluate, both from `state`, which stays as it is.
+
+    Returns the pace and the number of updates.
+    """
+    total = 0
+
+    def time_steps(steps: int) -> float:
+        """Return the seconds of an update in a training of this many."""
+        nonlocal total
+        total += steps
+        began_s = monotonic_s()
+        training.train(MainTrain(state, 1, 0, (_MEASURED_LR,) * steps), check=False)
+        return (monotonic_s() - began_s) / steps
+
+    steps = min(_FIRST_STEPS, epoch_steps)
+    time_steps(steps)
+    step_s = time_steps(steps)
+    while steps * step_s < limit_s / 2 and steps < epoch_steps:
+        steps = min(2 * steps, epoch_steps)
+        step_s = time_steps(steps)
+    return Pace(step_s, training.evaluate(state).duration_s), total

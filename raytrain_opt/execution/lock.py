@@ -10,9 +10,11 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.errors import JobError, Problem
@@ -21,6 +23,8 @@ from raytrain_opt.storage import refuse_links
 _FILE = ".lock"
 # What flock raises on a file system without locks, as some network file systems are.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+# `is_locked` holds the lock for microseconds; a run that starts just then tries once more.
+_RETRY_S = 0.2
 
 
 @contextmanager
@@ -30,27 +34,42 @@ def lock_run_directory(run_dir: Path) -> Iterator[bool]:
     Yields whether the lock is held: False on a file system without locks. Raises JobError when
     another process holds it, and OSError when the lock's file cannot be made.
     """
+    held = True
     with open(run_dir / _FILE, "a+", encoding="utf-8", opener=refuse_links) as file:
-        held = _try_lock(file.fileno(), run_dir, _read_holder(file.name))
-        if held:
+        try:
+            _lock_exclusively(file)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}")
             file.flush()
+        except BlockingIOError as error:
+            holder = Path(file.name).read_text(encoding="utf-8")
+            rule = (
+                "another run is writing to this directory: "
+                f"{holder or 'a process that has just started'}; wait for it, or stop it"
+            )
+            raise JobError([Problem("--resume", rule, repr(str(run_dir)))], "arguments") from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            held = False
         yield held
 
 
-def _try_lock(descriptor: int, run_dir: Path, holder: str) -> bool:
+def _lock_exclusively(file: TextIO) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        rule = f"another run is writing to this directory: {holder}; wait for it, or stop it"
-        raise JobError([Problem("--resume", rule, repr(str(run_dir)))], "arguments") from error
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(_RETRY_S)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a process holds the lock of a run directory."""
+    try:
+        with open(run_dir / _FILE, "rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such file, or no locks
         return False
-    return True
-
-
-def _read_holder(file: str) -> str:
-    return Path(file).read_text(encoding="utf-8") or "a process that has just started"
+    return False

@@ -23,7 +23,7 @@ from raytrain_opt.config.data import (
 )
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.learning_rate import ReplayPolicy
-from raytrain_opt.config.schema import CLASSIFICATION, Job
+from raytrain_opt.config.schema import Job
 from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.storage import check_uri
@@ -55,7 +55,7 @@ class ResolvedJob:
         return LearnerConfig.from_job(self.job)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Preflight:
     """The data as the driver read them, and the resolved job.
 
@@ -63,13 +63,14 @@ class Preflight:
     while the batch size is still to be searched.
     """
 
-    shared: list[SharedData]
+    shared: SharedData
     info: DataInfo
     resolved: ResolvedJob | None
 
     def take_shared(self) -> SharedData:
         """Return what all processes share, and keep no copy of it in the driver."""
-        return self.shared.pop()
+        shared, self.shared = self.shared, None
+        return shared
 
 
 def pool_request(job: Job, *, candidates: int) -> PoolRequest:
@@ -120,20 +121,32 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
 
 def check_data(data: DataSection) -> list[Problem]:
     """Return every problem of the files, folders or function that the data are read from."""
-    if isinstance(data, ArraysData):
-        pairs = {"train": data.train, "test": data.test}
-        return [
-            problem
-            for split, pair in pairs.items()
-            for i, path in enumerate(pair)
-            for problem in _check_path(f"data.{split}.{i}", path, folder=False)
-        ]
-    if isinstance(data, ImageFolderData):
-        return _check_image_folder(data)
-    if isinstance(data, ShardsData):
-        return [*check_uri(data.train, "data.train"), *check_uri(data.test, "data.test")]
-    if isinstance(data, ArraySetData):
-        return _check_array_set(data)
+    match data:
+        case ArraysData():
+            pairs = {"train": data.train, "test": data.test}
+            return [
+                problem
+                for split, pair in pairs.items()
+                for i, path in enumerate(pair)
+                for problem in _check_path(f"data.{split}.{i}", path, folder=False)
+            ]
+        case ImageFolderData():
+            problems = _check_path("data.root", data.root, folder=True)
+            if data.labels is not None:
+                return problems + check_uri(data.labels, "data.labels")
+            splits = {"data.train_split": data.train_split, "data.test_split": data.test_split}
+            return problems or [
+                problem
+                for field, split in splits.items()
+                for problem in _check_path(field, f"{data.root}/{split}", folder=True)
+            ]
+        case ShardsData():
+            return [*check_uri(data.train, "data.train"), *check_uri(data.test, "data.test")]
+        case ArraySetData(name="digits") | ArraySetData(download=True):
+            return []
+        case ArraySetData():
+            hint = "data.download: true downloads the set"
+            return _check_path("data.root", data.root, folder=True, hint=hint)
     return _problems_of(lambda: resolve_function(data.name, "data.name"))
 
 
@@ -156,7 +169,7 @@ def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Pr
     problems += _check_model(job, info, resumed=resumed)
     if problems:
         raise JobError(problems, source)
-    return Preflight([shared], info, resolved)
+    return Preflight(shared, info, resolved)
 
 
 def run_local_preflight(job: Job, source: str) -> Preflight | None:
@@ -210,7 +223,7 @@ def _read_data(job: Job) -> tuple[SharedData, DataInfo]:
         seed=job.seed,
         device=torch.device("cpu"),
         channels_last=job.channels_last,
-        classification=job.task.name == CLASSIFICATION,
+        classification=job.task.is_classification,
     )
     try:
         data.check_samples()
@@ -258,7 +271,7 @@ def _check_model(job: Job, info: DataInfo, *, resumed: bool) -> list[Problem]:
     try:
         model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
         alone = job.batch_size_per_worker == 1 and job.batch_size_search is None
-        task = build_task(job.task, job.loss)
+        task = build_task(job.task, job.loss, info)
         try_task(task, model, info, "cpu", trains_on_one=alone)
         if job.model.weights is not None and not resumed:
             fit_pretrained(model.state_dict(), read_pretrained(job.model), classes)
@@ -310,23 +323,6 @@ def _problems_of(check: Callable[[], object]) -> list[Problem]:
     except JobError as error:
         return error.problems
     return []
-
-
-def _check_array_set(data: ArraySetData) -> list[Problem]:
-    if data.name == "digits" or data.download:
-        return []
-    hint = "data.download: true downloads the set"
-    return _check_path("data.root", data.root, folder=True, hint=hint)
-
-
-def _check_image_folder(data: ImageFolderData) -> list[Problem]:
-    problems = _check_path("data.root", data.root, folder=True)
-    splits = {"data.train_split": data.train_split, "data.test_split": data.test_split}
-    return problems or [
-        problem
-        for field, split in splits.items()
-        for problem in _check_path(field, f"{data.root}/{split}", folder=True)
-    ]
 
 
 def _check_path(field: str, path: str, *, folder: bool, hint: str | None = None) -> list[Problem]:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from raytrain_opt.clock import Stopwatch, monotonic_s
 from raytrain_opt.errors import CheckpointError
 from raytrain_opt.pools.commands import MainTrain
-from raytrain_opt.pools.main_training import TrainingOutcome
+from raytrain_opt.pools.protocol import TrainingOutcome
 from raytrain_opt.recording.records import EpochRecord, RoundRecord, StalenessRecord
 from raytrain_opt.results import EvalTotals, TrainTotals
 from raytrain_opt.search.noise_scale import NoiseScale
@@ -157,8 +157,18 @@ class EpochMetrics:
         return PartialEpoch(tuple(self.lrs), self.round_record, duration_s, timings_s, self.train)
 
 
-def epoch_record(epoch: int, epochs: int, metrics: EpochMetrics, workers: int) -> EpochRecord:
-    """Return a line of epochs.jsonl; `workers`: how many took part at the end of the epoch."""
+def epoch_record(
+    epoch: int,
+    epochs: int,
+    metrics: EpochMetrics,
+    workers: int,
+    optimizer: str,
+    lrs: Sequence[float],
+) -> EpochRecord:
+    """Return a line of epochs.jsonl.
+
+    `workers`: how many took part at the end of the epoch; `lrs`: rates of all steps so far.
+    """
     train, test = metrics.train, metrics.test
     assert train is not None
     noise = None if train.norms is None else NoiseScale.from_norms(train.norms)
@@ -166,7 +176,8 @@ def epoch_record(epoch: int, epochs: int, metrics: EpochMetrics, workers: int) -
         epoch=epoch,
         epochs=epochs,
         lr=metrics.lrs[-1],
-        lr_first=metrics.lrs[0],
+        lr_peak=max(lrs),
+        optimizer=optimizer,
         weight_decay_factor=metrics.weight_decay_factor,
         train_loss=metrics.train_loss,
         test_metrics=dict(test.means) if test else {},

@@ -96,7 +96,7 @@ def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
         startup_s=dict(run.startup.marks_s),
         parallel=run.parallel,
         noise_scale=summarize([e.noise_scale for e in epochs if e.noise_scale is not None]),
-        restarts=run.restarts(),
+        restarts={pool.name: pool.restarts() for pool in run.backend.pools},
         versions=versions(),
         hardware=_hardware(run),
     )

@@ -7,7 +7,7 @@ torch, so that Ray starts at once: torch is imported and the data are read besid
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -43,18 +43,27 @@ from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_ind
 
 
 @dataclass(frozen=True)
-class Session:
-    """A valid job, its run directory, and a Ray cluster with room for it."""
+class Workspace:
+    """What a run has around it, on Ray and in one process. The latest checkpoint is readable."""
 
-    job: Job
     paths: RunPaths
+    checkpoints: Checkpoints
     terminal: Terminal
     startup: Startup
-    checkpoints: Checkpoints  # the latest is readable
-    owns_ray: bool  # Ray was started here, and runs on this machine alone
+    stop: StopRequest
+
+
+@dataclass(frozen=True)
+class Session(Workspace):
+    """A workspace, a valid job, and a Ray cluster with room for it.
+
+    `owns_ray`: Ray was started here, and runs on this machine alone.
+    """
+
+    job: Job
+    owns_ray: bool
     preflight: Preflight
     plan: PoolPlan
-    stop: StopRequest
 
     @property
     def resolved(self) -> ResolvedJob:
@@ -98,36 +107,18 @@ def open_session(
             stack.enter_context(watch_preemption(terminal.note))
         startup.mark("ray_connected_s")
         terminal.phase("reading data")
-        limit_s = job.timeouts.no_progress_s
-        if not wait([pending_preflight], limit_s).done:
-            rule = (
-                f"not read within {limit_s:g} s (timeouts.no_progress_s); is their storage well?"
-            )
-            raise DataError("data", rule)
-        job, preflight = pending_preflight.result(timeout=0)
+        job, preflight = _result(pending_preflight, job.timeouts.no_progress_s)
         startup.mark("data_read_s")
-        paths, checkpoints, notes = stack.enter_context(open_run_directory(job, resume))
-        stack.enter_context(explain_interruption(terminal, paths, job))
+        paths, checkpoints = stack.enter_context(open_run_directory(job, resume, terminal))
         stack.enter_context(stop.raised())
         announce_run_dir(paths.shown)
-        for note in notes:
-            terminal.note(note)
-        candidates = max_candidates(job) if slots else 0
-        plan = plan_when_there_is_room(
-            pool_request(job, candidates=candidates), job.timeouts.start_s, terminal.note
-        )
-        for note in plan.notes:
-            terminal.note(note)
-        if plan.search_reason:
-            where = f"{plan.slots} slots" if plan.slots else "all workers"
-            terminal.note(f"candidates train on {where}: {plan.search_reason}")
+        plan = _plan(job, terminal, slots=slots)
         if job.workers.count == "auto":
             job = set_worker_count(job, plan.workers)
             if preflight.resolved is not None:
-                resolved = replace(preflight.resolved, job=job)
-                preflight = replace(preflight, resolved=resolved)
+                preflight.resolved = replace(preflight.resolved, job=job)
             write_text(paths.job, dump_job(job))
-        yield Session(job, paths, terminal, startup, checkpoints, owns_ray, preflight, plan, stop)
+        yield Session(paths, checkpoints, terminal, startup, stop, job, owns_ray, preflight, plan)
 
 
 def _prepare(job: Job, resume: str | None) -> tuple[Job, Preflight]:
@@ -142,26 +133,34 @@ def _prepare(job: Job, resume: str | None) -> tuple[Job, Preflight]:
     return job, preflight
 
 
-@contextmanager
-def explain_interruption(terminal: Terminal, paths: RunPaths, job: Job) -> Iterator[None]:
-    """Say how to resume a run that Ctrl-C or SIGTERM ends within the block."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        cause = "terminated" if isinstance(stop, Terminated) else "interrupted"
-        terminal.note(f"{cause}; {how_to_resume(paths, job)}")
-        raise
+def _result(preflight: Future[tuple[Job, Preflight]], limit_s: float) -> tuple[Job, Preflight]:
+    if not wait([preflight], limit_s).done:
+        rule = f"not read within {limit_s:g} s (timeouts.no_progress_s); is their storage well?"
+        raise DataError("data", rule)
+    return preflight.result(timeout=0)
+
+
+def _plan(job: Job, terminal: Terminal, *, slots: bool) -> PoolPlan:
+    """Plan the pools when there is room for them; say what is not as the job may expect."""
+    request = pool_request(job, candidates=max_candidates(job) if slots else 0)
+    plan = plan_when_there_is_room(request, job.timeouts.start_s, terminal.note)
+    for note in plan.notes:
+        terminal.note(note)
+    if plan.search_reason:
+        where = f"{plan.slots} slots" if plan.slots else "all workers"
+        terminal.note(f"candidates train on {where}: {plan.search_reason}")
+    return plan
 
 
 @contextmanager
 def open_run_directory(
-    job: Job, resume: str | None
-) -> Iterator[tuple[RunPaths, Checkpoints, list[str]]]:
+    job: Job, resume: str | None, terminal: Terminal
+) -> Iterator[tuple[RunPaths, Checkpoints]]:
     """Make a run directory, or open that of an earlier run; lock it against other processes.
 
-    Yields its paths, its checkpoints (the latest is readable) and notes for the user. Writes the
-    job into it, so that storage that cannot be written is reported here. Raises JobError or
-    CheckpointError.
+    Yields its paths and its checkpoints, of which the latest is readable. Writes the job into it,
+    so that storage that cannot be written is reported here. Says how to resume a run that Ctrl-C
+    or SIGTERM ends within the block. Raises JobError or CheckpointError.
     """
     text = dump_job(job)
     paths = RunPaths.existing(resume) if resume else RunPaths.create(job.storage_path, job.name)
@@ -176,8 +175,7 @@ def open_run_directory(
                     "this storage has no locks: do not resume this run twice at the same time"
                 )
             checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
-            damages = checkpoints.drop_damaged()
-            notes += [f"{damage}; the one before is used" for damage in damages]
+            notes += [f"{damage}; the one before is used" for damage in checkpoints.drop_damaged()]
             _check_latest(checkpoints)
             checkpoints.remove_orphans()
             write_text(paths.job, text)
@@ -190,11 +188,17 @@ def open_run_directory(
             field, path = ("--resume", resume) if resume else ("storage_path", job.storage_path)
             rule = f"cannot be written: {error}"
             raise JobError([Problem(field, rule, repr(path))]) from error
+        for note in notes:
+            terminal.note(note)
         try:
-            yield paths, checkpoints, notes
+            yield paths, checkpoints
         except (JobError, DataError):
             if not resume and not checkpoints.saved:
                 remove_tree(paths.local)  # leave no directory of a run that could not start
+            raise
+        except KeyboardInterrupt as stop:
+            cause = "terminated" if isinstance(stop, Terminated) else "interrupted"
+            terminal.note(f"{cause}; {how_to_resume(paths, job)}")
             raise
 
 

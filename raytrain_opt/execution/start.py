@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -29,11 +30,9 @@ from raytrain_opt.execution.session import Session
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.faults import planned_faults
-from raytrain_opt.pools.launcher import PoolLauncher, environment
+from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.mailbox_client import share_data
-from raytrain_opt.pools.main_training import SynchronousTraining
-from raytrain_opt.pools.protocol import Backend
+from raytrain_opt.pools.protocol import Backend, SynchronousTraining
 from raytrain_opt.pools.ray_pool import RayPool, running
 from raytrain_opt.pools.relay import FAN_OUT
 from raytrain_opt.pools.resident_config import ResidentConfig, SynchronousWorkers
@@ -46,25 +45,24 @@ _LOOK_S = 2.0
 
 
 def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
-    """Start the actor on this node that keeps the pools and probes batch sizes."""
+    """Start the actor on this node that keeps the pools."""
     return (
         ray.remote(PoolLauncher)
         .options(
             num_cpus=0,
             max_concurrency=2,
             label_selector=on_driver_node(),
-            # A Ray that was started here has these variables in all its processes.
-            runtime_env=({} if local else {"env_vars": environment(local=False, start_s=start_s)}),
+            runtime_env=runtime_environment(local=local, start_s=start_s),
         )
         .remote(local=local, import_all=import_all)
     )
 
 
-def start_mailbox() -> Any:
+def start_mailbox(shared_data: object) -> Any:
     """Start the actor through which driver and pools communicate, on the driver's node.
 
     The death of another node then never ends it. Ray repeats calls whose connection was cut,
-    until the mailbox dies.
+    until the mailbox dies. `shared_data`: stored once for all residents.
     """
     return (
         ray.remote(Mailbox)
@@ -75,7 +73,7 @@ def start_mailbox() -> Any:
             enable_task_events=False,  # for Ray's dashboard: a sixth of the CPU of every call
             label_selector=on_driver_node(),
         )
-        .remote()
+        .remote([ray.put(shared_data)])
     )
 
 
@@ -96,11 +94,11 @@ def _start_pools(
     resolved: ResolvedJob, session: Session, server: ServerHandles | None
 ) -> Iterator[TrainingRun]:
     job, plan = resolved.job, session.plan
-    mailbox: Any = start_mailbox()
     oversubscribed = _is_oversubscribed(plan)
     launcher = start_launcher(
         local=session.owns_ray, start_s=job.timeouts.start_s, import_all=not oversubscribed
     )
+    mailbox: Any = start_mailbox(session.preflight.take_shared())
     config = _resident_config(resolved, session, mailbox, server)
     residents = max(plan.workers, plan.slots)
     if residents > FAN_OUT:
@@ -109,14 +107,28 @@ def _start_pools(
         )
         config = replace(config, relays=relays)
     store = RayStateStore()
-    workers, slots = _make_pools(config, launcher, store)
+    make_pool = partial(
+        RayPool, mailbox=mailbox, states=store, limit_s=config.timeouts.no_progress_s
+    )
+    workers = make_pool(
+        WORKER_POOL,
+        plan.workers,
+        lambda: launcher.run_workers.remote(config),
+        can_lose_residents=not config.workers.forms_group,
+        has_room=partial(_has_room, plan) if config.min_workers < plan.workers else None,
+    )
+    slots = make_pool(
+        SLOT_POOL,
+        plan.slots,
+        lambda: launcher.run_slots.remote(config),
+        can_lose_residents=True,
+    )
     pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
     stop_s = _OWN_RAY_STOP_S if session.owns_ray else job.timeouts.stop_s
     with running(*pools, launcher=launcher, stop_s=stop_s):
         pools[0].start()
         if not oversubscribed:
             workers.start()
-        share_data(mailbox, session.preflight.take_shared())
         backend = Backend(
             workers,
             slots if plan.slots else None,
@@ -128,16 +140,8 @@ def _start_pools(
             lambda: [node["Resources"] for node in alive_nodes()],
             plan.search_reason,
         )
-        with open_training_run(
-            resolved,
-            backend,
-            session.paths,
-            session.checkpoints,
-            session.terminal,
-            session.startup,
-            session.stop,
-            [RayMetrics(session.paths.run_id)],
-        ) as run:
+        metrics = RayMetrics(session.paths.run_id)
+        with open_training_run(resolved, backend, session, [metrics]) as run:
             yield run
 
 
@@ -162,35 +166,8 @@ def _resident_config(
     )
 
 
-def _make_pools(
-    config: ResidentConfig, launcher: Any, store: RayStateStore
-) -> tuple[RayPool, RayPool]:
-    """Return the pools of workers and of slots, not started yet."""
-    plan, limit_s = config.plan, config.timeouts.no_progress_s
-
-    def has_room() -> bool:
-        return count_placeable(plan.worker_resources, 1, _LOOK_S) == 1
-
-    workers = RayPool(
-        WORKER_POOL,
-        plan.workers,
-        lambda: launcher.run_workers.remote(config),
-        config.mailbox,
-        store,
-        limit_s,
-        can_lose_residents=not config.workers.forms_group,
-        has_room=has_room if config.min_workers < plan.workers else None,
-    )
-    slots = RayPool(
-        SLOT_POOL,
-        plan.slots,
-        lambda: launcher.run_slots.remote(config),
-        config.mailbox,
-        store,
-        limit_s,
-        can_lose_residents=True,
-    )
-    return workers, slots
+def _has_room(plan: PoolPlan) -> bool:
+    return count_placeable(plan.worker_resources, 1, _LOOK_S) == 1
 
 
 def _is_oversubscribed(plan: PoolPlan) -> bool:

@@ -14,22 +14,25 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
-from raytrain_opt.execution.length import TrainingLength
+from raytrain_opt.execution.length import TrainingLength, measure_pace
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import (
     EpochMetrics,
     PartialEpoch,
     RunProgress,
-    Startup,
     epoch_record,
 )
-from raytrain_opt.execution.signals import StopRequest
-from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools.candidate_states import fetch_candidate_state
+from raytrain_opt.execution.session import Workspace
 from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
-from raytrain_opt.pools.main_training import TrainingOutcome
-from raytrain_opt.pools.protocol import Backend, Pool, fetch_initial_state
+from raytrain_opt.pools.protocol import (
+    Backend,
+    Pool,
+    TrainingOutcome,
+    fetch_candidate_state,
+    fetch_initial_state,
+)
 from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.recorder import Recorder
 from raytrain_opt.recording.records import RoundRecord, ScheduleRecord
 from raytrain_opt.search.factory import max_candidates
@@ -42,15 +45,9 @@ from raytrain_opt.search.policy import (
     is_finite,
 )
 from raytrain_opt.search.time_budget import Pace
-from raytrain_opt.terminal.progress import Terminal
-from raytrain_opt.train.checkpoint import Checkpoint, Checkpoints, read_checkpoint
+from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.trained_model import model_metadata
-
-# The first updates of a process take longer than the others, so they are not measured.
-_FIRST_STEPS = 2
-# Small enough to change nothing, and not 0, by which some optimizers divide.
-_MEASURED_LR = 1e-9
 
 
 class TrainingRun:
@@ -60,21 +57,18 @@ class TrainingRun:
         self,
         resolved: ResolvedJob,
         backend: Backend,
-        paths: RunPaths,
+        workspace: Workspace,
         recorder: Recorder,
         checkpoints: CheckpointWriter,
         event_log: EventLog,
-        terminal: Terminal,
-        startup: Startup,
-        stop: StopRequest,
         callbacks: Callbacks,
     ) -> None:
-        self._stop, self.callbacks = stop, callbacks
         self.job, self.policy, self.steps = resolved.job, resolved.policy, resolved.steps
-        self._num_classes = resolved.info.num_classes
-        self.backend = backend
-        self.paths, self.recorder, self.checkpoints = paths, recorder, checkpoints
-        self.event_log, self.terminal, self.startup = event_log, terminal, startup
+        self._info = resolved.info
+        self.backend, self.paths, self.recorder = backend, workspace.paths, recorder
+        self.checkpoints, self.event_log, self.callbacks = checkpoints, event_log, callbacks
+        self.terminal, self.startup = workspace.terminal, workspace.startup
+        self._stop = workspace.stop
         self.progress = RunProgress()
         self.parallel: dict[str, object] = {}  # how gradients were exchanged, latest epoch
         self.length = TrainingLength(self.job, self.steps, event_log)
@@ -94,7 +88,6 @@ class TrainingRun:
 
     @property
     def epochs_left(self) -> Iterator[int]:
-        """Numbers of the epochs to train, until the last one is known."""
         return self.length.epochs_left()
 
     @property
@@ -107,13 +100,10 @@ class TrainingRun:
         """Results of the latest round of the current epoch."""
         return self._epoch.results
 
-    # The moves, in the order in which the algorithm makes them.
+    # The moves, in the order in which the algorithm makes them: see `driver.Run`.
 
     def initial_state(self) -> StateRef:
-        """Return the last checkpoint's state, or else that of one slot or worker.
-
-        All processes start from it: equal seeds need not give equal weights in each of them.
-        """
+        # All processes start from one state: equal seeds need not give equal weights in each.
         slots = self.backend.slots
         if slots is not None:
             self.terminal.phase(f"starting {slots.size} slots")
@@ -125,7 +115,7 @@ class TrainingRun:
         pool = slots or self._wait_for_workers()
         state = fetch_initial_state(pool)
         if self.job.model.weights is not None:
-            section, classes = self.job.model, self._num_classes
+            section, classes = self.job.model, self._info.num_classes
             start, note = start_from_pretrained(self.backend.states.get(state), section, classes)
             self.terminal.note(note)
             state = self.backend.states.put("pretrained", start)
@@ -133,9 +123,8 @@ class TrainingRun:
         return state
 
     def plan(self, state: StateRef, history: History) -> History:
-        """Return the history with a plan of the next epoch, where the job gives a time."""
-        if self._epoch.train is not None:  # resumed within it
-            return self.length.keep_plan(history)
+        if self._epoch.train is not None:  # resumed within it: it keeps its plan
+            return history
         history = self.length.plan(history, lambda limit_s: self._measure_pace(state, limit_s))
         self.progress = replace(self.progress, history=history)
         return history
@@ -163,10 +152,6 @@ class TrainingRun:
         return results
 
     def state_after(self, state: StateRef, action: TryCandidates, decision: Decision) -> StateRef:
-        """Return the winner's state if the round keeps it.
-
-        Without a winner, or if the steps only served the score, return `state`.
-        """
         winner = decision.winner
         if winner is None or not action.keeps_winner:
             self._write_round(self._round_record(action, decision, None))
@@ -183,18 +168,13 @@ class TrainingRun:
         return kept
 
     def checkpoint_round(self, state: StateRef, history: History) -> None:
-        """Begin to save the state after a round, so that no round is repeated."""
         self.progress = replace(
             self.progress, history=history, partial_epoch=self._epoch.partial()
         )
         self._save(state)
 
     def train_epoch(self, state: StateRef, action: TrainEpoch) -> tuple[StateRef, float]:
-        """Train the rest of the epoch on all workers; return the new state and the mean loss.
-
-        The loss is NaN if pre-training was as long as the epoch. Raises DivergedError if the
-        loss of any step is not finite.
-        """
+        """Train the rest of the epoch; the loss is NaN if pre-training was as long as it."""
         self._wait_for_workers()
         self._in_round = False
         self._show_phase(action.epoch, "main train")
@@ -244,10 +224,7 @@ class TrainingRun:
             self._save(state)
 
     def evaluate(self, state: StateRef, epoch: int) -> None:
-        """Measure the metrics of the task on the test split, if `evaluate.every_epochs` says so.
-
-        Raises DivergedError if the loss is not finite.
-        """
+        """Measure the test metrics. Raises DivergedError if the loss is not finite."""
         if epoch % self.job.evaluate.every_epochs and not self.length.is_last(epoch):
             return
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  evaluate")
@@ -258,11 +235,15 @@ class TrainingRun:
                 self._save_step(state)
                 raise
         self._raise_if_diverged(epoch, "test", test.loss)
+        if test.predictions is not None:
+            labels = self._info.class_labels
+            self.recorder.predictions(PredictionsRecord.of(epoch, labels, test.predictions))
 
     def checkpoint_epoch(self, state: StateRef, history: History) -> None:
-        """Record the epoch; begin to save its state, if `checkpoint.every_epochs` says so."""
         epoch = self.progress.next_epoch
-        record = epoch_record(epoch, self.length.epochs, self._epoch, self._workers_at_work)
+        optimizer = self.job.optimizers[self._epoch.optimizer]
+        name, workers = str(optimizer.name), self._workers_at_work
+        record = epoch_record(epoch, self.length.epochs, self._epoch, workers, name, self.lrs)
         self.progress = replace(
             self.progress,
             next_epoch=epoch + 1,
@@ -271,10 +252,9 @@ class TrainingRun:
         )
         self.recorder.epoch(record, self.steps.before(epoch + 1))
         self.event_log.write(epoch, self.backend.pools)
-        optimizer = self.job.optimizers[self._epoch.optimizer]
         schedule = ScheduleRecord(
             epoch=epoch,
-            optimizer=str(optimizer.name),
+            optimizer=name,
             weight_decay_factor=self._epoch.weight_decay_factor,
             lr_multipliers=dict(optimizer.group_lr_multipliers),
             full_steps=self.steps(epoch),
@@ -296,10 +276,6 @@ class TrainingRun:
 
     # After the last move.
 
-    def restarts(self) -> dict[str, int]:
-        """Return how often a resident of each pool was restarted."""
-        return {pool.name: pool.restarts() for pool in self.backend.pools}
-
     def close(self) -> None:
         """Let a checkpoint in progress finish, then close the records."""
         self.checkpoints.close()
@@ -320,26 +296,11 @@ class TrainingRun:
         return self.backend.workers
 
     def _measure_pace(self, state: StateRef, limit_s: float) -> Pace:
-        """Train some updates and evaluate, both from `state`, which stays as it is."""
         self._wait_for_workers()
         self._show_phase(self.progress.next_epoch, "measure speed")
-        steps = min(_FIRST_STEPS, self.steps.first)
-        self._time_steps(state, steps)
-        step_s = self._time_steps(state, steps)
-        while steps * step_s < limit_s / 2 and steps < self.steps.first:
-            steps = min(2 * steps, self.steps.first)
-            step_s = self._time_steps(state, steps)
-        totals = self.backend.main_training.evaluate(state)
-        return Pace(step_s, totals.duration_s)
-
-    def _time_steps(self, state: StateRef, steps: int) -> float:
-        """Return the seconds of an update in a training of this many, whose state is dropped."""
-        began_s = monotonic_s()
-        command = MainTrain(state, 1, 0, (_MEASURED_LR,) * steps, 1.0, 0)
-        self.backend.main_training.train(command, check=False)
-        samples = steps * self.job.global_batch_size
-        self.progress = self.progress.add_samples(search=samples)
-        return (monotonic_s() - began_s) / steps
+        pace, steps = measure_pace(self.backend.main_training, state, self.steps.first, limit_s)
+        self.progress = self.progress.add_samples(search=steps * self.job.global_batch_size)
+        return pace
 
     def _resume_from(self, checkpoint: Checkpoint) -> StateRef:
         state, progress = read_checkpoint(self.paths.checkpoints / checkpoint.folder)
@@ -374,7 +335,7 @@ class TrainingRun:
 
     def _on_wait(self, pool: str, progress: Progress | None) -> bool:
         """Show the progress; return whether a signal ends the main training early."""
-        if "first_step_s" not in self.startup.marks_s and self.backend.workers.has_trained:
+        if any(pool.has_trained for pool in self.backend.pools):
             self.startup.mark("first_step_s")
         if progress is not None and pool == self.backend.workers.name and not self._in_round:
             epoch = self.progress.next_epoch
@@ -441,25 +402,20 @@ class TrainingRun:
 def open_training_run(
     resolved: ResolvedJob,
     backend: Backend,
-    paths: RunPaths,
-    checkpoints: Checkpoints,
-    terminal: Terminal,
-    startup: Startup,
-    stop: StopRequest,
+    workspace: Workspace,
     observers: Sequence[object] = (),
 ) -> Iterator[TrainingRun]:
     """Yield a run that writes to its run directory; record why it ended if it was not finished.
 
     `observers`: callbacks beside those of the job.
     """
-    checkpoints.metadata = model_metadata(resolved.job.model, resolved.job.task, resolved.info)
+    job, paths, checkpoints = resolved.job, workspace.paths, workspace.checkpoints
+    checkpoints.metadata = model_metadata(job.model, job.task, resolved.info)
     recorder = Recorder(paths)
-    event_log = EventLog(recorder, terminal, startup.began_s)
-    writer = CheckpointWriter(checkpoints, paths, event_log, resolved.job.timeouts.no_progress_s)
-    callbacks = Callbacks(resolved.job, str(paths.local), event_log, observers)
-    run = TrainingRun(
-        resolved, backend, paths, recorder, writer, event_log, terminal, startup, stop, callbacks
-    )
+    event_log = EventLog(recorder, workspace.terminal, workspace.startup.began_s)
+    writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)
+    callbacks = Callbacks(job, str(paths.local), event_log, observers)
+    run = TrainingRun(resolved, backend, workspace, recorder, writer, event_log, callbacks)
     try:
         yield run
     except BaseException as error:

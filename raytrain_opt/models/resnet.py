@@ -14,6 +14,8 @@ does. Parameter counts below are for 10 classes and 3 channels.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from raytrain_opt.models.init import he_init, image_shape, require_positive
@@ -122,54 +124,27 @@ class ResNet(nn.Module):
         return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
 
 
-def resnet8(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 16) -> ResNet:
-    """Build the paper's CIFAR network with one basic block in each of its three stages.
-
-    Widths 16, 32, 64; 78,042 parameters; images of any size and number of channels (made for
-    32x32). Where the shape changes, the shortcut is a projection (the paper's option B).
-    Source: He et al. 2016, section 4.2, with n = 1.
-    """
-    channels, _, _ = image_shape(sample_shape, "resnet8")
+def _resnet(
+    name: str,
+    block: type[BasicBlock] | type[Bottleneck],
+    blocks: tuple[int, ...],
+    *,
+    num_classes: int,
+    sample_shape: tuple[int, ...],
+    width: int,
+) -> ResNet:
+    """Build a network for images of any size and number of channels (made for 32x32)."""
+    channels, _, _ = image_shape(sample_shape, name)
     width = require_positive("width", width)
-    return ResNet(
-        BasicBlock, (1, 1, 1), width=width, in_channels=channels, num_classes=num_classes
-    )
+    return ResNet(block, blocks, width=width, in_channels=channels, num_classes=num_classes)
 
 
-def cifar_resnet18(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 64) -> ResNet:
-    """Build ResNet-18 with a 3x3 stem: two basic blocks in each of four stages.
-
-    Widths 64, 128, 256, 512; 11,173,962 parameters; images of any size and number of channels
-    (made for 32x32). Source: He et al. 2016, table 1.
-    """
-    channels, _, _ = image_shape(sample_shape, "cifar_resnet18")
-    width = require_positive("width", width)
-    return ResNet(
-        BasicBlock, (2, 2, 2, 2), width=width, in_channels=channels, num_classes=num_classes
-    )
-
-
-def cifar_resnet50(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 64) -> ResNet:
-    """Build ResNet-50 with a 3x3 stem: 3, 4, 6 and 3 bottlenecks in its four stages.
-
-    Bottleneck widths 64, 128, 256, 512, 2,048 features; 23,520,842 parameters; images of any
-    size and number of channels (made for 32x32). Source: He et al. 2016, table 1.
-    """
-    channels, _, _ = image_shape(sample_shape, "cifar_resnet50")
-    width = require_positive("width", width)
-    return ResNet(
-        Bottleneck, (3, 4, 6, 3), width=width, in_channels=channels, num_classes=num_classes
-    )
-
-
-def cifar_resnet45(*, num_classes: int, sample_shape: tuple[int, ...], width: int = 64) -> ResNet:
-    """Build `cifar_resnet50` with 3, 4, 5 and 3 bottlenecks, whose convolutions number 45.
-
-    Serizawa and Tatebe report 45 convolutions in blocks of three, which the 16 blocks of
-    ResNet-50 do not have; which block is missing is our reading. 22,403,658 parameters.
-    """
-    channels, _, _ = image_shape(sample_shape, "cifar_resnet45")
-    width = require_positive("width", width)
-    return ResNet(
-        Bottleneck, (3, 4, 5, 3), width=width, in_channels=channels, num_classes=num_classes
-    )
+# The paper's CIFAR network (section 4.2) with n = 1: 78,042 parameters. Where the shape changes,
+# the shortcut is a projection (the paper's option B).
+resnet8 = partial(_resnet, "resnet8", BasicBlock, (1, 1, 1), width=16)
+# Table 1 with a 3x3 stem: 11,173,962 and 23,520,842 parameters.
+cifar_resnet18 = partial(_resnet, "cifar_resnet18", BasicBlock, (2, 2, 2, 2), width=64)
+cifar_resnet50 = partial(_resnet, "cifar_resnet50", Bottleneck, (3, 4, 6, 3), width=64)
+# Serizawa and Tatebe report 45 convolutions in blocks of three, which the 16 blocks of ResNet-50
+# do not have; which block is missing is our reading. 22,403,658 parameters.
+cifar_resnet45 = partial(_resnet, "cifar_resnet45", Bottleneck, (3, 4, 5, 3), width=64)

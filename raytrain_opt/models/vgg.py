@@ -6,6 +6,8 @@ Zisserman, Very Deep Convolutional Networks for Large-Scale Image Recognition, I
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from raytrain_opt.errors import DataError
@@ -25,7 +27,6 @@ class Vgg16(nn.Module):
 
     def __init__(
         self,
-        *,
         shape: tuple[int, int, int],
         num_classes: int,
         normalize_convolutions: bool,
@@ -64,47 +65,19 @@ def _features(channels: int, batch_norm: bool) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def vgg16_bn(
+def _vgg16(
+    name: str,
+    normalize_convolutions: bool,
     *,
     num_classes: int,
     sample_shape: tuple[int, ...],
     hidden: int = 512,
     dropout: float = 0.0,
 ) -> Vgg16:
-    """Build VGG16 with batch normalization and two linear layers instead of three.
+    """Build a network with `hidden` features between the linear layers, of which it drops some.
 
-    A normalization follows every convolution and the first linear layer, as in Chainer's sample
-    for CIFAR, which Serizawa and Tatebe train; 14,987,722 parameters for 10 classes and 32x32
-    images of 3 channels. `hidden` is the width between the linear layers, `dropout` the fraction
-    of it that is dropped.
     Raises DataError for images below 32x32, which 5 max-pools would reduce to nothing.
     """
-    return _build("vgg16_bn", num_classes, sample_shape, hidden, dropout, True)
-
-
-def vgg16_one_bn(
-    *,
-    num_classes: int,
-    sample_shape: tuple[int, ...],
-    hidden: int = 512,
-    dropout: float = 0.0,
-) -> Vgg16:
-    """Build `vgg16_bn` with one normalization only, after the first linear layer.
-
-    Serizawa and Tatebe count one; taken literally it trains far less easily. 14,983,498
-    parameters.
-    """
-    return _build("vgg16_one_bn", num_classes, sample_shape, hidden, dropout, False)
-
-
-def _build(
-    name: str,
-    num_classes: int,
-    sample_shape: tuple[int, ...],
-    hidden: int,
-    dropout: float,
-    normalize_convolutions: bool,
-) -> Vgg16:
     shape = image_shape(sample_shape, name)
     if min(shape[1:]) < _REDUCTION:
         raise DataError(
@@ -113,10 +86,13 @@ def _build(
             f"pixels, but these data have {shape[1]}x{shape[2]}. Use resnet8, cifar_resnet18 or "
             "small_cnn, or larger images.",
         )
-    return Vgg16(
-        shape=shape,
-        num_classes=num_classes,
-        normalize_convolutions=normalize_convolutions,
-        hidden=require_positive("hidden", hidden),
-        dropout=dropout,
-    )
+    require_positive("hidden", hidden)
+    return Vgg16(shape, num_classes, normalize_convolutions, hidden, dropout)
+
+
+# A normalization after every convolution and the first linear layer, as in Chainer's sample for
+# CIFAR, which Serizawa and Tatebe train; 14,987,722 parameters for 10 classes and 3 x 32 x 32.
+vgg16_bn = partial(_vgg16, "vgg16_bn", True)
+# Serizawa and Tatebe count one normalization; taken literally, after the first linear layer, it
+# trains far less easily. 14,983,498 parameters.
+vgg16_one_bn = partial(_vgg16, "vgg16_one_bn", False)

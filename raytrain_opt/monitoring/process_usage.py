@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import ResourcesError
@@ -36,14 +40,16 @@ class UsageMeter:
 
     @classmethod
     def for_this_process(cls) -> UsageMeter:
-        """Return a meter of the GPU that torch uses in this process, otherwise of its CPU time."""
-        import psutil
-        import torch
+        """Return a meter of the GPU that torch uses in this process, otherwise of its CPU time.
 
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        Imports no torch: without it, this process computes in one thread.
+        """
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
             return cls(_gpu_sampler(), lambda: torch.cuda.max_memory_allocated() / _MIB)
         process = psutil.Process()
-        return cls(CpuSampler(torch.get_num_threads()), lambda: process.memory_info().rss / _MIB)
+        threads = 1 if torch is None else torch.get_num_threads()
+        return cls(CpuSampler(threads), lambda: process.memory_info().rss / _MIB)
 
     def begin(self) -> None:
         """Start measuring a command."""

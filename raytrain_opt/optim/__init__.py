@@ -17,7 +17,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from raytrain_opt.optim.scaling import linear_scaling, sqrt_scaling
+from raytrain_opt.optim.scaling import scale_lr
 from raytrain_opt.optim.schedules import (
     ArcCotangent,
     Constant,
@@ -48,8 +48,7 @@ __all__ = [
     "ScheduledLR",
     "Step",
     "Warmup",
-    "linear_scaling",
-    "sqrt_scaling",
+    "scale_lr",
 ]
 
 # Imported on first use: these need torch, which takes seconds to import, while `search` and the

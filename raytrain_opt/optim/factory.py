@@ -8,18 +8,35 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from schedulefree import AdamWScheduleFree, SGDScheduleFree
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import MomentumWarmup, OptimizerSection
 from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.optim.lars import LARS
+from raytrain_opt.optim.muon import Muon
+from raytrain_opt.optim.parameter_groups import parameter_groups, scaled_lr
+from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
+_CLASSES: dict[str, Any] = {
+    **{
+        name: value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    },
+    "LARS": LARS,
+    "Muon": Muon,
+    "RMSpropWarmup": RMSpropWarmup,
+    "ScheduleFreeAdamW": AdamWScheduleFree,
+    "ScheduleFreeSGD": SGDScheduleFree,
+}
 _UNSUPPORTED = {
     "LBFGS": "evaluates the loss several times per step through a closure; the loop does it once",
     "SparseAdam": "needs sparse gradients; those of a data-parallel model are dense",
@@ -28,17 +45,15 @@ _UNSUPPORTED = {
 _RESERVED_ARGUMENTS = {
     "lr": "is set by the learning-rate policy: use learning_rate.initial",
     "differentiable": "is for differentiating through an update, which this loop does not do",
-    "warmup_steps": "is set by the learning-rate policy: use learning_rate.warmup",
     "distributed": "follows from the number of workers",
+    "warmup_steps": "is set by the learning-rate policy: use learning_rate.warmup",
 }
-# Arguments of RMSpropWarmup that a job writes in epochs, with the paper's values as defaults.
-_EPOCH_ARGUMENTS = {"center_epochs": 10.0, "period_epochs": 5.0}
 
 
 def check_optimizer(section: OptimizerSection) -> list[Problem]:
     """Return all problems of the section: unknown class or argument, values the class rejects.
 
-    Values are checked by constructing the class without parameters. Imports torch.
+    Values are checked by constructing the class without parameters.
     """
     if section.name in _UNSUPPORTED:
         rule = f"cannot train here: {section.name} {_UNSUPPORTED[section.name]}"
@@ -62,10 +77,9 @@ def build_optimizer(
     """Build the optimizer of `model`'s parameters, at learning rate 0; see `set_lr`.
 
     The section says which parameters are left out of weight decay, and which have rates of their
-    own. `distributed`: all ranks of the default process group take each step together.
-    Arguments in epochs are converted to updates, `steps_per_epoch` each. Unless the arguments
-    choose an implementation, the fused one is used where the class and the parameters allow it,
-    else foreach (all tensors in few kernels).
+    own. `distributed`: all ranks of the default process group take each step together. Unless the
+    arguments choose an implementation, the fused one is used where the class and the parameters
+    allow it, else foreach (all tensors in few kernels).
     Raises JobError: anything `check_optimizer` finds, or the class rejects these parameters.
     """
     problems = check_optimizer(section)
@@ -74,10 +88,9 @@ def build_optimizer(
     optimizer_class = _resolve_class(section.name)
     args = {
         **_default_implementation(optimizer_class, section.constructor_args, model),
-        **_constructor_arguments(optimizer_class, section.constructor_args, steps_per_epoch),
+        **section.constructor_args,
+        **_implied_arguments(optimizer_class, steps_per_epoch, distributed),
     }
-    if section.name == "Muon":
-        args["distributed"] = distributed
     groups = group_parameters(section, model)
     try:
         optimizer: Optimizer = optimizer_class(groups, lr=0.0, **args)
@@ -92,8 +105,6 @@ def group_parameters(section: OptimizerSection, model: nn.Module) -> list[dict[s
 
     Raises JobError for a pattern that matches no parameter.
     """
-    from raytrain_opt.optim.parameter_groups import parameter_groups
-
     try:
         return parameter_groups(
             model,
@@ -112,10 +123,6 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
     A rate that is a tensor is filled in place, because captured CUDA graphs read that tensor.
     (torch's ASGD reads the rate at the end of an update: there it counts one update later.)
     """
-    import torch
-
-    from raytrain_opt.optim.parameter_groups import scaled_lr
-
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(scaled_lr(group, lr))
@@ -153,14 +160,17 @@ def set_weight_decays(optimizer: Optimizer, weight_decays: Sequence[float]) -> N
 
 def _resolve_class(name: str | Callable[..., Any]) -> Any:
     """Return the class of this name, or the user's. Raises JobError if it is no optimizer."""
-    from torch.optim import Optimizer
-
     if not is_function_name(name):
-        classes = _optimizer_classes()
-        if name not in classes:
-            valid = sorted(set(classes) - set(_UNSUPPORTED))
-            raise JobError([_unknown_class(str(name), valid)])
-        return classes[str(name)]
+        if name not in _CLASSES:
+            valid = sorted(set(_CLASSES) - set(_UNSUPPORTED))
+            hint = nearest(str(name), valid, n=2, ignore_case=True)
+            rule = (
+                "must be a class of torch.optim, LARS, Muon, RMSpropWarmup, ScheduleFreeSGD, "
+                "ScheduleFreeAdamW, or package.module:Class"
+            )
+            hint = hint or f"valid: {', '.join(valid)}"
+            raise JobError([Problem("optimizer.name", rule, repr(name), hint)])
+        return _CLASSES[str(name)]
     own = resolve_function(name, "optimizer.name")
     if not (isinstance(own, type) and issubclass(own, Optimizer)):
         rule = "must be a class derived from torch.optim.Optimizer"
@@ -168,48 +178,15 @@ def _resolve_class(name: str | Callable[..., Any]) -> Any:
     return own
 
 
-def _optimizer_classes() -> dict[str, Any]:
-    """Return all classes by name. Any: their constructors differ."""
-    import torch
-    from schedulefree import AdamWScheduleFree, SGDScheduleFree
-
-    from raytrain_opt.optim.lars import LARS
-    from raytrain_opt.optim.muon import Muon
-    from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
-
-    base = torch.optim.Optimizer
-    from_torch = {
-        name: value
-        for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, base) and value is not base
-    }
-    return {
-        **from_torch,
-        "LARS": LARS,
-        "Muon": Muon,
-        "RMSpropWarmup": RMSpropWarmup,
-        "ScheduleFreeAdamW": AdamWScheduleFree,
-        "ScheduleFreeSGD": SGDScheduleFree,
-    }
-
-
-def _constructor_arguments(
-    optimizer_class: type[Optimizer], args: dict[str, Any], steps_per_epoch: int
+def _implied_arguments(
+    optimizer_class: type[Optimizer], steps_per_epoch: int = 1, distributed: bool = False
 ) -> dict[str, Any]:
-    """Translate a job's optimizer arguments into constructor arguments: epochs into updates."""
-    if optimizer_class.__name__ != "RMSpropWarmup":
-        return args
-    others = {**_EPOCH_ARGUMENTS, **args}
-    epochs = {key.replace("epochs", "steps"): others.pop(key) for key in _EPOCH_ARGUMENTS}
-    return {**others, **{key: value * steps_per_epoch for key, value in epochs.items()}}
-
-
-def _job_arguments(optimizer_class: type[Optimizer]) -> list[str]:
-    """Return the names of the arguments that a job may give."""
-    names = [key for key in inspect.signature(optimizer_class).parameters if key != "params"]
-    if optimizer_class.__name__ == "RMSpropWarmup":
-        names = [key.replace("steps", "epochs") for key in names]
-    return [key for key in names if key not in _RESERVED_ARGUMENTS]
+    """Return the arguments that follow from the rest of the job."""
+    implied: dict[str, dict[str, Any]] = {
+        "Muon": {"distributed": distributed},
+        "RMSpropWarmup": {"steps_per_epoch": steps_per_epoch},
+    }
+    return implied.get(optimizer_class.__name__, {})
 
 
 def _default_implementation(
@@ -228,30 +205,21 @@ def _can_be_fused(parameter: Tensor) -> bool:
 
     Autograd gives the gradient the parameter's strides only if its elements fill their memory.
     """
-    import torch
-
     is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return is_dense and parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda")
 
 
-def _unknown_class(name: str, valid: list[str]) -> Problem:
-    hint = nearest(name, valid, n=2, ignore_case=True) or f"valid: {', '.join(valid)}"
-    rule = (
-        "must be a class of torch.optim, LARS, Muon, RMSpropWarmup, ScheduleFreeSGD, "
-        "ScheduleFreeAdamW, or package.module:Class"
-    )
-    return Problem("optimizer.name", rule, repr(name), hint)
-
-
 def _check_arguments(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:
-    valid = _job_arguments(optimizer_class)
-    parameters = inspect.signature(optimizer_class).parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    parameters = inspect.signature(optimizer_class).parameters
+    implied = dict.fromkeys(_implied_arguments(optimizer_class), "follows from the job")
+    reserved = {**implied, **_RESERVED_ARGUMENTS}
+    valid = [key for key in parameters if key != "params" and key not in reserved]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     problems = []
     for key, value in args.items():
         path = f"optimizer.args.{key}"
-        if key in _RESERVED_ARGUMENTS:
-            problems.append(Problem(path, _RESERVED_ARGUMENTS[key]))
+        if key in reserved:
+            problems.append(Problem(path, reserved[key]))
         elif key not in valid and not takes_any:
             hint = nearest(key, valid) or f"valid arguments: {', '.join(valid)}"
             rule = f"{optimizer_class.__name__} has no such argument"
@@ -293,13 +261,11 @@ def _rejection(optimizer_class: Any, args: dict[str, Any]) -> str | None:
     """
     if args.get("fused") and args.get("foreach"):
         return "`fused` and `foreach` cannot be `True` together."
-    message = _construction_error(optimizer_class, args)
-    return None if message == _construction_error(optimizer_class, {}) else message
-
-
-def _construction_error(optimizer_class: Any, args: dict[str, Any]) -> str | None:
-    try:
-        optimizer_class([], lr=0.0, **_constructor_arguments(optimizer_class, args, 1))
-    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-        return str(error) or type(error).__name__
-    return None
+    messages: list[str | None] = []
+    for given in ({}, args):
+        try:
+            optimizer_class([], lr=0.0, **given, **_implied_arguments(optimizer_class))
+            messages.append(None)
+        except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+            messages.append(str(error) or type(error).__name__)
+    return None if messages[0] == messages[1] else messages[1]

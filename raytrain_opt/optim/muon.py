@@ -27,22 +27,23 @@ computes them for all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
+
+from raytrain_opt.optim.batched import BatchedOptimizer
 
 # Jordan's, which raise small singular values fastest; they end between 0.7 and 1.2, not at 1.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-class Muon(Optimizer):
+class Muon(BatchedOptimizer):
     """Momentum with orthogonalized updates, for any network. See `parameter_groups` for groups.
 
     Groups with `"use_muon": False` follow the second rule, `aux`: "sgd" (with `momentum` and
@@ -76,11 +77,15 @@ class Muon(Optimizer):
         settings: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         settings |= {"ns_steps": ns_steps, "eps": eps, "aux_eps": aux_eps}
         for name, value in {**settings, "aux_lr_multiplier": aux_lr_multiplier}.items():
-            _check(name, value)
+            self._check(name, value, below_one=name == "momentum")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Muon: betas must be two numbers of at least 0 and below 1: {betas}")
-        _check_choice("ns_dtype", ns_dtype, ("bfloat16", "float32", None))
-        _check_choice("aux", aux, ("sgd", "adamw"))
+        for name, value, choices in (
+            ("ns_dtype", ns_dtype, ("bfloat16", "float32", None)),
+            ("aux", aux, ("sgd", "adamw")),
+        ):
+            if value not in choices:
+                raise ValueError(f"Muon: {name} must be one of {choices}, not {value!r}")
         settings |= {"nesterov": nesterov, "ns_dtype": ns_dtype, "aux": aux, "betas": tuple(betas)}
         self._aux_lr_multiplier, self.distributed = aux_lr_multiplier, distributed
         super().__init__(params, {**settings, "use_muon": True, "lr_multiplier": 1.0})
@@ -105,28 +110,13 @@ class Muon(Optimizer):
         self.__dict__.setdefault("_aux_lr_multiplier", 1.0)
         self.__dict__.setdefault("distributed", False)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; return the loss of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            update = self._update_matrices if group["use_muon"] else self._update_others
-            with_grad = [p for p in group["params"] if p.grad is not None]
-            if not with_grad:
-                continue
-            if any(p.grad.is_sparse or p.grad.is_complex() for p in with_grad):
-                raise RuntimeError("Muon needs dense real gradients")
-            columns = cast(list[list[Tensor | None]], [with_grad])
-            for (batch,), _ in Optimizer._group_tensors_by_device_and_dtype(columns).values():
-                params = cast(list[Tensor], batch)
-                if group["weight_decay"] != 0:
-                    factor = 1.0 - float(group["lr"]) * group["weight_decay"]
-                    torch._foreach_mul_(params, factor)
-                update(params, group)
-        return loss
+    def _update_group(self, group: dict[str, Any], params: list[Any]) -> None:
+        update = self._update_matrices if group["use_muon"] else self._update_others
+        for batch in self._batches(params):
+            if group["weight_decay"] != 0:
+                factor = 1.0 - float(group["lr"]) * group["weight_decay"]
+                torch._foreach_mul_(batch, factor)
+            update(batch, group)
 
     def _update_matrices(self, params: list[Any], group: dict[str, Any]) -> None:
         grads, momentum = [p.grad for p in params], group["momentum"]
@@ -180,7 +170,7 @@ class Muon(Optimizer):
             self._buffers("exp_avg", params),
             self._buffers("exp_avg_sq", params),
             [],
-            self._step_counts(params),
+            [self.state[p].setdefault("step", torch.zeros(())) for p in params],
             foreach=True,
             amsgrad=False,
             beta1=group["betas"][0],
@@ -190,16 +180,6 @@ class Muon(Optimizer):
             eps=group["aux_eps"],
             maximize=False,
         )
-
-    def _buffers(self, name: str, params: list[Any]) -> list[Tensor]:
-        for param in params:
-            if name not in self.state[param]:
-                self.state[param][name] = torch.zeros_like(param)
-        return [self.state[param][name] for param in params]
-
-    def _step_counts(self, params: list[Any]) -> list[Tensor]:
-        zero = torch.zeros((), dtype=torch.float32)
-        return [self.state[param].setdefault("step", zero.clone()) for param in params]
 
 
 def orthogonalize(matrices: Tensor, *, steps: int, eps: float) -> Tensor:
@@ -281,16 +261,3 @@ def _ns_dtype(param: Tensor, name: str | None) -> torch.dtype:
         return dtype
     on_cpu = param.device.type == "cpu"
     return torch.promote_types(param.dtype, torch.float32) if on_cpu else torch.bfloat16
-
-
-def _check(name: str, value: float) -> None:
-    """Raise ValueError unless `value` is in the range of the setting `name`."""
-    below_one = name == "momentum"
-    if not (value >= 0 and (value < 1 if below_one else True) and math.isfinite(value)):
-        allowed = "at least 0 and below 1" if below_one else "at least 0 and finite"
-        raise ValueError(f"Muon: {name} must be {allowed}, not {value!r}")
-
-
-def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    if value not in choices:
-        raise ValueError(f"Muon: {name} must be one of {choices}, not {value!r}")

@@ -18,38 +18,12 @@ import math
 from typing import Literal
 
 
-def linear_scaling(lr: float, batch_size: int, reference_batch_size: int) -> float:
-    """Return the rate for `batch_size`, given the rate `lr` for `reference_batch_size`.
-
-    Raises ValueError for a batch size below 1.
-    """
-    return lr * _ratio(batch_size, reference_batch_size)
-
-
-def sqrt_scaling(lr: float, batch_size: int, reference_batch_size: int) -> float:
-    """Return the rate as `linear_scaling` does, but by the square root of the ratio."""
-    return lr * math.sqrt(_ratio(batch_size, reference_batch_size))
-
-
 def scale_lr(
     rule: Literal["linear", "sqrt", "none"], lr: float, from_batch_size: int, to_batch_size: int
 ) -> float:
-    """Scale `lr` from one batch size to another by the rule.
-
-    Raises ValueError for a batch size below 1 (linear, sqrt).
-    """
-    match rule:
-        case "linear":
-            return linear_scaling(lr, to_batch_size, from_batch_size)
-        case "sqrt":
-            return sqrt_scaling(lr, to_batch_size, from_batch_size)
-        case "none":
-            return lr
-
-
-def _ratio(batch_size: int, reference_batch_size: int) -> float:
-    if min(batch_size, reference_batch_size) < 1:
-        raise ValueError(
-            f"batch sizes must be at least 1, not {batch_size} and {reference_batch_size}"
-        )
-    return batch_size / reference_batch_size
+    """Scale `lr` from one batch size to another. Raises ValueError for a size below 1."""
+    if min(from_batch_size, to_batch_size) < 1:
+        sizes = f"{to_batch_size} and {from_batch_size}"
+        raise ValueError(f"batch sizes must be at least 1, not {sizes}")
+    ratio = to_batch_size / from_batch_size
+    return lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]

@@ -34,6 +34,7 @@ from typing import Literal, Protocol
 
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.config.learning_rate import Warmup as WarmupSection
+from raytrain_opt.optim.epoch_steps import EpochSpan
 
 
 class Schedule(Protocol):
@@ -55,7 +56,6 @@ class Constant:
     initial: float
 
     def lr(self, step: float) -> float:
-        """See `Schedule.lr`."""
         return self.initial
 
 
@@ -68,7 +68,6 @@ class Step:
     every: int
 
     def lr(self, step: float) -> float:
-        """See `Schedule.lr`."""
         drops = step // self.every
         return self.initial * math.pow(self.gamma, drops)
 
@@ -82,7 +81,6 @@ class MultiStep:
     milestones: tuple[int, ...]
 
     def lr(self, step: float) -> float:
-        """See `Schedule.lr`."""
         drops = bisect_right(self.milestones, step)
         return self.initial * math.pow(self.gamma, drops)
 
@@ -96,7 +94,6 @@ class Linear:
     steps: int
 
     def lr(self, step: float) -> float:
-        """See `Schedule.lr`."""
         return self.initial + (self.final - self.initial) * _progress(step, self.steps)
 
 
@@ -110,7 +107,6 @@ class Polynomial:
     power: float
 
     def lr(self, step: float) -> float:
-        """See `Schedule.lr`."""
         left = math.pow(1.0 - _progress(step, self.steps), self.power)
         return self.final + (self.initial - self.final) * left
 
@@ -124,13 +120,8 @@ class Cosine:
     steps: int
 
     def lr(self, step: float) -> float:
-        """See `Schedule.lr`."""
         wave = (1.0 + math.cos(math.pi * _progress(step, self.steps))) / 2.0
         return self.final + (self.initial - self.final) * wave
-
-
-def _identity(x: float) -> float:
-    return x
 
 
 @dataclass(frozen=True)
@@ -144,10 +135,9 @@ class ArcCotangent:
     initial: float
     half: float
     steepness: float
-    f: Callable[[float], float] = _identity
+    f: Callable[[float], float] = float
 
     def lr(self, step: float) -> float:
-        """See `Schedule.lr`."""
         # atan2(1, x) is arccot x in (0, pi); pi/2 - atan x would lose its digits far out.
         return (
             self.initial / math.pi * math.atan2(1.0, self.f(self.steepness * (step - self.half)))
@@ -170,12 +160,48 @@ class Warmup:
     origin: int
 
     def lr(self, step: float) -> float:
-        """See `Schedule.lr`."""
         if step >= self.steps:
             return self.after.lr(step - self.origin)
         if self.shape == "constant":
             return self.start_lr
         return self.start_lr + (self.target_lr - self.start_lr) * step / self.steps
+
+
+@dataclass(frozen=True)
+class RelativeSchedule:
+    """Rates relative to the peak: from 0 to 1 in the first `warmup` of the training, then to 0.
+
+    `warmup` is a fraction. The shape `constant`, that of schedule-free optimizers, stays at 1. A
+    step takes the value in the middle of its span, so that the rates of a schedule compressed into
+    few steps have the same mean as those of the long one, and none is zero. The values are those
+    of `Warmup` with `Linear` or `Cosine`, but for rounding.
+    """
+
+    shape: Literal["linear", "cosine", "constant"]
+    warmup: float
+
+    def at(self, done: float) -> float:
+        """Return the rate relative to the peak after the fraction `done` of the training."""
+        if done < self.warmup:
+            return done / self.warmup
+        if self.shape == "constant":
+            return 1.0
+        left = (1 - done) / (1 - self.warmup)
+        return left if self.shape == "linear" else (1 - math.cos(math.pi * left)) / 2
+
+    @property
+    def mean(self) -> float:
+        """The mean rate relative to the peak."""
+        after = 1.0 if self.shape == "constant" else 0.5
+        return self.warmup / 2 + after * (1 - self.warmup)
+
+    def compressed(self, steps: int) -> tuple[float, ...]:
+        """Return the schedule compressed into `steps` steps."""
+        return tuple(self.at((i + 0.5) / steps) for i in range(steps))
+
+    def of_epoch(self, span: EpochSpan) -> tuple[float, ...]:
+        """Return the steps of an epoch that covers this part of the training."""
+        return tuple(map(self.at, span.fractions()))
 
 
 def _progress(step: float, steps: int) -> float:

@@ -2,14 +2,13 @@
 
 Start with `commands` (the messages) and `protocol` (what a run needs of its backend). On Ray:
 `ray_pool` is the driver's side, `mailbox` the actor in between, with `relay` before it in large
-pools, `resident` the loop of a process, `worker` and `slot` execute its commands (`handler`,
-`candidates`); `probes` measures batch sizes; `launcher` starts all of them; `state_store` keeps
-states; `faults` injects failures. Without Ray: `in_process`. `main_training` trains with all
-workers together; `async_training` brings a worker program of its own.
+pools, `resident` the loop of a process, `worker` and `slot` execute its commands (`handler`);
+`probes` measures batch sizes; `launcher` starts all others; `state_store` keeps states; `faults`
+injects failures. Without Ray: `in_process`. `async_training` brings a worker program of its own.
 
 Ray Tune serves as a gang scheduler of resident actors only: slots report no metrics to Tune and
 never stop early. Tune gives placement, restarts and resources per trial; policies decide.
 
 May import train, cluster and what lies below. Ray stays out of `commands`, `protocol`,
-`in_process`, `handler`, `candidates`, `slot`, `worker`, `mailbox`, `relay` and `main_training`.
+`in_process`, `handler`, `slot`, `worker`, `mailbox` and `relay`.
 """

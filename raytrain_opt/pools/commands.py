@@ -6,15 +6,20 @@ timeline.jsonl and in planned faults.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from raytrain_opt.errors import RaytrainOptError, ResidentError
 from raytrain_opt.monitoring.process_usage import Usage
-from raytrain_opt.results import EvalTotals, TrainTotals
+from raytrain_opt.results import TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 
 WORKER_POOL, SLOT_POOL = "worker", "slot"
+
+# Called before each step with the steps done and their number; may raise to leave. A true result
+# ends a main training before that step.
+OnStep = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class MainTrain:
 class Evaluate:
     """Ask workers to evaluate `state` on the test split, each on its part.
 
-    `workers`: who takes part, where workers form no process group.
+    The reply has the totals over all workers, or, where they form no process group, of a part;
+    `workers` are those who take part then.
     """
 
     name: ClassVar[str] = "evaluate"
@@ -144,13 +150,6 @@ class MainTrainReply:
     parallel: dict[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class EvaluateReply:
-    """Totals of an evaluation: over all workers, or of one worker's part without a group."""
-
-    totals: EvalTotals
-
-
 def state_in(reply: object) -> StateRef | None:
     """Return the state reference in a reply, if it has one."""
     if isinstance(reply, MainTrainReply):
@@ -158,17 +157,15 @@ def state_in(reply: object) -> StateRef | None:
     return reply if isinstance(reply, StateRef) else None
 
 
-# The pool, index, node and process of a resident.
-Sender = tuple[str, int, str, int]
+Sender = tuple[str, int, str, int]  # the pool, index, node and process of a resident
 
 
 @dataclass(frozen=True)
 class Resident:
     """Identity of a resident process: a restarted one differs, in its process at least.
 
-    `index`: rank of a worker or number of a slot.
-
-    `absent`: ranks that the worker's process group does without.
+    `index`: rank of a worker or number of a slot. `absent`: ranks that the worker's process group
+    does without.
     """
 
     pool: str
@@ -176,7 +173,6 @@ class Resident:
     node_id: str
     pid: int
     log: str
-    startup_timings_s: dict[str, float] = field(default_factory=dict)
     absent: tuple[int, ...] | None = None
 
     @property
@@ -272,3 +268,19 @@ class Overdue:
     index: int
     progress: Progress | None
     silent_s: float
+
+
+@dataclass(frozen=True)
+class PoolStatus:
+    """What the driver looks at while it waits for a pool.
+
+    `lost`: residents that were given up. `silence_s`: seconds since the current command, or since
+    the last sign of life. `progress`: of the resident that is furthest behind. `has_trained`:
+    whether any resident of the run has finished a training step.
+    """
+
+    lost: frozenset[int]
+    restarts: int
+    silence_s: float
+    progress: Progress | None
+    has_trained: bool

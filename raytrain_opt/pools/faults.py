@@ -12,14 +12,20 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.config.section import NonNegativeInt, PositiveInt, Section
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.pools.commands import Command, MainTrain, Pretrain, SendCandidateState
+from raytrain_opt.pools.commands import (
+    Command,
+    MainTrain,
+    OnStep,
+    Pretrain,
+    Resident,
+    SendCandidateState,
+)
 
 VARIABLE = "RAYTRAIN_OPT_FAULTS"
 
@@ -40,9 +46,13 @@ class Fault(Section):
     action: Literal["kill", "hang", "wait", "raise"] = "kill"
     always: bool = False
 
-    def matches(self, command: Command) -> bool:
-        """Whether the process fails in this command."""
-        return self.phase == command.name and self.epoch in (None, _epoch(command))
+    def matches(self, resident: Resident, command: Command) -> bool:
+        """Whether this process fails in this command."""
+        return (
+            (self.role, self.phase) == (resident.pool, command.name)
+            and self.index in (None, resident.index)
+            and self.epoch in (None, _epoch(command))
+        )
 
 
 Faults = tuple[Fault, ...]
@@ -59,54 +69,42 @@ def planned_faults(environment: Mapping[str, str] = os.environ) -> Faults:
         raise JobError([Problem(VARIABLE, str(error), text)], "environment") from error
 
 
-@dataclass(frozen=True)
-class FaultInjector:
-    """The faults of one resident, by number. `is_first(number)` is true once per run and fault."""
+def inject(
+    faults: Faults,
+    resident: Resident,
+    command: Command,
+    on_step: OnStep,
+    is_first: Callable[[str], bool],
+) -> OnStep:
+    """Fail now if a fault matches; return `on_step`, wrapped if a step is to fail.
 
-    faults: dict[int, Fault]
-    is_first: Callable[[int], bool]
+    `is_first` is true for the first caller with the same text.
+    """
+    matching = {n: fault for n, fault in enumerate(faults) if fault.matches(resident, command)}
 
-    @classmethod
-    def for_resident(
-        cls, faults: Faults, role: str, index: int, is_first: Callable[[int], bool]
-    ) -> FaultInjector:
-        """Select the faults that can happen to this resident."""
-        selected = {
-            number: fault
-            for number, fault in enumerate(faults)
-            if fault.role == role and fault.index in (None, index)
-        }
-        return cls(selected, is_first)
-
-    def watch(
-        self, command: Command, on_step: Callable[[int, int], object]
-    ) -> Callable[[int, int], object]:
-        """Fail now if the command matches; return `on_step`, wrapped if a step is to fail."""
-        matching = {n: fault for n, fault in self.faults.items() if fault.matches(command)}
+    def fail(step: int | None) -> None:
         for number, fault in matching.items():
-            if fault.step is None:
-                self._fail(number, fault)
-        at_steps = {n: fault for n, fault in matching.items() if fault.step is not None}
-        if not at_steps:
-            return on_step
+            if fault.step == step and (fault.always or is_first(f"fault {number}")):
+                _fail(number, fault.action)
 
-        def failing_on_step(done: int, total: int) -> object:
-            is_last = on_step(done, total)
-            for number, fault in at_steps.items():
-                if fault.step == done:
-                    self._fail(number, fault)
-            return is_last
+    fail(None)
+    if all(fault.step is None for fault in matching.values()):
+        return on_step
 
-        return failing_on_step
+    def failing_on_step(done: int, total: int) -> object:
+        is_last = on_step(done, total)
+        fail(done)
+        return is_last
 
-    def _fail(self, number: int, fault: Fault) -> None:
-        if not fault.always and not self.is_first(number):
-            return
-        if fault.action == "raise":
-            raise RuntimeError(f"injected failure {number}")
-        if fault.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        threading.Event().wait(10.0 if fault.action == "wait" else None)  # or for ever
+    return failing_on_step
+
+
+def _fail(number: int, action: str) -> None:
+    if action == "raise":
+        raise RuntimeError(f"injected failure {number}")
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait(10.0 if action == "wait" else None)  # or for ever
 
 
 def _epoch(command: Command) -> int | None:

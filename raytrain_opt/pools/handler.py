@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from raytrain_opt.pools.commands import Command, SendInitialState, StateRef
+from raytrain_opt.pools.commands import Command, OnStep, SendInitialState, StateRef
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import EvalTotals
 from raytrain_opt.train.learner import Learner
-
-# As in `pools.resident`, which is not imported because it uses Ray.
-OnStep = Callable[[int, int], object]
 
 
 class LearnerHandler:
@@ -25,17 +21,13 @@ class LearnerHandler:
         self.learner, self.index, self.states = learner, index, states
         self._live_id = ""
 
-    def actions(self) -> dict[type[Any], Callable[[Any, OnStep], Any]]:
-        """Return what to do with each kind of command."""
-        return {SendInitialState: self._send_initial_state}
-
     def handle(self, command: Command, on_step: OnStep) -> Any:
-        """Execute a command, return its reply (see `pools.commands`) and free cached memory."""
-        action = self.actions().get(type(command))
-        if action is None:
-            raise TypeError(f"{type(self).__name__} has no action for {command.name}")
+        """Execute a command, return its reply (see `pools.commands`) and free cached memory.
+
+        The method that does it has the command's name.
+        """
         try:
-            return action(command, on_step)
+            return getattr(self, f"_{command.name}")(command, on_step)
         finally:
             self.learner.release_memory()
 

@@ -20,8 +20,7 @@ from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.config.processes import WorkersSection
 from raytrain_opt.data.factory import SharedData
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL, Command, Progress, StateRef
-from raytrain_opt.pools.main_training import SynchronousTraining
-from raytrain_opt.pools.protocol import Backend, OnWait
+from raytrain_opt.pools.protocol import Backend, OnWait, SynchronousTraining
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
 from raytrain_opt.recording.spans import Event, Span

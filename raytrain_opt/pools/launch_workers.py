@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -19,25 +20,26 @@ from raytrain_opt.cluster.connection import count_placeable
 from raytrain_opt.cluster.ray_private import run_without_helpers
 from raytrain_opt.pools.commands import WORKER_POOL
 from raytrain_opt.pools.resident import peer_failure_grace_s, serve
-from raytrain_opt.pools.resident_config import ResidentConfig, WorkerPlace
+from raytrain_opt.pools.resident_config import ResidentConfig
 
 # Ray learns of resources that became free within seconds; 15 also on a busy machine.
 _PLACEMENT_LIMIT_S = 15.0
 
 
-def run_workers(config: ResidentConfig) -> None:
+def run_workers(config: ResidentConfig, trainer: Callable[..., Any]) -> None:
     """Start the workers and return when they have left; blocks (call it in a thread).
 
-    Raises whatever Ray Train raises when a worker dies more often than the job allows.
+    `trainer`: see `WorkerProgram.trainer`. Raises whatever Ray Train raises when a worker dies
+    more often than the job allows.
     """
     count = config.plan.workers
     if config.min_workers == count:
-        _fit(config, "", count, FailureConfig(max_failures=config.max_restarts))
+        _fit(config, trainer, "", count, FailureConfig(max_failures=config.max_restarts))
     else:
-        _run_elastic(config)
+        _run_elastic(config, trainer)
 
 
-def _run_elastic(config: ResidentConfig) -> None:
+def _run_elastic(config: ResidentConfig, trainer: Callable[..., Any]) -> None:
     """Run a group of all workers that fit, and a new one after a death or on `Regroup`.
 
     This is not an elastic group of Ray Train: the size of one follows from what Ray Train noted of
@@ -47,7 +49,7 @@ def _run_elastic(config: ResidentConfig) -> None:
     no_retries: dict[str, Any] = {"max_failures": 0, "max_preemption_failures": 0}
     for group in itertools.count():
         try:
-            _fit(config, f"-{group}", size, FailureConfig(**no_retries))
+            _fit(config, trainer, f"-{group}", size, FailureConfig(**no_retries))
             if ray.get(config.mailbox.is_closed.remote(WORKER_POOL)):
                 return
         except (WorkerGroupError, PreemptionError):
@@ -60,9 +62,14 @@ def _run_elastic(config: ResidentConfig) -> None:
             pass  # until a node comes back; the driver's limits end this
 
 
-def _fit(config: ResidentConfig, suffix: str, size: int, failures: FailureConfig) -> None:
-    trainer = config.workers.make_trainer(
-        config,
+def _fit(
+    config: ResidentConfig,
+    trainer: Callable[..., Any],
+    suffix: str,
+    size: int,
+    failures: FailureConfig,
+) -> None:
+    training = trainer(
         train_loop_per_worker=_worker_main,
         train_loop_config={"config": config},
         scaling_config=ScalingConfig(
@@ -74,22 +81,22 @@ def _fit(config: ResidentConfig, suffix: str, size: int, failures: FailureConfig
             name=f"workers-{config.run_id}{suffix}",
             storage_path=config.ray_storage_path,
             failure_config=failures,
-            callbacks=config.workers.callbacks(config) or None,
         ),
     )
-    run_without_helpers(trainer)
-    trainer.fit()
+    run_without_helpers(training)
+    training.fit()
 
 
 def _worker_main(arguments: dict[str, Any]) -> None:
     config: ResidentConfig = arguments["config"]
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    place = WorkerPlace(rank, world_size, context.get_local_world_size())
     group: dict[str, Any] = {}
     if config.workers.forms_group:
         group = {
             "absent": tuple(range(world_size, config.plan.workers)),
-            "peer_failure_grace_s": peer_failure_grace_s(world_size, place.local_world_size),
+            "peer_failure_grace_s": peer_failure_grace_s(
+                world_size, context.get_local_world_size()
+            ),
         }
-    serve(config, WORKER_POOL, rank, lambda: config.workers.make_handler(config, place), **group)
+    serve(config, WORKER_POOL, rank, lambda: config.workers.make_handler(config, context), **group)

@@ -17,7 +17,6 @@ from raytrain_opt.cluster.ray_private import propagate_no_variables
 from raytrain_opt.pools.relay import FAN_OUT, Relay, relay_levels
 
 if TYPE_CHECKING:
-    from raytrain_opt.pools.probes import ProbeConfig, ProbeRecord, ProbeSearchResult
     from raytrain_opt.pools.resident_config import ResidentConfig
 
 # Of the launcher and of every process it starts. What the user set in the driver's stays.
@@ -45,6 +44,14 @@ _LOCAL_ENVIRONMENT = {
 }
 
 
+def runtime_environment(*, local: bool, start_s: float) -> dict[str, Any]:
+    """Return the runtime environment of actors of the driver that train or start processes.
+
+    Empty for a Ray that was started here: all its processes have the variables.
+    """
+    return {} if local else {"env_vars": environment(local=False, start_s=start_s)}
+
+
 def environment(*, local: bool, start_s: float) -> dict[str, str]:
     """Return the environment variables of the launcher, which its children inherit.
 
@@ -67,7 +74,6 @@ class PoolLauncher:
         """
         # Modules that import each other in circles must not be imported by two threads.
         self._importing = threading.Lock()
-        self._records: list[ProbeRecord] = []
         self._relays: list[Any] = []
         if local:
             propagate_no_variables()
@@ -97,16 +103,6 @@ class PoolLauncher:
             self._relays += level  # Ray ends an actor that only a restarted one refers to
         return level
 
-    def run_probes(self, config: ProbeConfig) -> ProbeSearchResult:
-        """Search the batch size; see `pools.probes`."""
-        with self._importing:
-            from raytrain_opt.pools.probes import run_probes
-        return run_probes(config, self._records.append)
-
-    def probe_records(self, after: int) -> list[ProbeRecord]:
-        """Return the probes so far, without the first `after`."""
-        return self._records[after:]
-
     def run_slots(self, config: ResidentConfig) -> None:
         """Run the slots; see `pools.launch_slots`."""
         with self._importing:
@@ -118,5 +114,5 @@ class PoolLauncher:
         with self._importing:
             from raytrain_opt.pools.launch_workers import run_workers
 
-            config.workers.import_modules()
-        run_workers(config)
+            trainer = config.workers.trainer(config)
+        run_workers(config, trainer)

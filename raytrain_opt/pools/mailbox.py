@@ -24,13 +24,13 @@ from raytrain_opt.pools.commands import (
     Command,
     Instruction,
     Overdue,
-    Progress,
+    PoolStatus,
     Regroup,
     Reply,
     Report,
     Resident,
 )
-from raytrain_opt.pools.mailbox_state import CommandBoard, PoolState, Signal
+from raytrain_opt.pools.mailbox_state import CommandBoard, PoolState
 from raytrain_opt.recording.spans import Event, Span
 
 
@@ -64,13 +64,15 @@ class Exchange(ABC):
 
 
 class Mailbox(Exchange):
-    """Commands out, replies in. All methods are asynchronous, and none blocks another."""
+    """Commands out, replies in. All methods are asynchronous, and none blocks another.
 
-    def __init__(self) -> None:
+    `shared_data`: a list of the reference to the in-memory data set. Ray would fetch a bare one.
+    """
+
+    def __init__(self, shared_data: list[Any] | None = None) -> None:
         self._pools: dict[str, PoolState] = defaultdict(PoolState)
-        self._shared_data: list[Any] | None = None
+        self._shared_data = shared_data
         self._claimed: set[str] = set()
-        self._changed = Signal()  # the data, or the first training step of a pool
 
     def _board(self, pool: str) -> CommandBoard:
         """Return the board with the pool's current command."""
@@ -103,8 +105,8 @@ class Mailbox(Exchange):
             if isinstance(message, Reply):
                 self._take_reply(state, index, message)
                 continue
-            if message.progress is not None and state.log.report(index, message.progress):
-                self._changed.notify()
+            if message.progress is not None:
+                state.log.report(index, message.progress)
             if message.can_stop_before is not None:
                 state.board.stops[index] = message.can_stop_before
         return {pool: self._instruction(pool) for pool in {m.sender[0] for m in messages}}
@@ -135,21 +137,11 @@ class Mailbox(Exchange):
         self._claimed.add(claim)
         return first
 
-    async def shared_data(self) -> list[Any]:
-        """Return where the in-memory data set is, as soon as the driver has read it."""
-        await self._changed.wait_for(lambda: self._shared_data is not None)
-        assert self._shared_data is not None
+    async def shared_data(self) -> list[Any] | None:
+        """Return where the in-memory data set is."""
         return self._shared_data
 
     # Called by the driver.
-
-    async def share_data(self, boxed_ref: list[Any]) -> None:
-        """Announce the in-memory data set: a list of one reference.
-
-        Ray would fetch a bare reference on the way here.
-        """
-        self._shared_data = boxed_ref
-        self._changed.notify()
 
     async def residents(self, pool: str, count: int) -> list[Resident]:
         """Return the residents by index, without lost ones, once `count` have joined."""
@@ -168,13 +160,16 @@ class Mailbox(Exchange):
         state.membership.changed.notify()
         state.board.replied.notify()
 
-    async def lost(self, pool: str) -> list[int]:
-        """Return the residents that were given up."""
-        return sorted(self._pools[pool].membership.lost)
-
-    async def restarts(self, pool: str) -> int:
-        """Return how often a resident was restarted."""
-        return self._pools[pool].membership.restarts
+    async def status(self, pool: str) -> PoolStatus:
+        """Return what the driver looks at while it waits."""
+        state = self._pools[pool]
+        return PoolStatus(
+            frozenset(state.membership.lost),
+            state.membership.restarts,
+            state.log.silence_s(),
+            state.log.slowest(),
+            any(state.log.has_trained for state in self._pools.values()),
+        )
 
     async def post(self, pool: str, number: int, command: Command) -> None:
         """Make `command` the current one. The driver numbers its commands from 1."""
@@ -206,21 +201,6 @@ class Mailbox(Exchange):
         state = self._pools[pool]
         late = set(expected) - state.board.replies.keys() - state.membership.lost
         return state.log.overdue(late)
-
-    async def silence_s(self, pool: str) -> float:
-        """Return the seconds since the current command, or since the last sign of life."""
-        return self._pools[pool].log.silence_s()
-
-    async def progress(self, pool: str) -> Progress | None:
-        """Return the progress of the resident that is furthest behind."""
-        return self._pools[pool].log.slowest()
-
-    async def first_step(self) -> bool:
-        """Return when a resident of any pool has done its first training step."""
-        await self._changed.wait_for(
-            lambda: any(state.log.has_trained for state in self._pools.values())
-        )
-        return True
 
     async def drain_log(self, pool: str, received: int) -> tuple[float, list[Span | Event]]:
         """Return the time now, and spans and events after the first `received`, on this clock."""

@@ -159,8 +159,8 @@ class ActivityLog:
         """Record a sign of life."""
         self.last_heard_s = self.heard_s[index] = monotonic_s()
 
-    def report(self, index: int, progress: Progress) -> bool:
-        """Record progress. Returns whether it is the first training step of this pool.
+    def report(self, index: int, progress: Progress) -> None:
+        """Record progress.
 
         A report without any step since the last one is no sign of life: a hung process may send
         the same number again and again. One with fewer steps was overtaken by a later one: Ray
@@ -170,9 +170,7 @@ class ActivityLog:
         if known is None or progress.done > known.done:
             self.hear(index)
             self.progress[index] = progress
-        is_first = progress.done > 0 and not self.has_trained
-        self.has_trained = self.has_trained or is_first
-        return is_first
+        self.has_trained = self.has_trained or progress.done > 0
 
     def slowest(self) -> Progress | None:
         """Return the progress of the resident that is furthest behind."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -17,19 +16,15 @@ from typing import Any, cast
 import ray
 import torch
 
+from raytrain_opt.cluster.actor_tree import end_actor_tree
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.data.factory import SharedData
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Failure
 from raytrain_opt.pools.resident import to_failure
+from raytrain_opt.recording.records import BatchSizeProbeRecord
 from raytrain_opt.results import Probe
-from raytrain_opt.search.batch_size.factory import build_strategy
-from raytrain_opt.search.batch_size.strategy import (
-    BatchSizeChoice,
-    Measurement,
-    ProbeRequest,
-    SizeBounds,
-)
+from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, Strategy
 from raytrain_opt.train.data_parallel import use_threads
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -43,163 +38,129 @@ _CHECK_REASON = "check of the choice in a new process, evaluation included"
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Given to the launcher, and by it to the probing process."""
+    """Given to the probing process. `trace`: whether the check writes a Chrome trace."""
 
     learner: LearnerConfig
-    max_restarts: int
     section: BatchSizeSection
-    limits: SizeBounds
     use_gpu: bool
     threads: int
-    resources: dict[str, float]
     shared: list[Any]  # of one reference: Ray would fetch a bare one on the way
     trace: bool
 
 
 @dataclass(frozen=True)
-class ProbeRecord:
-    """One probe, the strategy's reason for it, and the process that measured it.
-
-    `check`: whether it is the check of the chosen size.
-    """
-
-    probe: Probe
-    reason: str
-    pid: int | None
-    check: bool = False
-
-
-@dataclass(frozen=True)
-class ProbeSearchResult:
-    """The result of a search. `trace`: a Chrome trace (JSON text), if the user asked for one."""
-
-    choice: BatchSizeChoice
-    records: tuple[ProbeRecord, ...]
-    trace: str | None
-
-
-@dataclass(frozen=True)
 class ProbeReply:
-    """The result of a probe, and the process that measured it."""
+    """The result of a probe, the process that measured it, and its trace (JSON text)."""
 
     result: Probe | Failure
-    pid: int
+    pid: int | None
     trace: str | None = None
 
+    @property
     def probe(self) -> Probe:
-        """Return the probe. Raises what happened instead of one."""
+        """The probe. Raises what happened instead of one."""
         if isinstance(self.result, Failure):
             raise self.result.to_error("batch-size probe")
         return self.result
 
 
-def run_probes(setup: ProbeConfig, on_record: Callable[[ProbeRecord], None]) -> ProbeSearchResult:
+def run_probes(
+    strategy: Strategy,
+    process: ProbeProcess,
+    max_restarts: int,
+    on_probe: Callable[[BatchSizeProbeRecord], None],
+) -> tuple[BatchSizeChoice, str | None]:
     """Search, check the choice in a new process, and continue the search if the check fails.
 
-    Blocks. Raises what a probe raised, ResourcesError when nothing fits, PoolError when
-    probing processes keep dying.
+    Returns the choice and the trace of its check. Raises what a probe raised, ResourcesError when
+    nothing fits, PoolError when probing processes keep dying or do not answer.
     """
-    strategy = build_strategy(setup.section, setup.limits)
-    search = _Search(ProbeProcess(setup), setup.max_restarts)
-    records: list[ProbeRecord] = []
+    probes: list[Probe] = []
+    deaths = 0
     while True:
-        proposed = strategy.propose([Measurement.from_probe(record.probe) for record in records])
-        trace = None
-        if isinstance(proposed, BatchSizeChoice):
-            record, trace = search.check(proposed.batch_size)
-        else:
-            record = search.probe(proposed)
-        records.append(record)
-        on_record(record)
-        if isinstance(proposed, BatchSizeChoice) and record.probe.status == "ok":
-            return ProbeSearchResult(proposed, tuple(records), trace)
-
-
-@dataclass
-class _Search:
-    process: ProbeProcess
-    max_deaths: int
-    _deaths: int = field(default=0, init=False)
-
-    def probe(self, request: ProbeRequest) -> ProbeRecord:
-        """Measure a size; a process that dies is replaced."""
-        while True:
-            try:
-                reply = self.process.measure(request.batch_size, check=False)
-            except ray.exceptions.RayActorError as error:
-                self._deaths += 1
-                if self._deaths > self.max_deaths:
-                    raise PoolError(
-                        f"probing processes died {self._deaths} times without an answer "
-                        f"(max_restarts: {self.max_deaths}); see Ray's session logs"
-                    ) from error
-                continue
-            probe = reply.probe()
-            if probe.status != "ok":
-                self.process.end()
-            return ProbeRecord(probe, request.reason, reply.pid)
-
-    def check(self, batch_size: int) -> tuple[ProbeRecord, str | None]:
-        """Measure a size in a process of its own; return the trace, too."""
-        self.process.end()
+        proposal = strategy.propose(probes)
+        size, is_check = proposal.batch_size, isinstance(proposal, BatchSizeChoice)
+        if is_check:
+            process.end()
         try:
-            reply = self.process.measure(batch_size, check=True)
-        except ray.exceptions.RayActorError as error:  # this size is too large to train with
-            probe = Probe(batch_size, "out_of_memory", why=f"its process ended: {error}")
-            return ProbeRecord(probe, _CHECK_REASON, None, check=True), None
-        self.process.end()
-        return ProbeRecord(reply.probe(), _CHECK_REASON, reply.pid, check=True), reply.trace
+            reply = process.measure(size, check=is_check)
+        except ray.exceptions.RayActorError as error:
+            if is_check:  # this size is too large to train with
+                why = f"its process ended: {error}"
+                reply = ProbeReply(Probe(size, "out_of_memory", why=why), None)
+            elif deaths < max_restarts:
+                deaths += 1
+                continue
+            else:
+                raise PoolError(
+                    f"probing processes died {deaths + 1} times without an answer "
+                    f"(max_restarts: {max_restarts}); see Ray's session logs"
+                ) from error
+        probe = reply.probe
+        if is_check or probe.status != "ok":
+            process.end()
+        probes.append(probe)
+        reason = _CHECK_REASON if is_check else proposal.reason
+        record = BatchSizeProbeRecord.from_probe(
+            len(probes), probe, reason, check=is_check, pid=reply.pid
+        )
+        on_probe(record)
+        if isinstance(proposal, BatchSizeChoice) and probe.status == "ok":
+            return proposal, reply.trace
 
 
 class ProbeProcess:
-    """A process that probes: started when it is needed, also after it has ended or died."""
+    """A process that probes: started when it is needed, also after it has ended or died.
 
-    def __init__(self, setup: ProbeConfig) -> None:
-        self._setup = setup
+    `options`: of Ray's actor. `limit_s`: how long a probe may take.
+    """
+
+    def __init__(self, config: ProbeConfig, options: dict[str, Any], limit_s: float) -> None:
+        self._config, self._options, self._limit_s = config, options, limit_s
         self._actor: Any = None
 
     def measure(self, batch_size: int, *, check: bool) -> ProbeReply:
-        """Measure one batch size. Raises RayActorError when the process dies."""
+        """Measure one batch size.
+
+        Raises RayActorError when the process dies, PoolError when it does not answer.
+        """
         if self._actor is None:
-            resources = dict(self._setup.resources)
-            probing: Any = ray.remote(ProbeActor).options(
-                num_cpus=resources.pop("CPU", 0),
-                num_gpus=resources.pop("GPU", 0),
-                memory=resources.pop("memory", None),
-                resources=resources,
-            )
-            self._actor = probing.remote(self._setup)
+            self._actor = ray.remote(ProbeActor).options(**self._options).remote(self._config)
         try:
-            return cast(ProbeReply, ray.get(self._actor.measure.remote(batch_size, check)))
+            ref = self._actor.measure.remote(batch_size, check)
+            return cast(ProbeReply, ray.get(ref, timeout=self._limit_s))
         except ray.exceptions.RayActorError:
             self._actor = None
             raise
+        except ray.exceptions.GetTimeoutError as error:
+            raise PoolError(
+                f"a probe of batch size {batch_size} took longer than {self._limit_s:g} s "
+                "(timeouts.no_progress_s); batch_size.jsonl has those before"
+            ) from error
 
     def end(self) -> None:
         """End the process, with its loader processes and its memory on the device."""
         if self._actor is not None:
-            with suppress(ray.exceptions.RayActorError):
-                ray.get(self._actor.close.remote())
-            ray.kill(self._actor)
+            end_actor_tree(self._actor)
             self._actor = None
 
 
 class ProbeActor:
     """Measures batch sizes with one model, optimizer and input pipeline."""
 
-    def __init__(self, setup: ProbeConfig) -> None:
-        self._setup = setup
+    def __init__(self, config: ProbeConfig) -> None:
+        self._config = config
         self._learner: Learner | None = None
 
-    def _open(self) -> None:
+    def _open(self) -> Learner:
         """Build model and data once for all probes of this process."""
-        setup = self._setup
-        use_threads(setup.threads)
-        device = torch.device("cuda" if setup.use_gpu else "cpu")
-        shared = cast("SharedData", ray.get(setup.shared[0]))
-        self._learner = Learner(setup.learner, shared, device)
-        self._training = probed_training(self._learner)
-        self._sampler = open_probe_sampler(setup.section, device, setup.threads)
+        config = self._config
+        use_threads(config.threads)
+        device = torch.device("cuda" if config.use_gpu else "cpu")
+        shared = cast("SharedData", ray.get(config.shared[0]))
+        learner = Learner(config.learner, shared, device)
+        self._sampler = open_probe_sampler(config.section, device, config.threads)
+        return learner
 
     def measure(self, batch_size: int, check: bool) -> ProbeReply:
         """Measure. An exception comes back as a value: to try again would not help."""
@@ -209,23 +170,16 @@ class ProbeActor:
             return ProbeReply(to_failure(error), os.getpid())
 
     def _measure(self, batch_size: int, check: bool) -> ProbeReply:
-        if self._learner is None:
-            self._open()
+        self._learner = self._learner or self._open()
         with TemporaryDirectory() as folder:
-            trace = Path(folder) / "trace.json" if check and self._setup.trace else None
+            trace = Path(folder) / "trace.json" if check and self._config.trace else None
             probe = measure(
-                self._training,
+                probed_training(self._learner),
                 batch_size,
-                self._setup.section,
+                self._config.section,
                 self._sampler,
                 steps_factor=CHECK_FACTOR if check else 1,
                 trace=None if trace is None else str(trace),
             )
             text = trace.read_text() if trace is not None and trace.exists() else None
         return ProbeReply(probe, os.getpid(), text)
-
-    def close(self) -> None:
-        """End loader processes."""
-        if self._learner is not None:
-            self._learner.close()
-            self._sampler.close()

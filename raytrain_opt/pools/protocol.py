@@ -1,18 +1,30 @@
-"""Protocols of a run's backend: two pools, the states that travel between them, and nodes.
+"""A run's backend: two pools, the states that travel between them, and how workers train.
 
-Implemented on Ray (`ray_pool`, `state_store`) and within this process (`in_process`).
+The protocols are implemented on Ray (`ray_pool`, `state_store`) and within this process
+(`in_process`); `async_training.main_training` is another way to train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from raytrain_opt.errors import PoolError
-from raytrain_opt.pools.commands import Command, Progress, SendInitialState, StateRef
-from raytrain_opt.pools.main_training import MainTraining
+from raytrain_opt.pools.commands import (
+    Command,
+    Evaluate,
+    MainTrain,
+    MainTrainReply,
+    Pretrain,
+    Progress,
+    SendCandidateState,
+    SendInitialState,
+    StateRef,
+)
 from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.results import EvalTotals, Predictions, TrainTotals
+from raytrain_opt.search.policy import CandidateResult, TryCandidates
 from raytrain_opt.train.state import TrainingState
 
 # Called about twice a second while a pool works: its name, and its slowest resident's progress.
@@ -40,19 +52,10 @@ class StateStore(States, Protocol):
 class Pool(Protocol):
     """Resident processes of one kind, workers or slots."""
 
+    name: str  # the kind: worker or slot
+    size: int  # at the start
     on_wait: OnWait | None
-
-    @property
-    def name(self) -> str:
-        """The kind: worker or slot."""
-
-    @property
-    def size(self) -> int:
-        """Number of residents at the start."""
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether any resident of the run has finished a training step."""
+    has_trained: bool  # whether any resident of the run has finished a training step
 
     def start(self) -> None:
         """Start the residents without waiting for them. Further calls do nothing."""
@@ -79,6 +82,71 @@ class Pool(Protocol):
         """Return how often a resident was restarted."""
 
 
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """The end of a main training.
+
+    `totals` over all workers. `loaded_sha256`: digest of the state that each worker loaded.
+    `timings_s`: seconds of the slowest worker by name. `workers`: how many finished it.
+    `parallel`: how gradients were exchanged. `staleness`: of asynchronous training.
+    """
+
+    state: StateRef
+    totals: TrainTotals
+    loaded_sha256: tuple[str | None, ...]
+    timings_s: dict[str, float]
+    workers: int
+    parallel: dict[str, object] = field(default_factory=dict)
+    staleness: dict[str, object] | None = None
+
+
+class MainTraining(Protocol):
+    """How the workers train and evaluate."""
+
+    def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
+        """Train the steps of the command. `check`: compute digests of the loaded states."""
+
+    def evaluate(self, state: StateRef) -> EvalTotals:
+        """Evaluate on the test split, each sample once."""
+
+
+def slowest(timings: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the seconds of the slowest worker, for each entry separately."""
+    result: dict[str, float] = {}
+    for worker in timings:
+        for name, seconds in worker.items():
+            result[name] = max(seconds, result.get(name, 0.0))
+    return result
+
+
+class SynchronousTraining:
+    """All workers compute each step together, as one process group."""
+
+    def __init__(self, workers: Pool) -> None:
+        self._workers = workers
+
+    def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
+        """Train the steps on all workers. Digests cost no time: workers hash while they train."""
+        by_rank: dict[int, MainTrainReply] = self._workers.command(command)
+        replies = [reply for _, reply in sorted(by_rank.items())]
+        first = replies[0]
+        assert first.state is not None  # rank 0 sends the state
+        return TrainingOutcome(
+            first.state,
+            first.totals,
+            tuple(reply.loaded_sha256 for reply in replies),
+            slowest([{**r.timings_s, "compute_s": r.totals.duration_s} for r in replies]),
+            len(replies),
+            first.parallel,
+        )
+
+    def evaluate(self, state: StateRef) -> EvalTotals:
+        """Evaluate on all workers."""
+        replies: dict[int, EvalTotals] = self._workers.command(Evaluate(state))
+        parts = [totals.predictions for _, totals in sorted(replies.items())]
+        return replace(replies[0], predictions=Predictions.join(parts))
+
+
 def fetch_initial_state(pool: Pool) -> StateRef:
     """Return the initial state of the first resident that can send it.
 
@@ -90,6 +158,25 @@ def fetch_initial_state(pool: Pool) -> StateRef:
             state: StateRef = replies[index]
             return state
     raise PoolError(f"no {pool.name} is left to send its initial state")
+
+
+def fetch_candidate_state(
+    pool: Pool, start: StateRef, action: TryCandidates, result: CandidateResult
+) -> StateRef:
+    """Return the state of a candidate after the kept steps; the round began with `start`.
+
+    Raises PoolError when no slot is left.
+    """
+    residents = pool.alive()
+    # Prefer the slot that trained the candidate; any other can train it again. Of workers, all
+    # have it, and rank 0, the first, sends it.
+    for index in sorted(residents, key=lambda index: index != result.slot):
+        pretrain = Pretrain(start, action, residents)
+        replies = pool.command(SendCandidateState(pretrain, result.candidate, index), (index,))
+        if replies:
+            state: StateRef = replies[index]
+            return state
+    raise PoolError(f"epoch {action.epoch}: no slot is left to send the winner's state")
 
 
 @dataclass(frozen=True)

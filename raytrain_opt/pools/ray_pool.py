@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
@@ -15,15 +16,17 @@ from raytrain_opt.cluster.connection import gone_nodes
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import (
     WORKER_POOL,
+    Close,
     Command,
     Failure,
     Overdue,
+    PoolStatus,
     Regroup,
     Resident,
     StateLost,
     state_in,
 )
-from raytrain_opt.pools.mailbox_client import DriverMailbox
+from raytrain_opt.pools.mailbox_client import answer
 from raytrain_opt.pools.protocol import OnWait
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.spans import Event, Span
@@ -55,13 +58,11 @@ class RayPool:
     can_lose_residents: bool = False
     has_room: Callable[[], bool] | None = None
     on_wait: OnWait | None = None
+    has_trained: bool = False
     _ended: Any = None
-    _first_step: Any = None
     _ready: bool = False
-    _client: DriverMailbox = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._client = DriverMailbox(self.mailbox, self.name)
+    _posted: int = 0  # commands
+    _received: int = 0  # spans and events
 
     def start(self) -> None:
         """Start the residents without waiting for them. Further calls do nothing."""
@@ -70,21 +71,21 @@ class RayPool:
 
     def wait_until_ready(self, limit_s: float) -> list[Resident]:
         """Return the residents when all have joined. Raises PoolError naming those missing."""
-        ref = self._client.residents(self.size)
+        ref = self.mailbox.residents.remote(self.name, self.size)
         start_s = monotonic_s()
-        if not self._wait(ref, lambda: monotonic_s() - start_s > limit_s):
-            joined = {resident.index for resident in self._client.joined()}
+        if not self._wait(ref, lambda _: monotonic_s() - start_s > limit_s):
+            joined = {resident.index for resident in self._joined()}
             missing = self._describe(sorted(set(range(self.size)) - joined))
             raise PoolError(
                 f"{missing} did not start within {monotonic_s() - start_s:.0f} s "
                 f"(timeouts.start_s: {limit_s:g})"
             )
         self._ready = True
-        return cast("list[Resident]", self._client.answer(ref))
+        return cast("list[Resident]", answer(ref))
 
     def alive(self) -> tuple[int, ...]:
         """Return the residents that are running or being restarted."""
-        lost = set(self._client.lost())
+        lost = self._status().lost
         return tuple(index for index in range(self.size) if index not in lost)
 
     def grow(self) -> None:
@@ -115,14 +116,28 @@ class RayPool:
         )
 
     def _post_and_collect(self, command: Command, expected: Sequence[int]) -> dict[int, Any]:
-        ref = self._client.post(command, expected)
-        while not self._wait(ref, lambda: self._client.silence_s() > self.limit_s):
-            overdue = self._client.overdue(expected)
+        answer(self._post(command))  # before anybody asks how long the pool has been silent
+        ref = self.mailbox.collect.remote(self.name, self._posted, expected)
+        while not self._wait(ref, lambda status: status.silence_s > self.limit_s):
+            overdue = answer(self.mailbox.overdue.remote(self.name, expected))
             if not self.can_lose_residents or len(overdue) == len(self.alive()):
                 raise PoolError(self._explain_silence(command, overdue))
             for resident in overdue:  # the others continue without them
-                self._client.lose(resident.index)
-        return self._client.replies(ref)
+                answer(self.mailbox.lose.remote(self.name, resident.index))
+        return {
+            index: pickle.loads(value) if isinstance(value, bytes) else value
+            for index, value in answer(ref).items()
+        }
+
+    def _post(self, command: Command) -> Any:
+        self._posted += 1
+        return self.mailbox.post.remote(self.name, self._posted, command)
+
+    def _status(self) -> PoolStatus:
+        return cast(PoolStatus, answer(self.mailbox.status.remote(self.name)))
+
+    def _joined(self) -> list[Resident]:
+        return cast("list[Resident]", answer(self.mailbox.joined.remote(self.name)))
 
     def _pin_states(self, replies: Mapping[int, Any]) -> bool:
         """Take hold of the states in the replies. Returns False when a state was lost.
@@ -138,23 +153,25 @@ class RayPool:
             return False
         return True
 
-    def _wait(self, ref: Any, is_overdue: Callable[[], bool]) -> bool:
+    def _wait(self, ref: Any, is_overdue: Callable[[PoolStatus], bool]) -> bool:
         """Wait for a reference; return False when it takes too long."""
         while not ray.wait([ref], timeout=_POLL_S)[0]:
             self.raise_if_ended()
-            if is_overdue():
+            status = self._status()
+            self.has_trained = status.has_trained
+            if is_overdue(status):
                 return False
-            if self.on_wait is not None and self.on_wait(self.name, self._client.progress()):
-                self._client.stop_early()
+            if self.on_wait is not None and self.on_wait(self.name, status.progress):
+                answer(self.mailbox.stop_early.remote(self.name, self._posted))
         return True
 
     def _explain_silence(self, command: Command, overdue: Sequence[Overdue]) -> str:
         reports = "; ".join(map(self._describe_silence, overdue))
         nodes = gone_nodes()
-        node_failed = any(resident.node_id in nodes for resident in self._client.joined())
+        node_failed = any(resident.node_id in nodes for resident in self._joined())
         hint = ". " + _NODES_GONE if node_failed and self.name == WORKER_POOL else ""
         return (
-            f"no progress of {command.name} for {self._client.silence_s():.0f} s "
+            f"no progress of {command.name} for {self._status().silence_s:.0f} s "
             f"(timeouts.no_progress_s: {self.limit_s:g}). Without an answer, the one furthest "
             f"behind first: {reports}{hint}"
         )
@@ -182,7 +199,7 @@ class RayPool:
 
     def _describe(self, indices: list[int]) -> str:
         """Return the names of residents, with process, log and lost node where known."""
-        residents = {resident.index: resident for resident in self._client.joined()}
+        residents = {resident.index: resident for resident in self._joined()}
         gone = gone_nodes()
 
         def describe(index: int) -> str:
@@ -197,26 +214,23 @@ class RayPool:
 
     def drain_log(self) -> tuple[list[Span], list[Event]]:
         """Return spans and events since the last call, on this process's clock."""
-        ahead_s, spans, events = self._client.drain_log()
-        return (
-            [s.model_copy(update={"start_s": s.start_s + ahead_s}) for s in spans],
-            [e.model_copy(update={"time_s": e.time_s + ahead_s}) for e in events],
-        )
+        mailbox_s, records = answer(self.mailbox.drain_log.remote(self.name, self._received))
+        self._received += len(records)
+        ahead_s, spans, events = monotonic_s() - mailbox_s, list[Span](), list[Event]()
+        for record in records:
+            if isinstance(record, Span):
+                spans.append(record.model_copy(update={"start_s": record.start_s + ahead_s}))
+            else:
+                events.append(record.model_copy(update={"time_s": record.time_s + ahead_s}))
+        return spans, events
 
     def restarts(self) -> int:
         """Return how often a resident was restarted."""
-        return self._client.restarts()
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether any resident of the run has finished a training step."""
-        if self._first_step is None:
-            self._first_step = self._client.first_step()
-        return bool(ray.wait([self._first_step], timeout=0)[0])
+        return self._status().restarts
 
     def request_close(self) -> None:
         """Ask the residents to leave; does not wait."""
-        self._client.request_close()
+        self._post(Close())
 
     def wait_for_end(self, limit_s: float) -> None:
         """Wait until the pool has ended, at most `limit_s`, and only if it was ever ready."""

@@ -6,31 +6,28 @@ Free of torch, so that a resident without a network starts in a second (tests us
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import psutil
 import ray
 
-from raytrain_opt.clock import Stopwatch
 from raytrain_opt.errors import RaytrainOptError
 from raytrain_opt.monitoring.process_usage import UsageMeter
-from raytrain_opt.monitoring.samplers import CpuSampler
 from raytrain_opt.pools.commands import (
     Close,
     Command,
     Failure,
     Instruction,
+    OnStep,
     Progress,
     Regroup,
     Resident,
     StateLost,
 )
-from raytrain_opt.pools.faults import FaultInjector, Faults
+from raytrain_opt.pools.faults import Faults, inject
 from raytrain_opt.pools.mailbox_client import ResidentMailbox
 from raytrain_opt.pools.resident_config import ResidentConfig
 
@@ -45,10 +42,6 @@ _AGREEMENT_INTERVAL_S = 0.1
 # within seconds, of another node after half a minute. A worker that is still alive after this
 # time reports the error as its own.
 _PROCESS_FAILURE_GRACE_S, _NODE_FAILURE_GRACE_S = 15.0, 60.0
-
-# Called before each step with the steps done and their number; may raise to leave. A true result
-# ends a main training before that step.
-OnStep = Callable[[int, int], object]
 
 
 class PoolClosed(Exception):  # noqa: N818 - not an error: the driver asked to leave
@@ -79,14 +72,17 @@ def serve(
     `absent`: ranks that the process group does without. `peer_failure_grace_s`: see
     `CommandLoop`.
     """
-    stopwatch = Stopwatch()
-    with stopwatch.measure("build_s"):
-        handler = make_handler()
-    resident = describe_this_process(pool, index, stopwatch.timings_s, absent)
+    handler = make_handler()
+    resident = describe_this_process(pool, index, absent)
     try:
         mailbox = ResidentMailbox(config.mailbox, config.relay_of(index), resident)
         CommandLoop(
-            mailbox, resident, config.leave_s, config.faults, peer_failure_grace_s, open_meter()
+            mailbox,
+            resident,
+            config.leave_s,
+            config.faults,
+            peer_failure_grace_s,
+            UsageMeter.for_this_process(),
         ).run(handler)
     finally:
         handler.close()
@@ -132,12 +128,6 @@ class CommandLoop:
             self._wake_reporter.set()
 
     def _run(self, handler: Handler) -> None:
-        injector = FaultInjector.for_resident(
-            self.faults,
-            self.resident.pool,
-            self.resident.index,
-            lambda number: self.mailbox.is_first(f"fault {number}"),
-        )
         number, command = self.mailbox.join()
         first = number
         while not isinstance(command, Close):
@@ -148,7 +138,10 @@ class CommandLoop:
                 self._can_stop_before = self._stop_before = None
             self.meter.begin()
             try:
-                on_step = injector.watch(command, self._on_step(number))
+                on_step = self._on_step(number)
+                on_step = inject(
+                    self.faults, self.resident, command, on_step, self.mailbox.is_first
+                )
                 joined = isinstance(command, Regroup)
                 reply = None if joined else handler.handle(command, on_step)
             except PoolClosed:
@@ -248,14 +241,6 @@ def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:
     return _PROCESS_FAILURE_GRACE_S if on_one_node else _NODE_FAILURE_GRACE_S
 
 
-def open_meter() -> UsageMeter:
-    """Return a meter of this process: of its GPU if torch uses one, else of its CPU time."""
-    if "torch" in sys.modules:
-        return UsageMeter.for_this_process()
-    process = psutil.Process()
-    return UsageMeter(CpuSampler(1), lambda: process.memory_info().rss / 2**20)
-
-
 def to_failure(error: Exception) -> Failure:
     """Return an exception in a form that any process can unpickle."""
     text = "".join(traceback.format_exception(error))
@@ -265,9 +250,9 @@ def to_failure(error: Exception) -> Failure:
 
 
 def describe_this_process(
-    pool: str, index: int, timings_s: dict[str, float], absent: tuple[int, ...] | None = None
+    pool: str, index: int, absent: tuple[int, ...] | None = None
 ) -> Resident:
     """Return the identity of this process, for records and messages."""
     context = ray.get_runtime_context()
     log = f"worker-{context.get_worker_id()}-*-{os.getpid()}.err in Ray's session logs"
-    return Resident(pool, index, context.get_node_id(), os.getpid(), log, timings_s, absent)
+    return Resident(pool, index, context.get_node_id(), os.getpid(), log, absent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from raytrain_opt.cluster.resources import PoolPlan
@@ -15,6 +16,7 @@ from raytrain_opt.pools.mailbox_client import fetch_shared_data
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
+    from ray.train import TrainContext
     from torch import nn
 
     from raytrain_opt.config.updates import ParallelSection
@@ -25,15 +27,6 @@ if TYPE_CHECKING:
 # Seconds that a collective waits for a peer longer than the driver waits for progress: the driver
 # gives up first, because it knows who is silent.
 _COLLECTIVE_MARGIN_S = 60
-
-
-@dataclass(frozen=True)
-class WorkerPlace:
-    """A worker's place in Ray Train's worker group."""
-
-    rank: int
-    world_size: int
-    local_world_size: int
 
 
 class WorkerProgram(Protocol):
@@ -47,17 +40,11 @@ class WorkerProgram(Protocol):
     def forms_group(self) -> bool:
         """Whether workers form one process group, so that one failure restarts all."""
 
-    def import_modules(self) -> None:
-        """Import what `make_trainer` needs, while no other thread imports."""
+    def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
+        """Import a trainer of Ray Train; return what takes the arguments that all have."""
 
-    def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
-        """Return a trainer of Ray Train, given the arguments that all of them have."""
-
-    def callbacks(self, config: ResidentConfig) -> list[Any]:
-        """Return callbacks for Ray Train's controller."""
-
-    def make_handler(self, config: ResidentConfig, place: WorkerPlace) -> Handler:
-        """Build what executes commands, inside the worker process."""
+    def make_handler(self, config: ResidentConfig, context: TrainContext) -> Handler:
+        """Build what executes commands, inside the worker process of this context."""
 
 
 class SynchronousWorkers:
@@ -65,12 +52,8 @@ class SynchronousWorkers:
 
     forms_group = True
 
-    def import_modules(self) -> None:
-        """Import Ray Train's part for torch."""
-        import raytrain_opt.pools.process_group  # noqa: F401
-
-    def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
-        """Return a TorchTrainer, which connects the workers."""
+    def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
+        """Import TorchTrainer, which connects the workers."""
         from ray.train.torch import TorchTrainer
 
         from raytrain_opt.pools.process_group import OneAddressTorchConfig
@@ -79,13 +62,9 @@ class SynchronousWorkers:
             backend="nccl" if config.plan.use_gpu else "gloo",
             timeout_s=int(config.timeouts.no_progress_s) + _COLLECTIVE_MARGIN_S,
         )
-        return TorchTrainer(torch_config=torch_config, **arguments)
+        return partial(TorchTrainer, torch_config=torch_config)
 
-    def callbacks(self, config: ResidentConfig) -> list[Any]:
-        """Return none."""
-        return []
-
-    def make_handler(self, config: ResidentConfig, place: WorkerPlace) -> Handler:
+    def make_handler(self, config: ResidentConfig, context: TrainContext) -> Handler:
         """Build model, data and process group."""
         import ray.train.torch
 
@@ -102,9 +81,10 @@ class SynchronousWorkers:
             connection.result()
             return distribute(model, section)
 
-        use_threads(compute_threads(config.threads, place.local_world_size))
+        use_threads(compute_threads(config.threads, context.get_local_world_size()))
         learner = Learner(config.learner, config.fetch_shared_data(), device, join)
-        return Worker(learner, place.rank, place.world_size, connection.result(), ObjectStore())
+        rank, world_size = context.get_world_rank(), context.get_world_size()
+        return Worker(learner, rank, world_size, connection.result(), ObjectStore())
 
 
 def make_training_slot(config: ResidentConfig, index: int) -> Handler:
@@ -155,10 +135,7 @@ class ResidentConfig:
         return self.timeouts.stop_s / 2
 
     def fetch_shared_data(self) -> SharedData:
-        """Return the in-memory data set, if the job has one, shared with the node's processes.
-
-        Waits until the driver has read it.
-        """
+        """Return the in-memory data set, if the job has one, shared with the node's processes."""
         return cast("SharedData", fetch_shared_data(self.mailbox))
 
 

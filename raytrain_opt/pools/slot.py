@@ -1,16 +1,158 @@
-"""What a resident slot does: train candidates alone, one after the other."""
+"""Train candidates, score them, send the state of the winner. Free of Ray.
+
+A slot trains its candidates alone, one after the other; the workers train each one together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+from raytrain_opt.clock import Stopwatch
 from raytrain_opt.config.learning_rate import CandidateBatch
-from raytrain_opt.optim.scaling import linear_scaling
-from raytrain_opt.pools.candidates import CandidateTrainer
+from raytrain_opt.optim.scaling import scale_lr
+from raytrain_opt.pools.commands import (
+    OnStep,
+    Pretrain,
+    PretrainReply,
+    SendCandidateState,
+    StateRef,
+)
+from raytrain_opt.pools.handler import LearnerHandler
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.search.policy import Candidate, TryCandidates
+from raytrain_opt.results import TrainTotals
+from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.reductions import sum_over_ranks
+from raytrain_opt.train.state import TrainingState
+
+
+class CandidateTrainer(LearnerHandler):
+    """Trains candidates from one state and keeps the best state in host memory.
+
+    `index`: number of the slot or rank of the worker. `micro_batches`: what it computes of each
+    global batch. `world_size`: of the process group in which all train each candidate together;
+    None for a slot, which trains alone.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        index: int,
+        states: States,
+        micro_batches: MicroBatches,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(learner, index, states)
+        self._micro_batches = micro_batches
+        self._alone = world_size is None
+        self._rank, self.world_size = (0, 1) if world_size is None else (index, world_size)
+        self._kept_states: dict[int, TrainingState] = {}
+        self._live_candidate: int | None = None  # whose state the learner has
+
+    def _forget_candidates(self) -> None:
+        self._kept_states.clear()
+        self._live_candidate = None
+        self._live_id = ""
+
+    def _pretrain(self, command: Pretrain, on_step: OnStep) -> PretrainReply:
+        stopwatch, plan = Stopwatch(), command.plan
+        candidates = command.candidates_of(self.index) if self._alone else plan.candidates
+        self._forget_candidates()
+        with stopwatch.measure("load_s"):
+            start = self.states.get(command.state)
+        total = len(candidates) * plan.pretrain_steps
+        results: list[CandidateResult] = []
+        for number, candidate in enumerate(candidates):
+            if number:
+                with stopwatch.measure("stash_s"):
+                    self._keep_best(plan, results)
+            with stopwatch.measure("load_s"):
+                self.learner.load(start)
+            offset = number * plan.pretrain_steps
+            results.append(self._try(plan, candidate, _shifted(on_step, offset, total)))
+            self._live_candidate = candidate.index
+        timings_s = stopwatch.timings_s
+        timings_s["compute_s"] = sum(result.train_s for result in results)
+        timings_s["score_s"] = sum(result.score_s for result in results)
+        # The results of a group are the same on all ranks.
+        return PretrainReply(() if self._rank else tuple(results), timings_s)
+
+    def _keep_best(self, plan: TryCandidates, results: Sequence[CandidateResult]) -> None:
+        """Keep the last state if it is the best so far, and no other."""
+        best = plan.ranked(results)[0].candidate.index
+        if plan.keeps_winner and best == self._live_candidate:
+            self._kept_states = {best: self.learner.state(copy=True)}
+
+    def _try(
+        self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]
+    ) -> CandidateResult:
+        """Train the candidate and score it."""
+        learner = self.learner
+        trained = sum_over_ranks(self._train(plan, candidate, on_step), learner.device)
+        part = learner.evaluate("validation", self._rank, self.world_size)
+        scored = sum_over_ranks(part, learner.device)
+        return CandidateResult.of(candidate, trained, scored, self.index if self._alone else -1)
+
+    def _train(
+        self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]
+    ) -> TrainTotals:
+        totals = self.learner.train(
+            plan.epoch,
+            0,
+            self._lrs(plan, candidate),
+            self._micro_batches,
+            on_step,
+            candidate.weight_decay_factor,
+            candidate.optimizer,
+            search=True,
+        )
+        self.learner.sync_batch_norm_stats(fresh=plan.fresh_statistics)
+        return totals
+
+    def _lrs(self, plan: TryCandidates, candidate: Candidate) -> Sequence[float]:
+        return candidate.lrs(plan)
+
+    def _send_candidate_state(
+        self, command: SendCandidateState, _on_step: OnStep
+    ) -> StateRef | None:
+        """Continue from the candidate; the named slot, or rank 0 of a group, sends its state."""
+        if self._alone and self.index != command.slot:
+            return None
+        self._make_live(command)
+        state_id = f"{command.round.plan.epoch}.candidate{command.candidate.index}"
+        self._live_id = state_id
+        return self._store_and_hash(state_id) if self._rank == 0 else None
+
+    def _make_live(self, command: SendCandidateState) -> None:
+        """Load the candidate's state into the learner; train it again if it is gone.
+
+        A process that was restarted, or a slot that stands in for another one, has no state.
+        """
+        candidate = command.candidate
+        if candidate.index == self._live_candidate:
+            return
+        if candidate.index in self._kept_states:
+            self.learner.load(self._kept_states[candidate.index])
+        else:
+            plan = command.round.plan
+            self.learner.load(self.states.get(command.round.state))
+            self._train(plan, candidate, lambda _: None)
+        self._live_candidate = candidate.index
+
+    def _store_and_hash(self, state_id: str) -> StateRef:
+        """Store the state and compute its digest side by side: both release Python's lock."""
+        state = self.learner.state(copy=False)
+        with ThreadPoolExecutor(1) as executor:
+            digest = executor.submit(state.digest)
+            ref = self.states.put(state_id, state)
+            return replace(ref, sha256=digest.result())
+
+
+def _shifted(on_step: OnStep, offset: int, total: int) -> Callable[[int], object]:
+    return lambda done: on_step(offset + done, total)
 
 
 class Slot(CandidateTrainer):
@@ -30,4 +172,4 @@ class Slot(CandidateTrainer):
 
     def _lrs(self, plan: TryCandidates, candidate: Candidate) -> Sequence[float]:
         computed, count = len(self._micro_batches.indices), self._micro_batches.count
-        return [linear_scaling(lr, computed, count) for lr in candidate.lrs(plan)]
+        return [scale_lr("linear", lr, count, computed) for lr in candidate.lrs(plan)]

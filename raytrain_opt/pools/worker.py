@@ -5,21 +5,20 @@ Free of Ray: it is given access to states (`protocol.States`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
-from raytrain_opt.pools.candidates import CandidateTrainer
 from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
-    EvaluateReply,
     MainTrain,
     MainTrainReply,
+    OnStep,
 )
-from raytrain_opt.pools.handler import OnStep
 from raytrain_opt.pools.protocol import States
+from raytrain_opt.pools.slot import CandidateTrainer
+from raytrain_opt.results import EvalTotals
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.reductions import sum_over_ranks
@@ -39,10 +38,6 @@ class Worker(CandidateTrainer):
         self._start_s: float | None = None
         self._first_step_s: float | None = None
         self._hasher = ThreadPoolExecutor(1)
-
-    def actions(self) -> dict[type[Any], Callable[[Any, OnStep], Any]]:
-        """Return what to do with each kind of command."""
-        return super().actions() | {MainTrain: self._main_train, Evaluate: self._evaluate}
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Execute a command and return its reply; time the run's first step."""
@@ -99,6 +94,6 @@ class Worker(CandidateTrainer):
             elif done == 0:
                 self._start_s = monotonic_s()
 
-    def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvaluateReply:
+    def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals:
         totals = self._evaluate_part(command.state, self.index, self.world_size, on_step)
-        return EvaluateReply(sum_over_ranks(totals, self.learner.device))
+        return sum_over_ranks(totals, self.learner.device)

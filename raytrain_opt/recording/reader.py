@@ -27,6 +27,15 @@ def read_lines(run_dir: str, name: str, kind: type[R], skip: int = 0) -> list[R]
     ]
 
 
+def read_last(run_dir: str, name: str, kind: type[R]) -> R | None:
+    """Return the last complete line of a record, without parsing the others; None without one.
+
+    Raises RecordError naming the file.
+    """
+    lines = (read_text(run_dir, name) or "").rsplit("\n", 2)
+    return _parse(lines[-2], kind, f"{run_dir}/{name}, last line") if len(lines) > 1 else None
+
+
 def read_record(run_dir: str, name: str, kind: type[R]) -> R | None:
     """Return the record in one file; None when there is no such file.
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from raytrain_opt.errors import RecordError
 from raytrain_opt.paths import RunPaths
+from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.records import (
     EpochRecord,
@@ -93,6 +94,10 @@ class Recorder:
         """Return the lines of epochs.jsonl."""
         path = self.paths.epochs
         return read_lines(str(path.parent), path.name, EpochRecord)
+
+    def predictions(self, record: PredictionsRecord) -> None:
+        """Write predictions.json, in place of that of an earlier epoch."""
+        write_text(self.paths.predictions, f"{record.model_dump_json()}\n")
 
     def result(self, record: ResultRecord) -> None:
         """Write result.json."""

@@ -192,7 +192,8 @@ class EpochRecord(EvaluationResult, Record):
         description="Length of the training in epochs, with `train_for` as planned before this.",
     )
     lr: float = Field(description="Learning rate of the last step.")
-    lr_first: float = Field(description="Learning rate of the first step.")
+    lr_peak: float = Field(description="Highest learning rate of all steps so far.")
+    optimizer: str = Field(description="Name of the optimizer.")
     weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
     train_loss: Number = Field(description="Mean training loss of the main training.")
     test_samples: int = Field(description="Test samples.")
@@ -351,6 +352,8 @@ class EpochResult(EvaluationResult):
     epoch: int = Field(description="Epoch, from 1.")
     train_loss: Number = Field(description="Mean training loss.")
     lr: float = Field(description="Learning rate of the last step.")
+    lr_peak: float = Field(description="Highest learning rate of all steps so far.")
+    optimizer: str = Field(description="Name of the optimizer.")
 
     @classmethod
     def from_epoch(cls, record: EpochRecord) -> EpochResult:

@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from threading import Event, Thread
 from typing import Any
@@ -35,6 +35,18 @@ from raytrain_opt.storage import STORAGE_ERRORS, open_store
 # renewals may be lost.
 LEASE_S, _RENEWAL_S = 60.0, 15.0
 _FOLDER = "lease"
+
+
+def is_leased(uri: str) -> bool:
+    """Return whether a live process writes below the URI, as far as this machine's clock knows.
+
+    Raises errors of the storage.
+    """
+    newest = Lease(uri).newest()
+    if newest is None or not newest["size"]:
+        return False
+    age: timedelta = datetime.now(UTC) - newest["last_modified"]
+    return age.total_seconds() < LEASE_S
 
 
 class Lease:
@@ -56,7 +68,7 @@ class Lease:
 
         Raises JobError if a live process holds it, and errors of the storage.
         """
-        newest = self._newest()
+        newest = self.newest()
         if newest is not None and newest["size"] and self._age_s(newest) < LEASE_S:
             raise self._held(newest["path"])
         number = int(newest["path"].rsplit("/", 1)[1]) + 1 if newest else 1
@@ -71,7 +83,7 @@ class Lease:
 
     def check(self) -> None:
         """Raise TakenOverError if another process has the lease, or an error of the storage."""
-        newest = self._newest()
+        newest = self.newest()
         if newest is not None and newest["path"] > _name(self.number):
             holder = self._read_holder(newest["path"])
             raise TakenOverError(
@@ -92,7 +104,8 @@ class Lease:
             with suppress(*STORAGE_ERRORS):
                 obstore.put(self._store, _name(self.number), self._holder)
 
-    def _newest(self) -> Any:
+    def newest(self) -> Any:
+        """Return name, size and date of the object with the largest number; None without any."""
         objects = [o for batch in obstore.list(self._store, prefix=_FOLDER) for o in batch]
         numbered = [o for o in objects if o["path"].rsplit("/", 1)[1].isdigit()]
         return max(numbered, key=lambda o: o["path"], default=None)

@@ -19,7 +19,7 @@ from raytrain_opt.report.plots import (
     thousands,
 )
 from raytrain_opt.report.run_reader import RunRecords
-from raytrain_opt.search.batch_size.strategy import Measurement
+from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.throughput_model import combine, draw_curves
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def _curve(axes: Axes, measured: Sequence[BatchSizeProbeRecord]) -> None:
     axes.plot(grid, middle, color=color("sky"), linewidth=1.4, label="fitted curve")
 
 
-def _measurement(record: BatchSizeProbeRecord) -> Measurement:
+def _measurement(record: BatchSizeProbeRecord) -> Probe:
     speed, error = record.samples_per_s, record.samples_per_s_error
-    return Measurement(record.batch_size, "ok", speed or math.nan, error or math.nan)
+    return Probe(record.batch_size, "ok", speed or math.nan, error or math.nan)
 
 
 def _mark_chosen(run: RunRecords, axes: Axes) -> None:

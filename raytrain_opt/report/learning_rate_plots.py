@@ -58,14 +58,14 @@ def _metric(run: RunRecords) -> Plot:
         steps, values = _main_line(run)
         marker = "." if len(run.epochs) <= _MAX_DOTS else ""
         axes.plot(steps, values, marker=marker, color=color("blue"), label="training")
-        for winners, name, line_color, width in (
+        for winners, label, line_color, width in (
             (False, "other candidates", color("grey"), 0.9),
             (True, "winner", color("orange"), 1.5),
         ):
             lines = _candidate_lines(run, winners=winners)
             if len(lines):
                 x, y = lines[..., 0], lines[..., 1]
-                axes.plot(x.ravel(), y.ravel(), color=line_color, linewidth=width, label=name)
+                axes.plot(x.ravel(), y.ravel(), color=line_color, linewidth=width, label=label)
                 axes.plot(x[:, 1], y[:, 1], ".", color=line_color, markersize=_DOT_SIZE)
         axes.set(xlabel="step", ylabel=name)
         thousands(axes, "x")

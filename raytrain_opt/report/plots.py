@@ -93,7 +93,7 @@ def draw(
         paint(axes)
         _add_legend(axes)
         figure.draw_without_rendering()  # compute the layout once for both files
-        figure.set_layout_engine("none")
+        figure.set_layout_engine(None)
         svg, png = io.StringIO(), io.BytesIO()
         figure.savefig(svg, format="svg", metadata=_NO_METADATA)
         figure.savefig(png, format="png", dpi=_DPI, facecolor="white", metadata={"Software": None})
@@ -152,11 +152,11 @@ def plain_log(axes: Axes, which: Literal["x", "y"], base: int = 10) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def percent_axis(axes: Axes) -> None:
-    """Show fractions, 0..1, of the y axis in percent."""
+def percent_axis(axes: Axes, which: Literal["x", "y"] = "y") -> None:
+    """Show fractions, 0..1, in percent."""
     from matplotlib.ticker import PercentFormatter
 
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 
 def whole_numbers(axes: Axes) -> None:

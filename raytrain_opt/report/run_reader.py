@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from raytrain_opt.config.yaml_loader import read_yaml
 from raytrain_opt.errors import JobError, Problem, RecordError
+from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.reader import first_error, read_lines, read_record, read_text
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
@@ -53,6 +54,7 @@ class RunRecords:
     events: Sequence[EventRecord] = ()
     batch_size: BatchSizeRecord | None = None
     schedule: Sequence[ScheduleRecord] = ()
+    predictions: PredictionsRecord | None = None
     result: ResultRecord | None = None
 
     @property
@@ -65,6 +67,13 @@ class RunRecords:
         """The metric of the task that decides."""
         metrics = (*(e.metric for e in self.epochs if e.metric), *(r.metric for r in self.rounds))
         return metrics[0] if metrics else Metric()
+
+    @property
+    def planned_epochs(self) -> int | None:
+        """Length of the training; with `train_for` None before the first epoch."""
+        if self.result is not None:
+            return self.result.epochs
+        return self.epochs[-1].epochs if self.epochs else self.job["epochs"]
 
     @property
     def workers(self) -> int:
@@ -136,6 +145,7 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
         events=read_lines(run_dir, "events.jsonl", EventRecord),
         batch_size=read_record(run_dir, "batch_size.json", BatchSizeRecord),
         schedule=read_lines(run_dir, "schedule.jsonl", ScheduleRecord),
+        predictions=read_record(run_dir, "predictions.json", PredictionsRecord),
         result=read_record(run_dir, "result.json", ResultRecord),
     )
 

@@ -71,7 +71,7 @@ def summarize(run: RunRecords) -> RunSummary:
         name=run.name,
         status=_status(run),
         epochs_done=len(run.epochs),
-        epochs=_planned_epochs(run),
+        epochs=run.planned_epochs,
         metric=run.metric,
         test_metric=evaluated[-1] if evaluated else None,
         best_test_metric=best.test_metric if best else None,
@@ -94,13 +94,6 @@ def _status(run: RunRecords) -> str:
     if run.result is not None:
         return "finished"
     return "batch size found" if run.is_batch_size_search else "not finished"
-
-
-def _planned_epochs(run: RunRecords) -> int | None:
-    """Return the length of the training; with `train_for` None before the first epoch."""
-    if run.result is not None:
-        return run.result.epochs
-    return run.epochs[-1].epochs if run.epochs else run.job["epochs"]
 
 
 def _lr_range(run: RunRecords) -> tuple[float | None, float | None]:

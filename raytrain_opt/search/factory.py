@@ -34,7 +34,10 @@ def build_policy(job: Job, steps: EpochSteps) -> Policy:
     if isinstance(section, HorizonPolicy):
         return HorizonStpt(section, job.epochs, steps, job.optimizers)
     if isinstance(section, SchedulePolicy):
-        schedule = _schedule(section, job.epochs, steps)
+        schedule: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
+        if job.epochs is not None:
+            fixed = build_schedule(section, epochs=job.epochs, steps_per_epoch=steps.first)
+            schedule = FixedSchedule(fixed, steps)
         if section.shape == "plateau":
             return PlateauSchedule(schedule, section.gamma, section.patience)
         return schedule
@@ -50,15 +53,6 @@ def build_policy(job: Job, steps: EpochSteps) -> Policy:
         rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
         raise JobError([Problem("optimizer.lr_multipliers", rule, str(multipliers))])
     return recorded.policy(job.epochs, steps)
-
-
-def _schedule(
-    section: SchedulePolicy, epochs: int | None, steps: EpochSteps
-) -> FixedSchedule | PlannedSchedule:
-    if epochs is None:
-        return PlannedSchedule(section, steps)
-    schedule = build_schedule(section, epochs=epochs, steps_per_epoch=steps.first)
-    return FixedSchedule(schedule, steps)
 
 
 def read_schedule(path: str) -> RecordedSchedule:

@@ -80,8 +80,8 @@ class PlateauSchedule(NoCandidates):
 
 
 @dataclass(frozen=True)
-class RecordedSchedule:
-    """The contents of schedule.jsonl: each epoch's rates by step, and factor of the weight decay.
+class RecordedSchedule(NoCandidates):
+    """Replay a schedule.jsonl: each epoch's rates by step, and factor of the weight decay.
 
     `lr_multipliers`: factors of the rate, by the parameters that have one other than 1.
     `optimizer`: its name. `full_steps`: steps of each epoch, had it trained on all samples.
@@ -111,8 +111,8 @@ class RecordedSchedule:
             rule = f"{source} is not a schedule.jsonl of a run ({error!r})"
             raise JobError([Problem("learning_rate.schedule", rule)]) from error
 
-    def policy(self, epochs: int, steps: EpochSteps) -> Replay:
-        """Return the policy that replays it. Raises JobError if the steps per epoch differ.
+    def policy(self, epochs: int, steps: EpochSteps) -> RecordedSchedule:
+        """Return itself as the policy of a job. Raises JobError if the steps per epoch differ.
 
         Epochs of `train_for` may be shorter.
         """
@@ -124,19 +124,12 @@ class RecordedSchedule:
                 "policy stpt, data.validation_fraction: 0.1, its default)"
             )
             raise JobError([Problem("learning_rate.schedule", rule)])
-        return Replay(self)
-
-
-@dataclass(frozen=True)
-class Replay(NoCandidates):
-    """Train each step at the rate recorded by an earlier run."""
-
-    recorded: RecordedSchedule
+        return self
 
     def next(self, epoch: int, history: History) -> TrainEpoch:
         """Return the epoch with its recorded rates."""
-        factor = self.recorded.weight_decay_factors[epoch - 1]
-        return TrainEpoch(epoch, self.recorded.lrs[epoch - 1], "replay", factor)
+        factor = self.weight_decay_factors[epoch - 1]
+        return TrainEpoch(epoch, self.lrs[epoch - 1], "replay", factor)
 
 
 def _span(steps: Sequence[int]) -> str:

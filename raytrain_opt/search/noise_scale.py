@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields
+from statistics import fmean
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, computed_field
@@ -75,9 +76,7 @@ class NoiseScale:
         if not estimates:
             return None
         moments = [(g, s, g * g, s * s, g * s) for g, s in estimates]
-        count = len(estimates)
-        means = (math.fsum(column) / count for column in zip(*moments, strict=True))
-        return cls(count, big, *means)
+        return cls(len(estimates), big, *map(fmean, zip(*moments, strict=True)))
 
     @computed_field(description="Noise scale N in samples; null: infinite, noise dominates.")  # type: ignore[prop-decorator]
     @property
@@ -174,7 +173,7 @@ def summarize(epochs: Sequence[NoiseScale]) -> NoiseScaleSummary | None:
         return None
     half = len(epochs) // 2
     stages = [pool_noise_scales(part) for part in (epochs[:half], epochs[half:]) if part]
-    cost = _mean([stage.doubling_cost for stage in stages])
+    cost = fmean([stage.doubling_cost for stage in stages])
     return NoiseScaleSummary(tuple(stages), cost, sentence(stages))
 
 
@@ -187,13 +186,9 @@ def sentence(stages: Sequence[NoiseScale]) -> str:
     unknown = any(math.isinf(stage.value) for stage in stages)
     costs = [stage.max_doubling_cost if unknown else stage.doubling_cost for stage in stages]
     return (
-        f"{scales}: doubling {batch} costs {'at most ' if unknown else ''}{_mean(costs):.0%} more "
+        f"{scales}: doubling {batch} costs {'at most ' if unknown else ''}{fmean(costs):.0%} more "
         "samples for the same progress; it pays when samples/s grow by more"
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _student(freedom: int) -> float:

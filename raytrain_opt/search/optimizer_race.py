@@ -29,6 +29,7 @@ from raytrain_opt.search.peak_search import (
     PeakRequest,
     PeakSearch,
     point_to_lr,
+    steps_left,
 )
 from raytrain_opt.search.policy import CandidateResult, Decision
 
@@ -46,8 +47,9 @@ class OptimizerRace:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the budget gives candidates enough steps."""
-        return self.searches[0].steps.are_enough
+        """Whether the budget gives candidates enough steps to tell them apart."""
+        steps = self.searches[0].steps
+        return steps.fine >= steps.coarse
 
     def next(self, rounds: Sequence[Decision]) -> tuple[int, PeakRequest | PeakChoice]:
         """Return an optimizer and its next candidates, or the chosen one and its peak.
@@ -84,26 +86,22 @@ class OptimizerRace:
             choice = replace(choice, reason=reason)
         return best, choice
 
-    def all_diverged(self, rounds: Sequence[Decision]) -> bool:
-        """Return whether all candidates of the last round's optimizer and stage diverged."""
-        index = optimizer_of(rounds[-1])
-        return self.searches[index].all_diverged(_rounds_of(index, rounds))
-
-    def steps_left(self, rounds: Sequence[Decision]) -> float:
-        """Return the steps of the budget that these rounds have not used."""
-        return self.budget_steps - sum(len(r.scores) * r.steps for r in rounds)
-
     def _next_of(self, index: int, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice | None:
         """Return what the search of one optimizer does next; None if it left the race."""
         own = _rounds_of(index, rounds)
         others = [r for r in rounds if optimizer_of(r) != index]
-        search = replace(self.searches[index], budget_steps=self.steps_left(others))
+        search = replace(self.searches[index], budget_steps=steps_left(self.budget_steps, others))
         try:
             return search.next(own)
         except DivergedError:
             if len(self.searches) == 1:
                 raise
             return None
+
+
+def all_diverged(rounds: Sequence[Decision]) -> bool:
+    """Return whether all candidates of the last round's optimizer and stage diverged."""
+    return math.isinf(_lowest_loss(_rounds_of(optimizer_of(rounds[-1]), rounds)))
 
 
 def optimizer_of(decision: Decision) -> int:

@@ -62,6 +62,11 @@ def point_to_lr(point: float) -> float:
     return math.pow(10.0, point / _PER_DECADE)
 
 
+def steps_left(budget_steps: float, rounds: Sequence[Decision]) -> float:
+    """Return the steps of a budget that these rounds have not used."""
+    return budget_steps - sum(len(r.scores) * r.steps for r in rounds)
+
+
 @dataclass(frozen=True)
 class PeakRequest:
     """Candidates to train next, `steps` each, from the first step of the first epoch."""
@@ -138,11 +143,6 @@ class CandidateSteps:
         left = budget_steps - coarse_count * coarse
         return cls(coarse, int(min(longest, left / fine_count)))
 
-    @property
-    def are_enough(self) -> bool:
-        """Whether a search with so few steps shows anything."""
-        return self.fine >= self.coarse
-
 
 @dataclass(frozen=True)
 class PeakSearch:
@@ -154,10 +154,6 @@ class PeakSearch:
     initial: float
     steps: CandidateSteps
     budget_steps: float
-
-    def all_diverged(self, rounds: Sequence[Decision]) -> bool:
-        """Return whether all candidates of the last stage diverged, so that it is extended."""
-        return not _Trials.of(rounds, rounds[-1].stage).alive
 
     def next(self, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice:
         """Return the next candidates after these rounds, or the peak.
@@ -200,7 +196,7 @@ class PeakSearch:
     def _fine(self, coarse: _Trials, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice:
         center, coarse_steps = coarse.largest(TOLERANCE), rounds[-1].steps
         points = _around(center, FINE)
-        steps = min(self.steps.fine, int(self.steps_left(rounds) / len(points)))
+        steps = min(self.steps.fine, int(steps_left(self.budget_steps, rounds) / len(points)))
         if steps < coarse_steps:
             return _choose_peak(coarse, rounds)
         reason = (
@@ -208,10 +204,6 @@ class PeakSearch:
             f"next {_span(points)}"
         )
         return PeakRequest(FINE, points, steps, reason)
-
-    def steps_left(self, rounds: Sequence[Decision]) -> float:
-        """Return the steps of the budget that these rounds have not used."""
-        return self.budget_steps - sum(len(r.scores) * r.steps for r in rounds)
 
     def _may_extend(self, rounds: Sequence[Decision], trials: _Trials) -> bool:
         """Return whether the budget allows one more candidate; always true if all diverged.
@@ -222,7 +214,9 @@ class PeakSearch:
         done = sum(r.stage == stage for r in rounds) - 1
         if trials.alive:
             reserved = _FINE_CANDIDATES * steps if stage == COARSE else 0
-            return done < _MAX_EXTENSIONS and steps + reserved <= self.steps_left(rounds)
+            return done < _MAX_EXTENSIONS and steps + reserved <= steps_left(
+                self.budget_steps, rounds
+            )
         if done < _MAX_EXTENSIONS:
             return True
         tried = sorted(result.candidate.lr for r in rounds for result in r.tried)

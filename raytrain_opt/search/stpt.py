@@ -90,7 +90,8 @@ class Stpt:
         if len(self.multipliers(epoch)) == 1:
             return self._train_without_search(epoch)
         if history.is_decided(epoch):
-            return self._train_after_round(epoch, history.decisions[-1])
+            decision, beta = history.decisions[-1], self.steps(epoch) - self.alpha_steps(epoch)
+            return TrainEpoch(epoch, (decision.next_base_lr,) * beta, decision.reason)
         self._raise_if_all_diverged(epoch, history)
         base_lr = history.latest.next_base_lr if history.latest else self.section.initial
         candidates = tuple(
@@ -114,11 +115,6 @@ class Stpt:
         (multiplier,) = self.multipliers(epoch)
         lr = self.section.initial * multiplier ** (epoch - self.warmup.epochs)
         return TrainEpoch(epoch, (lr,) * self.steps(epoch), "a single candidate: no search")
-
-    def _train_after_round(self, epoch: int, decision: Decision) -> TrainEpoch:
-        """Return the epoch's beta remaining steps, all at the winner's rate."""
-        beta = self.steps(epoch) - self.alpha_steps(epoch)
-        return TrainEpoch(epoch, (decision.next_base_lr,) * beta, decision.reason)
 
     def _train_warmup(self, epoch: int) -> TrainEpoch:
         lrs = warmup_lrs(self.warmup, self.section.initial, self.steps.first)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
-from raytrain_opt.optim.relative_schedule import RelativeSchedule
-from raytrain_opt.search.optimizer_race import OptimizerRace
+from raytrain_opt.optim.schedules import RelativeSchedule
+from raytrain_opt.search.optimizer_race import OptimizerRace, all_diverged
 from raytrain_opt.search.peak_search import (
     CandidateSteps,
     PeakRequest,
@@ -117,7 +117,7 @@ class HorizonStpt:
             tried=tuple(results),
         )
         rounds, race = (*history.decisions, undecided), self.race(history)
-        if race.all_diverged(rounds):
+        if all_diverged(rounds):
             return replace(undecided, reason=f"all {len(undecided.scores)} candidates diverged")
         optimizer, following = race.next(rounds)
         name = f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
@@ -134,7 +134,8 @@ class HorizonStpt:
         )
 
     def _try_peaks(self, optimizer: int, request: PeakRequest, history: History) -> TryCandidates:
-        base_lr, first = self._initial(optimizer), _count_candidates(history)
+        base_lr = self._initial(optimizer)
+        first = sum(len(decision.scores) for decision in history.decisions)
         is_auto = self.optimizers[optimizer].has_auto_weight_decay
         weight_decay_factor = 0.0 if is_auto else 1.0
         candidates = tuple(
@@ -168,7 +169,3 @@ class HorizonStpt:
             sum_of_lrs = peak * schedule.mean * span.total_steps
             weight_decay_factor = decay_by_fit(history, optimizer, sum_of_lrs)
         return TrainEpoch(span.epoch, lrs, reason, weight_decay_factor, optimizer)
-
-
-def _count_candidates(history: History) -> int:
-    return sum(len(decision.scores) for decision in history.decisions)

@@ -67,7 +67,9 @@ def prepare_batch_norm(
     if not (section.sync and layers) or world_size == 1:
         return model
     if next(model.parameters()).device.type == "cpu":
-        raise JobError([_NO_SYNC_ON_CPU])
+        rule = "torch's SyncBatchNorm needs GPUs, but these workers compute on CPU"
+        hint = "leave it out: the running statistics are combined before every evaluation anyway"
+        raise JobError([Problem("batch_norm.sync", rule, "true", hint)])
     synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return synced
 
@@ -83,14 +85,6 @@ def freeze_statistics(model: nn.Module, patterns: Sequence[str]) -> None:
 def _stay_in_eval_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
     layer.training = False
     return layer
-
-
-_NO_SYNC_ON_CPU = Problem(
-    "batch_norm.sync",
-    "torch's SyncBatchNorm needs GPUs, but these workers compute on CPU",
-    "true",
-    "leave it out: the running statistics are combined before every evaluation anyway",
-)
 
 
 @contextmanager
@@ -333,9 +327,8 @@ def _pool(
 
 
 def _flatten(tensors: list[Tensor], device: torch.device) -> Tensor:
-    if not tensors:
-        return torch.empty(0, dtype=torch.float64, device=device)
-    return torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+    nothing = torch.empty(0, dtype=torch.float64, device=device)
+    return torch.cat([nothing, *(tensor.detach().reshape(-1).double() for tensor in tensors)])
 
 
 def _fill(tensors: list[Tensor], values: Tensor) -> None:

@@ -18,7 +18,7 @@ from raytrain_opt.data.base import Batch
 from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.factory import build_strategy, check_sampler
-from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, Measurement, SizeBounds
+from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds
 from raytrain_opt.train.probe import ProbedTraining, measure, open_probe_sampler
 
 _SECTION: TypeAdapter[BatchSizeSection] = TypeAdapter(BatchSizeSection)
@@ -48,7 +48,12 @@ class MinibatchSizeOptimizer:
         try:
             self.section = _SECTION.validate_python({"strategy": strategy, **settings})
         except ValidationError as error:
-            raise JobError(_problems(error), "MinibatchSizeOptimizer") from error
+            # Each setting without the strategy's tag, which pydantic puts before it.
+            problems = [
+                Problem(".".join(map(str, details["loc"][1:])) or "strategy", details["msg"])
+                for details in error.errors(include_url=False)
+            ]
+            raise JobError(problems, "MinibatchSizeOptimizer") from error
 
     def apply(
         self,
@@ -91,15 +96,12 @@ class MinibatchSizeOptimizer:
         )
         size = len(dataset)  # type: ignore[arg-type]
         bounds = SizeBounds(min(size, self.section.max_batch_size or size), size)
-        return self._search(training, bounds)
-
-    def _search(self, training: ProbedTraining, bounds: SizeBounds) -> MinibatchChoice:
         strategy = build_strategy(self.section, bounds)
         probes: list[Probe] = []
         sampler = open_probe_sampler(self.section, training.device, torch.get_num_threads())
         try:
             while True:
-                proposal = strategy.propose([Measurement.from_probe(probe) for probe in probes])
+                proposal = strategy.propose(probes)
                 if isinstance(proposal, BatchSizeChoice):
                     return MinibatchChoice(proposal.batch_size, proposal.reason, tuple(probes))
                 probes.append(measure(training, proposal.batch_size, self.section, sampler))
@@ -127,11 +129,3 @@ def endless_batches(
                 yield Batch(x.to(device, non_blocking=True), y.to(device, non_blocking=True))
 
     return batches
-
-
-def _problems(error: ValidationError) -> list[Problem]:
-    """Name each setting without the strategy's tag, which pydantic puts before it."""
-    return [
-        Problem(".".join(str(key) for key in details["loc"][1:]) or "strategy", details["msg"])
-        for details in error.errors(include_url=False)
-    ]

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import CheckpointError, StorageError
+from raytrain_opt.recording.reader import first_error
 from raytrain_opt.storage import remove_tree, sync, write_atomic, write_json
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Index:
+    """The content of index.json; other keys are ignored: under a URI there is `lease`."""
+
     checkpoints: list[Checkpoint]
 
 
@@ -162,8 +165,11 @@ class Checkpoints:
         """Select the newest checkpoint, and the last and best ones at the end of an epoch."""
         epochs = [c for c in checkpoints if not c.is_partial]
         if self.section.keep != "all":
-            best = _best(epochs) if self.section.keep_best else None
-            epochs = [c for c in epochs if c in epochs[-self.section.keep :] or c == best]
+            kept = epochs[-self.section.keep :]
+            scored = [(c.score, -c.epoch, c) for c in epochs if c.score is not None]
+            if scored and self.section.keep_best:
+                kept.append(max(scored, key=lambda entry: entry[:2])[2])
+            epochs = [c for c in epochs if c in kept]
         return [*epochs, checkpoints[-1]] if checkpoints[-1].is_partial else epochs
 
 
@@ -175,12 +181,6 @@ def _folder_name(epoch: int, rounds: int, steps: int) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the earliest with the best score; None if none was measured."""
-    measured = [(c.score, -c.epoch, c) for c in checkpoints if c.score is not None]
-    return max(measured, key=lambda entry: entry[:2])[2] if measured else None
 
 
 def write_checkpoint(
@@ -293,19 +293,12 @@ def read_index(folder: Path) -> list[Checkpoint]:
     try:
         return _INDEX.validate_json(path.read_bytes()).checkpoints
     except (OSError, ValidationError) as error:
+        cause = first_error(error) if isinstance(error, ValidationError) else error
         raise CheckpointError(
-            f"{path} is damaged, so the complete checkpoints cannot be identified: "
-            f"{_describe(error)}\nRestore it from a backup, or start a new run (raytrain-opt run "
-            "JOB.yaml). The weights in the folders beside it may still be good: they are plain "
-            "safetensors files."
+            f"{path} is damaged, so the complete checkpoints cannot be identified: {cause}\n"
+            "Restore it from a backup, or start a new run (raytrain-opt run JOB.yaml). The "
+            "weights in the folders beside it may still be good: they are plain safetensors files."
         ) from error
-
-
-def _describe(error: OSError | ValidationError) -> str:
-    if isinstance(error, OSError):
-        return str(error.strerror)
-    details = error.errors(include_url=False)
-    return "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details)
 
 
 def _unreadable(file: Path, cause: Exception | str) -> CheckpointError:

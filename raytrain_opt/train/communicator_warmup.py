@@ -17,42 +17,33 @@ _FIRST_MESSAGES = {"cpu": (1,), "cuda": (1, 25 * 2**18)}
 def begin_communicator_warmup(device: torch.device) -> Future[float]:
     """Connect the workers in a background thread; return the seconds it takes.
 
-    The process group must be initialized. Until the result is there, this process must not
-    communicate, or the ranks would mix up their messages: call `distribute` only afterwards.
+    NCCL connects on first use, which would make the first step slow. gloo connects when the
+    process group is initialized, so initialize it before. Until the result is there, this process
+    must not communicate, or the ranks would mix up their messages: call `distribute` only
+    afterwards.
     """
     seconds: Future[float] = Future()
+
+    def connect() -> None:
+        try:
+            seconds.set_result(_send_first_messages(device))
+        except BaseException as error:  # noqa: BLE001 - raised by `Future.result`
+            seconds.set_exception(error)
+
     # A daemon thread: a missing peer must not keep this process alive.
-    Thread(target=_connect, args=(device, seconds), name="connect", daemon=True).start()
+    Thread(target=connect, name="connect", daemon=True).start()
     return seconds
 
 
-def _connect(device: torch.device, seconds: Future[float]) -> None:
-    try:
-        seconds.set_result(connect(device))
-    except BaseException as error:  # noqa: BLE001 - raised by `Future.result`
-        seconds.set_exception(error)
-
-
-def connect(device: torch.device) -> float:
-    """Send the first message of each kind that training sends; return the seconds it took.
-
-    NCCL connects on first use, which would make the first step slow. gloo connects when the
-    process group is initialized.
-    """
+def _send_first_messages(device: torch.device) -> float:
     started_s = monotonic_s()
-    stream = _separate_stream(device)
     # On a separate stream, so that it does not wait for the construction of the model.
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        for elements in _FIRST_MESSAGES.get(device.type, (1,)):
+        for elements in _FIRST_MESSAGES[device.type]:
             message = torch.zeros(elements, device=device)
             dist.all_reduce(message)
             dist.broadcast(message, src=0)
         if stream is not None:
             stream.synchronize()
     return monotonic_s() - started_s
-
-
-def _separate_stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

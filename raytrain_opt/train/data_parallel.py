@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
@@ -22,7 +22,7 @@ from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.train.gradient_buckets import BackwardOrder, BucketPlan, fastest, plan_buckets
 from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
-from raytrain_opt.train.load_balance import LoadBalance, MeasuredShares, is_unequal
+from raytrain_opt.train.load_balance import UNEQUAL, LoadBalance, MeasuredShares
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.step_timer import StepTimer, step_timer_for
 
@@ -52,14 +52,11 @@ class Parallel:
     distributed = False
     forward: nn.Module
 
-    def __init__(self, model: nn.Module) -> None:
+    unequal = False  # whether `parallel.mode: auto` found workers of different speeds
+
+    def __init__(self, model: nn.Module, section: ParallelSection) -> None:
         self.forward = model
         self._indices = range(0)
-
-    @property
-    def unequal(self) -> bool:
-        """Whether `parallel.mode: auto` found workers of different speeds."""
-        return False
 
     def begin_phase(
         self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
@@ -118,15 +115,9 @@ class DataParallel(Parallel):
         self._bucket_choice = self._choose_buckets()
         next(self._bucket_choice, None)
 
-    @property
-    def unequal(self) -> bool:
-        """Whether `parallel.mode: auto` found workers of different speeds."""
-        return self._section.mode == "auto" and is_unequal(self._balance.speeds)
-
     def begin_phase(
         self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
     ) -> None:
-        """See `Parallel.begin_phase`."""
         self._balance.begin_phase(micro_batches.count, read_ahead)
         self._noise.begin_phase(micro_batches.divisor, scale)
 
@@ -156,6 +147,8 @@ class DataParallel(Parallel):
     def end_phase(self) -> tuple[Pair, ...]:
         """End the phase; all workers call it together, as it communicates."""
         self._balance.end_phase()
+        speeds = self._balance.speeds
+        self.unequal = self._section.mode == "auto" and max(speeds) > UNEQUAL * min(speeds)
         return self._noise.end_phase()
 
     def report(self) -> dict[str, object]:
@@ -182,15 +175,20 @@ class DataParallel(Parallel):
             return
         order = BackwardOrder(self._model)
         yield
-        indices = _of_first_rank(order.finish(), self._device)
-        plans = plan_buckets(self._section.gradient_buckets, order.gradients(indices))
+        indices = torch.tensor(order.finish(), device=self._device)
+        dist.broadcast(indices, src=0)
+        gradients = order.gradients(indices.tolist())
+        plans = plan_buckets(self._section.gradient_buckets, gradients)
         if len(plans) == 1:
             self._use(plans[0])
             return
         own_step_s = []
         for plan in plans:
             own_step_s.append((yield from self._time(plan)))
-        step_s = _of_slowest_rank(own_step_s, self._device)
+        # Those of the slowest rank, so that all ranks choose the same plan.
+        all_step_s = torch.tensor(own_step_s, dtype=torch.float64, device=self._device)
+        dist.all_reduce(all_step_s, op=dist.ReduceOp.MAX)
+        step_s = all_step_s.tolist()
         self._timings = [
             {"buckets": plan.name, "buckets_mib": plan.sizes_mib, "step_s": seconds}
             for plan, seconds in zip(plans, step_s, strict=True)
@@ -251,11 +249,6 @@ class DataParallel(Parallel):
         return note_and_exchange
 
 
-def single_process(model: nn.Module, section: ParallelSection) -> Parallel:
-    """Train without communication; the `distribute` argument of `Learner` for one process."""
-    return Parallel(model)
-
-
 def distribute(model: nn.Module, section: ParallelSection) -> DataParallel:
     """Wrap a model for data parallelism over the process group, which must be initialized.
 
@@ -263,8 +256,14 @@ def distribute(model: nn.Module, section: ParallelSection) -> DataParallel:
     buckets in which they are sent. All ranks must call this together, as it communicates.
     Raises JobError when the group cannot add numbers of the type that `compression` needs.
     """
-    if section.compression != "none":
-        _require_compression(section.compression, next(model.parameters()).device)
+    name, device = section.compression, next(model.parameters()).device
+    if name != "none":
+        try:
+            dist.all_reduce(torch.ones(1, dtype=_COMPRESSION[name][0], device=device))
+        except RuntimeError as error:
+            rule = f"{dist.get_backend()} cannot add such numbers on {device.type}: {error}"
+            hint = "use none, which sends gradients without compression"
+            raise JobError([Problem("parallel.compression", rule, name, hint)]) from error
     return DataParallel(model, section)
 
 
@@ -284,26 +283,3 @@ def _load_balance(section: ParallelSection, device: torch.device) -> LoadBalance
     if section.mode == "sync" or section.speeds is not None:
         return LoadBalance(section.speeds or [1.0] * world_size)
     return MeasuredShares(world_size, device)
-
-
-def _require_compression(name: str, device: torch.device) -> None:
-    dtype, _ = _COMPRESSION[name]
-    try:
-        dist.all_reduce(torch.ones(1, dtype=dtype, device=device))
-    except RuntimeError as error:
-        rule = f"{dist.get_backend()} cannot add such numbers on {device.type}: {error}"
-        hint = "use none, which sends gradients without compression"
-        raise JobError([Problem("parallel.compression", rule, name, hint)]) from error
-
-
-def _of_first_rank(order: Sequence[int], device: torch.device) -> list[int]:
-    tensor = torch.tensor(order, device=device)
-    dist.broadcast(tensor, src=0)
-    return [int(index) for index in tensor.tolist()]
-
-
-def _of_slowest_rank(seconds: list[list[float]], device: torch.device) -> list[list[float]]:
-    """Return the maximum over the ranks for each step, so that all ranks choose the same plan."""
-    tensor = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return [[float(step_s) for step_s in steps] for steps in tensor.tolist()]

@@ -15,7 +15,7 @@ from inspect import signature
 from itertools import chain, groupby, repeat
 from math import ceil, inf
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,17 +35,11 @@ _GROWTH: dict[str, tuple[float, float, float]] = {
 _TAKES_LIST = "bucket_cap_mb_list" in signature(DistributedDataParallel).parameters
 
 
-@dataclass(frozen=True)
-class Gradient:
+class Gradient(NamedTuple):
     """The gradient of one parameter: the name of the parameter, and its size in bytes."""
 
     name: str
     size: int
-
-    @property
-    def layer(self) -> str:
-        """The module that the parameter belongs to."""
-        return self.name.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -101,13 +95,9 @@ def _sizes(name: str, gradients: Sequence[Gradient]) -> tuple[int, ...]:
     if name == DEFAULT:
         first, others = _TORCH_SIZES
         return _fill((gradient.size for gradient in gradients), chain([first], repeat(others)))
-    return _fill(_layer_sizes(gradients), _targets(*_GROWTH[name]))
-
-
-def _layer_sizes(gradients: Sequence[Gradient]) -> Iterator[int]:
-    """Yield the bytes of each run of consecutive gradients of one layer."""
-    for _, layer in groupby(gradients, key=lambda gradient: gradient.layer):
-        yield sum(gradient.size for gradient in layer)
+    layers = groupby(gradients, key=lambda gradient: gradient.name.rpartition(".")[0])
+    sizes = (sum(gradient.size for gradient in layer) for _, layer in layers)
+    return _fill(sizes, _targets(*_GROWTH[name]))
 
 
 def _targets(first_mib: float, factor: float, largest_mib: float) -> Iterator[float]:

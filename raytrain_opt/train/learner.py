@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.schema import CLASSIFICATION
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import TrainingData, open_data
 from raytrain_opt.data.base import Batch, DataInfo, Split
@@ -35,20 +34,16 @@ from raytrain_opt.optim.factory import (
     set_momentum,
     set_weight_decays,
 )
-from raytrain_opt.results import (
-    BufferUpdates,
-    EvalTotals,
-    GradientNorms,
-    TrainTotals,
-)
+from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, TrainTotals
 from raytrain_opt.train import batch_norm
-from raytrain_opt.train.data_parallel import Parallel, single_process
+from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.gradient_noise import MEASURE_EVERY
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels, compile_model
+from raytrain_opt.train.predictions import PredictionRecorder
 from raytrain_opt.train.state import TrainingState, capture, restore
-from raytrain_opt.train.task import Task, build_task, metric_of, try_task
+from raytrain_opt.train.task import Classification, Task, build_task, metric_of, try_task
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
@@ -58,14 +53,19 @@ _STATISTICS_BATCHES = 10
 OnStep = Callable[[int], object]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Phase:
-    """The latest phase of training, and the BatchNorm layers' batch counts at its start."""
+    """The latest phase of training: BatchNorm layers' batch counts at its start, and its sums."""
 
     epoch: int
     micro_batches: MicroBatches
     tracked_before: dict[str, int]
     search: bool
+    loss_sum: Tensor  # [1], float64, on the device
+    steps: int = 0
+    samples: int = 0
+    skipped: int = 0
+    data_wait_s: float = 0.0
 
 
 class Learner:
@@ -80,7 +80,7 @@ class Learner:
         config: LearnerConfig,
         shared: SharedData,
         device: torch.device,
-        distribute: Callable[[nn.Module, ParallelSection], Parallel] = single_process,
+        distribute: Callable[[nn.Module, ParallelSection], Parallel] = Parallel,
     ) -> None:
         self.config, self.device = config, device
         choose_kernels(config.precision, device)
@@ -92,9 +92,9 @@ class Learner:
             seed=config.seed,
             device=device,
             channels_last=config.channels_last,
-            classification=config.task.name == CLASSIFICATION,
+            classification=config.task.is_classification,
         )
-        self.task = build_task(config.task, config.loss)
+        self.task = build_task(config.task, config.loss, self.info, device)
         self._metric = metric_of(self.task)
         self.model, self._values_per_channel, self._metric_names = _build_model(
             config, self.info, self.task, device
@@ -168,16 +168,14 @@ class Learner:
         With averaging, the model has the averaged weights afterwards; `sync_batch_norm_stats`
         takes the statistics that belong to them.
         """
-        started_s, wait_s, samples, skipped, steps = monotonic_s(), 0.0, 0, 0, 0
-        micro_batches = self._grown(epoch, micro_batches)
-        divisor, parallel = micro_batches.divisor, self.parallel
-        self._begin_phase(epoch, micro_batches, search=search)
-        loss_sums = torch.zeros(1, device=self.device, dtype=torch.float64)
+        started_s = monotonic_s()
+        self._begin_phase(epoch, self._grown(epoch, micro_batches), search=search)
+        phase, parallel = self._phase, self.parallel
         self._use_optimizer(optimizer)
         set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
         averaging.use_training_weights(self.optimizer)
         parallel.forward.train()
-        parallel.begin_phase(micro_batches, self.scaler.scale, lambda: self.data.read_ahead)
+        parallel.begin_phase(phase.micro_batches, self.scaler.scale, lambda: self.data.read_ahead)
         momentum_warmup = self.config.optimizers[optimizer].momentum_warmup
         epoch_per_step = self._global_batch_size(epoch) / self.info.train_size
         batches = self.micro_batches_at(
@@ -191,32 +189,36 @@ class Learner:
             set_lr(self.optimizer, lr)
             epochs_done = epoch - 1 + (first_step + update) * epoch_per_step
             set_momentum(self.optimizer, momentum_warmup, epochs_done)
-            self.optimizer.zero_grad(set_to_none=True)
-            indices = parallel.indices(update)
-            for index in indices:
-                requested_s = monotonic_s()
-                batch = next(batches)
-                wait_s += monotonic_s() - requested_s
-                self._seed(f"{self.config.seed} {epoch} {first_step + update} {index}")
-                with parallel.accumulate(last=index == indices[-1]):
-                    loss_sums += self._accumulate(batch, divisor)
-                samples += batch.size
-                skipped += batch.skipped
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            parallel.after_step()
-            steps += 1
+            self._train_step(first_step + update, parallel.indices(update), batches)
         averaging.use_averaged_weights(self.optimizer)
-        [loss_sum] = loss_sums.tolist()
+        [loss_sum] = phase.loss_sum.tolist()
         return TrainTotals(
-            steps=steps,
-            samples=samples,
+            steps=phase.steps,
+            samples=phase.samples,
             loss_sum=loss_sum,
-            skipped=skipped,
+            skipped=phase.skipped,
             duration_s=monotonic_s() - started_s,
-            data_wait_s=wait_s,
-            norms=self._gradient_norms(first_step, steps),
+            data_wait_s=phase.data_wait_s,
+            norms=self._gradient_norms(first_step),
         )
+
+    def _train_step(self, step: int, indices: range, batches: Iterator[Batch]) -> None:
+        """Train one step of the phase: accumulate the gradients of these micro-batches, update."""
+        phase, parallel = self._phase, self.parallel
+        self.optimizer.zero_grad(set_to_none=True)
+        for index in indices:
+            requested_s = monotonic_s()
+            batch = next(batches)
+            phase.data_wait_s += monotonic_s() - requested_s
+            self._seed(f"{self.config.seed} {phase.epoch} {step} {index}")
+            with parallel.accumulate(last=index == indices[-1]):
+                phase.loss_sum += self._accumulate(batch, phase.micro_batches.divisor)
+            phase.samples += batch.size
+            phase.skipped += batch.skipped
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        parallel.after_step()
+        phase.steps += 1
 
     def begin_micro_batches(self, epoch: int, count: int) -> None:
         """Begin a phase in which single micro-batches are computed, in any order.
@@ -230,7 +232,7 @@ class Learner:
         """Yield the batches at these (step, micro-batch) indices of the current phase's epoch."""
         epoch, count = self._phase.epoch, self._phase.micro_batches.count
         size, search = self._global_batch_size(epoch), self._phase.search
-        return self.data.train_batches_at(epoch, indices, count, size, search=search)
+        return self.data.train_batches(epoch, indices, count, size, search=search)
 
     def add_gradient(self, batch: Batch, index: tuple[int, int]) -> float:
         """Add the gradient of one micro-batch's mean loss to the parameters' gradients.
@@ -255,11 +257,13 @@ class Learner:
         before, unpooled = batch_norm.count_tracked_batches(self.model), self._unpooled
         if unpooled and batch_norm.take_own_buffers(self.model, unpooled["buffers"]):
             before = unpooled["tracked_before"]
-        self._phase, self._unpooled = _Phase(epoch, micro_batches, before, search), None
+        loss_sum = torch.zeros(1, device=self.device, dtype=torch.float64)
+        self._phase = _Phase(epoch, micro_batches, before, search, loss_sum)
+        self._unpooled = None
 
-    def _gradient_norms(self, first_step: int, updates: int) -> GradientNorms | None:
+    def _gradient_norms(self, first_step: int) -> GradientNorms | None:
         """End the phase for the process group; return the norms, if any were measured."""
-        pairs = self.parallel.end_phase()
+        pairs, updates = self.parallel.end_phase(), self._phase.steps
         global_batch_size = self._global_batch_size(self._phase.epoch)
         is_smaller = (first_step + updates) * global_batch_size > self._epoch_size
         if is_smaller and (updates - 1) % MEASURE_EVERY == 0:
@@ -298,14 +302,20 @@ class Learner:
         batch_size = self.eval_batch_size
         split_size = self.info.test_size if split == "test" else self.info.validation_size
         total = math.ceil(split_size / (world_size * batch_size))
+        recorder = None
+        if split == "test" and isinstance(self.task, Classification):
+            recorder = PredictionRecorder(self.model)
         for done, batch in enumerate(self.data.eval_batches(split, rank, world_size, batch_size)):
             on_step(done, total)
             with self.autocast():
-                values = self.task.validation_metrics(self.model, batch.content)
+                values = self.task.validation_metrics(recorder or self.model, batch.content)
+            if recorder is not None:
+                recorder.add(batch)
             sums += torch.stack([values[name].double().sum() for name in names])
             samples += batch.size
         named = dict(zip(names, sums.tolist(), strict=True))
-        return EvalTotals(samples, named, monotonic_s() - started_s, self._metric)
+        predictions = None if recorder is None else recorder.result(self.info.preprocessing)
+        return EvalTotals(samples, named, monotonic_s() - started_s, self._metric, predictions)
 
     def sync_batch_norm_stats(self, *, fresh: bool = False, stopped: bool = False) -> None:
         """Give all workers the same BatchNorm statistics, after a phase of synchronous training.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from raytrain_opt.config.data import DataSection, HoldOut
 from raytrain_opt.config.schema import (
@@ -59,25 +60,12 @@ class LearnerConfig:
     @classmethod
     def from_job(cls, job: Job) -> LearnerConfig:
         """Return the settings that a job has for its learners."""
-        return cls(
-            model=job.model,
-            data=job.data,
-            hold_out=job.hold_out,
-            task=job.task,
-            loss=job.loss,
-            optimizers=job.optimizers,
-            average=job.average,
-            batch_norm=job.batch_norm,
-            batch_ramp=job.batch_ramp,
-            parallel=job.parallel,
-            precision=job.precision,
-            channels_last=job.channels_last,
-            compile=job.compile,
-            seed=job.seed,
-            global_batch_size=job.global_batch_size,
-            worker_count=job.workers.size,
-            eval_batch_size_per_worker=job.evaluate.batch_size_per_worker,
-        )
+        values: dict[str, Any] = {
+            field.name: getattr(job, field.name, None) for field in fields(cls)
+        }
+        values["worker_count"] = job.workers.size
+        values["eval_batch_size_per_worker"] = job.evaluate.batch_size_per_worker
+        return cls(**values)
 
     @property
     def batch_size_per_worker(self) -> int:

@@ -24,12 +24,7 @@ MEASURE_EVERY = 5
 # Weight of the latest measurement: a slow second must not change the shares of a minute.
 _SMOOTHING = 0.5
 # Smaller differences are noise, and not worth smaller micro-batches.
-_UNEQUAL = 1.05
-
-
-def is_unequal(speeds: Sequence[float]) -> bool:
-    """Return whether speeds differ by more than noise."""
-    return max(speeds) > _UNEQUAL * min(speeds)
+UNEQUAL = 1.05
 
 
 class LoadBalance:
@@ -77,7 +72,6 @@ class MeasuredShares(LoadBalance):
         self._measured = False
 
     def begin_phase(self, count: int, read_ahead: Callable[[], int]) -> None:
-        """See `LoadBalance.begin_phase`."""
         self._count, self._read_ahead = count, read_ahead
         self._plans = [(0, self._share(self._count))]
         self._updates = self._computed = 0

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, islice, product
+from typing import Any
 
 import numpy as np
 import psutil
@@ -29,10 +30,11 @@ from raytrain_opt.monitoring.samplers import (
     open_sampler,
 )
 from raytrain_opt.optim.averaging import use_training_weights
+from raytrain_opt.random_state import preserve_modes, preserve_random_state
 from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.train.gradient_noise import GradientNormMeter
 from raytrain_opt.train.learner import Learner
-from raytrain_opt.train.preserve_state import preserve_state
+from raytrain_opt.train.state import capture, restore
 from raytrain_opt.train.step_timer import STEP_PARTS, step_timer_for
 
 _MIB = 1024**2
@@ -88,7 +90,7 @@ def probed_training(learner: Learner) -> ProbedTraining:
         learner.data.on_copy = on_copy
         steps = learner.info.steps_per_epoch(size)
         for epoch in count(1):
-            yield from learner.data.train_batches(epoch, range(steps), range(1), 1, size)
+            yield from learner.data.train_batches(epoch, product(range(steps), range(1)), 1, size)
 
     def evaluate(size: int) -> None:
         learner.data.on_copy = no_op
@@ -134,7 +136,7 @@ def measure(
         trace: file for a Chrome trace of the timed steps.
     """
     try:
-        with preserve_state(training.model, training.optimizer, training.scaler, training.device):
+        with _preserve(training):
             use_training_weights(training.optimizer)
             return _measure(training, batch_size, section, sampler, steps_factor, trace)
     except (RuntimeError, MemoryError) as error:
@@ -170,6 +172,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+@contextmanager
+def _preserve(training: ProbedTraining) -> Iterator[None]:
+    """Make everything bit-identical on exit, whatever was trained inside.
+
+    The copy is kept in CPU memory, so that it takes none of the device's.
+    """
+    model, optimizer, scaler = training.model, training.optimizer, training.scaler
+    state = capture(model, optimizer, scaler, copy=True)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    with preserve_random_state(training.device), preserve_modes(model):
+        try:
+            yield
+        finally:
+            restore(state, model, optimizer, scaler)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+
+
 def _measure(
     training: ProbedTraining,
     batch_size: int,
@@ -189,7 +209,7 @@ def _measure(
         loop.begin_timing()
         while not _is_precise(loop.step_times_s(), len(monitor.samples), section, steps_factor):
             loop.run(section.min_timed_steps, _TIMED_S, min_steps=_MIN_STEPS)
-    step_s, timings_s = loop.step_times_s(), loop.mean_timings_s()
+    step_s, part_s = loop.step_times_s(), loop.timings_s().mean(axis=0)
     norms = loop.gradient_norms(batch_size, len(step_s)) if section.measures_noise else None
     if steps_factor > 1:
         training.model.eval()
@@ -204,7 +224,7 @@ def _measure(
         samples_per_s_error=rate * error_s / mean_s,
         steps=len(step_s),
         duration_s=sum(step_s),
-        timings_s=timings_s,
+        timings_s=dict(zip(STEP_PARTS, part_s.tolist(), strict=True)),
         utilization_pct=monitor.top_half_mean_pct,
         utilization_mean_pct=monitor.mean_pct,
         utilization_samples=len(monitor.samples),
@@ -278,19 +298,13 @@ class _Loop:
                 training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return meter.finish(micro_batches, training.scaler.scale)
 
+    def timings_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return the seconds of each part of each timed step, [step, part]."""
+        return np.reshape(self._timer.intervals_s(), (-1, len(STEP_PARTS)))
+
     def step_times_s(self) -> list[float]:
         """Return the seconds of each timed step, from the end of the step before."""
-        intervals_s, parts = self._timer.intervals_s(), len(STEP_PARTS)
-        starts = range(0, len(intervals_s), parts)
-        return [sum(intervals_s[start : start + parts]) for start in starts]
-
-    def mean_timings_s(self) -> dict[str, float]:
-        """Return the mean seconds of each part of a step."""
-        intervals_s, parts = self._timer.intervals_s(), len(STEP_PARTS)
-        return {
-            name: float(np.mean(intervals_s[index::parts]))
-            for index, name in enumerate(STEP_PARTS)
-        }
+        return [float(step_s) for step_s in self.timings_s().sum(axis=1)]
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:

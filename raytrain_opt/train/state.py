@@ -27,8 +27,8 @@ _LANES = 4
 _CHANGING = {"lr", "momentum", "weight_decay", "averaged_updates", "highest_lr", "train_mode"} | {
     "k", "lr_max", "weight_sum", "scheduled_lr",
 }  # fmt: skip
-_TO_MEMORY_ORDER = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4, 1)}
-_TO_LOGICAL_ORDER = {"channels_last": (0, 3, 1, 2), "channels_last_3d": (0, 4, 1, 2, 3)}
+# Dimensions of a tensor in the order in which they lie in memory, from the slowest.
+_MEMORY_ORDER = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4, 1)}
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,11 @@ class PackedTensor:
     def from_tensor(cls, tensor: Tensor, copy: bool) -> PackedTensor:
         """Pack a live tensor; on CPU without `copy`, the result shares its memory."""
         tensor, order = tensor.detach(), "contiguous"
-        if not tensor.is_contiguous():
-            if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-                order = "channels_last"
-            elif tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d):
-                order = "channels_last_3d"
-        if order in _TO_MEMORY_ORDER:
-            tensor = tensor.permute(_TO_MEMORY_ORDER[order])
+        for name, dimensions in _MEMORY_ORDER.items():
+            is_candidate = tensor.dim() == len(dimensions) and not tensor.is_contiguous()
+            if is_candidate and tensor.permute(dimensions).is_contiguous():
+                tensor, order = tensor.permute(dimensions), name
+                break
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         flat = tensor.contiguous().reshape(-1).view(torch.uint8).cpu()
         if copy and flat.data_ptr() == tensor.data_ptr():
@@ -65,9 +63,8 @@ class PackedTensor:
         dtype: torch.dtype = getattr(torch, self.dtype)
         # An empty array cannot be viewed as another dtype.
         values = flat.view(dtype) if self.data.size else torch.empty(0, dtype=dtype)
-        tensor = values.reshape(self.shape)
-        permutation = _TO_LOGICAL_ORDER.get(self.order)
-        return tensor if permutation is None else tensor.permute(permutation)
+        order = _MEMORY_ORDER.get(self.order, range(len(self.shape)))
+        return values.reshape(self.shape).permute([order.index(d) for d in range(len(order))])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import CLASSIFICATION, LossSection, TaskSection
-from raytrain_opt.config.section import is_function_name
+from raytrain_opt.config.section import NameOrFunction, is_function_name
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.results import Metric
@@ -43,7 +43,7 @@ class Classification:
 
     metric = "accuracy"
 
-    def __init__(self, section: LossSection) -> None:
+    def __init__(self, section: LossSection, class_weights: Tensor | None = None) -> None:
         """Raise JobError with the problems that `check_loss` finds."""
         from torch.nn import functional
 
@@ -51,6 +51,7 @@ class Classification:
         if problems:
             raise JobError(problems)
         self._is_cross_entropy = section.name == _CROSS_ENTROPY
+        self._class_weights = class_weights
         self.loss: Callable[..., Tensor] = (
             partial(functional.cross_entropy, label_smoothing=section.label_smoothing)
             if self._is_cross_entropy
@@ -61,11 +62,11 @@ class Classification:
         """Return the mean loss, of mixed samples over both labels."""
         x, labels, *mixed = batch
         output = model(x)
-        loss = self.loss(output, labels)
+        loss = self._mean_loss(output, labels)
         if not mixed:
             return loss
         other_labels, weight = mixed
-        mixed_loss: Tensor = weight * loss + (1 - weight) * self.loss(output, other_labels)
+        mixed_loss: Tensor = weight * loss + (1 - weight) * self._mean_loss(output, other_labels)
         return mixed_loss
 
     def validation_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
@@ -74,10 +75,19 @@ class Classification:
         output = model(x)
         hits = output.topk(min(5, output.shape[1]), dim=1).indices == labels.unsqueeze(1)
         if self._is_cross_entropy:
-            losses = self.loss(output, labels, reduction="none")
+            losses = self._losses(output, labels)
         else:
             losses = self.loss(output, labels).expand(len(labels))
         return {"loss": losses, "accuracy": hits[:, 0], "top5": hits.any(dim=1)}
+
+    def _mean_loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        # torch divides by the weights of the batch: then micro-batches would count differently.
+        weighted = self._class_weights is not None
+        return self._losses(output, labels).mean() if weighted else self.loss(output, labels)
+
+    def _losses(self, output: Tensor, labels: Tensor) -> Tensor:
+        losses = self.loss(output, labels, reduction="none")
+        return losses if self._class_weights is None else losses * self._class_weights[labels]
 
 
 def check_task(section: TaskSection) -> list[Problem]:
@@ -86,33 +96,53 @@ def check_task(section: TaskSection) -> list[Problem]:
     if name == CLASSIFICATION:
         rule = "classification has none; its loss is chosen in the section loss"
         return [Problem("task.args", rule)] if section.args else []
-    if not is_function_name(name):
-        hint = nearest(str(name), [CLASSIFICATION], cutoff=0.4)
-        rule = "must be classification or package.module:Class"
-        return [Problem("task.name", rule, repr(name), hint)]
-    try:
-        task = resolve_function(name, "task.name")
-    except JobError as error:
-        return error.problems
+    problems = _check_name(name, "task.name", CLASSIFICATION, "package.module:Class")
+    if problems:
+        return problems
+    task = resolve_function(name, "task.name")
     methods = ("training_loss", "validation_metrics")
     missing = [m for m in methods if inspect.isclass(task) and not hasattr(task, m)]
     rule = f"must have the methods {' and '.join(methods)}(model, batch)"
     return [Problem("task.name", rule, f"without {', '.join(missing)}")] if missing else []
 
 
-def build_task(section: TaskSection, loss: LossSection) -> Task:
+def build_task(
+    section: TaskSection, loss: LossSection, info: DataInfo, device: torch.device | str = "cpu"
+) -> Task:
     """Create the task. Raises JobError for a wrong name, or arguments that it does not take."""
     problems = check_task(section)
     if problems:
         raise JobError(problems)
-    if section.name == CLASSIFICATION:
-        return Classification(loss)
+    if section.is_classification:
+        return Classification(loss, _class_weights(loss, info, device))
     try:
         task: Task = resolve_function(section.name, "task.name")(**section.args)
     except Exception as error:
         rule = f"raised {type(error).__name__}: {error}"
         raise JobError([Problem("task.args", rule, repr(section.args))]) from error
     return task
+
+
+def _class_weights(
+    section: LossSection, info: DataInfo, device: torch.device | str
+) -> Tensor | None:
+    """Return `loss.class_weights` as float32 [num_classes]; raises JobError."""
+    import torch
+
+    weights = section.class_weights
+    if weights is None:
+        return None
+    path = "loss.class_weights"
+    if weights == "balanced":
+        if not info.class_counts:
+            rule = "needs the class of each sample: `targets` of the training Dataset, or a list"
+            raise JobError([Problem(path, rule, repr(weights))])
+        mean = sum(info.class_counts) / info.num_classes
+        weights = [mean / count for count in info.class_counts]
+    if len(weights) != info.num_classes:
+        rule = f"has {len(weights)} weights, but the data have {info.num_classes} classes"
+        raise JobError([Problem(path, rule)])
+    return torch.tensor(weights, dtype=torch.float32, device=device)
 
 
 def metric_of(task: Task) -> Metric:
@@ -142,23 +172,32 @@ def try_task(
 
     if not isinstance(task, Classification) and info.example is not None:
         pair = map_leaves(lambda t: torch.stack((t, t)).to(device), info.example)
-        return _try_methods(task, model, model, Batch(pair, None), device)
-    x = torch.zeros(2, *info.sample_shape, device=device, dtype=info.dtype)
-    batch = Batch(x, torch.zeros(2, dtype=torch.int64, device=device))
-    if not isinstance(task, Classification):
-        return _try_methods(task, model, model, batch, device)
-    shape, classes = info.sample_shape, info.num_classes
-    output = torch.zeros(2, classes, device=device)
+        batch = Batch(pair, None)
+    else:
+        x = torch.zeros(2, *info.sample_shape, device=device, dtype=info.dtype)
+        batch = Batch(x, torch.zeros(2, dtype=torch.int64, device=device))
+    unfit: DataError | None = None
+    if isinstance(task, Classification):
+        shape, classes = info.sample_shape, info.num_classes
+        try:
+            check_output(model, shape, classes, device, info.dtype, trains_on_one=trains_on_one)
+        except DataError as error:
+            unfit = error
+
+    def zeros(_samples: Tensor) -> Tensor:
+        return torch.zeros(2, info.num_classes, device=device)  # the loss needs no fitting model
+
+    forward: Any = zeros if isinstance(task, Classification) else model
     try:
-        check_output(model, shape, classes, device, info.dtype, trains_on_one=trains_on_one)
-    except DataError as error:
-        try:  # the loss needs no fitting model
-            _try_methods(task, lambda _: output, model, batch, device)
-        except (DataError, JobError) as other:
-            problems = other.problems if isinstance(other, JobError) else [other.problem]
-            raise JobError([error.problem, *problems]) from error
-        raise
-    return _try_methods(task, lambda _: output, model, batch, device)
+        names = _try_methods(task, forward, model, batch, device)
+    except (DataError, JobError) as error:
+        if unfit is None:
+            raise
+        problems = error.problems if isinstance(error, JobError) else [error.problem]
+        raise JobError([unfit.problem, *problems]) from error
+    if unfit is not None:
+        raise unfit
+    return names
 
 
 def _try_methods(
@@ -219,12 +258,15 @@ def check_loss(section: LossSection) -> list[Problem]:
     """Return the problems of the name, without calling the function or importing torch."""
     if section.name == _CROSS_ENTROPY:
         return []
-    if not is_function_name(section.name):
-        hint = nearest(str(section.name), [_CROSS_ENTROPY], cutoff=0.4)
-        rule = "must be cross_entropy or package.module:function"
-        return [Problem("loss.name", rule, repr(section.name), hint)]
+    return _check_name(section.name, "loss.name", _CROSS_ENTROPY, "package.module:function")
+
+
+def _check_name(name: NameOrFunction, path: str, built_in: str, form: str) -> list[Problem]:
+    if not is_function_name(name):
+        hint = nearest(str(name), [built_in], cutoff=0.4)
+        return [Problem(path, f"must be {built_in} or {form}", repr(name), hint)]
     try:
-        resolve_function(section.name, "loss.name")
+        resolve_function(name, path)
     except JobError as error:
         return error.problems
     return []

@@ -49,9 +49,10 @@ _DESCRIPTION = TypeAdapter(ModelDescription)
 def model_metadata(model: ModelSection, task: TaskSection, info: DataInfo) -> dict[str, str]:
     """Return the metadata of the weights of a network trained on such data."""
     assert info.preprocessing is not None  # of all data that are read
-    names = info.class_names or tuple(map(str, range(info.num_classes)))
     network = model.model_copy(update={"weights": None, "freeze": []})
-    description = ModelDescription(network, info.sample_shape, names, info.preprocessing, task)
+    description = ModelDescription(
+        network, info.sample_shape, info.class_labels, info.preprocessing, task
+    )
     return {_KEY: _DESCRIPTION.dump_json(description).decode()}
 
 
@@ -86,22 +87,18 @@ def find_weights(run: str | Path, argument: str) -> SavedWeights:
     return SavedWeights(paths.checkpoints / latest.folder, latest.reached, paths.job, notes)
 
 
-@dataclass(frozen=True, eq=False)
-class TrainedModel:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainedModel(ModelDescription):
     """A network in eval mode, and what it takes to use it.
 
-    `checkpoint`: the point of the training, such as `epoch 8`. `metadata`: the text from which
-    the other fields come, for files in other formats.
+    `checkpoint`: the point of the training, such as `epoch 8`. `metadata`: the description as
+    text, for files in other formats.
     """
 
     network: nn.Module
-    class_names: tuple[str, ...]
-    sample_shape: tuple[int, ...]
-    preprocessing: Preprocessing
     device: torch.device
     checkpoint: str
     metadata: dict[str, str]
-    task: TaskSection = TaskSection()
 
     def preprocess(self, samples: Sequence[Any]) -> Tensor:
         """Return a batch for the network, on its device.
@@ -202,14 +199,11 @@ def load_model(
         raise JobError([Problem("RUN", rule, repr(str(run)))], "arguments") from error
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return TrainedModel(
-        network.to(target).eval(),
-        description.class_names,
-        description.sample_shape,
-        description.preprocessing,
-        target,
-        saved.reached,
-        metadata,
-        description.task,
+        **vars(description),
+        network=network.to(target).eval(),
+        device=target,
+        checkpoint=saved.reached,
+        metadata=metadata,
     )
 
 

@@ -6,6 +6,7 @@ python -m pytest -m gpu tests/gpu
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -75,8 +76,8 @@ def test_the_batches_equal_those_on_the_cpu(changes: dict[str, Any]) -> None:
     """Digits lie on the GPU; those of a Dataset are copied on a stream of their own."""
     on_gpu, on_cpu = learner(CUDA, **changes), learner(CPU, **changes)
     batches = zip(
-        on_gpu.data.train_batches(1, range(3), range(2), 2, 64),
-        on_cpu.data.train_batches(1, range(3), range(2), 2, 64),
+        on_gpu.data.train_batches(1, product(range(3), range(2)), 2, 64),
+        on_cpu.data.train_batches(1, product(range(3), range(2)), 2, 64),
         strict=True,
     )
     for gpu, cpu in batches:

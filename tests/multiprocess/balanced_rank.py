@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
-from raytrain_opt.train.data_parallel import distribute, single_process, use_threads
+from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -62,7 +62,7 @@ def build(world_size: int, changes: dict[str, Any]) -> Learner:
         "parallel": {**mode, **changes.get("parallel", {})},
     }
     config = LearnerConfig.from_job(Job.model_validate(values))
-    connect = distribute if world_size > 1 else single_process
+    connect = distribute if world_size > 1 else Parallel
     return Learner(config, load_shared_data(config.data), CPU, connect)
 
 

@@ -21,7 +21,7 @@ from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import Candidate, History, TryCandidates
-from raytrain_opt.train.data_parallel import distribute, single_process, use_threads
+from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
@@ -135,7 +135,7 @@ def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
 def main(rank: int, world_size: int, folder: Path) -> None:
     use_threads(1)
     results: dict[str, Any] = {"worker": {}, "slot": {}}
-    connect = distribute if world_size > 1 else single_process
+    connect = distribute if world_size > 1 else Parallel
     with gloo_group(rank, world_size, folder):
         for model, work in ((plain_net, search), ("small_cnn", one_round)):
             job, states = make_job(model), CountedStates()

@@ -6,6 +6,7 @@ to `folder`/rank-RANK.pt.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def compute_gradients(
     trained = [p for p in learner.model.parameters() if p.requires_grad]
     gradients_by_step: list[list[Tensor]] = []
     batches = learner.data.train_batches(
-        epoch, range(CONSTANT_STEPS), micro_batches.indices, micro_batches.count, size
+        epoch, product(range(CONSTANT_STEPS), micro_batches.indices), micro_batches.count, size
     )
     for index, batch in enumerate(batches):
         if index % len(micro_batches.indices) == 0:

@@ -19,7 +19,7 @@ from raytrain_opt.execution.rescale import resolve_lr_scaling
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import History, TrainEpoch
-from raytrain_opt.train.data_parallel import distribute, single_process, use_threads
+from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -96,7 +96,7 @@ def train_two_phases(
         LearnerConfig.from_job(job(model, **changes)),
         arrays,
         CPU,
-        distribute if world_size > 1 else single_process,
+        distribute if world_size > 1 else Parallel,
     )
     for buffer in learner.model.buffers():
         if not buffer.is_floating_point():
@@ -138,7 +138,7 @@ def train_three_micro_batches(arrays: DatasetArrays, rank: int, world_size: int)
         LearnerConfig.from_job(planned),
         arrays,
         CPU,
-        distribute if world_size > 1 else single_process,
+        distribute if world_size > 1 else Parallel,
     )
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, 3)
     first_step = learner.info.train_size // 33 - len(FIRST) + 1
@@ -150,7 +150,7 @@ def train_three_micro_batches(arrays: DatasetArrays, rank: int, world_size: int)
 def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict[str, Any]:
     """Train three epochs with all parts for large batches together, and evaluate."""
     large = resolve_lr_scaling(large_batch_job(Path()))
-    connect = distribute if world_size > 1 else single_process
+    connect = distribute if world_size > 1 else Parallel
     learner = Learner(LearnerConfig.from_job(large), arrays, CPU, connect)
     steps = epoch_steps(learner.info.train_size, large.global_batch_size, large.batch_ramp.steps)
     policy = build_policy(large, steps)

@@ -5,7 +5,7 @@ Importing this imports no torch, so that such a process starts in a second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,12 +15,12 @@ from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
     MainTrain,
+    OnStep,
     Pretrain,
     SendCandidateState,
     StateRef,
 )
-from raytrain_opt.pools.resident import OnStep
-from raytrain_opt.pools.resident_config import ResidentConfig, WorkerPlace
+from raytrain_opt.pools.resident_config import ResidentConfig
 
 # Of each command.
 STEPS = 8
@@ -66,19 +66,16 @@ class EchoWorkers:
     environment: Mapping[str, str] = field(default_factory=dict)
     forms_group: ClassVar[bool] = True  # one death restarts all, as in a process group
 
-    def import_modules(self) -> None:
-        import ray.train.v2.api.data_parallel_trainer  # noqa: F401
-
-    def make_trainer(self, config: ResidentConfig, **arguments: Any) -> Any:
+    def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-        arguments["run_config"].worker_runtime_env = {"env_vars": dict(self.environment)}
-        return DataParallelTrainer(**arguments)
+        def make(**arguments: Any) -> DataParallelTrainer:
+            arguments["run_config"].worker_runtime_env = {"env_vars": dict(self.environment)}
+            return DataParallelTrainer(**arguments)
 
-    def callbacks(self, config: ResidentConfig) -> list[Any]:
-        return []
+        return make
 
-    def make_handler(self, config: ResidentConfig, place: WorkerPlace) -> Echo:
+    def make_handler(self, config: ResidentConfig, context: Any) -> Echo:
         return Echo()
 
 

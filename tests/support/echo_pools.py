@@ -29,7 +29,6 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.faults import VARIABLE, planned_faults
-from raytrain_opt.pools.mailbox_client import share_data
 from raytrain_opt.pools.ray_pool import RayPool, running
 from raytrain_opt.pools.relay import FAN_OUT
 from raytrain_opt.pools.resident_config import ResidentConfig
@@ -92,7 +91,7 @@ def echo_pools(
 
     `faults`: see `pools.faults`. `fan_out`: callers of the mailbox, and of a relay, at most.
     """
-    mailbox = start_mailbox()
+    mailbox = start_mailbox(None)
     launcher = start_launcher(local=False, start_s=120, import_all=False)
     small = {"CPU": 0.2}  # so that several pools fit on the Ray of the tests
     config = ResidentConfig(
@@ -136,7 +135,6 @@ def echo_pools(
     with running(*used, launcher=launcher, stop_s=2):
         for pool in used:
             pool.start()
-        share_data(mailbox, None)
         start = states.put("start", DRIVERS)  # type: ignore[arg-type]
         for pool in used:
             pool.wait_until_ready(120)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from raytrain_opt.results import GradientNorms
+from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
-    Measurement,
     ProbeRequest,
     SizeBounds,
     Strategy,
@@ -56,7 +55,7 @@ class Machine:
     seed: int = 0
     utilization_pct: Callable[[int], float] = lambda size: math.nan
     noise_scale: float | None = None  # of gradients, measured with noise; None: not measured
-    history: list[Measurement] = field(default_factory=list)
+    history: list[Probe] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
@@ -66,14 +65,21 @@ class Machine:
         """The largest size that is allowed and fits."""
         return min(self.bounds.largest, self.memory)
 
-    def measure(self, size: int) -> Measurement:
+    def measure(self, size: int) -> Probe:
         assert 1 <= size <= self.bounds.largest
         if size > self.memory:
-            return Measurement(size, "out_of_memory")
+            return Probe(size, "out_of_memory")
         rate = self.curve.samples_per_s(size)
         noisy = rate * (1 + self.noise * self._random.standard_normal())
         used = self.utilization_pct(size)
-        return Measurement(size, "ok", float(noisy), rate * self.noise, used, self._norms(size))
+        return Probe(
+            size,
+            "ok",
+            float(noisy),
+            rate * self.noise,
+            utilization_pct=used,
+            norms=self._norms(size),
+        )
 
     def _norms(self, size: int) -> GradientNorms | None:
         """Draw the norms of 8 updates, with |G|^2 = 1 in 100 dimensions, tr S = noise scale."""
@@ -165,8 +171,6 @@ def random_machine(seed: int) -> Machine:
     )
 
 
-def replayed(
-    strategy: Strategy, history: Sequence[Measurement]
-) -> list[ProbeRequest | BatchSizeChoice]:
+def replayed(strategy: Strategy, history: Sequence[Probe]) -> list[ProbeRequest | BatchSizeChoice]:
     """Return the proposal of the strategy after each prefix of the history."""
     return [strategy.propose(history[:length]) for length in range(len(history) + 1)]

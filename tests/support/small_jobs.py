@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from raytrain_opt import Job, load_job
 from raytrain_opt.models.small_cnn import small_cnn
 
+# Of the quickstart in tests: enough to learn.
+EPOCHS = 5
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart.yaml"
 
 
@@ -40,10 +42,10 @@ def small_job(folder: Path, **changes: Any) -> Job:
 
 
 def quickstart(storage: str, **changes: Any) -> Job:
-    """Return the job of the quickstart, one thread per process on any machine."""
+    """Return the job of a shorter quickstart, one thread per process on any machine."""
     values = load_job(QUICKSTART).model_dump(exclude_unset=True)
-    threads = {"workers": {**values["workers"], "threads": 1}, "storage_path": storage}
-    return Job.model_validate(values | threads | changes)
+    short = {"epochs": EPOCHS, "workers": {**values["workers"], "threads": 1}}
+    return Job.model_validate(values | short | {"storage_path": storage} | changes)
 
 
 def large_batch_job(folder: Path) -> Job:

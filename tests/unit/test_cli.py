@@ -341,6 +341,7 @@ COMMANDS = (
     "run",
     "find-batch-size",
     "report",
+    "runs",
     "watch",
     "submit",
     "doctor",

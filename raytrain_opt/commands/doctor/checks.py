@@ -1,11 +1,17 @@
-"""Judge what the nodes reported. Pure: facts in, findings out."""
+"""Judge what the nodes reported. Pure: facts in, findings out; and the table of all findings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from raytrain_opt.commands.doctor.facts import NodeFacts
-from raytrain_opt.commands.doctor.finding import Finding, ok
 from raytrain_opt.report.formatting import times
 
 # Larger differences make times in records and logs of several nodes incomparable.
@@ -13,6 +19,37 @@ _MAX_CLOCK_SKEW_S = 1.0
 # An in-memory data set and a few states of a small model; less than this is soon full.
 _MIN_OBJECT_STORE_MIB = 1024
 _MIN_EXCHANGE_GIB_PER_S = 0.1  # about a network of 1 Gbit/s
+Level = Literal["ok", "warning", "error"]
+_STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
+_LOG_WIDTH = 120  # columns of the table in a log, which has no width of its own
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table: name of the check, level, result, and what to do about it."""
+
+    check: str
+    level: Level
+    result: str
+    remedy: str = ""
+
+
+def ok(check: str, result: str) -> Finding:
+    """Return a finding that needs no remedy."""
+    return Finding(check, "ok", result)
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """Print one table on standard output."""
+    console = Console(file=sys.stdout)
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, width=_LOG_WIDTH)
+    table = Table("", "check", "result", "what to do")
+    for finding in findings:
+        style = _STYLES[finding.level]
+        texts = (finding.check, finding.result, finding.remedy)
+        table.add_row(f"[{style}]{finding.level}[/]", *map(escape, texts))
+    console.print(table)
 
 
 def check_nodes(nodes: Sequence[NodeFacts], start_limit_s: float) -> list[Finding]:

@@ -20,10 +20,9 @@ from raytrain_opt.cluster.connection import (
     total_resources,
 )
 from raytrain_opt.cluster.resources import PoolPlan, plan_pools
-from raytrain_opt.commands.doctor.checks import check_nodes
+from raytrain_opt.commands.doctor.checks import Finding, check_nodes, ok, print_findings
 from raytrain_opt.commands.doctor.exchange import last_line, measure_exchange
 from raytrain_opt.commands.doctor.facts import NodeFacts, NodeInspector
-from raytrain_opt.commands.doctor.finding import Finding, ok, print_findings
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, ResourcesError, StorageError
 from raytrain_opt.execution.preflight import check_job, pool_request

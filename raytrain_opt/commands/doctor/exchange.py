@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from raytrain_opt.commands.doctor.checks import check_exchange
-from raytrain_opt.commands.doctor.finding import Finding, ok
+from raytrain_opt.commands.doctor.checks import Finding, check_exchange, ok
 
 # About the gradients of a ResNet-18 in fp32; the median of five hides one slow repetition.
 _MIB, _REPEATS = 32, 5

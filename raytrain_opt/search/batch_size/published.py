@@ -30,70 +30,75 @@ from dataclasses import dataclass
 
 from raytrain_opt.config.batch_size import EpochTimeMinimizeSearch, GpuUsageMaximizeSearch
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.search.batch_size.memory_bound import (
-    fitting,
-    largest_open,
-    request_first_fit,
-)
-from raytrain_opt.search.batch_size.strategy import (
-    BatchSizeChoice,
-    Measurement,
-    ProbeRequest,
-    SizeBounds,
-)
+from raytrain_opt.results import Probe
+from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, ProbeRequest, SizeBounds
 
 _MAX_STEP = 10
 
 
+class _Published:
+    """What both strategies share: the memory limits, and a test of convergence every few loops."""
+
+    section: GpuUsageMaximizeSearch | EpochTimeMinimizeSearch
+    bounds: SizeBounds
+
+    def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
+        """Propose the next size, or choose one if little changed since the last test.
+
+        Raises ResourcesError if size 1 does not fit, or a probe has no utilization to compare.
+        """
+        request = self.bounds.request_first_fit(history, self.section.initial)
+        if request is not None:
+            return request
+        loops = self.bounds.fitting(history)
+        if not history[-1].fits:
+            reason = f"the largest measured size that fits: {history[-1].batch_size} does not"
+            return BatchSizeChoice(max(loop.batch_size for loop in loops), reason)
+        loop, every = len(loops) - 1, self.section.test_every
+        if loop % every == 0 and loop >= 2 * every:
+            converged = self._converged(loops, loops[:-every])
+            if converged:
+                return BatchSizeChoice(loops[-1].batch_size, f"converged: {converged}")
+        if len(history) >= self.section.max_loops:
+            reason = f"stopped after max_loops = {self.section.max_loops}"
+            return BatchSizeChoice(loops[-1].batch_size, reason)
+        return self._next(loops, self.bounds.largest_open(history))
+
+    def _converged(self, loops: Sequence[Probe], at_last_test: Sequence[Probe]) -> str:
+        """Return why the search has converged; empty if it has not."""
+        raise NotImplementedError
+
+    def _next(self, loops: Sequence[Probe], largest: int) -> ProbeRequest | BatchSizeChoice:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class GpuUsageMaximize:
+class GpuUsageMaximize(_Published):
     """Grows while the device's utilization is below the target, and shrinks while it is not."""
 
     section: GpuUsageMaximizeSearch
     bounds: SizeBounds
 
-    def propose(self, history: Sequence[Measurement]) -> ProbeRequest | BatchSizeChoice:
-        """Propose the next size, or choose one if it changed little since the last test.
+    def _converged(self, loops: Sequence[Probe], at_last_test: Sequence[Probe]) -> str:
+        change = abs(loops[-1].batch_size - at_last_test[-1].batch_size)
+        if change > self.section.converged_samples:
+            return ""
+        return f"changed by {change} since the last test"
 
-        Raises ResourcesError if size 1 does not fit or a probe has no utilization.
-        """
-        request = request_first_fit(history, self.bounds, self.section.initial)
-        return request or _stop_at_memory_limit(history, self.bounds) or self._in_loop(history)
-
-    def _in_loop(self, history: Sequence[Measurement]) -> ProbeRequest | BatchSizeChoice:
-        loops = fitting(history, self.bounds)
-        last = loops[-1]
-        previous = _previous_test(len(loops) - 1, self.section.test_every)
-        if previous is not None:
-            change = abs(last.batch_size - loops[previous].batch_size)
-            if change <= self.section.converged_samples:
-                return BatchSizeChoice(
-                    last.batch_size, f"converged: changed by {change} since the last test"
-                )
-        if len(history) >= self.section.max_loops:
-            return BatchSizeChoice(
-                last.batch_size, f"stopped after max_loops = {self.section.max_loops}"
-            )
-        return self._next(last, self._step(loops), largest_open(history, self.bounds))
-
-    def _next(self, last: Measurement, step: int, largest: int) -> ProbeRequest | BatchSizeChoice:
-        size = min(max(1, last.batch_size + step), largest)
-        side = "below" if step > 0 else "not below"
+    def _next(self, loops: Sequence[Probe], largest: int) -> ProbeRequest | BatchSizeChoice:
+        last, step, growing = loops[-1], 1, True
+        for loop in loops:
+            grows = self._is_below_target(loop)
+            step = _halve(step) if growing and not grows else _increase(step)
+            growing = grows
+        size = min(max(1, last.batch_size + (step if growing else -step)), largest)
+        side = "below" if growing else "not below"
         reason = f"utilization {last.utilization_pct:.1f} %, {side} {self.section.target_pct:g} %"
         if size == last.batch_size:
             return BatchSizeChoice(size, f"{reason}, but the size is at its bound")
         return ProbeRequest(size, reason)
 
-    def _step(self, loops: Sequence[Measurement]) -> int:
-        """Return the change of the size after the last of `loops`; negative to shrink."""
-        step, growing = 1, True
-        for loop in loops:
-            grows = self._is_below_target(loop)
-            step = _halve(step) if growing and not grows else _increase(step)
-            growing = grows
-        return step if growing else -step
-
-    def _is_below_target(self, loop: Measurement) -> bool:
+    def _is_below_target(self, loop: Probe) -> bool:
         if math.isnan(loop.utilization_pct):
             raise ResourcesError(
                 f"gpu_usage_maximize: the probe of batch size {loop.batch_size} took no sample "
@@ -105,67 +110,32 @@ class GpuUsageMaximize:
 
 
 @dataclass(frozen=True)
-class EpochTimeMinimize:
+class EpochTimeMinimize(_Published):
     """Grows while epochs get shorter than at the initial size."""
 
     section: EpochTimeMinimizeSearch
     bounds: SizeBounds
 
-    def propose(self, history: Sequence[Measurement]) -> ProbeRequest | BatchSizeChoice:
-        """Propose the next size, or choose one if the epoch time changed little since a test.
+    def _converged(self, loops: Sequence[Probe], at_last_test: Sequence[Probe]) -> str:
+        change = abs(self._improvement(loops) - self._improvement(at_last_test))
+        if change > self.section.converged_fraction:
+            return ""
+        return f"{self._summary(loops)}, {change:.1%} from the last test"
 
-        Raises ResourcesError if size 1 does not fit.
-        """
-        request = request_first_fit(history, self.bounds, self.section.initial)
-        return request or _stop_at_memory_limit(history, self.bounds) or self._in_loop(history)
-
-    def _in_loop(self, history: Sequence[Measurement]) -> ProbeRequest | BatchSizeChoice:
-        loops = fitting(history, self.bounds)
-        last, ratio = loops[-1], self._improvement(loops, len(loops) - 1)
-        epoch_s = self._epoch_s(last)
-        summary = f"an epoch takes {epoch_s:.4g} s, {ratio:.1%} less than at {loops[0].batch_size}"
-        previous = _previous_test(len(loops) - 1, self.section.test_every)
-        if previous is not None:
-            change = abs(ratio - self._improvement(loops, previous))
-            if change <= self.section.converged_fraction:
-                return BatchSizeChoice(
-                    last.batch_size, f"converged: {summary}, {change:.1%} from the last test"
-                )
-        if len(history) >= self.section.max_loops:
-            reason = f"stopped after max_loops = {self.section.max_loops}: {summary}"
-            return BatchSizeChoice(last.batch_size, reason)
-        return self._next(len(loops), last.batch_size, largest_open(history, self.bounds), summary)
-
-    def _next(
-        self, loops: int, size: int, largest: int, summary: str
-    ) -> ProbeRequest | BatchSizeChoice:
+    def _next(self, loops: Sequence[Probe], largest: int) -> ProbeRequest | BatchSizeChoice:
+        size, summary = loops[-1].batch_size, self._summary(loops)
         if size >= largest:
             return BatchSizeChoice(size, f"the largest size allowed: {summary}")
-        return ProbeRequest(min(size + min(1 + loops, _MAX_STEP), largest), summary)
+        return ProbeRequest(min(size + min(1 + len(loops), _MAX_STEP), largest), summary)
 
-    def _improvement(self, loops: Sequence[Measurement], loop: int) -> float:
+    def _summary(self, loops: Sequence[Probe]) -> str:
+        epoch_s = self.bounds.epoch_samples / loops[-1].samples_per_s
+        ratio, first = self._improvement(loops), loops[0].batch_size
+        return f"an epoch takes {epoch_s:.4g} s, {ratio:.1%} less than at {first}"
+
+    def _improvement(self, loops: Sequence[Probe]) -> float:
         """Return 1 - time of an epoch / time of an epoch at the first loop."""
-        return 1 - self._epoch_s(loops[loop]) / self._epoch_s(loops[0])
-
-    def _epoch_s(self, loop: Measurement) -> float:
-        return self.bounds.epoch_samples / loop.samples_per_s
-
-
-def _stop_at_memory_limit(
-    history: Sequence[Measurement], bounds: SizeBounds
-) -> BatchSizeChoice | None:
-    """Choose the largest size that was measured to fit, once a larger one ran out of memory."""
-    if history[-1].fits:
-        return None
-    size = max(m.batch_size for m in fitting(history, bounds))
-    return BatchSizeChoice(
-        size, f"the largest measured size that fits: {history[-1].batch_size} does not"
-    )
-
-
-def _previous_test(loop: int, every: int) -> int | None:
-    """Return the loop that `loop` is compared with; None if it is no test or the first one."""
-    return loop - every if loop % every == 0 and loop >= 2 * every else None
+        return 1 - loops[0].samples_per_s / loops[-1].samples_per_s
 
 
 def _increase(step: int) -> int:

@@ -1,63 +1,18 @@
-"""The interface of a batch-size strategy.
+"""The interface of a batch-size strategy, and the memory limits that all of them respect.
 
-A strategy takes all measurements so far and returns the next size to measure, or the chosen
-size, with a reason. Strategies are pure, like learning-rate policies.
+A strategy takes all probes so far and returns the next size to measure, or the chosen size, with
+a reason. Strategies are pure, like learning-rate policies. A size that ran out of memory rules
+out itself and everything above it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-from raytrain_opt.results import GradientNorms, Probe
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """The part of a probe that a strategy uses. Batch sizes are per worker.
-
-    `out_of_memory` includes sizes that leave less than the memory reserve.
-    `samples_per_s_error` is a standard error. `utilization_pct` is the mean of the top half of
-    the samples, nan without samples. `norms` are measured if the strategy needs them.
-    """
-
-    batch_size: int
-    status: Literal["ok", "out_of_memory"]
-    samples_per_s: float = math.nan
-    samples_per_s_error: float = math.nan
-    utilization_pct: float = math.nan
-    norms: GradientNorms | None = None
-
-    @classmethod
-    def from_probe(cls, probe: Probe) -> Measurement:
-        """Take what a strategy uses from a probe."""
-        return cls(
-            probe.batch_size,
-            probe.status,
-            probe.samples_per_s,
-            probe.samples_per_s_error,
-            probe.utilization_pct,
-            probe.norms,
-        )
-
-    @property
-    def fits(self) -> bool:
-        """Whether training with this size fits into memory."""
-        return self.status == "ok"
-
-
-@dataclass(frozen=True)
-class SizeBounds:
-    """The allowed batch sizes per worker, 1 to `largest`.
-
-    An epoch has `epoch_samples` per worker; the global batch is `workers` times a size.
-    """
-
-    largest: int
-    epoch_samples: int
-    workers: int = 1
+from raytrain_opt.errors import ResourcesError
+from raytrain_opt.results import Probe
 
 
 @dataclass(frozen=True)
@@ -76,11 +31,57 @@ class BatchSizeChoice:
     reason: str
 
 
-class Strategy(Protocol):
-    """Decides from measurements."""
+@dataclass(frozen=True)
+class SizeBounds:
+    """The allowed batch sizes per worker, 1 to `largest`.
 
-    def propose(self, history: Sequence[Measurement]) -> ProbeRequest | BatchSizeChoice:
-        """Propose the next step, given all measurements in their order.
+    An epoch has `epoch_samples` per worker; the global batch is `workers` times a size.
+    """
+
+    largest: int
+    epoch_samples: int
+    workers: int = 1
+
+    def largest_open(self, history: Sequence[Probe]) -> int:
+        """Return the largest size that is allowed and not ruled out; 0 if there is none."""
+        unfit = smallest_unfit(history)
+        return self.largest if unfit is None else min(self.largest, unfit - 1)
+
+    def fitting(self, history: Sequence[Probe]) -> list[Probe]:
+        """Return the probes that fit and that no later one ruled out, in their order."""
+        largest = self.largest_open(history)
+        return [probe for probe in history if probe.fits and probe.batch_size <= largest]
+
+    def request_first_fit(self, history: Sequence[Probe], initial: int) -> ProbeRequest | None:
+        """Request `initial`, then half of the size that did not fit; None once a size fits.
+
+        Raises ResourcesError if size 1 does not fit.
+        """
+        if self.fitting(history):
+            return None
+        unfit = smallest_unfit(history)
+        if unfit is None:
+            return ProbeRequest(min(initial, self.largest), "initial size")
+        if unfit == 1:
+            raise ResourcesError(
+                "batch_size_search: not even a batch of one sample per worker fits into memory; "
+                f"out of memory: {', '.join(str(probe.batch_size) for probe in history)}. Use a "
+                "smaller model or input, a lower precision, a device with more memory, or a "
+                "smaller batch_size_search.memory_reserve."
+            )
+        return ProbeRequest(unfit // 2, f"half of {unfit}, which did not fit into memory")
+
+
+def smallest_unfit(history: Sequence[Probe]) -> int | None:
+    """Return the smallest size that ran out of memory, or None."""
+    return min((probe.batch_size for probe in history if not probe.fits), default=None)
+
+
+class Strategy(Protocol):
+    """Decides from probes."""
+
+    def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
+        """Propose the next step, given all probes in their order.
 
         Raises ResourcesError if not even the smallest size fits into memory.
         """

@@ -30,17 +30,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
-from raytrain_opt.search.batch_size.memory_bound import (
-    fitting,
-    largest_open,
-    request_first_fit,
-    smallest_unfit,
-)
+from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
-    Measurement,
     ProbeRequest,
     SizeBounds,
+    smallest_unfit,
 )
 from raytrain_opt.search.batch_size.throughput_model import Array, Point, combine, draw_curves
 from raytrain_opt.search.noise_scale import NoiseScale, log_efficiency, pool_noise_scales
@@ -65,23 +60,23 @@ class ThroughputKnee:
     section: ThroughputKneeSearch
     bounds: SizeBounds
 
-    def propose(self, history: Sequence[Measurement]) -> ProbeRequest | BatchSizeChoice:
+    def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
         """Propose the next size to measure, or choose the knee.
 
         Halving an initial size that does not fit may take more than `max_probes`, because the
         choice must fit. Raises ResourcesError if size 1 does not fit.
         """
-        request = request_first_fit(history, self.bounds, self.section.initial)
+        request = self.bounds.request_first_fit(history, self.section.initial)
         if request is not None:
             return request
-        measured = fitting(history, self.bounds)
-        posterior = self._posterior(measured, largest_open(history, self.bounds))
+        measured = self.bounds.fitting(history)
+        posterior = self._posterior(measured, self.bounds.largest_open(history))
         if len(history) >= self.section.max_probes:
             size = posterior.knee(self.section.tolerance, only_measured=True)
             return BatchSizeChoice(size, f"stopped after max_probes: {posterior.describe(size)}")
         return self._decide(posterior, smallest_unfit(history))
 
-    def _posterior(self, measured: Sequence[Measurement], largest: int) -> _Posterior:
+    def _posterior(self, measured: Sequence[Probe], largest: int) -> _Posterior:
         posterior = _Posterior.from_measurements(measured, largest)
         if self.section.objective == "samples_per_s":
             return posterior
@@ -122,7 +117,7 @@ class _Posterior:
     objective: str = "samples/s"
 
     @classmethod
-    def from_measurements(cls, measured: Sequence[Measurement], largest: int) -> _Posterior:
+    def from_measurements(cls, measured: Sequence[Probe], largest: int) -> _Posterior:
         points = combine(measured)
         sizes = _candidate_sizes([p.batch_size for p in points], largest)
         repeats = Counter(m.batch_size for m in measured)

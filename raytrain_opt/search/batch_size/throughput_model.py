@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raytrain_opt.search.batch_size.strategy import Measurement
+from raytrain_opt.results import Probe
 
 Array = NDArray[np.float64]
 
@@ -54,7 +54,7 @@ class Point:
     error: float
 
 
-def combine(measurements: Sequence[Measurement]) -> list[Point]:
+def combine(measurements: Sequence[Probe]) -> list[Point]:
     """Combine the measurements of each size by inverse variance; sizes ascend.
 
     If repeats differ by more than their errors, all errors are scaled to match: a probe's error
@@ -67,7 +67,7 @@ def combine(measurements: Sequence[Measurement]) -> list[Point]:
     return [Point(p.batch_size, p.log_rate, p.error * scale) for p in points]
 
 
-def _point(m: Measurement) -> Point:
+def _point(m: Probe) -> Point:
     if not (math.isfinite(m.samples_per_s) and m.samples_per_s > 0):
         raise ValueError(f"batch size {m.batch_size}: samples_per_s is {m.samples_per_s}")
     error = m.samples_per_s_error / m.samples_per_s

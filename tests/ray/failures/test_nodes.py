@@ -26,40 +26,10 @@ from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Evaluate
 from tests.support.echo import TRAINED, Done
 from tests.support.echo_pools import echo_pools
+from tests.support.machines import PLACE, Machines
 from tests.support.ray_leftovers import placement_groups
 
 pytestmark = pytest.mark.timeout(900)
-
-# Only nodes that a test adds have places.
-PLACE = {"CPU": 0.6, "place": 1.0}
-
-
-class Machines:
-    """Nodes beside the head, with room for one worker each."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster, self._nodes = cluster, list[Any]()
-
-    def add(self, count: int) -> None:
-        for _ in range(count):
-            node = self._cluster.add_node(num_cpus=1, resources={"place": 1})
-            self._nodes.append(node)
-
-    def fail_one_with_a_worker(self) -> None:
-        """End a node as a power failure does: nothing on it can report its end."""
-        workers = nodes_with("RayTrainWorker")
-        victim = next(node for node in self._nodes if node.node_id in workers)
-        self._nodes.remove(victim)
-        self._cluster.remove_node(victim, allow_graceful=False)
-        deadline_s = monotonic_s() + 120
-        while victim.node_id not in gone_nodes():
-            assert monotonic_s() < deadline_s
-            time.sleep(0.1)
-
-    def remove_all(self) -> None:
-        for node in self._nodes:
-            self._cluster.remove_node(node)
-        self._nodes.clear()
 
 
 def nodes_with(title: str) -> set[str]:
@@ -79,6 +49,15 @@ def machines(local_ray: Cluster) -> Iterator[Machines]:
     machines.remove_all()
 
 
+def end_one(machines: Machines, *, hang: bool = False) -> None:
+    """End a node with a worker and wait until Ray knows."""
+    victim = machines.end_one_with_a_worker(hang=hang)
+    deadline_s = monotonic_s() + 120
+    while victim not in gone_nodes():
+        assert monotonic_s() < deadline_s
+        time.sleep(0.1)
+
+
 def hang_in(*epochs: int) -> list[dict[str, Any]]:
     """Return faults that block both workers in these epochs until a process ends."""
     fault = {"role": "worker", "phase": "main_train", "step": 4, "action": "hang"}
@@ -92,7 +71,7 @@ def test_without_a_smaller_count_the_run_ends_and_names_the_missing_worker(
     with echo_pools(
         tmp_path, workers=2, worker_resources=PLACE, faults=hang_in(1), no_progress_s=10
     ) as echo:
-        echo.act_at_work(machines.fail_one_with_a_worker)
+        echo.act_at_work(lambda: end_one(machines))
         with pytest.raises(PoolError) as caught:
             echo.workers.command(echo.main_train(1))
     message = str(caught.value)
@@ -116,11 +95,11 @@ def test_another_node_replaces_one_without_it_fewer_continue_and_a_new_one_is_us
         head = {ray.get_runtime_context().get_node_id()}
         for title in ("Mailbox", "PoolLauncher"):
             assert nodes_with(title) == head
-        echo.act_at_work(machines.fail_one_with_a_worker)
+        echo.act_at_work(lambda: end_one(machines))
         first = echo.workers.command(echo.main_train(1))
         assert echo.contents(first) == {0: TRAINED, 1: TRAINED}
-        echo.act_at_work(machines.fail_one_with_a_worker)
-        # From a state that was on the node that fails.
+        echo.act_at_work(lambda: end_one(machines, hang=True))
+        # From a state that was on the node that hangs.
         second = echo.workers.command(replace(echo.main_train(2), state=first[1]))
         assert echo.contents(second) == {0: TRAINED + b", trained"}
         assert echo.workers.alive() == (0,)

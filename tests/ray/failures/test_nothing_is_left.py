@@ -91,7 +91,7 @@ def test_a_controller_that_asks_for_its_resources_again_gets_none() -> None:
     """Twenty runs in one driver, one after the other, each ended in the middle of a retry."""
     for _ in range(REPETITIONS):
         controller = start(Controller)
-        wait_for_groups(ActorTree.of(controller))
+        wait_for_groups(ActorTree(controller))
         assert not end_actor_tree(controller)
         assert placement_groups() == set()
     wait_for_all_cpus()
@@ -100,8 +100,8 @@ def test_a_controller_that_asks_for_its_resources_again_gets_none() -> None:
 def test_two_runs_in_one_driver_do_not_disturb_each_other() -> None:
     first, second = start(Controller), start(Controller)
     for actor in (first, second):
-        wait_for_groups(ActorTree.of(actor))
-    others = ActorTree.of(second)
+        wait_for_groups(ActorTree(actor))
+    others = ActorTree(second)
     group = others.leftovers().placement_groups
     assert not end_actor_tree(first)
     assert others.leftovers().placement_groups == group
@@ -115,7 +115,7 @@ def test_ray_trains_own_controller_leaves_nothing_while_it_restarts_its_workers(
 ) -> None:
     """Once: it imports Ray Train in three processes."""
     launcher = start(Launcher, str(tmp_path))
-    tree = ActorTree.of(launcher)
+    tree = ActorTree(launcher)
     wait_for_groups(tree)
     assert not end_actor_tree(launcher)
     assert placement_groups() == set()

@@ -21,6 +21,7 @@ from tests.support.small_jobs import read_lines, small_job
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_workers_and_shards_die_and_no_sample_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

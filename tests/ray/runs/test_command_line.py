@@ -20,13 +20,14 @@ import pytest
 from raytrain_opt import RunResult
 from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.train.checkpoint import read_index, read_weights
-from tests.support.small_jobs import read_lines, without_times
+from tests.support.small_jobs import EPOCHS, read_lines, without_times
 
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[3]
-JOB, EPOCHS = "jobs/quickstart.yaml", 8
-ONE_THREAD = ["--set", "workers.threads=1"]  # as the run that is compared with
+JOB = "jobs/quickstart.yaml"
+# As the run that is compared with.
+SHORT = ["--set", "workers.threads=1", "--set", f"epochs={EPOCHS}"]
 # Every process that a command starts inherits its mark: one of these tests, and of the command.
 MARK, TESTS = "RAYTRAIN_OPT_TEST", uuid.uuid4().hex
 
@@ -68,14 +69,14 @@ def test_a_killed_terminated_and_resumed_run_equals_an_uninterrupted_one(
     reaches it and all processes of its group, as `timeout` and Slurm send it, and it saves the
     step that it has reached. The same command resumes it each time.
     """
-    arguments = [JOB, "--set", f"storage_path={tmp_path}", "--set", "resume=auto", *ONE_THREAD]
+    arguments = [JOB, "--set", f"storage_path={tmp_path}", "--set", "resume=auto", *SHORT]
     with start("killed", "hang", 1, *arguments) as process:
         run_dir = _wait_for_the_round(process, tmp_path, epoch=1)
         process.kill()
         process.wait(60)
     # At once, while Ray's own agents are still ending.
-    with start("terminated", "wait", 4, *arguments) as process:
-        assert _wait_for_the_round(process, tmp_path, epoch=4) == run_dir
+    with start("terminated", "wait", 3, *arguments) as process:
+        assert _wait_for_the_round(process, tmp_path, epoch=3) == run_dir
         assert _processes_listening_beyond_loopback() <= {"ray::RayTrainWorker"}  # torch's store
         time.sleep(2)  # until the workers have begun to train the epoch
         os.killpg(process.pid, signal.SIGTERM)
@@ -83,14 +84,14 @@ def test_a_killed_terminated_and_resumed_run_equals_an_uninterrupted_one(
         assert process.wait(60) == 143
     assert f"resuming {run_dir}" in output
     assert "resumed after round 1 of epoch 1" in output
-    [step] = re.findall(r"saved through step (\d+) of epoch 4", output)
+    [step] = re.findall(r"saved through step (\d+) of epoch 3", output)
     assert f"raytrain-opt run --resume {run_dir}" in output
     assert "Traceback" not in output
     assert _leftover_processes("terminated") == []
 
     resumed = _run(*arguments)
     assert _leftover_processes() == []
-    assert f"resumed after step {step} of epoch 4" in resumed
+    assert f"resumed after step {step} of epoch 3" in resumed
     assert "candidate LRs" in resumed
     assert f"{run_dir}/result.json" in resumed
     assert "Trial" not in resumed

@@ -1,7 +1,4 @@
-"""The standalone Python example of the documentation, run exactly as it is printed.
-
-It has the default policy, whose candidates all workers train together.
-"""
+"""The Python example and the notebook of the documentation, run exactly as they are printed."""
 
 from __future__ import annotations
 
@@ -12,23 +9,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 from ray.cluster_utils import Cluster
 
 from raytrain_opt.pools.faults import VARIABLE
 from tests.support.small_jobs import read_lines
 
-PAGE = Path(__file__).parents[3] / "docs" / "own-model-and-data.md"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.mark.timeout(600)
 def test_the_example_with_own_model_and_data_runs(tmp_path: Path, local_ray: Cluster) -> None:
-    """On the Ray of these tests, which saves the start of another one; a worker is killed while
-    the workers train a candidate.
+    """With the default policy, whose candidates all workers train together; a worker is killed
+    meanwhile. On the Ray of these tests, which saves the start of another one.
     """
     fault = {"role": "worker", "index": 1, "phase": "pretrain", "step": 7}
     faults = {VARIABLE: json.dumps([fault])}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = (DOCS / "own-model-and-data.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (example,) = [block for block in blocks if "__main__" in block]
     script = tmp_path / "example.py"
     script.write_text(example, encoding="utf-8")
@@ -53,3 +53,23 @@ def test_the_example_with_own_model_and_data_runs(tmp_path: Path, local_ray: Clu
     spans = read_lines(str(result.parent), "timeline")
     pretraining = [span["process"] for span in spans if span["command"] == "pretrain"]
     assert sorted(pretraining) == ["worker 0"] * len(rounds) + ["worker 1"] * len(rounds)
+
+
+@pytest.mark.timeout(600)
+def test_the_notebook_shows_the_progress_and_the_report(
+    tmp_path: Path, local_ray: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", local_ray.address)
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    notebook = nbformat.read(DOCS / "quickstart.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=500, kernel_name="python3", resources=resources).execute()
+    training, numbers, report = (
+        "".join(str(output.get("text") or output.get("data")) for output in cell.outputs)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    )
+    assert "epoch 4/4  lr " in training
+    assert "of the test images after" in numbers
+    assert "iframe srcdoc" in report
+    assert "Confusion matrix" in report

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -24,11 +25,9 @@ from raytrain_opt.train.checkpoint import read_index, read_rest, read_weights
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.s3_server import S3Server, cut, refuse
-from tests.support.small_jobs import quickstart, read_lines, small_job, without_times
+from tests.support.small_jobs import EPOCHS, quickstart, read_lines, small_job, without_times
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
-
-EPOCHS = range(1, 9)
 
 
 def test_the_quickstart_learns(finished: RunResult) -> None:
@@ -38,7 +37,7 @@ def test_the_quickstart_learns(finished: RunResult) -> None:
 
 def test_the_winner_is_the_best_score_and_sets_the_next_base(finished: RunResult) -> None:
     rounds = read_lines(finished.run_dir, "rounds")
-    assert [line["epoch"] for line in rounds] == list(EPOCHS)
+    assert [line["epoch"] for line in rounds] == list(range(1, EPOCHS + 1))
     for line in rounds:
         scores = [candidate["score"] for candidate in line["candidates"]]
         winner = line["candidates"][line["winner"]]
@@ -57,12 +56,12 @@ def test_every_worker_loaded_the_winners_state(finished: RunResult) -> None:
 def test_epochs_and_result_agree(finished: RunResult) -> None:
     epochs = read_lines(finished.run_dir, "epochs")
     result = json.loads((Path(finished.run_dir) / "result.json").read_text())
-    assert [line["epoch"] for line in epochs] == list(EPOCHS)
+    assert [line["epoch"] for line in epochs] == list(range(1, EPOCHS + 1))
     assert all(line["test_samples"] == 359 for line in epochs)
     assert result["final"]["test_metrics"] == epochs[-1]["test_metrics"]
     best = max(line["test_metrics"]["accuracy"] for line in epochs)
     assert result["best"]["test_metrics"]["accuracy"] == best
-    assert result["search"]["samples"] == 8 * 3 * 5 * 64  # the losers of four candidates
+    assert result["search"]["samples"] == EPOCHS * 3 * 5 * 64  # the losers of four candidates
     steps = result["steps_per_epoch"]
     assert result["search"]["fraction_of_training"] == pytest.approx(3 * 5 / steps)
     assert 0 < result["time_to_first_step_s"] <= result["wall_s"]
@@ -73,10 +72,10 @@ def test_epochs_and_result_agree(finished: RunResult) -> None:
 
 def test_the_noise_scale_of_the_gradients_is_reported(finished: RunResult) -> None:
     epochs = read_lines(finished.run_dir, "epochs")
-    assert [line["noise_scale"]["batch_size"] for line in epochs] == [64] * 8
+    assert [line["noise_scale"]["batch_size"] for line in epochs] == [64] * EPOCHS
     assert all(line["noise_scale"]["updates"] == 2 for line in epochs)
     noise = finished.summary["noise_scale"]
-    assert sum(stage["updates"] for stage in noise["stages"]) == 8 * 2
+    assert sum(stage["updates"] for stage in noise["stages"]) == EPOCHS * 2
     assert "doubling the global batch of 64 costs" in noise["sentence"]
 
 
@@ -85,7 +84,7 @@ def test_the_schedule_is_the_rate_of_every_step(finished: RunResult) -> None:
     rounds = read_lines(finished.run_dir, "rounds")
     steps = len(schedule[0])
     assert finished.lrs == tuple(lr for lrs in schedule for lr in lrs)
-    assert len(finished.lrs) == 8 * steps
+    assert len(finished.lrs) == EPOCHS * steps
     for number, line in enumerate(rounds):
         lrs = finished.lrs[number * steps : (number + 1) * steps]
         assert set(lrs) == {line["next_base_lr"]}
@@ -94,12 +93,12 @@ def test_the_schedule_is_the_rate_of_every_step(finished: RunResult) -> None:
 def test_the_checkpoint_gives_the_recorded_accuracy(finished: RunResult) -> None:
     folder = Path(finished.run_dir) / "checkpoints"
     checkpoints = read_index(folder)
-    assert checkpoints[-1].epoch == 8
+    assert checkpoints[-1].epoch == EPOCHS
     job = load_job(Path(finished.run_dir) / "job.yaml")
     learner = Learner(LearnerConfig.from_job(job), None, torch.device("cpu"))
     learner.model.load_state_dict(read_weights(folder / checkpoints[-1].folder))
     assert learner.evaluate("test").means["accuracy"] == finished.test_metric
-    assert read_rest(folder / checkpoints[-1].folder)["progress"]["next_epoch"] == 9
+    assert read_rest(folder / checkpoints[-1].folder)["progress"]["next_epoch"] == EPOCHS + 1
 
 
 def test_the_resolved_job_and_the_tensorboard_events_are_written(finished: RunResult) -> None:
@@ -157,6 +156,7 @@ def test_the_doctor_finds_this_machine_fit_or_says_why_not(
     assert re.search(r"│ error +│ room ", capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_killed_processes_are_restarted_and_nothing_changes(
     monkeypatch: pytest.MonkeyPatch, finished: RunResult, s3: S3Server
 ) -> None:
@@ -166,7 +166,7 @@ def test_killed_processes_are_restarted_and_nothing_changes(
     """
     chance = random.Random(seed := random.randrange(10**9))
     print(f"seed of the random kill: {seed}")
-    epochs = 3
+    epochs = 3  # a slot that died in the second is needed again
     main_steps = finished.summary["steps_per_epoch"] * 3 // 4
     worker, step = chance.randrange(2), chance.randrange(main_steps)
     faults = [
@@ -193,6 +193,27 @@ def test_killed_processes_are_restarted_and_nothing_changes(
     assert disturbed.test_metric == recorded["test_metrics"]["accuracy"]
 
 
+def test_two_runs_in_two_threads_of_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
+    def train(name: str) -> RunResult:
+        schedule = {"policy": "schedule", "initial": 0.1}
+        worker = {"count": 1, "threads": 1}
+        return run(small_job(tmp_path / name, learning_rate=schedule, workers=worker, slots={}))
+
+    with ThreadPoolExecutor() as threads:
+        results = list(threads.map(train, ("first", "second")))
+    began_s, ended_s = (
+        [Path(result.run_dir, name).stat().st_mtime for result in results]
+        for name in ("job.yaml", "result.json")
+    )
+    assert max(began_s) < min(ended_s)
+    alone = train("alone")
+    for result in results:
+        assert result.test_metric == alone.test_metric
+        weights = _final_weights(result)
+        for name, expected in _final_weights(alone).items():
+            assert torch.equal(weights[name], expected), name
+
+
 def test_more_workers_than_the_cluster_holds(tmp_path: Path) -> None:
     job = small_job(tmp_path, workers={"count": 4, "resources": {"CPU": 1}})
     with pytest.raises(ResourcesError, match=r"4 workers of 1 CPU each do not fit: room for 2"):
@@ -217,6 +238,11 @@ def test_a_device_that_the_cluster_does_not_have(tmp_path: Path) -> None:
     job = small_job(tmp_path, workers={"count": 2, "use_gpu": True})
     with pytest.raises(ResourcesError, match=r"workers.use_gpu: true, but no node has a GPU"):
         run(job)
+
+
+def _final_weights(result: RunResult) -> dict[str, torch.Tensor]:
+    folder = Path(result.run_dir) / "checkpoints"
+    return read_weights(folder / read_index(folder)[-1].folder)
 
 
 def _descendants() -> list[psutil.Process]:

@@ -70,6 +70,8 @@ SCHEMA = [
     (f"seed: '{'9' * 5000}'", "seed", "must be an integer of fewer digits"),
     ("loss: {label_smoothing: 1}", "loss.label_smoothing", "must be less than 1 (given: 1)"),
     ("loss: {label_smoothing: .nan}", "loss.label_smoothing", "(given: nan)"),
+    ("loss: {class_weights: balance}", "loss.class_weights", "must be balanced or a list"),
+    ("loss: {class_weights: [1, 0]}", "loss.class_weights.1", "must be more than 0"),
     (STPT + "initial: .inf}", "learning_rate.initial", "must be a finite number"),
     (
         SCHEDULE + "milestones: [1, 0]}",
@@ -140,6 +142,12 @@ SCHEMA = [
         "loss: {name: 'a:b', label_smoothing: 0.1}",
         "loss.label_smoothing",
         "applies to cross_entropy only",
+    ),
+    ("loss: {name: 'a:b', class_weights: balanced}", "loss.class_weights", "cross_entropy only"),
+    (
+        "data: {name: image_folder, root: x, labels: a.csv, test_split: test}",
+        "data.labels",
+        "has a column split; remove train_split and test_split",
     ),
     ("workers: {resources: {GPU: 1.5}}", "workers.resources.GPU", "must be an integer above 1"),
     ("optimizer: {args: {lr: 1}}", "optimizer.args", "use learning_rate.initial"),

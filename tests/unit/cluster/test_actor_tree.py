@@ -133,7 +133,7 @@ def test_it_does_not_wait_forever_and_still_frees_the_resources(
     assert (leftovers.actors, leftovers.pids) == (("stubborn",), (6,))
     assert cluster.groups == {}
     assert 2 <= cluster.now_s < 3
-    assert "actors stubborn; processes 6" in caplog.text
+    assert "actors stubborn; processes (6,)" in caplog.text
 
 
 def test_on_other_nodes_a_last_request_is_waited_for(

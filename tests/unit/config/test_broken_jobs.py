@@ -42,6 +42,13 @@ def test_a_minimum_above_the_number_of_workers_is_refused_where_that_is_given() 
     assert (found.workers.size, found.workers.min_workers) == (2, 1)
 
 
+def test_classes_are_balanced_once() -> None:
+    data = "data: {name: digits, sampler: balanced}"
+    [problem] = problems("loss: {class_weights: balanced}", data)
+    assert problem.path == "loss.class_weights"
+    assert problem.rule == "data.sampler: balanced does the same; remove one"
+
+
 @pytest.mark.parametrize("key", GOOD)
 def test_a_missing_key_is_named(key: str) -> None:
     lines = [line for name, line in GOOD.items() if name != key]

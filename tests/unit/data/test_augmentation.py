@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,7 @@ def test_repeats_put_copies_side_by_side_that_are_augmented_differently() -> Non
         channels_last=False,
     )
     assert data.info.steps_per_epoch(12) == 4
-    batches = list(data.train_batches(1, range(4), range(1), 1, 12))
+    batches = list(data.train_batches(1, product(range(4), range(1)), 1, 12))
     y = torch.cat([batch.y for batch in batches])
     assert y.tolist() == [label for label in y[::3].tolist() for _ in range(3)]
     assert len(set(y.tolist())) == 16

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,13 +51,31 @@ def open_arrays(
     )
 
 
+def test_a_balanced_epoch_of_arrays() -> None:
+    y = np.repeat([0, 1], [50, 3])
+    arrays = replace(numbered_images(), train_y=y, test_y=y[:11], num_classes=2)
+    section = CIFAR.model_copy(update={"sampler": "balanced"})
+    data = open_arrays(section, arrays, hold_out=HoldOut(0.0))
+    assert data.info.class_counts == (50, 3)
+    _, labels = read_epoch(data, 0, 1)
+    assert abs(int(labels.sum()) - 24) <= 6  # 48 of 53 samples are in full batches
+    assert torch.equal(labels, read_epoch(data, 0, 2)[1])
+
+
+@pytest.mark.parametrize(("section", "field"), [(CIFAR, "data.name"), (FILES, "data.train.1")])
+def test_a_class_without_training_samples_is_an_error(section: Any, field: str) -> None:
+    arrays = replace(numbered_images(), num_classes=60)
+    with pytest.raises(DataError, match=rf"{field}: .* 7 of its 60 classes: 53, 54, .*, …"):
+        open_arrays(section, arrays)
+
+
 def read_epoch(
     data: InMemoryData, epoch: int, num_micro_batches: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x and y of an epoch of global batches of 8."""
     steps = range(data.info.steps_per_epoch(8))
     batches = list(
-        data.train_batches(epoch, steps, range(num_micro_batches), num_micro_batches, 8)
+        data.train_batches(epoch, product(steps, range(num_micro_batches)), num_micro_batches, 8)
     )
     return torch.cat([b.x for b in batches]), torch.cat([b.y for b in batches])
 
@@ -89,9 +110,10 @@ def test_the_number_of_micro_batches_changes_no_bit(num_micro_batches: int) -> N
 
 def test_two_workers_read_the_same_batches_as_one_process() -> None:
     data = open_arrays()
-    single = list(data.train_batches(0, range(3), range(2), 2, 8))
+    single = list(data.train_batches(0, product(range(3), range(2)), 2, 8))
     workers = [
-        list(open_arrays().train_batches(0, range(3), range(r, r + 1), 2, 8)) for r in range(2)
+        list(open_arrays().train_batches(0, product(range(3), range(r, r + 1)), 2, 8))
+        for r in range(2)
     ]
     for step in range(3):
         for rank in range(2):
@@ -101,12 +123,10 @@ def test_two_workers_read_the_same_batches_as_one_process() -> None:
 
 def test_steps_can_be_repeated_in_any_order() -> None:
     data = open_arrays()
-    first = list(data.train_batches(0, range(6), range(1), 1, 8))
+    first = list(data.train_batches(0, product(range(6), range(1)), 1, 8))
     for _ in data.eval_batches("test", 0, 1, 4):
-        list(data.train_batches(3, range(2), range(1), 1, 8))
-    again = [
-        next(data.train_batches(0, range(s, s + 1), range(1), 1, 8)) for s in reversed(range(6))
-    ]
+        list(data.train_batches(3, product(range(2), range(1)), 1, 8))
+    again = [next(data.train_batches(0, [(s, 0)], 1, 8)) for s in reversed(range(6))]
     for batch, repeated in zip(first, reversed(again), strict=True):
         assert torch.equal(batch.x, repeated.x)
         assert torch.equal(batch.y, repeated.y)
@@ -147,8 +167,8 @@ def test_evaluation_reads_each_sample_once(split: str, size: int, world_size: in
 
 def test_training_images_are_cropped_and_mirrored_as_drawn() -> None:
     arrays = numbered_images()
-    batch = next(open_arrays(arrays=arrays).train_batches(2, range(3, 4), range(1), 1, 8))
-    draws = sampling.draw_crop_flip(0, 2, 3, 8, 4, True)
+    batch = next(open_arrays(arrays=arrays).train_batches(2, [(3, 0)], 1, 8))
+    draws = sampling.draw_crop_flip(0, 2, 3, slice(8), 4, True)
     assert draws.flip.any()
     assert not draws.flip.all()
     for i, label in enumerate(batch.y.tolist()):
@@ -181,7 +201,7 @@ def test_memory_format(channels_last: bool) -> None:
     data = open_arrays(channels_last=channels_last)
     expected = torch.channels_last if channels_last else torch.contiguous_format
     for batch in (
-        next(data.train_batches(0, range(1), range(1), 1, 8)),
+        next(data.train_batches(0, [(0, 0)], 1, 8)),
         next(data.eval_batches("test", 0, 1, 4)),
     ):
         assert batch.x.is_contiguous(memory_format=expected)
@@ -199,7 +219,7 @@ def test_float_arrays_are_not_changed() -> None:
     arrays = float_arrays()
     data = open_arrays(FILES.model_copy(update={"normalize": "auto"}), arrays)
     assert data.info.sample_shape == (5,)
-    batch = next(data.train_batches(0, range(1), range(1), 1, 8))
+    batch = next(data.train_batches(0, [(0, 0)], 1, 8))
     np.testing.assert_array_equal(batch.x.numpy(), arrays.train_x[batch.y.numpy()])
 
 
@@ -216,7 +236,7 @@ def test_augmenting_float_arrays_is_an_error(augment: Augment) -> None:
 def test_only_cifar_is_augmented_by_default(name: str, augmented: bool) -> None:
     arrays = numbered_images()
     section = ArraySetData(name=name, normalize="none")
-    batch = next(open_arrays(section, arrays).train_batches(0, range(1), range(1), 1, 8))
+    batch = next(open_arrays(section, arrays).train_batches(0, [(0, 0)], 1, 8))
     plain = torch.from_numpy(arrays.train_x[batch.y.numpy()]).permute(0, 3, 1, 2) / 255
     assert torch.allclose(batch.x, plain) != augmented
 
@@ -224,7 +244,7 @@ def test_only_cifar_is_augmented_by_default(name: str, augmented: bool) -> None:
 def test_the_jobs_augmentation_replaces_the_default() -> None:
     arrays = numbered_images()
     section = CIFAR.model_copy(update={"augment": Augment()})
-    batch = next(open_arrays(section, arrays).train_batches(0, range(1), range(1), 1, 8))
+    batch = next(open_arrays(section, arrays).train_batches(0, [(0, 0)], 1, 8))
     plain = torch.from_numpy(arrays.train_x[batch.y.numpy()]).permute(0, 3, 1, 2) / 255
     torch.testing.assert_close(batch.x, plain)
 
@@ -242,20 +262,22 @@ def test_a_split_held_out_in_the_search_only_joins_the_training() -> None:
     assert (info.train_size, info.search_size, info.validation_size) == (53, 48, 5)
     [validation] = data.eval_batches("validation", 0, 1, 5)
     steps, one = range(6), range(1)
-    labels = torch.cat([b.y for b in data.train_batches(2, steps, one, 1, 8, search=True)])
-    expected = torch.cat([b.y for b in searched.train_batches(2, steps, one, 1, 8)])
+    labels = torch.cat(
+        [b.y for b in data.train_batches(2, product(steps, one), 1, 8, search=True)]
+    )
+    expected = torch.cat([b.y for b in searched.train_batches(2, product(steps, one), 1, 8)])
     assert torch.equal(labels, expected)
     assert not set(labels.tolist()) & set(validation.y.tolist())
-    whole = torch.cat([b.y for b in data.train_batches(2, one, one, 1, 53)])
+    whole = torch.cat([b.y for b in data.train_batches(2, product(one, one), 1, 53)])
     assert sorted(whole.tolist()) == list(range(53))
 
 
 def test_wrong_steps_and_micro_batches_are_errors() -> None:
     data = open_arrays()
     with pytest.raises(ValueError, match="step 6 of an epoch of 6 steps"):
-        list(data.train_batches(0, range(5, 7), range(1), 1, 8))
+        list(data.train_batches(0, product(range(5, 7), range(1)), 1, 8))
     with pytest.raises(ValueError, match="micro-batch 0 of 3"):
-        next(data.train_batches(0, range(1), range(1), 3, 8))
+        next(data.train_batches(0, [(0, 0)], 3, 8))
 
 
 def test_device_and_cpu_stores_return_the_same_samples() -> None:
@@ -285,6 +307,6 @@ def test_shared_arrays_can_be_opened() -> None:
     assert info.num_classes == 10
     assert info.sample_shape == (1, 8, 8)
     assert info.train_size + info.validation_size == len(shared.train_x)
-    batch = next(data.train_batches(0, range(1), range(1), 1, 64))
+    batch = next(data.train_batches(0, [(0, 0)], 1, 64))
     assert batch.x.shape == (64, 1, 8, 8)
     data.close()

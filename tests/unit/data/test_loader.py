@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from torchvision.datasets import ImageFolder
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
 from raytrain_opt.data import load_shared_data, open_data
 from raytrain_opt.data.base import Batch
-from raytrain_opt.data.image_folder import ImageFiles, ImageFolderSource
+from raytrain_opt.data.image_folder import ImageFolderSource, list_folder
 from raytrain_opt.data.loader import DataLoaderData
 from raytrain_opt.errors import DataError
 
@@ -68,7 +69,9 @@ def read_epoch(
 ) -> list[Batch]:
     steps = range(data.info.steps_per_epoch(size))
     return list(
-        data.train_batches(number, steps, range(num_micro_batches), num_micro_batches, size)
+        data.train_batches(
+            number, product(steps, range(num_micro_batches)), num_micro_batches, size
+        )
     )
 
 
@@ -198,7 +201,7 @@ def test_phases_can_be_left_early_and_repeated() -> None:
         first = concatenate(read_epoch(data))
         for _ in range(3):
             next(
-                data.train_batches(1, range(6), range(1), 1, 4)
+                data.train_batches(1, product(range(6), range(1)), 1, 4)
             )  # the remaining batches are never read
             next(data.eval_batches("test", 0, 1, 2))
         again = concatenate(read_epoch(data))
@@ -245,7 +248,7 @@ def test_loader_processes_are_added_until_they_keep_up_within_the_threads(
         pids: list[set[int]] = []
         for number in range(3):
             pids.append(set())
-            for batch in data.train_batches(number, range(12), range(1), 1, 2):
+            for batch in data.train_batches(number, product(range(12), range(1)), 1, 2):
                 pids[-1].update(batch.x[:, 0].tolist())
                 time.sleep(0.002)
     assert [len(p) for p in pids] == [2, expected, expected]
@@ -258,7 +261,7 @@ def test_loader_processes_that_keep_up_stay(monkeypatch: pytest.MonkeyPatch) -> 
         pids: list[set[int]] = []
         for number in range(2):
             pids.append(set())
-            for batch in data.train_batches(number, range(12), range(1), 1, 2):
+            for batch in data.train_batches(number, product(range(12), range(1)), 1, 2):
                 pids[-1].update(batch.x[:, 0].tolist())
                 time.sleep(0.02)
     assert len(pids[0]) == 2
@@ -280,7 +283,7 @@ def test_loader_processes_end_with_close() -> None:
 
 def test_batches_of_an_earlier_phase_cannot_be_read() -> None:
     with open_section(dataset_section(loader_workers=1)) as data:
-        first = data.train_batches(0, range(6), range(1), 1, 4)
+        first = data.train_batches(0, product(range(6), range(1)), 1, 4)
         next(first)
         next(data.eval_batches("test", 0, 1, 2))
         with pytest.raises(RuntimeError, match="earlier phase were read after the next one began"):
@@ -291,7 +294,7 @@ def test_batches_of_an_earlier_phase_cannot_be_read() -> None:
 def test_a_loader_process_that_dies_is_reported_and_replaced() -> None:
     def phases() -> int:
         with open_section(dataset_section(process_numbers, loader_workers=1)) as data:
-            batches = data.train_batches(0, range(6), range(1), 1, 4)
+            batches = data.train_batches(0, product(range(6), range(1)), 1, 4)
             os.kill(int(next(batches).x[0, 0]), signal.SIGKILL)
             with pytest.raises(RuntimeError, match=r"data\.loader_workers .now 1"):
                 list(batches)
@@ -327,7 +330,7 @@ def test_a_split_held_out_in_the_search_only_joins_the_training() -> None:
         assert (info.train_size, info.search_size, info.validation_size) == (26, 24, 2)
         trained = concatenate(read_epoch(data, size=13))[1].tolist()
         one = range(1)
-        [searched] = data.train_batches(0, one, one, 1, 24, search=True)
+        [searched] = data.train_batches(0, product(one, one), 1, 24, search=True)
         validation = concatenate(list(data.eval_batches("validation", 0, 1, 8)))[1].tolist()
     assert sorted(trained) == sorted([*searched.y.tolist(), *validation]) == list(range(26))
 
@@ -358,9 +361,9 @@ def test_a_function_that_generates_data_generates_the_same_every_time() -> None:
 def test_wrong_steps_and_micro_batches_are_errors(workers: int) -> None:
     with open_section(dataset_section(loader_workers=workers)) as data:
         with pytest.raises(ValueError, match="step 6 of an epoch of 6 steps"):
-            list(data.train_batches(0, range(5, 7), range(1), 1, 4))
+            list(data.train_batches(0, product(range(5, 7), range(1)), 1, 4))
         with pytest.raises(ValueError, match="micro-batch 0 of 3"):
-            next(data.train_batches(0, range(1), range(1), 3, 4))
+            next(data.train_batches(0, [(0, 0)], 3, 4))
         assert len(read_epoch(data)) == 6
 
 
@@ -373,7 +376,7 @@ def test_info_of_an_image_folder(image_tree: Path) -> None:
     info = data.info
     assert (info.num_classes, info.sample_shape) == (2, (3, 8, 8))
     assert (info.train_size, info.validation_size, info.test_size) == (18, 2, 6)
-    batch = next(data.train_batches(0, range(1), range(1), 1, 4))
+    batch = next(data.train_batches(0, [(0, 0)], 1, 4))
     assert batch.x.shape == (4, 3, 8, 8)
     assert batch.x.is_contiguous(memory_format=torch.channels_last)
     assert batch.x.dtype == torch.float32
@@ -397,15 +400,15 @@ def test_files_are_those_of_torchvisions_image_folder(image_tree: Path) -> None:
         target.write_bytes((train / "cat" / "0.png").read_bytes())
     (train / "cat" / "notes.txt").write_text("no image")
     (train / "lynx").symlink_to("cat")
-    expected, files = ImageFolder(train), ImageFiles(train)
+    expected, files = ImageFolder(train), list_folder(train)
     assert files.classes == expected.classes
     assert [files[i] for i in range(len(files))] == expected.samples
 
 
 def test_a_link_to_its_own_folder_repeats_no_file(image_tree: Path) -> None:
-    before = len(ImageFiles(image_tree / "train"))
+    before = len(list_folder(image_tree / "train"))
     (image_tree / "train" / "cat" / "loop").symlink_to(".")
-    assert len(ImageFiles(image_tree / "train")) == before
+    assert len(list_folder(image_tree / "train")) == before
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -528,6 +531,83 @@ def test_classes_of_both_splits_must_be_the_same(image_tree: Path) -> None:
         new_data(folder_section(image_tree))
 
 
+def write_labels(tree: Path, text: str) -> str:
+    path = tree / "labels.csv"
+    path.write_bytes(os.fsencode(text))
+    return str(path)
+
+
+ROWS = "train/cat/0.png,tom,train\ntrain/dog/1.png,rex,train\nval/dog/0.png,rex,test\n"
+
+
+def test_a_csv_file_gives_labels_and_splits(image_tree: Path) -> None:
+    """Also with other columns, in another order, and when the same list is opened elsewhere."""
+    rows = "".join(f"x,{line}\n" for line in ROWS.splitlines())
+    section = folder_section(
+        image_tree,
+        labels=write_labels(image_tree, f"id,file,label,split\n{rows}"),
+        validation_fraction=0,
+    )
+    source = cast(ImageFolderSource, pickle.loads(pickle.dumps(load_shared_data(section))))
+    assert source.class_names == ("rex", "tom")
+    assert [source.size("train"), source.size("test")] == [2, 1]
+    expected = folder_section(image_tree)
+    with open_section(section) as data, open_section(expected) as folders:
+        assert data.info.class_counts == (1, 1)
+        assert folders.info.class_counts == (10, 10)
+        [batch] = data.eval_batches("test", 0, 1, 4)
+        other = next(folders.eval_batches("test", 0, 1, 4))
+        assert batch.y.tolist() == [0]
+        assert torch.equal(batch.x[0], other.x[other.y == 1][0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "file,class\n",
+            "needs a first line with .* file, label and split; it has file, c",
+        ),
+        (f"file,label,split\n{ROWS}no.png,rex,train\n", r"line 5: there is no file .*/no\.png"),
+        (f"file,label,split\n{ROWS}val/cat/0.png,,test\n", r"line 5: .* needs a label, .*''"),
+        (f"file,label,split\n{ROWS}val/cat/0.png,rex,val\n", "line 5: .*train or test; .*'val'"),
+        (
+            f"file,label,split\n{ROWS}val/cat/0.png,wolf,test\n",
+            "has labels that only test .*: wolf",
+        ),
+        ("file,label,split\nval/cat/0.png,tom,train\n", "has no file of split test"),
+        (f"file,label,split\n{ROWS}val/cat/0.png\n", "line 5: .* needs a label, .*''"),
+        ("file,label,split\n\udce9.png,tom,train\n", "is not UTF-8 text"),
+    ],
+)
+def test_a_wrong_csv_file_is_explained(image_tree: Path, text: str, message: str) -> None:
+    section = folder_section(image_tree, labels=write_labels(image_tree, text))
+    with pytest.raises(DataError, match=rf"data\.labels: .*labels\.csv {message}"):
+        new_data(section)
+
+
+def test_a_missing_csv_file_is_named(image_tree: Path) -> None:
+    section = folder_section(image_tree, labels=f"{image_tree}/no.csv")
+    with pytest.raises(DataError, match=r"data\.labels: .*/no\.csv does not exist"):
+        new_data(section)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_balanced_files_are_augmented_anew_each_time(image_tree: Path, workers: int) -> None:
+    for i in range(1, 10):
+        (image_tree / f"train/dog/{i}.png").unlink()
+    section = folder_section(
+        image_tree, sampler="balanced", validation_fraction=0, loader_workers=workers
+    )
+    with open_section(section) as data:
+        x, y = concatenate(read_epoch(data, size=2))
+        again, _ = concatenate(read_epoch(data, size=2, num_micro_batches=2))
+    assert torch.equal(x, again)
+    assert sorted(torch.bincount(y).tolist()) == [5, 5]
+    copies = x[y == 1]  # all of dog/0.png
+    assert len(torch.unique(copies.flatten(1), dim=0)) == 5
+
+
 # --- Datasets of the user ------------------------------------------------------------------------
 
 
@@ -619,6 +699,23 @@ def test_number_of_classes(
 ) -> None:
     with open_section(dataset_section(function, num_classes=num_classes)) as data:
         assert data.info.num_classes == expected
+
+
+@pytest.mark.parametrize("targets", [[0] * 18 + [1] * 2, torch.tensor([0] * 18 + [1] * 2)])
+def test_balanced_takes_the_targets_of_a_dataset(targets: Any) -> None:
+    function = with_attribute(num_classes=2, targets=targets)
+    section = dataset_section(function, sampler="balanced", validation_fraction=0)
+    with open_section(section) as data:
+        order = data._split.order(0, search=False)
+        assert data.info.class_counts == (18, 2)
+    assert (order >= 18).sum() == 10
+
+
+@pytest.mark.parametrize("targets", [None, [0] * 19, [[0, 1]] * 20, [7] * 20])
+def test_balanced_needs_one_class_of_each_sample(targets: Any) -> None:
+    function = with_attribute(num_classes=2, **({} if targets is None else {"targets": targets}))
+    with pytest.raises(DataError, match=r"data\.sampler: balanced needs the class of each sample"):
+        new_data(dataset_section(function, sampler="balanced"))
 
 
 def test_an_unknown_number_of_classes_names_the_field() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from raytrain_opt.config.data import HoldOut
 from raytrain_opt.data import sampling
 from raytrain_opt.data.sampling import Purpose
 from raytrain_opt.errors import DataError
@@ -55,6 +56,32 @@ def test_cached_orders_equal_computed_ones() -> None:
         np.testing.assert_array_equal(orders.order(epoch), expected)
 
 
+def test_a_balanced_epoch_has_equally_many_of_each_class_and_repeats_evenly() -> None:
+    labels = np.repeat([0, 1, 3], [70, 20, 10])
+    orders = sampling.EpochOrders(np.arange(100), 0, balanced_labels=labels)
+    seen: set[int] = set()
+    for epoch in range(8):
+        order = orders.order(epoch)
+        assert len(order) == 100
+        assert sorted(np.bincount(labels[order])) == [0, 33, 33, 34]
+        times = np.bincount(order, minlength=100)
+        for label in (0, 1, 3):
+            of_class = times[labels == label]
+            assert of_class.max() - of_class.min() <= 1
+        seen |= set(order.tolist())
+    assert len(seen) > 95  # samples that an epoch leaves out come in others
+    again = sampling.EpochOrders(np.arange(100), 0, balanced_labels=labels).order(7)
+    np.testing.assert_array_equal(again, orders.order(7))
+    assert not np.array_equal(orders.order(6), again)
+
+
+def test_a_balanced_search_leaves_out_the_validation_split() -> None:
+    labels = np.repeat([0, 1], [90, 10])
+    split = sampling.TrainingSplit(100, HoldOut(0.2), 0, balanced_labels=labels)
+    assert not set(split.order(1, search=True)) & set(split.validation)
+    assert split.sizes == (80, 80, 20)
+
+
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 def test_micro_batches_cover_their_step_and_steps_cover_the_epoch(num_micro_batches: int) -> None:
     order = sampling.EpochOrders(np.arange(47), 0).order(0)
@@ -94,29 +121,30 @@ def test_ranks_cover_a_split_exactly_once(world_size: int) -> None:
 
 
 def test_draws_do_not_depend_on_the_batch_size() -> None:
-    large = sampling.draw_crop_flip(0, 1, 2, 64, 4, True)
-    small = sampling.draw_crop_flip(0, 1, 2, 16, 4, True)
-    part = large.take(slice(0, 16))
-    for name in ("top", "left", "flip"):
-        np.testing.assert_array_equal(getattr(part, name), getattr(small, name))
+    large = sampling.draw_crop_flip(0, 1, 2, slice(0, 64), 4, True)
+    small = sampling.draw_crop_flip(0, 1, 2, slice(5, 16), 4, True)
+    for all_rows, rows in zip(large, small, strict=True):
+        np.testing.assert_array_equal(all_rows[5:16], rows)
 
 
 @pytest.mark.parametrize("other", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
 def test_draws_differ_by_seed_epoch_and_step(other: tuple[int, int, int]) -> None:
-    first, second = (sampling.draw_crop_flip(*key, 64, 4, True) for key in ((0, 0, 0), other))
+    first, second = (
+        sampling.draw_crop_flip(*key, slice(64), 4, True) for key in ((0, 0, 0), other)
+    )
     assert not np.array_equal(first.top, second.top)
     assert not np.array_equal(first.flip, second.flip)
 
 
 def test_draws_are_uniform() -> None:
-    draws = sampling.draw_crop_flip(0, 0, 0, 90_000, 4, True)
+    draws = sampling.draw_crop_flip(0, 0, 0, slice(90_000), 4, True)
     for corner in (draws.top, draws.left):
         counts = np.bincount(corner, minlength=9)
         assert len(counts) == 9
         assert (abs(counts - 10_000) < 500).all()  # 5 standard deviations
     assert abs(draws.flip.mean() - 0.5) < 0.01
     assert abs(np.corrcoef(draws.top, draws.left)[0, 1]) < 0.02
-    assert not sampling.draw_crop_flip(0, 0, 0, 100, 0, False).flip.any()
+    assert not sampling.draw_crop_flip(0, 0, 0, slice(100), 0, False).flip.any()
 
 
 def test_sample_seeds_fit_32_bits_and_differ() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tarfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,7 @@ def local(image_tree: Path, tmp_path: Path) -> ShardsData:
 
 def epoch(data: DataLoaderData, number: int = 1, first: int = 0) -> list[Batch]:
     steps = range(first, data.info.steps_per_epoch(4))
-    return list(data.train_batches(number, steps, range(2), 2, 4))
+    return list(data.train_batches(number, product(steps, range(2)), 2, 4))
 
 
 def pixels(batches: list[Batch]) -> list[bytes]:
@@ -111,6 +113,36 @@ def test_an_epoch_needs_few_shards_at_a_time_and_has_each_sample_once(local: Sha
         for position in range(20):
             assert sum(first <= position < last for first, last in spans) <= 2
     assert orders[0] != orders[1] != orders[2]
+
+
+def test_indices_are_parsed_in_one_thread(
+    local: ShardsData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread())
+        return load_array(*args, **kwargs)
+
+    load_array = np.load
+    monkeypatch.setattr(np, "load", load)
+    with open_data(local):
+        pass
+    assert threads == {threading.current_thread()}
+
+
+def test_a_balanced_epoch_needs_few_shards_at_a_time_too(local: ShardsData) -> None:
+    balanced = local.model_copy(update={"sampler": "balanced"})
+    with open_data(balanced, hold_out=0.4) as data:
+        order, shards = sample_order(data, 1), data._shards
+        assert shards is not None
+        assert data.info.class_counts == (10, 10)
+        labels = shards.labels[order]
+        of_sample = np.searchsorted(shards._sets["train"].ends, order, side="right").tolist()
+    assert sorted(np.bincount(labels)) == [6, 6]
+    last = {shard: i for i, shard in enumerate(of_sample)}
+    for i in range(len(order)):  # shards in use: begun, and not read to their end
+        assert sum(last[shard] >= i for shard in set(of_sample[: i + 1])) <= 2
 
 
 def test_the_validation_split_is_in_few_shards(local: ShardsData) -> None:
@@ -232,10 +264,11 @@ def test_a_shard_without_samples_or_labels_is_named(
         pass
 
 
-def test_a_missing_shard_and_a_class_too_many_are_named(local: ShardsData) -> None:
+def test_a_missing_shard_and_wrong_classes_are_named(local: ShardsData) -> None:
     for field, values in (
         ("train", {"train": local.train.replace("train-", "absent-")}),
         ("train", {"num_classes": 1}),
+        ("train", {"num_classes": 3}),
     ):
         with (
             pytest.raises(DataError, match=rf"data\.{field}: "),

@@ -32,7 +32,7 @@ def test_crop_and_flip_equals_the_reference(
     shape: tuple[int, int, int], padding: int, flip: bool
 ) -> None:
     batch = images(40, *shape)
-    draws = sampling.draw_crop_flip(0, 0, 0, 40, padding, flip)
+    draws = sampling.draw_crop_flip(0, 0, 0, slice(40), padding, flip)
     result = transforms.crop_and_flip(batch, draws, padding)
     for i in range(40):
         expected = reference_crop_and_flip(
@@ -46,7 +46,7 @@ def test_crop_and_flip_equals_the_reference(
 def test_images_are_normalized(channels: int, channels_last: bool) -> None:
     batch = images(7, 4, 5, channels)
     mean, std = [0.1, 0.5, 0.7][:channels], [0.2, 0.3, 0.4][:channels]
-    normalize = transforms.NormalizeImages((mean, std), (4, 5, channels), CPU, channels_last)
+    normalize = transforms.normalize_images((mean, std), (4, 5, channels), CPU, channels_last)
     result = normalize(batch)
     reference = batch.numpy().astype(np.float64) / 255
     reference = ((reference - mean) / std).transpose(0, 3, 1, 2)
@@ -58,7 +58,7 @@ def test_images_are_normalized(channels: int, channels_last: bool) -> None:
 
 def test_normalizing_does_not_depend_on_how_a_batch_is_split() -> None:
     batch = images(64, 7, 5, 3)
-    normalize = transforms.NormalizeImages(([0.5], [0.3]), (7, 5, 3), CPU, True)
+    normalize = transforms.normalize_images(([0.5], [0.3]), (7, 5, 3), CPU, True)
     parts = torch.cat([normalize(part) for part in batch.split(3)])
     assert torch.equal(normalize(batch), parts)
 
@@ -66,7 +66,7 @@ def test_normalizing_does_not_depend_on_how_a_batch_is_split() -> None:
 def test_padding_is_black_before_normalizing() -> None:
     white = torch.full((1, 4, 4, 1), 255, dtype=torch.uint8)
     corner = sampling.CropFlip(np.array([0]), np.array([0]), np.array([False]))
-    normalize = transforms.NormalizeImages(([0.5], [0.5]), (4, 4, 1), CPU, True)
+    normalize = transforms.normalize_images(([0.5], [0.5]), (4, 4, 1), CPU, True)
     result = normalize(transforms.crop_and_flip(white, corner, 1))[0, 0]
     assert result[0].tolist() == [-1.0] * 4
     assert result[:, 0].tolist() == [-1.0] * 4
@@ -76,10 +76,10 @@ def test_padding_is_black_before_normalizing() -> None:
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_values_are_unchanged_or_normalized_along_the_first_axis(channels_last: bool) -> None:
     values = torch.rand(6, 2, 3, 3)
-    plain = transforms.NormalizeValues(None, (2, 3, 3), CPU, channels_last)(values)
+    plain = transforms.normalize_values(None, (2, 3, 3), CPU, channels_last)(values)
     assert torch.equal(plain, values)
     mean_std = ([0.5, 1.0], [2.0, 4.0])
-    scaled = transforms.NormalizeValues(mean_std, (2, 3, 3), CPU, channels_last)(values)
+    scaled = transforms.normalize_values(mean_std, (2, 3, 3), CPU, channels_last)(values)
     expected = (values - torch.tensor([0.5, 1.0]).view(2, 1, 1)) / torch.tensor([2.0, 4.0]).view(
         2, 1, 1
     )
@@ -90,7 +90,7 @@ def test_values_are_unchanged_or_normalized_along_the_first_axis(channels_last: 
 
 def test_values_of_one_axis_are_normalized_too() -> None:
     values = torch.rand(6, 3)
-    result = transforms.NormalizeValues(([1.0], [2.0]), (3,), CPU, True)(values)
+    result = transforms.normalize_values(([1.0], [2.0]), (3,), CPU, True)(values)
     torch.testing.assert_close(result, (values - 1) / 2)
 
 

@@ -140,7 +140,7 @@ def test_a_file_uri_caches_results_too(tmp_path: Path) -> None:
 
 def test_the_key_holds_what_affects_the_speed(tmp_path: Path) -> None:
     same = [cache(tmp_path), cache(tmp_path, epochs=9), cache(tmp_path, seed=3, name="other")]
-    assert len({cached.key for cached in same}) == 1
+    assert len({cached.name for cached in same}) == 1
     other = [
         cache(tmp_path, model="resnet8"),
         cache(tmp_path, data="mnist"),
@@ -150,7 +150,7 @@ def test_the_key_holds_what_affects_the_speed(tmp_path: Path) -> None:
         cache(tmp_path, workers={"count": 1}),
         cache(tmp_path, largest=50),
     ]
-    assert len({cached.key for cached in [*same, *other]}) == 1 + len(other)
+    assert len({cached.name for cached in [*same, *other]}) == 1 + len(other)
 
 
 def test_storage_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from raytrain_opt.errors import DivergedError, JobError
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
 from tests.support.small_jobs import read_lines, small_job
 
+pytestmark = pytest.mark.usefixtures("without_plots")
+
 
 class Notes(Callback):
     """Writes what it is called with."""
@@ -91,12 +93,16 @@ def test_without_mlflow_the_extra_is_named(
         run(job, in_process=True)
 
 
+@pytest.mark.parametrize("store", ["file", "sqlite"])
 def test_mlflow_has_the_run_and_a_resumed_one_continues_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:
     mlflow = pytest.importorskip("mlflow", reason="needs raytrain_opt[mlflow]")
+    if store == "sqlite":
+        pytest.importorskip("alembic", reason="a database needs the complete mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    tracking = {"mlflow": (tmp_path / "mlruns").as_uri()}
+    monkeypatch.chdir(tmp_path)  # where MLflow keeps the files of a run in a database
+    tracking = {"mlflow": f"{store}:///{tmp_path}/mlflow"}
     first = run(tiny_job(tmp_path / "runs", callbacks=[], tracking=tracking), in_process=True)
     longer = tiny_job(tmp_path / "runs", callbacks=[], tracking=tracking, epochs=3)
     run(longer, in_process=True, resume=first.run_dir)

@@ -25,6 +25,8 @@ from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_ind
 from tests.support.small_jobs import large_batch_job, read_lines, small_job, without_times
 from tests.support.synthetic_runs import write_schedule
 
+pytestmark = pytest.mark.usefixtures("without_plots")
+
 TINY = {"model": {"name": "small_cnn", "args": {"width": 2}}, "epochs": 2}
 STPT = {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 3}
 

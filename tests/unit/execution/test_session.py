@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from raytrain_opt.clock import monotonic_s
@@ -21,10 +22,13 @@ from raytrain_opt.execution.session import open_run_directory, open_session
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.storage import write_json
+from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.state import capture
 from tests.support.s3_server import S3Server
 from tests.support.small_jobs import small_job
+
+QUIET = Terminal(Console(quiet=True))
 
 
 @pytest.fixture
@@ -113,15 +117,15 @@ def test_one_process_at_a_time_has_a_run_directory(
 ) -> None:
     storage_path = s3.new_uri() if location == "URI" else f"{tmp_path}/runs"
     job = small_job(tmp_path, storage_path=storage_path)
-    with open_run_directory(job, None) as (paths, _, _):
+    with open_run_directory(job, None, QUIET) as (paths, _):
         write_json(paths.checkpoints / "index.json", {"checkpoints": []})
         paths.publish()
         with (
             pytest.raises(JobError, match=rf"another .* is writing.*process {os.getpid()} on"),
-            open_run_directory(job, paths.shown),
+            open_run_directory(job, paths.shown, QUIET),
         ):
             pass
-    with open_run_directory(job, paths.shown):
+    with open_run_directory(job, paths.shown, QUIET):
         pass
 
 

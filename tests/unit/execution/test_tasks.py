@@ -22,6 +22,7 @@ SMALL = {
     "regression": "epochs=2",
     "multi_label": "data.args={train: 200, test: 30}",
 }
+HORIZON = "learning_rate={policy: stpt_horizon, horizon: 0.2, max_search_cost: 1.0}"
 STPT = "learning_rate={policy: stpt, candidates: [1, 0.01], initial: 0.1, alpha: 3}"
 
 
@@ -54,6 +55,7 @@ def test_the_examples_learn_and_name_their_metric(
     assert "accuracy" not in page.lower()
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_where_less_is_better_the_lowest_wins(tmp_path: Path) -> None:
     """Candidates, the best epoch and the best checkpoint."""
     result = train("regression", tmp_path, "epochs=3", STPT)
@@ -67,6 +69,17 @@ def test_where_less_is_better_the_lowest_wins(tmp_path: Path) -> None:
     assert result.best_test_metric == min(errors)
     scores = [checkpoint.score for checkpoint in read_index(Path(result.run_dir) / "checkpoints")]
     assert max(score for score in scores if score is not None) == -min(errors)
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_the_default_search_compares_the_losses_of_the_task(tmp_path: Path) -> None:
+    result = train("regression", tmp_path, "epochs=8", "optimizer=auto", HORIZON)
+    rounds = read_lines(result.run_dir, "rounds")
+    candidates = [candidate for line in rounds for candidate in line["candidates"]]
+    assert len({candidate["optimizer"] for candidate in candidates}) > 1
+    assert all(c["score"] == -c["val_loss"] for c in candidates if c["val_loss"] is not None)
+    first, *_, last = read_lines(result.run_dir, "epochs")
+    assert last["train_loss"] < first["train_loss"]
 
 
 def test_a_trained_task_has_its_network_but_no_class_probabilities(tmp_path: Path) -> None:
@@ -83,6 +96,7 @@ def test_a_trained_task_has_its_network_but_no_class_probabilities(tmp_path: Pat
     ("change", "message"),
     [
         ("loss={label_smoothing: 0.1}", "belongs to task: classification"),
+        ("data.sampler=balanced", "balanced needs the labels"),
         ("data.augment={mixup: 0.2}", "mixup and cutmix need the labels"),
         ("data.normalize=none", "gets the samples as they are"),
     ],

@@ -25,6 +25,7 @@ from raytrain_opt.driver import train
 from raytrain_opt.errors import PoolError, StorageError
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import RunProgress, Startup
+from raytrain_opt.execution.session import Workspace
 from raytrain_opt.execution.signals import StopRequest, Terminated
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
 from raytrain_opt.optim.epoch_steps import epoch_steps
@@ -32,8 +33,7 @@ from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools import in_process
 from raytrain_opt.pools.commands import Command, Pretrain, Progress
 from raytrain_opt.pools.in_process import InProcessPool, in_process_backend
-from raytrain_opt.pools.main_training import SynchronousTraining
-from raytrain_opt.pools.protocol import Backend
+from raytrain_opt.pools.protocol import Backend, SynchronousTraining
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
 from raytrain_opt.search.factory import build_policy, max_candidates
@@ -49,9 +49,11 @@ JOBS: dict[str, dict[str, Any]] = {
     "stpt": {
         "epochs": 3,
         "learning_rate": {"policy": "stpt", "candidates": [1.0, 0.5], "alpha": 3},
+        "loss": {"class_weights": "balanced"},
     },
     "stpt on workers": {
         "epochs": 3,
+        "data": {"name": "digits", "sampler": "balanced"},
         "learning_rate": {
             "policy": "stpt",
             "candidates": [1.0, 0.5, 0.7],
@@ -161,11 +163,7 @@ def execute(
         with open_training_run(
             ResolvedJob(job, info, steps, build_policy(job, steps)),
             backend,
-            paths,
-            checkpoints,
-            Terminal(Console(file=output)),
-            Startup(0.0),
-            stop,
+            Workspace(paths, checkpoints, Terminal(Console(file=output)), Startup(0.0), stop),
         ) as run:
             interrupt_moves(run, process.moves, interrupt)
             if stop_in is not None:

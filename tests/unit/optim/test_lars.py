@@ -33,13 +33,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["blocks", "layer by layer", "scratch", "lists"])
+@pytest.fixture(params=["layer by layer", "all layers"])
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Choose the code path: CPU (blocks or single layers), CUDA, other devices."""
-    if request.param == "layer by layer":
-        monkeypatch.setattr(lars, "_BLOCK", 1)
-    if request.param in ("scratch", "lists"):
-        monkeypatch.setattr(lars, "_uses_scratch", lambda _: request.param == "scratch")
+    """Choose the code path: that of a CPU, or that of other devices and the compiler."""
+    if request.param == "all layers":
         monkeypatch.setattr(lars, "_reads_ratios", lambda _: False)
     return str(request.param)
 

@@ -14,7 +14,12 @@ from raytrain_opt.optim.rmsprop_warmup import PAPER_SCALE, RMSpropWarmup, sgd_fr
 from raytrain_opt.train.state import capture, restore
 
 SHAPES = [(3, 4), (5,), (2, 3, 2, 2), ()]
-SOON: dict[str, Any] = {"center_steps": 4, "period_steps": 4, "rmsprop_scale": 0.02}
+SOON: dict[str, Any] = {
+    "center_epochs": 4,
+    "period_epochs": 4,
+    "steps_per_epoch": 1,
+    "rmsprop_scale": 0.02,
+}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,12 @@ def test_at_first_the_size_of_a_gradient_hardly_matters() -> None:
     moves = []
     for size in (1.0, 1000.0):
         weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        late = {"center_steps": 100, "period_steps": 1, "rmsprop_scale": 1.0}
+        late: dict[str, Any] = {
+            "center_epochs": 100,
+            "period_epochs": 1,
+            "steps_per_epoch": 1,
+            "rmsprop_scale": 1.0,
+        }
         optimizer = RMSpropWarmup([weight], 0.1, **late)
         weight.grad = torch.full_like(weight, size)
         optimizer.step()
@@ -133,7 +143,9 @@ def test_state_dict_resumes_the_transition(stop: int) -> None:
         give_gradients(uninterrupted, t)
         first.step()
     resumed = [nn.Parameter(w.detach().clone()) for w in uninterrupted]
-    second = RMSpropWarmup(resumed, 0.7, center_steps=50, period_steps=9, rmsprop_scale=3.0)
+    second = RMSpropWarmup(
+        resumed, 0.7, center_epochs=50, period_epochs=9, steps_per_epoch=1, rmsprop_scale=3.0
+    )
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for t in range(stop, stop + 5):
         for params, optimizer in ((uninterrupted, first), (resumed, second)):
@@ -219,10 +231,10 @@ def test_closure_is_called_with_gradients_enabled() -> None:
         ("eps", 0.0),
         ("weight_decay", -1e-4),
         ("rmsprop_scale", -1.0),
-        ("center_steps", -1.0),
-        ("period_steps", 0.0),
+        ("center_epochs", -1.0),
+        ("period_epochs", 0.0),
         ("lr", math.nan),
-        ("center_steps", math.inf),
+        ("center_epochs", math.inf),
     ],
 )
 def test_values_out_of_range_are_errors_that_name_the_setting(setting: str, value: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.optim.scaling import linear_scaling, scale_lr, sqrt_scaling
+from raytrain_opt.optim.scaling import scale_lr
 
 RULES = ["linear", "sqrt", "none"]
 
@@ -28,11 +28,6 @@ def test_rate_for_another_batch(
     rule: Any, lr: float, from_size: int, to_size: int, expected: float
 ) -> None:
     assert scale_lr(rule, lr, from_size, to_size) == pytest.approx(expected, rel=1e-12)
-
-
-def test_each_rule_has_a_function() -> None:
-    assert linear_scaling(0.1, batch_size=1024, reference_batch_size=256) == pytest.approx(0.4)
-    assert sqrt_scaling(0.1, batch_size=1024, reference_batch_size=256) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -57,6 +52,6 @@ def test_a_batch_size_below_one_is_an_error(rule: Any, from_size: int, to_size: 
 
 def test_schedules_steps_and_scaling_do_not_import_torch() -> None:
     code = "import sys, raytrain_opt.optim.epoch_steps, raytrain_opt.optim.schedules; "
-    code += "from raytrain_opt.optim import Warmup, linear_scaling; "
+    code += "from raytrain_opt.optim import Warmup, scale_lr; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

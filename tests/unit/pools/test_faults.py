@@ -13,16 +13,19 @@ from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
     MainTrain,
+    OnStep,
     Pretrain,
+    Resident,
     SendCandidateState,
     StateRef,
 )
-from raytrain_opt.pools.faults import VARIABLE, Fault, FaultInjector, planned_faults
+from raytrain_opt.pools.faults import VARIABLE, Fault, inject, planned_faults
 from raytrain_opt.search.policy import Candidate, TryCandidates
 
 STATE = StateRef("s", None)  # type: ignore[arg-type]
 CANDIDATE = Candidate(0, 1.0, 0.1)
 PRETRAIN = Pretrain(STATE, TryCandidates(2, 0.1, "", (CANDIDATE,), (1.0,)), (0, 1))
+WORKER = Resident("worker", 1, "node", 7, "log")
 COMMANDS: dict[str, Command] = {
     "pretrain": PRETRAIN,
     "send_candidate_state": SendCandidateState(PRETRAIN, CANDIDATE, 0),
@@ -31,20 +34,23 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-def injector(fault: dict[str, Any], role: str = "worker", index: int = 1) -> FaultInjector:
-    """Return an injector of one fault that raises; it happens once."""
-    seen: set[int] = set()
+class Injector:
+    """A fault that raises, in worker 1; it happens once."""
 
-    def is_first(number: int) -> bool:
-        first = number not in seen
-        seen.add(number)
+    def __init__(self, **fault: Any) -> None:
+        self.faults = (Fault.model_validate({"action": "raise", "role": "worker", **fault}),)
+        self.seen: set[str] = set()
+
+    def is_first(self, claim: str) -> bool:
+        first = claim not in self.seen
+        self.seen.add(claim)
         return first
 
-    faults = (Fault.model_validate({"action": "raise", "role": "worker", **fault}),)
-    return FaultInjector.for_resident(faults, role, index, is_first)
+    def watch(self, command: Command, on_step: OnStep) -> OnStep:
+        return inject(self.faults, WORKER, command, on_step, self.is_first)
 
 
-def steps_until_it_fails(made: FaultInjector, command: Command, steps: int = 3) -> int | None:
+def steps_until_it_fails(made: Injector, command: Command, steps: int = 3) -> int | None:
     """Return the step of the failure; -1: when the command arrives, None: never."""
     done = -1
     try:
@@ -72,7 +78,7 @@ def steps_until_it_fails(made: FaultInjector, command: Command, steps: int = 3) 
     ],
 )
 def test_a_fault_happens_at_its_place(fault: dict[str, Any], at: int | None) -> None:
-    assert steps_until_it_fails(injector(fault), COMMANDS["main_train"]) == at
+    assert steps_until_it_fails(Injector(**fault), COMMANDS["main_train"]) == at
 
 
 @pytest.mark.parametrize("phase", list(COMMANDS))
@@ -80,16 +86,13 @@ def test_a_fault_happens_in_its_phase_only(phase: str) -> None:
     met = [
         name
         for name, command in COMMANDS.items()
-        if steps_until_it_fails(injector({"phase": phase}), command) is not None
+        if steps_until_it_fails(Injector(phase=phase), command) is not None
     ]
     assert met == [phase]
 
 
 def test_a_fault_happens_once_unless_it_is_always() -> None:
-    once, always = (
-        injector({"phase": "evaluate"}),
-        injector({"phase": "evaluate", "always": True}),
-    )
+    once, always = Injector(phase="evaluate"), Injector(phase="evaluate", always=True)
     command = COMMANDS["evaluate"]
     assert [steps_until_it_fails(once, command) for _ in range(3)] == [-1, None, None]
     assert [steps_until_it_fails(always, command) for _ in range(3)] == [-1, -1, -1]
@@ -98,17 +101,14 @@ def test_a_fault_happens_once_unless_it_is_always() -> None:
 def test_without_a_fault_the_hook_is_returned_unchanged() -> None:
     def on_step(done: int, total: int) -> None: ...
 
-    for made in (FaultInjector({}, lambda _: True), injector({"phase": "evaluate"})):
-        assert made.watch(COMMANDS["main_train"], on_step) is on_step
+    assert Injector(phase="evaluate").watch(COMMANDS["main_train"], on_step) is on_step
 
 
 def test_a_kill_is_a_sigkill() -> None:
     child = os.fork()
     if child == 0:
-        fault = Fault(role="slot", phase="pretrain")
-        FaultInjector.for_resident((fault,), "slot", 0, lambda _: True).watch(
-            PRETRAIN, lambda _d, _t: None
-        )
+        fault = Fault(role="worker", phase="pretrain")
+        inject((fault,), WORKER, PRETRAIN, lambda _d, _t: None, lambda _: True)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL

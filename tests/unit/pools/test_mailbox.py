@@ -175,11 +175,11 @@ def test_a_restarted_resident_joins_again_and_gets_the_current_command() -> None
     async def scene(box: Mailbox) -> tuple[int, list[Resident], int]:
         await box.join(resident(0, pid=1))
         await box.join(resident(1, pid=2))
-        before = await box.restarts("slot")
+        before = (await box.status("slot")).restarts
         number = await post(box, "slot", 1)
         await box.join(resident(0, pid=3))
         assert await box.next_command("slot", 0) == (number, SendInitialState())
-        return before, await box.residents("slot", 2), await box.restarts("slot")
+        return before, await box.residents("slot", 2), (await box.status("slot")).restarts
 
     assert play(scene) == (0, [resident(0, pid=3), resident(1, pid=2)], 1)
 
@@ -192,7 +192,7 @@ def test_a_resident_at_work_learns_that_its_pool_is_closed() -> None:
         await box.post("worker", 1, Close())
         told.append(await report(box, resident(0), 1, None))
         await box.post("slot", 2, Close())
-        assert await box.progress("slot") is None
+        assert (await box.status("slot")).progress is None
         return [*told, await report(box, resident(0), 1, Progress(1, 9))]
 
     assert play(scene) == [False, False, True]
@@ -208,7 +208,8 @@ def test_who_joins_a_new_group_was_not_restarted_and_all_of_it_confirm() -> None
             await box.join(replace(resident(index, pid=9), absent=()))
             await box.receive([Reply(resident(index, pid=9).sender, 1, None)])
         closed = await box.is_closed("slot")
-        return await collected, await box.restarts("slot"), await box.lost("slot"), closed
+        status = await box.status("slot")
+        return await collected, status.restarts, [*status.lost], closed
 
     assert play(scene) == ({0: None, 1: None}, 0, [], False)
 
@@ -231,41 +232,31 @@ def test_one_call_brings_a_reply_and_returns_with_the_next_command() -> None:
 def test_progress_is_that_of_the_resident_furthest_behind() -> None:
     async def scene(box: Mailbox) -> list[Progress | None]:
         await join(box, resident(0), resident(1))
-        reports = [await box.progress("slot")]
+        reports = [(await box.status("slot")).progress]
         await post(box, "slot", 1)
         await report(box, resident(0), 1, Progress(5, 10))
         await report(box, resident(1), 1, Progress(8, 20))
-        reports.append(await box.progress("slot"))
+        reports.append((await box.status("slot")).progress)
         await report(box, resident(1), 1, Progress(15, 20))
-        reports.append(await box.progress("slot"))
+        reports.append((await box.status("slot")).progress)
         await post(box, "slot", 2)
-        return [*reports, await box.progress("slot")]
+        return [*reports, (await box.status("slot")).progress]
 
     assert play(scene) == [None, Progress(8, 20), Progress(5, 10), None]
 
 
 def test_the_first_step_of_any_resident_is_reported_and_remembered() -> None:
-    async def scene(box: Mailbox) -> bool:
+    async def scene(box: Mailbox) -> list[bool]:
         await join(box, resident(0))
         await post(box, "slot", 1)
-        first = await waiting(box.first_step())
-        await report(box, resident(0), 1, Progress(0, 10))
-        await waiting(box.first_step())
-        await report(box, resident(0), 1, Progress(1, 10))
-        assert await first
+        reports = []
+        for done in (0, 1):
+            await report(box, resident(0), 1, Progress(done, 10))
+            reports.append((await box.status("worker")).has_trained)
         await post(box, "slot", 2)
-        return await box.first_step()
+        return [*reports, (await box.status("slot")).has_trained]
 
-    assert play(scene) is True
-
-
-def test_shared_data_wait_for_the_driver_even_when_they_are_none() -> None:
-    async def scene(box: Mailbox) -> list[Any]:
-        asked = await waiting(box.shared_data())
-        await box.share_data([None])
-        return await asked
-
-    assert play(scene) == [None]
+    assert play(scene) == [False, True, True]
 
 
 def test_nobody_waits_for_a_lost_resident() -> None:
@@ -277,7 +268,7 @@ def test_nobody_waits_for_a_lost_resident() -> None:
         await reply(box, resident(0), number, "a")
         await box.lose("slot", 1)
         assert await joined == [resident(0)]
-        assert await box.lost("slot") == [1]
+        assert [*(await box.status("slot")).lost] == [1]
         assert await box.overdue("slot", range(2)) == []
         return await collected
 
@@ -306,19 +297,19 @@ def test_only_progress_ends_the_silence(monkeypatch: pytest.MonkeyPatch) -> None
         await join(box, worker(0))
         number = await post(box, "worker", 1)
         now[0] += 5
-        assert await box.silence_s("worker") == 5
+        assert (await box.status("worker")).silence_s == 5
         await report(box, worker(0), 1, Progress(1, 9))
         now[0] += 2
         await report(box, worker(0), 1, Progress(1, 9))
-        assert await box.silence_s("worker") == 2
+        assert (await box.status("worker")).silence_s == 2
         await report(box, worker(0), 1, Progress(2, 9))
-        assert await box.silence_s("worker") == 0
+        assert (await box.status("worker")).silence_s == 0
         now[0] += 3
         await reply(box, worker(0), number, "done")
-        assert await box.silence_s("worker") == 0
+        assert (await box.status("worker")).silence_s == 0
         now[0] += 4
         await box.join(worker(1))
-        assert await box.silence_s("worker") == 0
+        assert (await box.status("worker")).silence_s == 0
 
     play(scene)
 
@@ -337,13 +328,14 @@ def test_a_group_that_restarted_with_fewer_workers_does_without_the_others() -> 
         collected = await waiting(box.collect("worker", number, range(2)))
         await reply(box, worker(1), number, "with a group that has ended")
         await box.join(worker(0, 1, pid=2))
-        assert (await box.lost("worker"), await box.restarts("worker")) == ([1], 1)
+        status = await box.status("worker")
+        assert (status.lost, status.restarts) == ({1}, 1)
         assert not collected.done()
         await reply(box, worker(1), number, "late")
         await reply(box, worker(0, 1, pid=2), number, "alone")
         assert await collected == {0: "alone"}
         await join(box, worker(0, pid=3), worker(1, pid=3))
-        return await box.lost("worker")
+        return [*(await box.status("worker")).lost]
 
     assert play(scene) == []
 
@@ -383,10 +375,10 @@ def test_a_report_that_a_later_one_has_overtaken_is_no_step_back() -> None:
         await post(box, "slot", 1)
         await report(box, resident(1), 1, Progress(4, 9))
         await report(box, resident(1), 1, Progress(0, 9))
-        assert await box.progress("slot") == Progress(4, 9)
+        assert (await box.status("slot")).progress == Progress(4, 9)
         await box.join(resident(1, pid=2))  # restarted: it begins anew
         await report(box, resident(1, pid=2), 1, Progress(0, 9))
-        assert await box.progress("slot") == Progress(0, 9)
+        assert (await box.status("slot")).progress == Progress(0, 9)
 
     play(scene)
 
@@ -419,7 +411,7 @@ def test_a_call_that_ray_repeats_after_a_cut_connection_has_its_effect_once() ->
     async def scene(box: Mailbox) -> dict[int, Any]:
         for _ in range(2):
             await join(box, resident(0), resident(1))
-        assert await box.restarts("slot") == 0
+        assert (await box.status("slot")).restarts == 0
         await post(box, "slot", 1)
         for _ in range(2):
             await reply(box, resident(0), 1, "first", USAGE)
@@ -454,7 +446,7 @@ def test_late_messages_of_a_process_that_was_replaced_are_dropped() -> None:
         await box.join(new)
         await report(box, old, 1, Progress(7, 9))
         await reply(box, old, 1, "with a state that died with it", USAGE)
-        assert await box.progress("slot") is None
+        assert (await box.status("slot")).progress is None
         await reply(box, resident(1), 1, "b")
         collected = await waiting(box.collect("slot", 1, range(2)))
         await reply(box, new, 1, "a")
@@ -469,7 +461,7 @@ def test_late_progress_of_an_earlier_command_is_dropped() -> None:
         await post(box, "slot", 1)
         await post(box, "slot", 2)
         await report(box, resident(0), 1, Progress(9, 9))
-        return await box.progress("slot")
+        return (await box.status("slot")).progress
 
     assert play(scene) is None
 

@@ -27,7 +27,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.mailbox_client import DriverMailbox
+from raytrain_opt.pools.mailbox_client import answer
 from raytrain_opt.pools.protocol import fetch_initial_state
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
@@ -239,4 +239,4 @@ def test_a_mailbox_that_hangs_or_dies_is_named(
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(PoolError, match=f"the mailbox, .* {message}"):
-        DriverMailbox.answer(None)
+        answer(None)

@@ -142,7 +142,7 @@ def test_progress_goes_up_with_that_of_others_only_the_newest(
             for index in range(4):
                 report = Report(resident(index).sender, 1, Progress(done + index, 9))
                 assert await tree.relay_of(index).actor.report(report) == Instruction()
-        while await tree.box.progress("worker") is None:
+        while (await tree.box.status("worker")).progress is None:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.04)
         late = await tree.box.overdue("worker", range(4))

@@ -27,6 +27,7 @@ from raytrain_opt.pools.commands import (
     Failure,
     Instruction,
     MainTrain,
+    OnStep,
     Progress,
     Regroup,
     Reply,
@@ -38,7 +39,7 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.pools.faults import Fault
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.resident import CommandLoop, OnStep, peer_failure_grace_s, to_failure
+from raytrain_opt.pools.resident import CommandLoop, peer_failure_grace_s, to_failure
 
 T = TypeVar("T")
 

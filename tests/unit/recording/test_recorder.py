@@ -26,7 +26,8 @@ def epoch(number: int = 1, **values: Any) -> EpochRecord:
     record: dict[str, Any] = {
         "epochs": 8,
         "lr": 0.1,
-        "lr_first": 0.2,
+        "lr_peak": 0.2,
+        "optimizer": "SGD",
         "weight_decay_factor": 1.0,
         "train_loss": 0.5,
         **synthetic_runs.evaluation(0.7),

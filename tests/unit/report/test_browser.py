@@ -10,18 +10,25 @@ import pytest
 
 from raytrain_opt.report import write_report
 from tests.support.browser import PageView, View, find_browser, open_page
-from tests.support.synthetic_runs import event_line, with_batch_size_search, write_lines, write_run
+from tests.support.synthetic_runs import (
+    event_line,
+    with_batch_size_search,
+    with_predictions,
+    write_lines,
+    write_run,
+)
 
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="needs Chromium (Debian and Ubuntu: apt-get install chromium)"
 )
-PLOTS = 8
+PLOTS = 12
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = with_batch_size_search(write_run(tmp_path_factory.mktemp("page") / "a run, größer", 12))
+    with_predictions(run)
     write_lines(run / "events.jsonl", [event_line("restarted", "slot 1", process="slot 1")])
     return Path(write_report([str(run)]))
 

@@ -19,6 +19,7 @@ from tests.support.synthetic_runs import (
     round_line,
     span_lines,
     with_batch_size_search,
+    with_predictions,
     write_lines,
     write_run,
 )
@@ -69,6 +70,7 @@ def read(location: str) -> Page:
 def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with everything that a report can show."""
     run = with_batch_size_search(write_run(tmp_path_factory.mktemp("complete") / "run"))
+    with_predictions(run)
     staleness = {"counts": [5, 3, 2], "mean": 0.7, "max": 2}
     write_lines(run / "epochs.jsonl", [epoch_line(n, staleness=staleness) for n in range(1, 7)])
     write_lines(run / "events.jsonl", [event_line("restarted", "slot 1 again", process="slot 1")])
@@ -80,19 +82,24 @@ def test_every_plot_is_in_the_page_and_beside_it(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
     plots = {
         "accuracy", "learning_rate", "batch_size_speed", "batch_size_time_parts", "timeline",
-        "time_parts", "utilization", "memory", "staleness",
+        "time_parts", "utilization", "memory", "staleness", "search_gain", "confusion",
+        "class_accuracy", "calibration",
     }  # fmt: skip
     assert {f"plot-{name}" for name in plots} == {f["id"] for f in page.all("figure")}
     assert len(page.all("svg")) == len(plots)
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in page.all("svg"))
     files = {path.name for path in (complete_run / "plots").iterdir()}
     assert files == {f"{name}.{kind}" for name in plots for kind in ("svg", "png")}
+    assert ">accuracy</text>" in (complete_run / "plots" / "accuracy.svg").read_text()  # its axis
     assert (complete_run / "plots" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tables_hold_the_data(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
-    names = {"rounds", "probes", "processes", "utilization", "epochs", "staleness", "events"}
+    names = {
+        "rounds", "probes", "processes", "utilization", "epochs", "staleness", "events",
+        "search_gain", "classes", "confusions", "calibration",
+    }  # fmt: skip
     assert {table["id"] for table in page.all("table")} == {f"table-{name}" for name in names}
     assert len(page.all("caption")) == len(names)
     assert all(head["scope"] == "col" for head in page.all("th"))
@@ -100,6 +107,45 @@ def test_tables_hold_the_data(complete_run: Path) -> None:
     assert len(candidates) == 6
     assert all(rate in candidates[0] for rate in ("0.2", "0.1", "0.05"))
     assert "Mean 0.7, at most 2, over 60 gradients" in page.text
+
+
+def texts_after(page: Page, text: str, count: int) -> list[str]:
+    """The next texts after this one, names of columns included."""
+    texts = [text.strip() for text in page.texts if text.strip()]
+    start = next(i for i, other in enumerate(texts) if other.startswith(text)) + 1
+    return texts[start : start + count]
+
+
+def test_predictions_are_shown_by_class_confusion_and_confidence(complete_run: Path) -> None:
+    """Class i has 20 samples, i // 2 of which are taken for the next class."""
+    page = read(f"{complete_run}/report.html")
+    worst = ["class 8", "20", "80.0 %", "84.2 %", "class 9 (4)", "class 9", "20", "80.0 %"]
+    assert texts_after(page, "All classes by accuracy", 13)[5:] == worst
+    confusions = ["class 8", "class 9", "4", "20.0 %", "class 9", "class 0", "4", "20.0 %"]
+    assert texts_after(page, "The most frequent confusions", 12)[4:] == confusions
+    assert "Predictions on the 200 test samples after epoch 6." in page.text
+    assert "all classes: 90.0 %" in page.text
+    assert "Expected calibration error: " in page.text
+    images = page.all("img")
+    assert len(images) == 12
+    assert texts_after(page, "class 9 (67.0 %)", 1) == ["labeled class 8; test sample 163"]
+
+
+def test_a_thousand_classes_are_a_small_page_without_a_matrix(tmp_path: Path) -> None:
+    run = with_predictions(write_run(tmp_path / "run"), classes=1000)
+    page = read(write_report([str(run)]))
+    assert (run / "report.html").stat().st_size < 400_000
+    figures = {figure["id"] for figure in page.all("figure")}
+    assert "plot-confusion" not in figures
+    assert {"plot-class_accuracy", "plot-calibration"} < figures
+    assert "The 100 worst classes by accuracy." in page.text
+
+
+def test_the_gain_of_a_search_is_shown_over_its_cost(complete_run: Path) -> None:
+    """Each round has two losers of 5 steps in 20, and a winner that is the unchanged rate."""
+    page = read(f"{complete_run}/report.html")
+    rows = texts_after(page, "Cost and gain of the rounds", 9)[3:]
+    assert rows == ["5", f"{100 * 10 / 120:.1f} %", "0.0 points", "5", "16.7 %", "0.0 points"]
 
 
 def test_the_idle_time_of_a_process_is_the_rest(complete_run: Path) -> None:
@@ -119,7 +165,7 @@ def test_the_page_is_self_contained(complete_run: Path) -> None:
     for _, attributes in page.tags:
         for name in ("src", "href", "action", "data"):
             link = attributes.get(name)
-            assert link is None or link.startswith(("#", "data:,"))
+            assert link is None or link.startswith(("#", "data:,", "data:image/jpeg;base64,"))
     assert "url(" not in re.sub(r"url\(#", "", html)
     assert "@import" not in html
 

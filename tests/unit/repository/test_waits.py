@@ -16,13 +16,12 @@ OTHER_PROCESSES = (
     "async_training/worker_loop.py",
     "cluster/fork_server.py",
     "data/shards.py",
-    "pools/candidates.py",
     "pools/launch_workers.py",
     "pools/mailbox_state.py",
-    "pools/probes.py",
     "pools/relay.py",
     "pools/resident.py",
     "pools/resident_config.py",
+    "pools/slot.py",
     "pools/worker.py",
 )
 # The same in files that the driver uses, too.
@@ -34,6 +33,7 @@ OTHER_CALLS = (
     "actor.shared_data.remote",
     "actor.lose.remote",
     "ray.get(ref)",  # the shared data, in the memory of a node
+    "config.shared[0]",  # the same
     "digest.result()",  # a hash
 )
 # Their limits are inside.

@@ -15,7 +15,7 @@ from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.epoch_steps import EpochSteps
-from raytrain_opt.optim.relative_schedule import RelativeSchedule
+from raytrain_opt.optim.schedules import RelativeSchedule
 from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,

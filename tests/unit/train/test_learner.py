@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from io import BytesIO
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +22,8 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
+from raytrain_opt.recording.predictions import PredictionsRecord
+from raytrain_opt.results import MAX_MISTAKES, Predictions
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -151,7 +157,7 @@ def reference_sgd(count: int, lrs: Sequence[float]) -> list[Tensor]:
     for step, lr in enumerate(lrs):
         gradients = [torch.zeros_like(p) for p in parameters]
         for batch in reference.data.train_batches(
-            1, range(step, step + 1), range(count), count, 16
+            1, product(range(step, step + 1), range(count)), count, 16
         ):
             loss = nn.functional.cross_entropy(reference.model(batch.x), batch.y)
             for total, gradient in zip(
@@ -340,7 +346,7 @@ def test_totals_are_sums_over_the_samples() -> None:
     reference = learner()
     reference.model.train()
     loss_sum = 0.0
-    for batch in reference.data.train_batches(1, range(2), range(1), 1, 16):
+    for batch in reference.data.train_batches(1, product(range(2), range(1)), 1, 16):
         output = reference.model(batch.x)
         loss_sum += nn.functional.cross_entropy(output, batch.y, reduction="sum").item()
     assert totals.loss == pytest.approx(loss_sum / 32)
@@ -489,6 +495,36 @@ def test_the_ranks_evaluate_each_sample_once(world_size: int, split: Any) -> Non
         assert sum(part.sums[name] for part in parts) == pytest.approx(value)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_the_predictions_of_all_ranks_are_those_of_the_network(world_size: int) -> None:
+    """The pictures of the most confident mistakes are the images of these samples."""
+    trained = learner(evaluate={"batch_size_per_worker": 8})
+    trained.train(1, 0, LRS, all_of(1))
+    parts = [trained.evaluate("test", rank, world_size).predictions for rank in range(world_size)]
+    predictions = Predictions.join(parts)
+    assert predictions is not None
+    [batch] = trained.data.eval_batches("test", 0, 1, 100)
+    with torch.no_grad():
+        confidences, classes = trained.model(batch.x).softmax(dim=1).max(dim=1)
+    assert np.array_equal(predictions.labels, arrays().test_y)
+    assert np.array_equal(predictions.classes, classes.numpy())
+    np.testing.assert_allclose(predictions.confidences, confidences.numpy(), rtol=1e-5)
+    record = PredictionsRecord.of(1, "abcdefg", predictions)
+    wrong = [i for i in range(TEST_SIZE) if classes[i] != batch.y[i]]
+    worst = sorted(wrong, key=lambda i: -float(predictions.confidences[i]))[:MAX_MISTAKES]
+    assert [mistake.sample for mistake in record.mistakes] == worst
+    for mistake in record.mistakes:
+        assert mistake.jpeg is not None
+        image = Image.open(BytesIO(b64decode(mistake.jpeg)))
+        difference = np.asarray(image, float) - arrays().test_x[mistake.sample, ..., 0]
+        assert np.abs(difference).mean() < 8
+
+
+def test_other_evaluations_remember_no_predictions() -> None:
+    assert learner().evaluate("validation").predictions is None
+    assert Predictions.join([None, None]) is None
+
+
 def test_statistics_are_recomputed_from_training_batches() -> None:
     trained = learner(
         net_with_norm, batch_norm={"recalibrate_batches": 2}, batch_ramp={"steps": RAMP}
@@ -496,7 +532,7 @@ def test_statistics_are_recomputed_from_training_batches() -> None:
     trained.train(2, 0, LRS[:1], all_of(1))
     trained.sync_batch_norm_stats()
     convolution, norm = trained.model[0], trained.model[1]  # type: ignore[index]
-    batches = trained.data.train_batches(2, range(2), range(2), 2, 32)
+    batches = trained.data.train_batches(2, product(range(2), range(2)), 2, 32)
     means = [convolution(next(batches).x).mean((0, 2, 3)) for _ in range(2)]
     assert_close([norm.running_mean], [torch.stack(means).mean(0)])
     assert norm.momentum == 0.1
@@ -522,7 +558,7 @@ def test_averaged_weights_have_the_statistics_that_belong_to_them(job: dict[str,
     trained.sync_batch_norm_stats()
     assert_close(averaged, weights(trained))
     convolution, norm = trained.model[0], trained.model[1]  # type: ignore[index]
-    batches = list(trained.data.train_batches(1, range(5), range(1), 1, 16))
+    batches = list(trained.data.train_batches(1, product(range(5), range(1)), 1, 16))
     means = [convolution(batch.x).mean((0, 2, 3)) for batch in batches]
     assert_close([norm.running_mean], [torch.stack(means).mean(0)])
 

@@ -24,6 +24,8 @@ from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
 from tests.support.small_jobs import small_job
 
+pytestmark = pytest.mark.usefixtures("without_plots")
+
 CLASSES = 5
 
 

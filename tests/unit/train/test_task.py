@@ -117,6 +117,42 @@ def test_mixed_samples_have_the_loss_of_both_labels() -> None:
     torch.testing.assert_close(mixed, 0.25 * losses[0] + 0.75 * losses[1])
 
 
+def test_class_weights_are_factors_of_samples() -> None:
+    section = LossSection(class_weights=[1, 2, 4], label_smoothing=0.1)
+    task = build_task(TaskSection(), section, DataInfo(3, (3,), 8, 8, 0, 4))
+    plain = Classification(LossSection(label_smoothing=0.1))
+    expected = plain.validation_metrics(nn.Identity(), (OUTPUT, LABELS))["loss"]
+    expected = expected * torch.tensor([1.0, 4.0])
+    values = task.validation_metrics(nn.Identity(), (OUTPUT, LABELS))
+    torch.testing.assert_close(values["loss"], expected)
+    loss = task.training_loss(nn.Identity(), (OUTPUT, LABELS))  # type: ignore[arg-type]
+    torch.testing.assert_close(loss, expected.mean())
+
+
+def test_balanced_weights_give_each_class_the_same_part_of_the_loss() -> None:
+    info = DataInfo(3, (3,), 8, 8, 0, 4, class_counts=(5, 2, 1))
+    labels = torch.tensor([0] * 5 + [1] * 2 + [2])
+    task = build_task(TaskSection(), LossSection(class_weights="balanced"), info)
+    values = task.validation_metrics(nn.Identity(), (torch.zeros(8, 3), labels))  # type: ignore[arg-type]
+    sums = [values["loss"][labels == label].sum() for label in range(3)]
+    torch.testing.assert_close(sums[1:], sums[:-1])
+    plain = Classification(LossSection()).loss(torch.zeros(8, 3), labels)
+    torch.testing.assert_close(values["loss"].mean(), plain)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1, 2], "has 2 weights, but the data have 3 classes"),
+        ("balanced", "needs the class of each sample: `targets`"),
+    ],
+)
+def test_class_weights_must_fit_the_data(weights: Any, message: str) -> None:
+    section = LossSection(class_weights=weights)
+    with pytest.raises(JobError, match=rf"loss\.class_weights: {message}"):
+        build_task(TaskSection(), section, DataInfo(3, (3,), 8, 8, 0, 4))
+
+
 class Regression:
     """A task with one metric beside the loss."""
 
@@ -152,7 +188,7 @@ INFO = DataInfo(1, (3,), 8, 8, 0, 4, example={"x": torch.ones(3), "y": torch.ten
 def test_a_task_of_a_user_says_its_metrics() -> None:
     section = TaskSection(name=Regression, args={"power": 1})
     assert check_task(section) == []
-    task = build_task(section, LossSection())
+    task = build_task(section, LossSection(), INFO)
     assert metric_of(task) == Metric("error", higher_is_better=False)
     assert try_task(task, nn.Linear(3, 1), INFO, "cpu") == ("loss", "error")
 
@@ -193,4 +229,4 @@ def test_what_a_task_raises_is_told_with_the_shapes_of_its_batch() -> None:
 )
 def test_wrong_tasks_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
-        build_task(TaskSection(**values), LossSection())
+        build_task(TaskSection(**values), LossSection(), INFO)

@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from raytrain_opt.commands.doctor.checks import check_exchange, check_nodes
+from raytrain_opt.commands.doctor.checks import (
+    Finding,
+    check_exchange,
+    check_nodes,
+    print_findings,
+)
 from raytrain_opt.commands.doctor.facts import NodeFacts
-from raytrain_opt.commands.doctor.finding import Finding, print_findings
 from raytrain_opt.monitoring.nvml import GpuState
 
 VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.15.0"}

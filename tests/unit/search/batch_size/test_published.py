@@ -9,11 +9,11 @@ import pytest
 
 from raytrain_opt.config.batch_size import EpochTimeMinimizeSearch, GpuUsageMaximizeSearch
 from raytrain_opt.errors import ResourcesError
+from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.factory import build_strategy
 from raytrain_opt.search.batch_size.published import EpochTimeMinimize, GpuUsageMaximize
 from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
-    Measurement,
     ProbeRequest,
     SizeBounds,
     Strategy,
@@ -37,10 +37,10 @@ def epoch_time(bounds: SizeBounds = WIDE, **section: Any) -> EpochTimeMinimize:
     return EpochTimeMinimize(EpochTimeMinimizeSearch.model_validate(values), bounds)
 
 
-def rates(*samples_per_s: float) -> list[Measurement]:
-    """Measurements at the published sizes."""
+def rates(*samples_per_s: float) -> list[Probe]:
+    """Probes at the published sizes."""
     return [
-        Measurement(size, "ok", rate, 0.0, 50.0)
+        Probe(size, "ok", rate, 0.0, utilization_pct=50.0)
         for size, rate in zip(SIZES, samples_per_s, strict=False)
     ]
 
@@ -113,7 +113,7 @@ class TestEpochTimeMinimize:
 
     def test_100_loops_by_default(self) -> None:
         # Every test sees an epoch a tenth of the first shorter or longer than the last one.
-        history = [Measurement(32 + i, "ok", 1.0 if i // 5 % 2 else 1.2) for i in range(100)]
+        history = [Probe(32 + i, "ok", 1.0 if i // 5 % 2 else 1.2) for i in range(100)]
         assert isinstance(epoch_time().propose(history[:99]), ProbeRequest)
         assert isinstance(epoch_time().propose(history), BatchSizeChoice)
 
@@ -142,9 +142,9 @@ class TestGpuUsageMaximize:
     def test_turning_halves_the_step_and_then_it_grows_again(self) -> None:
         # Below the target to 52 (last step 6), above down to 45, then below again.
         sizes = [32, 34, 37, 41, 46, 52, 49, 45, 50]
-        history = [Measurement(s, "ok", 1.0, 0.0, 90.0) for s in sizes[:5]]
-        history += [Measurement(s, "ok", 1.0, 0.0, 100.0) for s in sizes[5:7]]
-        history += [Measurement(45, "ok", 1.0, 0.0, 90.0)]
+        history = [Probe(s, "ok", 1.0, 0.0, utilization_pct=90.0) for s in sizes[:5]]
+        history += [Probe(s, "ok", 1.0, 0.0, utilization_pct=100.0) for s in sizes[5:7]]
+        history += [Probe(45, "ok", 1.0, 0.0, utilization_pct=90.0)]
         for length, size in enumerate(sizes):
             assert gpu_usage().propose(history[:length]).batch_size == size
 
@@ -180,7 +180,7 @@ class TestGpuUsageMaximize:
         assert "max_loops" in choice.reason
 
     def test_missing_utilization_is_a_clear_error(self) -> None:
-        history = [Measurement(32, "ok", 1.0, 0.0, math.nan)]
+        history = [Probe(32, "ok", 1.0, 0.0, utilization_pct=math.nan)]
         with pytest.raises(ResourcesError, match="batch size 32 took no sample.*utilization"):
             gpu_usage().propose(history)
 

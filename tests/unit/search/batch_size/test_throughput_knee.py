@@ -13,11 +13,10 @@ import pytest
 
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.results import GradientNorms
+from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.search.batch_size.factory import build_strategy
 from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
-    Measurement,
     ProbeRequest,
     SizeBounds,
 )
@@ -277,8 +276,8 @@ class TestMemory:
 
     def test_a_size_that_no_longer_fits_is_not_chosen(self) -> None:
         """Memory may be taken by others between two probes of a size."""
-        fits = [Measurement(size, "ok", 1000.0, 1.0) for size in (32, 128)]
-        history = [*fits, Measurement(32, "out_of_memory")]
+        fits = [Probe(size, "ok", 1000.0, 1.0) for size in (32, 128)]
+        history = [*fits, Probe(32, "out_of_memory")]
         assert throughput_knee().propose(history) == ProbeRequest(
             16, "half of 32, which did not fit into memory"
         )
@@ -299,7 +298,7 @@ def test_the_section_names_the_strategy() -> None:
 
 class TestModel:
     def test_repeats_count_by_their_inverse_variance(self) -> None:
-        history = [Measurement(8, "ok", 100.0, 1.0), Measurement(8, "ok", 102.0, 2.0)]
+        history = [Probe(8, "ok", 100.0, 1.0), Probe(8, "ok", 102.0, 2.0)]
         (point,) = combine(history)
         weight = (2.0 / 102.0) ** 2 / ((1.0 / 100.0) ** 2 + (2.0 / 102.0) ** 2)
         expected = weight * math.log(100.0) + (1 - weight) * math.log(102.0)
@@ -307,21 +306,21 @@ class TestModel:
         assert point.error == pytest.approx(((1 / 0.01) ** 2 + (102 / 2) ** 2) ** -0.5)
 
     def test_repeats_that_disagree_widen_all_errors(self) -> None:
-        other = Measurement(16, "ok", 150.0, 1.5)
-        agree = [Measurement(8, "ok", 100.0, 1.0), Measurement(8, "ok", 100.0, 1.0), other]
-        differ = [Measurement(8, "ok", 80.0, 0.8), Measurement(8, "ok", 120.0, 1.2), other]
+        other = Probe(16, "ok", 150.0, 1.5)
+        agree = [Probe(8, "ok", 100.0, 1.0), Probe(8, "ok", 100.0, 1.0), other]
+        differ = [Probe(8, "ok", 80.0, 0.8), Probe(8, "ok", 120.0, 1.2), other]
         narrow, wide = combine(agree)[1], combine(differ)[1]
         assert narrow.error == pytest.approx(0.01)
         assert wide.error > 10 * narrow.error
 
     @pytest.mark.parametrize("error", [0.0, math.nan])
     def test_no_measurement_is_exact(self, error: float) -> None:
-        assert combine([Measurement(8, "ok", 100.0, error)])[0].error > 0
+        assert combine([Probe(8, "ok", 100.0, error)])[0].error > 0
 
     @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
     def test_rates_must_be_rates(self, rate: float) -> None:
         with pytest.raises(ValueError, match="batch size 8: samples_per_s"):
-            combine([Measurement(8, "ok", rate, 1.0)])
+            combine([Probe(8, "ok", rate, 1.0)])
 
     @pytest.mark.parametrize("half", [0.5, 10.0, 200.0])
     def test_curves_cover_the_truth_between_and_beyond_measurements(self, half: float) -> None:
@@ -329,7 +328,7 @@ class TestModel:
         measured = (16, 64, 256)
         rates = [curve.samples_per_s(s) for s in measured]
         history = [
-            Measurement(size, "ok", rate, 0.005 * rate)
+            Probe(size, "ok", rate, 0.005 * rate)
             for size, rate in zip(measured, rates, strict=True)
         ]
         sizes = [32, 128, 512]
@@ -341,7 +340,7 @@ class TestModel:
 
     def test_curves_differ_less_after_a_more_precise_measurement(self) -> None:
         spreads = [
-            draw_curves(combine([Measurement(32, "ok", 100.0, error)]), [32]).std()
+            draw_curves(combine([Probe(32, "ok", 100.0, error)]), [32]).std()
             for error in (5.0, 1.0, 0.2)
         ]
         assert spreads == sorted(spreads, reverse=True)

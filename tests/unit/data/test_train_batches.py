@@ -1,4 +1,4 @@
-"""`train_batches_at` yields any micro-batches in any order, equal to those of `train_batches`."""
+"""`train_batches` yields any micro-batches in any order, equal to those that come alone."""
 
 from __future__ import annotations
 
@@ -65,11 +65,10 @@ def data(request: pytest.FixtureRequest) -> Iterator[TrainingData]:
 
 
 def test_micro_batches_in_any_order(data: TrainingData) -> None:
-    batches = list(data.train_batches_at(2, INDICES, MICRO_BATCHES, BATCH_SIZE))
+    batches = list(data.train_batches(2, INDICES, MICRO_BATCHES, BATCH_SIZE))
     assert len(batches) == len(INDICES)
     for (step, number), batch in zip(INDICES, batches, strict=True):
-        steps, micro_batches = range(step, step + 1), range(number, number + 1)
-        [expected] = data.train_batches(2, steps, micro_batches, MICRO_BATCHES, BATCH_SIZE)
+        [expected] = data.train_batches(2, [(step, number)], MICRO_BATCHES, BATCH_SIZE)
         assert torch.equal(batch.x, expected.x)
         assert torch.equal(batch.y, expected.y)
         assert batch.weight == expected.weight
@@ -78,6 +77,6 @@ def test_micro_batches_in_any_order(data: TrainingData) -> None:
 
 
 def test_no_indices_yield_no_batches(data: TrainingData) -> None:
-    assert list(data.train_batches_at(1, [], MICRO_BATCHES, BATCH_SIZE)) == []
-    batches = list(data.train_batches_at(1, INDICES, MICRO_BATCHES, BATCH_SIZE))
+    assert list(data.train_batches(1, [], MICRO_BATCHES, BATCH_SIZE)) == []
+    batches = list(data.train_batches(1, INDICES, MICRO_BATCHES, BATCH_SIZE))
     assert len(batches) == len(INDICES)

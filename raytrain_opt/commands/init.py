@@ -1,0 +1,388 @@
+"""`raytrain-opt init`: look at a folder of data and at the machine, and write a job file.
+
+`find_data` decides what the folder holds, as the `data` section of a job; `examine` reads it as a
+training would; `choose` picks model, sizes and length by rules of thumb.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from raytrain_opt.config.data import ArraysData, HoldOut, ImageFolderData, ShardsData
+from raytrain_opt.data import DataInfo, load_shared_data, open_data
+from raytrain_opt.data.batch_reader import SourceSplit
+from raytrain_opt.data.image_folder import COLUMNS, ImageFolderSource, image_paths, list_folder
+from raytrain_opt.data.images import center_crop
+from raytrain_opt.data.shards import ShardSource
+from raytrain_opt.errors import DataError
+from raytrain_opt.monitoring.nvml import gpu_states
+from raytrain_opt.storage import write_text
+
+_VALID = (
+    "valid are folders of images, one for each class, perhaps below train/ and val/; images and a "
+    "CSV file with their names and labels; train_x.npy, train_y.npy, test_x.npy and test_y.npy; "
+    "or train-000000.tar and val-000000.tar, as `raytrain-opt shard` writes them"
+)
+_TRAIN = ("train", "training")
+_TEST = ("val", "valid", "validation", "test", "testing")
+_LABEL_COLUMNS = ("label", "class", "category", "target", "y")
+_TEST_FRACTION = 0.2
+# Where the largest class has this many times the samples of the smallest, settings are named.
+_IMBALANCE = 2
+# Names of classes and of unreadable files that are printed.
+_NAMES = 5
+
+Section = dict[str, Any]
+Row = tuple[str, str, str]  # of the CSV file: file, label, split
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about data. `side`: the median of the images' shorter sides, in pixels.
+
+    `unreadable` has a line for each unreadable one of the `examined` files.
+    """
+
+    info: DataInfo
+    side: int
+    sizes: str
+    examined: int = 0
+    unreadable: tuple[str, ...] = ()
+
+    @property
+    def imbalance(self) -> float:
+        """Samples of the largest class over those of the smallest."""
+        return max(self.info.class_counts) / min(self.info.class_counts)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings of the job. `image_size`: None for arrays, which have their own."""
+
+    model: str
+    image_size: int | None
+    global_batch_size: int
+    epochs: int
+
+
+def init(folder: Path, output: Path, max_examined: int, echo: Callable[[str], object]) -> None:
+    """Write a job file for the data in `folder`, and print what was found and chosen.
+
+    Raises DataError: nothing to train on, or a file that would be written exists; StorageError.
+    """
+    labels = output.with_name(f"{output.stem}-labels.csv").absolute()
+    for path in (output, labels):
+        if path.exists():
+            raise DataError(str(path), "exists, and init overwrites nothing; give --output FILE")
+    _, gpus = gpu_states()
+    section, rows = find_data(folder.absolute(), labels)
+    if rows:
+        write_text(labels, _to_csv(rows))
+    try:
+        facts = examine(section, max_examined)
+    except DataError:
+        labels.unlink(missing_ok=True)
+        raise
+    write_text(output, job_text(folder.absolute().name, section, facts, gpus=len(gpus)))
+    devices = f"{len(gpus)} x {gpus[0].name}" if gpus else "no GPU"
+    memory_gib = psutil.virtual_memory().total / 2**30
+    table = {
+        **_table(section, facts),
+        "machine": f"{len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB, {devices}",
+        "written": f"{output}, and {labels.name}, the list of its files" if rows else str(output),
+    }
+    for name, value in table.items():
+        echo(f"  {name:12} {value}")
+    echo(
+        f"next:\n  raytrain-opt validate {output}    check job and data\n"
+        f"  raytrain-opt run {output}         train; the report will be below runs/\n"
+        f"  raytrain-opt plan {output} --cluster 1x8xH100    predict time and cost elsewhere"
+    )
+
+
+def find_data(folder: Path, labels: Path) -> tuple[Section, list[Row]]:
+    """Return the data section, and the rows of the CSV file `labels` if the section needs it.
+
+    Raises DataError that says what would be valid.
+    """
+    # Indices of shards are arrays too.
+    for find in (_find_shards, _find_arrays, _find_splits):
+        section = find(folder)
+        if section is not None:
+            return section, []
+    # With several tables, that of the training set: others may list images without labels.
+    tables = sorted(folder.glob("*.csv"), key=lambda path: ("train" not in path.name, path.name))
+    listed = filter(None, (_read_table(folder, path) for path in tables))
+    rows = next(listed, []) or _class_folders(folder)
+    if len({label for _, label, _ in rows}) < 2:
+        raise DataError(str(folder), f"has no data to train on; {_VALID}")
+    if not any(split for _, _, split in rows):
+        rows = _split_rows(rows)
+    return {"name": "image_folder", "root": str(folder), "labels": str(labels)}, sorted(rows)
+
+
+def _splits(names: Iterable[str]) -> dict[str, str]:
+    """Return which of the names are those of the training and of the test set: by first word."""
+    words = {re.split(r"[^a-z]", name.lower())[0]: name for name in names}
+    choices = {"train": _TRAIN, "test": _TEST}
+    pairs = ((split, next((w for w in choices[split] if w in words), None)) for split in choices)
+    return {split: words[word] for split, word in pairs if word is not None}
+
+
+def _folders(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+
+
+def _find_splits(folder: Path) -> Section | None:
+    names = _splits(_folders(folder))
+    if len(names) < 2:
+        return None
+    try:
+        list_folder(folder / names["test"])
+    except FileNotFoundError:
+        return None  # a test set without labels
+    splits = {"train_split": names["train"], "test_split": names["test"]}
+    return {"name": "image_folder", "root": str(folder), **splits}
+
+
+def _find_arrays(folder: Path) -> Section | None:
+    files = sorted(folder.glob("*.npy"))
+    if not files:
+        if any(folder.glob("*.npz")):
+            example = "numpy.save('train_x.npy', numpy.load('FILE.npz')['train_x'])"
+            raise DataError(str(folder), f"has .npz files; write each array to its own: {example}")
+        return None
+    found: dict[str, dict[str, str]] = {"train": {}, "test": {}}
+    for file in files:
+        words = re.split(r"[^a-z]+", file.stem.lower())
+        kind = "y" if np.load(file, mmap_mode="r", allow_pickle=False).ndim == 1 else "x"
+        for split, choices in (("train", _TRAIN), ("test", _TEST)):
+            if set(words) & set(choices):
+                found[split].setdefault(kind, str(file))
+    if not all(len(pair) == 2 for pair in found.values()):
+        raise DataError(str(folder), f"has .npy files, but not samples and labels twice; {_VALID}")
+    return {"name": "arrays", **{split: [pair["x"], pair["y"]] for split, pair in found.items()}}
+
+
+def _find_shards(folder: Path) -> Section | None:
+    groups: dict[str, list[str]] = {}
+    for file in sorted(folder.glob("*.tar")):
+        if match := re.fullmatch(r"(.*?)(\d+)", file.stem):
+            groups.setdefault(match[1], []).append(match[2])
+    names = _splits(groups)
+    if len(names) < 2:
+        return None
+    patterns = {
+        split: f"{folder}/{prefix}{{{groups[prefix][0]}..{groups[prefix][-1]}}}.tar"
+        for split, prefix in names.items()
+    }
+    return {"name": "shards", **patterns}
+
+
+def _read_table(folder: Path, path: Path) -> list[Row]:
+    """Return the images that a CSV file lists by path, name or name without suffix."""
+    names: dict[str, str] = {}
+    for image in map(Path, image_paths(folder)):
+        relative = str(image.relative_to(folder))
+        names.update(dict.fromkeys((image.stem, image.name, relative), relative))
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(str(path), f"is not a CSV file in UTF-8: {error}") from error
+    columns = [name for name in lines[0] if name] if lines else []
+    if len(columns) < 2:
+        return []
+    of_files = max(columns, key=lambda name: sum(line[name] in names for line in lines))
+    is_split = {name: {line[name] for line in lines} <= {*_TRAIN, *_TEST} for name in columns}
+    of_splits = next((name for name in columns if is_split[name]), None)
+    others = [name for name in columns if name not in (of_files, of_splits)]
+    of_labels = min(others, key=lambda name: name.lower() not in _LABEL_COLUMNS, default=of_files)
+    splits = {**dict.fromkeys(_TRAIN, "train"), **dict.fromkeys(_TEST, "test")}
+    return [
+        (names[line[of_files]], line[of_labels], splits[line[of_splits]] if of_splits else "")
+        for line in lines
+        if line[of_files] in names and line[of_labels]
+    ]
+
+
+def _to_csv(rows: Sequence[Row]) -> str:
+    text = StringIO(newline="")
+    csv.writer(text).writerows([COLUMNS, *rows])
+    try:
+        text.getvalue().encode()
+    except UnicodeEncodeError as error:
+        name = ascii(error.object[: error.end].rpartition("\n")[2])
+        raise DataError(name, "is not UTF-8, which the list of files needs; rename it") from error
+    return text.getvalue()
+
+
+def _class_folders(folder: Path) -> list[Row]:
+    """Return the images in folders of classes, which may lie below a folder train/."""
+    root = folder / _splits(_folders(folder)).get("train", "")
+    return [
+        (os.path.relpath(path, folder), name, "")
+        for name in _folders(root)
+        for path in image_paths(root / name)
+    ]
+
+
+def _split_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with a fifth of each class, drawn at random, as the test set."""
+    counts = Counter(label for _, label, _ in rows)
+    left = {label: round(_TEST_FRACTION * count) for label, count in counts.items()}
+    split = []
+    for i in np.random.default_rng(0).permutation(len(rows)).tolist():
+        file, label, _ = rows[i]
+        split.append((file, label, "test" if left[label] > 0 else "train"))
+        left[label] -= 1
+    return split
+
+
+def examine(section: Section, max_examined: int) -> Facts:
+    """Read labels and samples as a training does; of files at most `max_examined`, spread evenly.
+
+    Raises DataError.
+    """
+    kinds = {"arrays": ArraysData, "image_folder": ImageFolderData, "shards": ShardsData}
+    parsed = kinds[section["name"]](**section)
+    shared, cpu = load_shared_data(parsed), torch.device("cpu")
+    data = open_data(parsed, shared, hold_out=HoldOut(0), seed=0, device=cpu, channels_last=True)
+    info = data.info
+    if isinstance(parsed, ArraysData):
+        if len(info.sample_shape) != 3:
+            rule = "named models take images; for others write a function (own-model-and-data.md)"
+            raise DataError("data.train.0", f"has samples {list(info.sample_shape)}; {rule}")
+        channels, height, width = info.sample_shape
+        return Facts(info, min(height, width), f"{width} x {height}, {channels} channels")
+    source = shared if isinstance(shared, ImageFolderSource) else ShardSource(parsed)
+    samples: list[tuple[SourceSplit, int]] = [("train", i) for i in range(info.train_size)]
+    samples += [("test", i) for i in range(info.test_size)]
+    spread = np.linspace(0, len(samples) - 1, min(max_examined, len(samples))).astype(int)
+
+    def read(i: int) -> tuple[int, int, bool] | str:
+        split, index = samples[i]
+        try:
+            content = source.content(split, index)
+            center_crop(content, 8)
+            with Image.open(BytesIO(content)) as image:
+                return (*image.size, image.mode in ("1", "L", "I;16"))
+        except UnidentifiedImageError:
+            return f"{source.describe(split, index)}: it is not an image"
+        except Exception as error:  # noqa: BLE001 - whatever a decoder raises for a damaged file
+            return f"{source.describe(split, index)}: {error}"
+
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(read, spread.tolist()))
+    unreadable = tuple(result for result in results if isinstance(result, str))
+    images = np.array([result for result in results if not isinstance(result, str)])
+    if not len(images):
+        raise DataError(source.field, f"no image can be read; {unreadable[0]}")
+    (width, height, _), (max_width, max_height, _) = images.min(0), images.max(0)
+    sizes = f"{width} x {height}"
+    if (width, height) != (max_width, max_height):
+        sizes += f" to {max_width} x {max_height}"
+    sizes += f" pixels, {images[:, 2].mean():.0%} of them gray"
+    side = int(np.median(images[:, :2].min(1)))
+    return Facts(info, side, sizes, len(results), unreadable)
+
+
+def choose(facts: Facts, *, gpus: int, is_files: bool) -> Choice:
+    """Choose by rules of thumb: the size of images, their number, and whether there are GPUs."""
+    side, train = facts.side, facts.info.train_size
+    if side < 16:
+        model, image_size = "small_cnn", side
+    elif side <= 48 or facts.info.sample_shape[0] != 3:
+        model, image_size = "cifar_resnet18" if gpus else "resnet8", side // 8 * 8
+    else:
+        model = "resnet50" if gpus and train >= 100_000 else "resnet18"
+        sizes = (224, 160, 128, 96, 64) if gpus else (128, 96, 64)
+        image_size = next((size for size in sizes if side >= 0.9 * size), 64)
+    # 40 updates an epoch or more, unless that takes batches too small to use a device well.
+    per_device = 2 ** int(math.log2(max(16, train / 40 / max(1, gpus))))
+    batch = min(per_device, 128 if gpus else 64) * max(1, gpus)
+    batch = min(batch, max(1, train // 2))
+    updates = 15_000 if gpus else 1000
+    epochs = min(max(10, math.ceil(updates / (train // batch))), 60)
+    return Choice(model, image_size if is_files else None, batch, epochs)
+
+
+def job_text(name: str, section: Section, facts: Facts, *, gpus: int) -> str:
+    """Return the job file, with a comment for each choice."""
+    choice = choose(facts, gpus=gpus, is_files=section["name"] != "arrays")
+    train, size = facts.info.train_size, choice.image_size
+    lines = [
+        "# Written by raytrain-opt init: a start, by rules of thumb; docs/job-file.md has all",
+        "# settings. Optimizer and learning rate are missing because the training finds them.",
+        f"name: {re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-._')[:100] or 'run'}",
+        "model:",
+        f"  name: {choice.model}  # for images of about {facts.side} pixels",
+    ]
+    if choice.model.startswith("resnet") and choice.model != "resnet8":
+        lines += [
+            "  # ImageNet's weights, which torchvision downloads: photographs then need far fewer",
+            "  # images and epochs, see docs/fine-tuning.md.",
+            "  # weights: IMAGENET1K_V1",
+        ]
+    lines += ["data:", *(f"  {key}: {json.dumps(value)}" for key, value in section.items())]
+    if size is not None:
+        lines.append(f"  image_size: {size}  # pixels; larger is slower, and often better")
+        if section["name"] == "image_folder" and size <= 48:
+            lines.append("  random_crop: false  # true for photographs: cropped and mirrored")
+        elif gpus and train < 100_000:
+            lines.append("  augment: {policy: trivial_augment}  # for fewer than 100,000 images")
+    if facts.imbalance >= _IMBALANCE:
+        lines += [
+            f"  # The largest class has {facts.imbalance:.1f} times the samples of the smallest.",
+            "  # Take equally many samples of each, if small classes matter as much:",
+            "  # sampler: balanced",
+        ]
+    if facts.unreadable:
+        lines.append("  on_unreadable: skip  # some files cannot be read")
+    lines += [
+        f"epochs: {choice.epochs}  # of {train // choice.global_batch_size} updates",
+        "# train_for: 1h  # in place of epochs: as many as fit into this time",
+        f"global_batch_size: {choice.global_batch_size}  # samples of an update, over all workers",
+        "# batch_size_search: {strategy: throughput_knee}  # measure it first, in about a minute",
+    ]
+    if gpus:
+        lines.append("precision: auto  # bf16 on GPUs that have it")
+    return "\n".join(lines) + "\n"
+
+
+def _table(section: Section, facts: Facts) -> dict[str, str]:
+    """Return the lines about the data that are printed."""
+    info, counts = facts.info, facts.info.class_counts
+    names = info.class_labels
+    low, high = counts.index(min(counts)), counts.index(max(counts))
+    table = {
+        "data": f"{section['name']}, {info.train_size:,} to train on, {info.test_size:,} to test",
+        "classes": f"{len(names)}: {', '.join(names[:_NAMES])}{', …' * (len(names) > _NAMES)}",
+        "balance": f"{counts[low]:,} ({names[low]}) to {counts[high]:,} ({names[high]}) samples",
+        "samples": facts.sizes,
+    }
+    if facts.imbalance >= _IMBALANCE:
+        table["balance"] += "; consider data.sampler: balanced or loss.class_weights: balanced"
+    if facts.examined:
+        bad = facts.unreadable
+        lines = [f"{len(bad)} of {facts.examined:,} examined files", *bad[:_NAMES]]
+        if len(bad) > _NAMES:
+            lines.append(f"and {len(bad) - _NAMES} more")
+        table["unreadable"] = f"\n{'':15}".join(lines)
+    return table

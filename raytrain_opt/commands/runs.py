@@ -1,0 +1,141 @@
+"""The runs below a storage path: state, result and cost of each, from its small records."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from raytrain_opt.errors import JobError, RecordError
+from raytrain_opt.execution.lock import is_locked
+from raytrain_opt.paths import FoundRun, find_runs
+from raytrain_opt.recording.reader import read_last, read_record
+from raytrain_opt.recording.records import (
+    BatchSizeRecord,
+    EpochRecord,
+    EpochResult,
+    EventRecord,
+    ResultRecord,
+)
+from raytrain_opt.remote.lease import is_leased
+from raytrain_opt.report.formatting import duration, percent, rate
+from raytrain_opt.storage import check_uri, is_remote, last_name, storage_errors
+
+State = Literal[
+    "running", "finished", "interrupted", "failed", "batch size found", "damaged records"
+]
+
+# Requests to a storage at a time.
+_THREADS = 16
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """One run.
+
+    `latest`: its last epoch so far. `duration_s`: None if it was killed. `search_fraction`:
+    samples of the search over those of the training, of a finished run.
+    """
+
+    run_dir: str
+    started: datetime
+    state: State
+    latest: EpochResult | EpochRecord | None = None
+    epochs: int | None = None
+    duration_s: float | None = None
+    search_fraction: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the run for scripts."""
+        latest = self.latest
+        return {
+            "run_dir": self.run_dir,
+            "started_utc": self.started.isoformat(),
+            "state": self.state,
+            "epochs_done": latest.epoch if latest else 0,
+            "epochs": self.epochs,
+            "metric": latest.metric.name if latest and latest.metric else None,
+            "test_metric": latest.test_metric if latest else None,
+            "duration_s": self.duration_s,
+            "search_fraction": self.search_fraction,
+            "optimizer": latest.optimizer if latest else None,
+            "lr_peak": latest.lr_peak if latest else None,
+        }
+
+    def cells(self) -> list[str]:
+        """Return a row of the table."""
+        latest, metric = self.latest, "–"
+        if latest and latest.metric:
+            metric = f"{latest.metric.name} {latest.metric.text(latest.test_metric)}"
+        return [
+            self.state,
+            f"{latest.epoch if latest else 0} of {self.epochs or '?'}",
+            metric,
+            duration(self.duration_s),
+            percent(self.search_fraction, 0),
+            latest.optimizer if latest else "–",
+            rate(latest.lr_peak if latest else None),
+            last_name(self.run_dir),
+        ]
+
+
+def list_runs(storage_path: str) -> list[ListedRun]:
+    """Return the runs below a folder or URI, newest first.
+
+    Raises JobError for a URI with credentials, StorageError when the storage cannot be read.
+    """
+    problems = check_uri(storage_path, "STORAGE")
+    if problems:
+        raise JobError(problems, "arguments")
+    with ThreadPoolExecutor(_THREADS) as executor:
+        return list(executor.map(_read, find_runs(storage_path)))
+
+
+def print_runs(storage_path: str, runs: Sequence[ListedRun]) -> None:
+    """Print a table of the runs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("state", "epochs", "test metric", "time", "search", "optimizer", "peak LR", "run")
+    table = Table(*columns, box=None, pad_edge=False)
+    for run in runs:
+        table.add_row(*run.cells())
+    console = Console(file=sys.stdout, width=400)  # so that no name is cut; lines are not filled
+    console.print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {storage_path}")
+    console.print(table)
+
+
+def _read(found: FoundRun) -> ListedRun:
+    run_dir, _, started = found
+    try:
+        result = read_record(run_dir, "result.json", ResultRecord)
+        if result is not None:
+            fraction = result.search.fraction_of_training
+            return ListedRun(
+                run_dir, started, "finished", result.final, result.epochs, result.wall_s, fraction
+            )
+        latest = read_last(run_dir, "epochs.jsonl", EpochRecord)
+        state, duration_s = _unfinished(run_dir, started, latest)
+        epochs = latest.epochs if latest else None
+        return ListedRun(run_dir, started, state, latest, epochs, duration_s)
+    except RecordError:
+        return ListedRun(run_dir, started, "damaged records")
+
+
+def _unfinished(
+    run_dir: str, started: datetime, latest: EpochRecord | None
+) -> tuple[State, float | None]:
+    """Return the state of a run without a result, and its duration if that is known."""
+    with storage_errors(f"{run_dir} cannot be read"):
+        is_live = is_leased(run_dir) if is_remote(run_dir) else is_locked(Path(run_dir))
+    if is_live:
+        return "running", (datetime.now(UTC) - started).total_seconds()
+    event = read_last(run_dir, "events.jsonl", EventRecord)
+    if event is not None and event.kind in ("failed", "interrupted"):
+        return ("failed" if event.kind == "failed" else "interrupted"), event.time_s
+    chosen = None if latest else read_record(run_dir, "batch_size.json", BatchSizeRecord)
+    return ("interrupted", None) if chosen is None else ("batch size found", chosen.duration_s)

@@ -1,0 +1,224 @@
+"""Rules over several sections of a job: settings that are valid alone, but not together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from raytrain_opt.config.data import BatchAugment, DatasetData
+from raytrain_opt.config.section import BrokenRule
+
+if TYPE_CHECKING:
+    from raytrain_opt.config.schema import Job
+
+SCORING_POLICIES = ("stpt", "stpt_horizon")
+
+
+def broken_rules(job: Job) -> Iterator[BrokenRule]:
+    """Yield every rule over several sections that the job breaks."""
+    if job.epochs is None and job.train_for is None:
+        yield "epochs", "is required, or train_for in its place"
+    if job.train_for is not None:
+        yield from _time_rules(job)
+    yield from _task_rules(job)
+    yield from _batch_rules(job)
+    yield from _rate_rules(job)
+    yield from _ramp_rules(job)
+    yield from _device_rules(job)
+    if job.parallel.mode == "async":
+        yield from _async_rules(job)
+    elif job.parallel.mode != "sync":
+        yield from _balance_rules(job)
+
+
+def _time_rules(job: Job) -> Iterator[BrokenRule]:
+    """Yield what counts epochs of a training whose number of epochs follows from its speed."""
+    if job.epochs is not None:
+        yield "train_for", "is given in place of epochs; remove one of the two"
+    policy = job.learning_rate
+    shape = getattr(policy, "shape", None)
+    if shape not in ("constant", "linear", "polynomial", "cosine"):
+        yield (
+            "train_for",
+            f"policy {policy.policy}{f' of shape {shape}' if shape else ''} needs a number of "
+            "epochs; use policy stpt_horizon, or schedule of shape constant, linear, "
+            "polynomial or cosine",
+        )
+    if job.batch_ramp.steps:
+        yield "batch_ramp.steps", "needs a number of epochs, and the job gives train_for"
+    if job.parallel.mode == "async":
+        yield "train_for", "needs workers in step; parallel.mode is async"
+
+
+def _task_rules(job: Job) -> Iterator[BrokenRule]:
+    """Yield what only classification has: a task of the user's own does without."""
+    is_balanced = job.data.sampler == "balanced"
+    if job.task.is_classification:
+        if is_balanced and job.loss.class_weights == "balanced":
+            yield "loss.class_weights", "data.sampler: balanced does the same; remove one"
+        return
+    if is_balanced:
+        yield "data.sampler", "balanced needs the labels of task: classification"
+    if job.loss != type(job.loss)():
+        yield "loss", "belongs to task: classification; a task of your own returns its loss"
+    augment = job.data.augment
+    if augment is not None and (augment.mixup or augment.cutmix):
+        yield "data.augment", "mixup and cutmix need the labels of task: classification"
+    if isinstance(job.data, DatasetData) and (
+        job.data.augment != BatchAugment() or job.data.normalize != "auto"
+    ):
+        yield "data", "a task of your own gets the samples as they are; change your Dataset"
+
+
+def _batch_rules(job: Job) -> Iterator[BrokenRule]:
+    if job.global_batch_size % job.workers.size:
+        yield (
+            "global_batch_size",
+            f"{job.global_batch_size} does not split evenly over {job.workers.size} "
+            "workers; give a multiple of workers.count",
+        )
+    if job.batch_norm.sync and job.workers.min_workers < job.workers.size:
+        yield (
+            "workers.count",
+            "with fewer workers the micro-batches per worker can differ, and batch_norm.sync "
+            "needs all workers in each; leave one of the two out",
+        )
+    if job.batch_size_search is not None and job.learning_rate.policy == "replay":
+        yield (
+            "batch_size_search",
+            "a replayed schedule is valid for the batch size it was found with only; remove "
+            "the search",
+        )
+
+
+def _rate_rules(job: Job) -> Iterator[BrokenRule]:
+    warmup = job.learning_rate.warmup
+    if warmup is not None and job.epochs is not None and warmup.epochs > job.epochs:
+        yield (
+            "learning_rate.warmup.epochs",
+            f"{warmup.epochs} is more than the {job.epochs} epochs of the job",
+        )
+    policy = job.learning_rate.policy
+    if policy in SCORING_POLICIES and job.data.validation_fraction == 0:
+        yield (
+            "data.validation_fraction",
+            f"policy {policy} scores candidates on the validation split; set it above 0",
+        )
+
+    if job.learning_rate.search_on == "workers" and job.search_on == "slots":
+        yield (
+            "learning_rate.search_on",
+            "workers train candidates together, on the global batch; candidate_batch: local "
+            "and parallel.mode: async need slots",
+        )
+    yield from _optimizer_rules(job)
+
+
+def _optimizer_rules(job: Job) -> Iterator[BrokenRule]:
+    policy = job.learning_rate.policy
+    is_constant = getattr(job.learning_rate, "shape", "") == "constant"
+    can_be_constant = is_constant or policy in ("replay", "stpt_horizon")
+    if job.optimizer.name == "auto" and policy != "stpt_horizon":
+        yield "optimizer", f"auto is chosen by policy stpt_horizon; with {policy}, name one"
+        return
+    if job.optimizer.is_schedule_free and job.average is not None:
+        yield "average", f"{job.optimizer.name} averages its weights itself; remove it"
+    has_fixed_rates = policy in ("schedule", "replay") and job.parallel.mode != "async"
+    if job.optimizer.momentum_warmup is not None and not has_fixed_rates:
+        yield "optimizer.momentum_warmup", "needs policy schedule or replay, and not async"
+    for optimizer in job.optimizers:
+        if optimizer.is_schedule_free and not can_be_constant:
+            yield (
+                "learning_rate",
+                f"{optimizer.name} needs a constant rate after the warm-up; write "
+                "{policy: stpt_horizon}, or {policy: schedule, shape: constant, initial: …, "
+                "warmup: {epochs: 1}} (customary rates: ScheduleFreeSGD 1, ScheduleFreeAdamW "
+                "0.0025)",
+            )
+        if optimizer.has_auto_weight_decay and policy not in ("stpt_horizon", "replay"):
+            yield (
+                "optimizer.args.weight_decay",
+                "auto is chosen by policy stpt_horizon; else give a number",
+            )
+
+
+def _ramp_rules(job: Job) -> Iterator[BrokenRule]:
+    ramp, warmup = job.batch_ramp.steps, job.learning_rate.warmup
+    if any(b.epoch <= a.epoch or b.factor <= a.factor for a, b in pairwise(ramp)):
+        yield "batch_ramp.steps", "epochs and factors must increase from one entry to the next"
+    last = max((step.epoch for step in ramp), default=0)
+    if job.epochs is not None and last > job.epochs:
+        yield "batch_ramp.steps", f"epoch {last} is after the last epoch, {job.epochs}"
+    if ramp and warmup is not None and ramp[0].epoch <= warmup.epochs:
+        yield (
+            "batch_ramp.steps",
+            f"starts in epoch {ramp[0].epoch}, within the warm-up of {warmup.epochs} "
+            "epochs; let it start later",
+        )
+
+
+def _device_rules(job: Job) -> Iterator[BrokenRule]:
+    for pool, section in (("workers", job.workers), ("slots", job.slots)):
+        gpus = (section.resources or {}).get("GPU", 0)
+        if gpus > 1 and gpus != int(gpus):
+            yield f"{pool}.resources.GPU", "must be an integer above 1"
+    if job.batch_norm.sync and job.workers.use_gpu is False and job.workers.size > 1:
+        yield (
+            "batch_norm.sync",
+            "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false; remove it",
+        )
+
+
+def _balance_rules(job: Job) -> Iterator[BrokenRule]:
+    """Yield what does not work with shares that differ from worker to worker."""
+    micro_batches, workers = job.parallel.micro_batches, job.workers.size
+    if micro_batches and (micro_batches % workers or job.global_batch_size % micro_batches):
+        yield (
+            "parallel.micro_batches",
+            f"{micro_batches} must be a multiple of workers.count ({workers}) that divides "
+            f"global_batch_size ({job.global_batch_size})",
+        )
+    speeds = job.parallel.speeds
+    if job.workers.count == "auto" and (micro_batches or speeds):
+        name = "speeds" if speeds else "micro_batches"
+        yield f"parallel.{name}", "belongs to a given number of workers; set workers.count"
+    elif speeds is not None and not len(speeds) == workers == job.workers.min_workers:
+        yield (
+            "parallel.speeds",
+            f"has {len(speeds)} speeds; give one for each of the {workers} workers, and no "
+            "smaller workers.count.min",
+        )
+    if job.batch_norm.sync:
+        yield "batch_norm.sync", "needs equal shares, as parallel.mode: sync has"
+
+
+def _async_rules(job: Job) -> Iterator[BrokenRule]:
+    """Yield what needs workers that take a step together, which asynchronous ones never do."""
+    if job.batch_norm.sync:
+        yield "batch_norm.sync", "needs all workers in every step, and parallel.mode is async"
+    if not job.data.drop_last:
+        yield "data.drop_last", "workers of parallel.mode: async need equal micro-batches"
+    if job.batch_norm.recalibrate_batches:
+        yield (
+            "batch_norm.recalibrate_batches",
+            "needs all workers together, and parallel.mode is async; remove it: the running "
+            "statistics of the workers are pooled after every epoch",
+        )
+    if job.optimizer.name == "auto":
+        yield "optimizer", "auto needs parallel.mode: sync; name one optimizer"
+    if job.average is not None or job.optimizer.is_schedule_free:
+        path = "optimizer.name" if job.average is None else "average"
+        yield path, "averages weights that all workers share; needs parallel.mode: sync"
+    if job.precision == "fp16":
+        yield (
+            "precision",
+            "fp16 scales the loss by what overflowed in the last update, which no worker "
+            "knows with parallel.mode: async; use bf16",
+        )
+    if job.workers.min_workers < job.workers.size:
+        yield (
+            "workers.count",
+            "belongs to parallel.mode: sync; with async the remaining workers continue "
+            "without a worker that died",
+        )

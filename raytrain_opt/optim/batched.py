@@ -1,0 +1,61 @@
+"""The step that the optimizers of this package share: all layers of a group in few kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class BatchedOptimizer(Optimizer):
+    """Base of optimizers that update the parameters of one device and type together."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; return the loss of `closure`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse or p.grad.is_complex() for p in params):
+                raise RuntimeError(f"{type(self).__name__} needs dense real gradients")
+            if group["params"]:
+                self._update_group(group, params)
+        return loss
+
+    def _update_group(self, group: dict[str, Any], params: list[Any]) -> None:
+        """Update the parameters of a group that have a gradient."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _batches(params: list[Any]) -> Iterator[list[Any]]:
+        """Yield the parameters by device and type."""
+        if params:
+            for (batch,), _ in Optimizer._group_tensors_by_device_and_dtype([params]).values():
+                yield cast(list[Any], batch)
+
+    def _buffers(self, name: str, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return these tensors of the parameters' states, 0 at first."""
+        for param in params:
+            if name not in self.state[param]:
+                self.state[param][name] = torch.zeros_like(param)
+        return [self.state[param][name] for param in params]
+
+    def _check(
+        self, name: str, value: float, *, positive: bool = False, below_one: bool = False
+    ) -> None:
+        """Raise ValueError unless the setting `name` is in its range."""
+        below = 1.0 if below_one else math.inf
+        if not (0 < value < below if positive else 0 <= value < below):
+            least, most = (
+                "above 0" if positive else "at least 0",
+                "below 1" if below_one else "finite",
+            )
+            owner = type(self).__name__
+            raise ValueError(f"{owner}: {name} must be {least} and {most}, not {value!r}")

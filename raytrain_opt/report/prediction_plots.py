@@ -1,0 +1,227 @@
+"""What the weights predict on the test split: confusions, classes, calibration, mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from raytrain_opt.recording.predictions import PredictionsRecord
+from raytrain_opt.report.formatting import count, percent, times
+from raytrain_opt.report.plots import Cell, Plot, Table, color, draw, percent_axis
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# More classes are too many for a matrix, and for their names along an axis.
+_MAX_CLASSES, _MAX_NUMBERS, _MAX_NAME = 30, 12, 14
+# Rows of the tables.
+_WORST_CLASSES, _CONFUSIONS = 100, 50
+
+
+class Picture(NamedTuple):
+    """A picture with text beside it. `jpeg`: in base64; None without a picture."""
+
+    jpeg: str | None
+    text: str
+    remark: str
+
+
+class _Classes:
+    """The classes that occur in the test split, lowest accuracy first, and their numbers."""
+
+    def __init__(self, record: PredictionsRecord) -> None:
+        self.names = record.class_names
+        self.labels, self.predicted, self.counts = np.array(record.confusion, int).T
+        is_correct, size = self.labels == self.predicted, len(self.names)
+        self.samples = np.bincount(self.labels, self.counts, size)
+        self.predictions = np.bincount(self.predicted, self.counts, size)
+        self.correct = np.bincount(self.labels, self.counts * is_correct, size)
+        self.accuracy = self.correct / np.maximum(self.samples, 1)
+        order = np.argsort(self.accuracy, kind="stable")
+        self.order = [int(i) for i in order if self.samples[i]]
+        # Wrong pairs, the most frequent first.
+        self.confusions = [i for i in np.argsort(-self.counts, kind="stable") if not is_correct[i]]
+
+
+def predictions_note(record: PredictionsRecord) -> str:
+    """Say what the section shows."""
+    samples = sum(number for _, _, number in record.confusion)
+    return (
+        f"Predictions on the {times(samples, 'test sample')} after epoch {record.epoch}. A "
+        "prediction is the most probable class, its confidence the probability of that class."
+    )
+
+
+def prediction_plots(record: PredictionsRecord) -> list[Plot]:
+    """Plot confusions (of few classes), accuracies of the classes, and calibration."""
+    classes = _Classes(record)
+    matrix = [_confusion_matrix(classes)] if len(classes.names) <= _MAX_CLASSES else []
+    return [*matrix, _class_accuracies(classes), _calibration(record)]
+
+
+def _confusion_matrix(classes: _Classes) -> Plot:
+    from matplotlib.colors import LinearSegmentedColormap, to_rgba
+
+    size = len(classes.names)
+    counts = np.zeros((size, size), int)
+    counts[classes.labels, classes.predicted] = classes.counts
+    fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    correct = np.eye(size, dtype=bool)
+
+    def paint(axes: Axes) -> None:
+        most_wrong = fractions[~correct].max(initial=0) or 1
+        for shown, hue, darkest in ((correct, "blue", 1), (~correct, "orange", most_wrong)):
+            # Not darker, so that the numbers stay readable.
+            shades = [to_rgba(color(hue), opacity) for opacity in (0.1, 0.5)]
+            colors = LinearSegmentedColormap.from_list(hue, shades)
+            cells = np.ma.masked_where(~shown | (counts == 0), fractions)
+            axes.pcolormesh(cells, cmap=colors, vmin=0, vmax=darkest)
+        if size <= _MAX_NUMBERS:
+            for label, predicted in np.argwhere(counts):
+                text = str(counts[label, predicted])
+                place = (predicted + 0.5, label + 0.5)
+                axes.annotate(text, place, ha="center", va="center", fontsize=8)
+        for which in ("x", "y"):
+            _name_ticks(axes, which, classes.names, 0.5)
+        axes.invert_yaxis()
+        axes.set(xlabel="predicted", ylabel="label")
+        axes.grid(visible=False)
+
+    caption = (
+        "Samples by label and prediction. Blue: correct, darker for a larger fraction of the "
+        "label's samples. Orange: mistakes, darker for more frequent ones. Data: tables below."
+    )
+    return draw("confusion", "Confusion matrix", caption, paint)
+
+
+def _class_accuracies(classes: _Classes) -> Plot:
+    overall = classes.correct.sum() / classes.samples.sum()
+    accuracies = classes.accuracy[classes.order]
+    few = len(accuracies) <= _MAX_CLASSES
+
+    def paint(axes: Axes) -> None:
+        if few:
+            axes.bar(range(len(accuracies)), accuracies, color=color("blue"), width=0.75)
+            _name_ticks(axes, "x", [classes.names[i] for i in classes.order])
+            axes.grid(visible=False, axis="x")
+        else:
+            axes.plot(range(1, len(accuracies) + 1), accuracies, color=color("blue"))
+        label = f"all classes: {percent(overall)}"
+        axes.axhline(overall, color=color("orange"), linestyle="--", label=label)
+        axes.set(xlabel="class" if few else "classes, lowest accuracy first", ylabel="accuracy")
+        axes.set_ylim(0, 1.02)
+        percent_axis(axes)
+
+    caption = (
+        "Fraction of each class's samples that were predicted correctly, lowest first. Data: "
+        "table of classes."
+    )
+    return draw("class_accuracy", "Accuracy per class", caption, paint)
+
+
+def _calibration(record: PredictionsRecord) -> Plot:
+    bins = [b for b in record.calibration if b.samples]
+    total = sum(b.samples for b in bins)
+    error = sum(b.samples * abs(b.accuracy - b.confidence) for b in bins) / total
+
+    def paint(axes: Axes) -> None:
+        axes.plot([0, 1], [0, 1], color=color("soft"), linewidth=1, label="perfect")
+        axes.plot(
+            [b.confidence for b in bins],
+            [b.accuracy for b in bins],
+            "o-",
+            color=color("blue"),
+            markersize=4,
+            label="accuracy",
+        )
+        axes.bar(
+            [(i + 0.5) / len(record.calibration) for i in range(len(record.calibration))],
+            [b.samples / total for b in record.calibration],
+            0.9 / len(record.calibration),
+            color=color("grey"),
+            label="predictions",
+        )
+        axes.set(xlabel="confidence", xlim=(0, 1), ylim=(0, 1.02))
+        percent_axis(axes, "x")
+        percent_axis(axes)
+
+    rows = [
+        [Cell(percent(b.confidence)), Cell(percent(b.accuracy)), Cell(count(b.samples))]
+        for b in bins
+    ]
+    caption = (
+        "Accuracy of the predictions by tenths of their confidence; bars: the fraction of them. "
+        "Below the line, the network is too confident. Expected calibration error: "
+        f"{percent(error)} (mean distance from the line over all predictions; Guo et al., 2017)."
+    )
+    columns = ("mean confidence", "accuracy", "predictions")
+    table = Table("calibration", "Predictions by confidence.", columns, rows)
+    return draw("calibration", "Calibration", caption, paint, table)
+
+
+def classes_table(record: PredictionsRecord) -> Table:
+    """Return the classes with the lowest accuracies."""
+    classes = _Classes(record)
+    worst: dict[int, int] = {}
+    for i in classes.confusions:
+        worst.setdefault(int(classes.labels[i]), i)
+    rows = []
+    for c in classes.order[:_WORST_CLASSES]:
+        taken, predictions = "–", classes.predictions[c]
+        if c in worst:
+            taken = f"{classes.names[classes.predicted[worst[c]]]} ({classes.counts[worst[c]]:,})"
+        rows.append(
+            [
+                Cell(classes.names[c]),
+                Cell(count(classes.samples[c])),
+                Cell(percent(classes.accuracy[c])),
+                Cell(percent(classes.correct[c] / predictions if predictions else None)),
+                Cell(taken),
+            ]
+        )
+    shown = "All" if len(rows) == len(classes.order) else f"The {len(rows)} worst"
+    caption = (
+        f"{shown} classes by accuracy. Precision: fraction of the predictions of this class that "
+        "are correct."
+    )
+    columns = ("class", "samples", "accuracy", "precision", "most often taken for")
+    return Table("classes", caption, columns, rows)
+
+
+def confusions_table(record: PredictionsRecord) -> Table:
+    """Return the most frequent confusions."""
+    classes = _Classes(record)
+    rows = []
+    for i in classes.confusions[:_CONFUSIONS]:
+        label, number = classes.labels[i], classes.counts[i]
+        fraction = percent(number / classes.samples[label])
+        names = (classes.names[label], classes.names[classes.predicted[i]])
+        rows.append([*map(Cell, names), Cell(count(number)), Cell(fraction)])
+    columns = ("label", "predicted", "samples", "of the label's samples")
+    return Table("confusions", "The most frequent confusions.", columns, rows)
+
+
+def mistake_pictures(record: PredictionsRecord) -> list[Picture]:
+    """Return the mistakes with the highest confidence."""
+    names = record.class_names
+    return [
+        Picture(
+            mistake.jpeg,
+            f"{names[mistake.predicted]} ({percent(mistake.confidence)})",
+            f"labeled {names[mistake.label]}; test sample {mistake.sample}",
+        )
+        for mistake in record.mistakes
+    ]
+
+
+def _name_ticks(axes: Axes, which: str, names: Sequence[str], first: float = 0.0) -> None:
+    """Name the places `first`, `first` + 1, ... on an axis, in small letters if there are many."""
+    axis = getattr(axes, f"{which}axis")
+    texts = [n if len(n) <= _MAX_NAME else f"{n[: _MAX_NAME - 1]}…" for n in names]
+    axis.set_ticks([first + i for i in range(len(texts))], texts)
+    if which == "x" and max(map(len, texts)) > 2:
+        axis.set_tick_params(rotation=90)
+    if len(texts) > _MAX_NUMBERS:
+        axis.set_tick_params(labelsize=6.5)

@@ -1,0 +1,84 @@
+"""Remember what a network predicts in an evaluation: classes, confidences, worst mistakes."""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_opt.data.base import Batch
+from raytrain_opt.data.transforms import Preprocessing
+from raytrain_opt.results import MAX_MISTAKES, Predictions
+
+# Longest side of the image of a mistake, in pixels.
+_THUMBNAIL_PX = 64
+
+
+class PredictionRecorder(nn.Module):
+    """A classifier that remembers its predictions; it stands for the model in an evaluation.
+
+    The values stay on the device until `result`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._samples = 0
+        # Confidence, position in the split and input of the most confident mistakes.
+        self._worst: tuple[Tensor, ...] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the model."""
+        output: Tensor = self._model(x)
+        self._output = output
+        return output
+
+    def add(self, batch: Batch) -> None:
+        """Remember the predictions of the batch that was the last input."""
+        confidences, classes = self._output.float().softmax(dim=1).max(dim=1)
+        self._batches.append((batch.y, classes, confidences))
+        # Of a correct prediction -1, so that it comes after every mistake.
+        scores = confidences.where(classes != batch.y, -1.0)
+        scores, rows = scores.topk(min(MAX_MISTAKES, len(scores)))
+        self._keep_worst((scores, rows + self._samples, batch.x[rows]))
+        self._samples += batch.size
+
+    def _keep_worst(self, more: tuple[Tensor, ...]) -> None:
+        """Keep the most confident of these mistakes and of those before."""
+        if self._worst is not None:
+            more = tuple(torch.cat(pair) for pair in zip(self._worst, more, strict=True))
+        best = more[0].topk(min(MAX_MISTAKES, len(more[0]))).indices
+        self._worst = tuple(values[best] for values in more)
+
+    def result(self, preprocessing: Preprocessing | None) -> Predictions | None:
+        """Return all predictions, with pictures if the samples are images; None without any."""
+        if self._worst is None:
+            return None
+        labels, classes, confidences = (
+            torch.cat(column).cpu() for column in zip(*self._batches, strict=True)
+        )
+        mistakes = {
+            int(position): _thumbnail(sample.cpu(), preprocessing)
+            for score, position, sample in zip(*self._worst, strict=True)
+            if score >= 0
+        }
+        return Predictions(
+            labels.int().numpy(), classes.int().numpy(), confidences.numpy(), mistakes
+        )
+
+
+def _thumbnail(x: Tensor, preprocessing: Preprocessing | None) -> bytes | None:
+    """Return an input of the network [C, H, W] as JPEG; None if it is no image."""
+    from PIL import Image
+
+    if preprocessing is None or not preprocessing.is_image or preprocessing.mean_std is None:
+        return None
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in preprocessing.mean_std)
+    pixels = (255 * (x.float() * std + mean)).round().clamp(0, 255).byte()
+    array = pixels.permute(1, 2, 0).numpy() if len(pixels) == 3 else pixels[0].numpy()
+    image = Image.fromarray(array)
+    image.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
+    image.save(file := BytesIO(), "JPEG", quality=92)
+    return file.getvalue()

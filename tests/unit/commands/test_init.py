@@ -1,0 +1,244 @@
+"""A folder of data as users have them becomes a job that can be trained."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from raytrain_opt.commands.init import Facts, choose, init, job_text
+from raytrain_opt.commands.shard import write_shards
+from raytrain_opt.config.data import ImageFolderData
+from raytrain_opt.config.load import load_job, parse_job
+from raytrain_opt.config.schema import Job
+from raytrain_opt.data.base import DataInfo
+from raytrain_opt.errors import DataError
+from raytrain_opt.execution.preflight import check_job, run_preflight
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "job.yaml"
+
+
+def write_image(path: Path, size: int = 20, mode: str = "RGB") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(len(str(path))).integers(0, 256, (size, size + 4, 3), np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path)
+
+
+def write_classes(folder: Path, **counts: int) -> None:
+    for name, count in counts.items():
+        for i in range(count):
+            write_image(folder / name / f"{i}.png")
+
+
+def initialize(folder: Path, output: Path) -> tuple[Job, str]:
+    """Return the job that was written, which has passed the checks before a run, and the table."""
+    lines: list[str] = []
+    init(folder, output, 2000, lambda line: lines.append(str(line)))
+    job = load_job(output)
+    assert check_job(job) == []
+    assert run_preflight(job).resolved is not None
+    return job, "\n".join(lines)
+
+
+def rows_of(job: Job) -> list[dict[str, str]]:
+    section = cast(ImageFolderData, job.data)
+    with open(str(section.labels), newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_folders_of_classes_get_a_test_set_and_a_list_of_what_is_unusual(
+    tmp_path: Path, output: Path
+) -> None:
+    folder = tmp_path / "my photos"
+    write_classes(folder, cat=60, dog=20)
+    (folder / "dog/7.png").write_bytes((folder / "dog/7.png").read_bytes()[:200])
+    (folder / "notes").mkdir()
+    job, table = initialize(folder, output)
+    rows = rows_of(job)
+    of_test = [row["label"] for row in rows if row["split"] == "test"]
+    assert (len(rows), of_test.count("cat"), of_test.count("dog")) == (80, 12, 4)
+    assert job.name == "my-photos"
+    assert cast(ImageFolderData, job.data).on_unreadable == "skip"
+    for text in (
+        "64 to train on, 16 to test",
+        "2: cat, dog",
+        "16 (dog) to 48 (cat) samples; consider data.sampler: balanced",
+        "24 x 20 pixels",
+        "1 of 80 examined files",
+        "dog/7.png (class dog) cannot be read",
+        f"raytrain-opt run {output}",
+    ):
+        assert text in table
+    assert "# sampler: balanced" in output.read_text()
+
+
+@pytest.mark.parametrize(("train", "test"), [("train", "val"), ("Training", "test_images")])
+def test_split_folders_are_used_as_they_are(
+    tmp_path: Path, output: Path, train: str, test: str
+) -> None:
+    write_classes(tmp_path / "set" / train, a=30, b=30)
+    write_classes(tmp_path / "set" / test, a=2, b=3)
+    job, table = initialize(tmp_path / "set", output)
+    section = cast(ImageFolderData, job.data)
+    assert (section.train_split, section.test_split, section.labels) == (train, test, None)
+    assert "60 to train on, 5 to test" in table
+    assert "sampler" not in output.read_text()
+
+
+def test_a_training_set_beside_unlabeled_images_is_split(tmp_path: Path, output: Path) -> None:
+    write_classes(tmp_path / "set" / "train", a=20, b=20)
+    write_image(tmp_path / "set" / "test" / "0.png")
+    rows = rows_of(initialize(tmp_path / "set", output)[0])
+    assert len(rows) == 40
+    assert rows[0]["file"] == "train/a/0.png"
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "split"),
+    [
+        ("id,breed", "{stem},{label}", False),
+        ("age,label,image", "7,{label},images/{stem}.png", False),
+        ("path,class,set", "{stem}.png,{label},{split}", True),
+        ("file,label,split", "images/{stem}.png,{label},{split}", True),
+    ],
+)
+def test_a_table_of_a_flat_folder_is_understood(
+    tmp_path: Path, output: Path, header: str, line: str, split: bool
+) -> None:
+    """Files by path, name or name without suffix; a row whose file is missing is left out."""
+    folder = tmp_path / "set"
+    lines = [header]
+    for i in range(41):
+        values = {"stem": f"x{i}", "label": "ab"[i % 2], "split": "valid" if i > 35 else "train"}
+        lines.append(line.format(**values))
+        if i < 40:
+            write_image(folder / "images" / f"x{i}.png")
+    (folder / "labels.csv").write_text("\n".join(lines))
+    rows = rows_of(initialize(folder, output)[0])
+    assert {row["file"]: row["label"] for row in rows} == {
+        f"images/x{i}.png": "ab"[i % 2] for i in range(40)
+    }
+    assert [row["split"] for row in rows].count("test") == (4 if split else 8)
+
+
+def test_arrays(tmp_path: Path, output: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for split, count in (("train", 200), ("test", 20)):
+        np.save(folder / f"X_{split}.npy", random.integers(0, 256, (count, 12, 12), np.uint8))
+        np.save(folder / f"y_{split}.npy", np.arange(count) % 4)
+    job, table = initialize(folder, output)
+    assert (job.data.name, job.model.name) == ("arrays", "small_cnn")
+    assert "12 x 12, 1 channels" in table
+
+
+def test_shards(tmp_path: Path, output: Path) -> None:
+    write_classes(tmp_path / "files" / "train", a=30, b=30)
+    write_classes(tmp_path / "files" / "val", a=2, b=2)
+    write_shards(tmp_path / "files", f"{tmp_path}/set", 20_000, lambda _: None)
+    job, table = initialize(tmp_path / "set", output)
+    assert job.data.name == "shards"
+    assert "60 to train on, 4 to test" in table
+    assert "2: a, b" in table
+
+
+def write_text(path: Path, text: bytes = b"text") -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(text)
+
+
+def write_arrays(folder: Path, **arrays: Any) -> None:
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda folder: None, "has no data to train on; valid are folders of images"),
+        (lambda folder: write_classes(folder, only=3), "has no data to train on"),
+        (lambda folder: np.savez(folder / "x.npz", x=np.zeros(3)), "write each array to its own"),
+        (
+            lambda folder: write_arrays(folder, train_x=np.zeros((3, 4)), train_y=np.arange(3)),
+            "not samples and labels twice",
+        ),
+        (
+            lambda folder: write_arrays(
+                folder,
+                train_x=np.zeros((4, 4)),
+                train_y=np.arange(4) % 2,
+                test_x=np.zeros((4, 4)),
+                test_y=np.arange(4) % 2,
+            ),
+            r"data\.train\.0: has samples \[4\]; named models take images",
+        ),
+        (
+            lambda folder: [write_classes(folder / s, a=2, **{s: 2}) for s in ("train", "val")],
+            "only one of them has: train, val",
+        ),
+        (
+            lambda folder: [write_text(folder / f"{c}/{i}.png") for c in "ab" for i in range(5)],
+            "no image can be read; .*/a/0.png .* it is not an image",
+        ),
+        (lambda folder: write_classes(folder, **{"a": 3, "\udce9": 3}), "'.*e9.* is not UTF-8"),
+        (
+            lambda folder: write_text(folder / "t.csv", b"\xe9"),
+            "t.csv: is not a CSV file in UTF-8",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_trained_on_is_explained(
+    tmp_path: Path, output: Path, write: Any, message: str
+) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder)
+    with pytest.raises(DataError, match=message):
+        init(folder, output, 10, lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def test_of_several_tables_that_of_the_training_set_is_read(tmp_path: Path, output: Path) -> None:
+    folder = tmp_path / "set"
+    for i in range(60):
+        write_image(folder / f"x{i}.png")
+    lines = [f"x{i},{'ab'[i % 2]}" for i in range(60)]
+    (folder / "train.csv").write_text("\n".join(["id,label", *lines[:40], "x41,"]))
+    (folder / "sample_submission.csv").write_text("\n".join(["id,label", *lines[40:]]))
+    assert len(rows_of(initialize(folder, output)[0])) == 40
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "job-labels.csv"])
+def test_nothing_is_overwritten(tmp_path: Path, output: Path, name: str) -> None:
+    write_classes(tmp_path / "set", a=3, b=3)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(DataError, match=rf"{name}: exists, and init overwrites nothing"):
+        init(tmp_path / "set", output, 10, lambda _: None)
+    assert (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+@pytest.mark.parametrize("side", [8, 28, 64, 500])
+@pytest.mark.parametrize("train", [20, 3000, 1_300_000])
+def test_choices_fit_data_and_machine(train: int, side: int, gpus: int) -> None:
+    info = DataInfo(2, (3, 224, 224), train, train, 0, 10, class_counts=(train - 5, 5))
+    facts = Facts(info, side, "")
+    choice = choose(facts, gpus=gpus, is_files=True)
+    assert choice.image_size is not None
+    assert choice.image_size <= max(64, 1.2 * side)
+    assert choice.global_batch_size <= train // 2
+    assert choice.global_batch_size <= (128 * gpus or 64)
+    assert 10 <= choice.epochs <= 60
+    larger = choose(facts, gpus=max(1, gpus), is_files=True)
+    assert cast(int, larger.image_size) >= choice.image_size
+    section = {"name": "image_folder", "root": "/data"}
+    job = parse_job(job_text("x", section, facts, gpus=gpus))
+    assert job.epochs == choice.epochs

@@ -1,0 +1,118 @@
+"""The list of runs: their states and results, from a folder and from a URI."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from raytrain_opt.cli import main
+from raytrain_opt.commands.runs import list_runs
+from raytrain_opt.execution.lock import is_locked, lock_run_directory
+from raytrain_opt.storage import write
+from tests.support.s3_server import S3Server
+from tests.support.synthetic_runs import batch_size, event_line, write_lines, write_run
+
+
+def name(job: str, day: int) -> str:
+    return f"{job}-202601{day:02}-101112-{day:016x}"
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    """A run of each state, and a folder that is none; the job `b` has the newest run."""
+    storage = tmp_path / "runs"
+    write_run(storage / name("b", 6), epochs=4)
+    for day, kind in ((5, "failed"), (4, "interrupted"), (3, "resumed")):
+        run = write_run(storage / name("a", day), epochs=2, finished=False)
+        write_lines(run / "events.jsonl", [event_line("restarted", ""), event_line(kind, "")])
+    chosen = storage / name("a", 2)
+    chosen.mkdir()
+    (chosen / "batch_size.json").write_text(json.dumps(batch_size()))
+    damaged = write_run(storage / name("a", 1))
+    (damaged / "result.json").write_text("{")
+    (storage / "other").mkdir()
+    return storage
+
+
+STATES = [
+    "finished", "failed", "interrupted", "interrupted", "batch size found", "damaged records",
+]  # fmt: skip
+
+
+def test_runs_are_listed_with_their_states_newest_first(storage: Path) -> None:
+    runs = list_runs(str(storage))
+    assert [run.state for run in runs] == STATES
+    finished, failed, _, killed, chosen, _ = runs
+    assert finished.to_json() == {
+        "run_dir": str(storage / name("b", 6)),
+        "started_utc": "2026-01-06T10:11:12+00:00",
+        "state": "finished",
+        "epochs_done": 4,
+        "epochs": 4,
+        "metric": "accuracy",
+        "test_metric": 0.875,
+        "duration_s": 41.0,
+        "search_fraction": 0.75,
+        "optimizer": "SGD",
+        "lr_peak": 0.2,
+    }
+    assert (failed.to_json()["epochs_done"], failed.epochs, failed.duration_s) == (2, 4, 40.0)
+    assert killed.duration_s is None
+    assert (chosen.to_json()["epochs_done"], chosen.duration_s) == (0, 21.4)
+
+
+def test_a_run_is_running_while_its_directory_is_locked(storage: Path) -> None:
+    run_dir = storage / name("a", 5)
+    with lock_run_directory(run_dir):
+        assert is_locked(run_dir)
+        assert list_runs(str(storage))[1].state == "running"
+    assert not is_locked(run_dir)
+
+
+def test_a_look_at_the_lock_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as `is_locked` does, for a moment
+        release = threading.Timer(0.05, fcntl.flock, (file, fcntl.LOCK_UN))
+        release.start()
+        with lock_run_directory(tmp_path) as held:
+            assert held
+        release.join()
+
+
+def test_the_command_prints_a_table_or_json(storage: Path) -> None:
+    table = CliRunner().invoke(main, ["runs", str(storage)], env={"COLUMNS": "80"}).output
+    assert f"6 runs in {storage}" in table
+    row = next(line for line in table.splitlines() if name("b", 6) in line)
+    for cell in ("finished", "4 of 4", "accuracy 87.50 %", "41.0 s", "75 %", "SGD", "0.2"):
+        assert f"{cell} " in row
+    output = CliRunner().invoke(main, ["runs", str(storage), "--json"]).output
+    assert [run["state"] for run in json.loads(output)] == STATES
+
+
+def test_a_folder_without_runs_has_none(tmp_path: Path) -> None:
+    assert list_runs(str(tmp_path)) == []
+    assert list_runs(str(tmp_path / "absent")) == []
+    done = CliRunner().invoke(main, ["runs", "s3://user:secret@bucket/runs"])
+    assert (done.exit_code, "STORAGE" in done.output) == (2, True)
+
+
+def test_runs_under_a_uri_are_read_in_place(storage: Path, s3: S3Server) -> None:
+    """One of them has a lease that was just renewed."""
+    uri = s3.new_uri()
+    shutil.rmtree(storage / name("a", 1))
+    for path in (path for path in storage.rglob("*") if path.is_file()):
+        write(uri, path.relative_to(storage).as_posix(), path.read_bytes())
+    write(uri, f"{name('a', 4)}/lease/000001", b"process 1 on elsewhere")
+    write(uri, f"{name('a', 5)}/lease/000001", b"")
+    runs = list_runs(uri)
+    assert [run.state for run in runs] == [
+        "finished", "failed", "running", "interrupted", "batch size found",
+    ]  # fmt: skip
+    assert runs[0].latest is not None
+    assert runs[0].latest.test_metric == 0.875
