@@ -2,11 +2,11 @@
 
     python -m benchmarks.fine_tune --data-root FOLDER [--seeds 0] [--per-class 10 40]
 
-A ResNet-8 is trained on 100 images of each of the first 50 classes (alphabetical order), then
-trained on few images of each of the other 50, from these weights and from scratch, with the same
-job: default optimizer and search, `--epochs` epochs. `head_10` trains the new last layer at ten
-times the rate, `frozen` trains neither the first convolution nor the first stage. Accuracies are
-fractions of 2,500 test images of the second half; `--data-root` is laid out as
+torchvision's ResNet-18 is trained on 200 images of each of the first 50 classes (alphabetical
+order), then on few images of each of the other 50, from these weights and from scratch, with the
+same job: default optimizer and search, `--epochs` epochs. `head_10` trains the new last layer at
+ten times the rate, `frozen` trains neither the first convolution nor the first stage. Accuracies
+are fractions of 2,500 test images of the second half; `--data-root` is laid out as
 benchmarks/comparison_tasks.py says. One process, no Ray. The last line is one JSON object.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.comparison_tasks import Pair, read_cifar100
 from raytrain_opt import Job, RunResult, run
 from raytrain_opt.recording.recorder import versions
 
-HALF, TEST_PER_CLASS, PRETRAIN_PER_CLASS = 50, 50, 100
+HALF, TEST_PER_CLASS, PRETRAIN_PER_CLASS = 50, 50, 200
 VARIANTS: dict[str, dict[str, Any]] = {
     "scratch": {},
     "fine_tuned": {"model": {}},
@@ -55,7 +55,7 @@ def save(folder: Path, train: Pair, test: Pair) -> dict[str, Any]:
 
 def train(folder: Path, data: dict[str, Any], epochs: int, seed: int, **changes: Any) -> RunResult:
     """Train one network; `changes` are added to the job."""
-    model = {"name": "resnet8", "args": {"width": 16}, **changes.pop("model", {})}
+    model = {"name": "resnet18", **changes.pop("model", {})}
     job = {
         "model": model,
         "data": data,

@@ -4,7 +4,7 @@ Synchronous training takes as long as its slowest worker. With more micro-batche
 a worker of speed v_w computes a fraction v_w / sum(v) of them, and all finish at the same time;
 DDP's mean over unequal shares is that of `train.micro_batches`. The speeds are measured while
 training: from the end of an update to the moment when a worker's last gradient is ready, which
-includes its wait for data and leaves out its wait for others.
+includes its wait for data and leaves out its wait for others and the first update of a phase.
 Source: Chen, Wang and others, Semi-Dynamic Load Balancing: Efficient Distributed Learning in
 Non-Dedicated Environments, SoCC 2020, which shares samples rather than micro-batches.
 """
@@ -74,8 +74,8 @@ class MeasuredShares(LoadBalance):
     def begin_phase(self, count: int, read_ahead: Callable[[], int]) -> None:
         self._count, self._read_ahead = count, read_ahead
         self._plans = [(0, self._share(self._count))]
-        self._updates = self._computed = 0
-        self._restart_timer()
+        self._updates = 0
+        self._begin_measurement()
 
     def indices(self, update: int) -> range:
         """Return the micro-batches of this rank in an update of the phase."""
@@ -90,7 +90,9 @@ class MeasuredShares(LoadBalance):
         self._computed += len(self.indices(self._updates))
         self._updates += 1
         self._timer.mark()
-        if self._updates % MEASURE_EVERY == 0:
+        if self._updates == 1:  # it waited for loaders to start, kernels to be chosen, compiling
+            self._begin_measurement()
+        elif self._updates % MEASURE_EVERY == 0:
             # A worker requests at least one micro-batch per update.
             first = self._updates + self._measure()
             self._plans.append((first, self._share(self._count)))
@@ -104,8 +106,7 @@ class MeasuredShares(LoadBalance):
         """Exchange speeds; return how many micro-batches any worker requests early."""
         # Intervals alternate between computing and the wait for others, with the update.
         seconds = sum(self._timer.intervals_s()[::2]) / self._computed
-        self._computed = 0
-        self._restart_timer()
+        self._begin_measurement()
         message = torch.zeros(2, len(self.speeds), dtype=torch.float64, device=self._device)
         message[:, dist.get_rank()] = torch.tensor([seconds, self._read_ahead()])
         dist.all_reduce(message)
@@ -117,6 +118,7 @@ class MeasuredShares(LoadBalance):
         self._measured = True
         return int(max(read_ahead))
 
-    def _restart_timer(self) -> None:
+    def _begin_measurement(self) -> None:
+        self._computed = 0
         self._timer.reset()
         self._timer.mark()

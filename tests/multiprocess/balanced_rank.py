@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -97,15 +98,28 @@ def images() -> tuple[TensorDataset, TensorDataset]:
 def train_with_a_slow_rank(
     mode: str, rank: int, world_size: int, **changes: Any
 ) -> dict[str, Any]:
-    """Train measured shares; the last rank sleeps for each sample."""
+    """Train measured shares; the last rank sleeps for each sample.
+
+    On a busy machine another rank may be as slow for a second: phases are trained until the last
+    rank has the smallest share, at most ten.
+    """
     learner = build(world_size, {"optimizer": "SGD", "parallel": {"mode": mode}, **changes})
     if rank == world_size - 1 > 0:
         learner.model.register_forward_pre_hook(lambda _, args: time.sleep(0.02 * len(args[0])))
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, learner.config.micro_batches)
-    samples = [learner.train(1, 0, (0.01,) * 7, micro_batches).samples for _ in range(2)]
+    samples: list[list[int]] = []
+    weights: list[dict[str, torch.Tensor]] = []
+    smallest = False
+    while len(samples) < 2 or (len(samples) < 10 and not smallest):
+        by_rank = torch.zeros(world_size, dtype=torch.int)
+        by_rank[rank] = learner.train(1, 0, (0.01,) * 7, micro_batches).samples
+        if world_size > 1:
+            dist.all_reduce(by_rank)
+        smallest = (by_rank <= by_rank[-1]).sum().item() == 1
+        samples.append(by_rank.tolist())
+        weights.append({n: t.detach().clone() for n, t in learner.model.named_parameters()})
     learner.close()
-    weights = {n: t.detach().clone() for n, t in learner.model.named_parameters()}
-    return {"samples": samples, "weights": weights}
+    return {"samples": samples, "weights": weights[1]}
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
