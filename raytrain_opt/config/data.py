@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, field_serializer
 
 from raytrain_opt.config.section import (
     BrokenRule,
@@ -17,6 +17,7 @@ from raytrain_opt.config.section import (
     PositiveFloat,
     PositiveInt,
     Section,
+    function_name,
 )
 
 ARRAY_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100")
@@ -235,6 +236,40 @@ class ShardsData(_LoaderSection):
     )
 
 
+class RayData(_DataSection):
+    """Ray Datasets of your own: a function returning (train, test), executed once in a run."""
+
+    download: ClassVar[bool] = False
+    loader_workers: ClassVar[int] = 0
+
+    name: Literal["ray_data"]
+    function: NameOrFunction = Field(description="package.module:function.")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the function."
+    )
+    columns: tuple[str, str] = Field(
+        ("image", "label"), description="The columns of the samples and of their class numbers."
+    )
+    num_classes: PositiveInt | None = Field(
+        None, description="Default: the largest label of the training set plus one."
+    )
+    shuffle_rows: PositiveInt = Field(
+        2048,
+        description=(
+            "Neighboring rows that are shuffled together, in a new order each epoch. A process "
+            "holds up to three times as many in memory."
+        ),
+    )
+    augment: Augment = Field(
+        default_factory=lambda: Augment(crop_padding=0, flip=False),
+        description="Only for uint8 images [height, width, channels].",
+    )
+
+    @field_serializer("function")
+    def _serialize_function(self, function: str | Callable[..., Any]) -> str:
+        return function if isinstance(function, str) else function_name(function)
+
+
 class DatasetData(_LoaderSection):
     """Data of your own: a function returning (train, test), torch Datasets of (x, label)."""
 
@@ -255,7 +290,7 @@ def _data_kind(value: Any) -> str:
         name = getattr(value, "name", None)
     if name in ARRAY_SETS:
         return "array_set"
-    if name in ("arrays", "image_folder", "shards"):
+    if name in ("arrays", "image_folder", "shards", "ray_data"):
         return str(name)
     return "dataset"
 
@@ -265,6 +300,7 @@ DataSection = Annotated[
     | Annotated[ArraysData, Tag("arrays")]
     | Annotated[ImageFolderData, Tag("image_folder")]
     | Annotated[ShardsData, Tag("shards")]
+    | Annotated[RayData, Tag("ray_data")]
     | Annotated[DatasetData, Tag("dataset")],
     Discriminator(_data_kind),
 ]

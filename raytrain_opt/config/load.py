@@ -17,7 +17,7 @@ from raytrain_opt.config.yaml_loader import read_yaml, write_yaml
 from raytrain_opt.errors import JobError, Problem
 
 MAX_BYTES = 2**20
-_DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards")
+_DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards", "ray_data")
 
 # Checks valid sections, by name, beyond the schema; see `execution.preflight.check_sections`.
 SectionCheck = Callable[[Mapping[str, Any]], list[Problem]]

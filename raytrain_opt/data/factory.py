@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData
+from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData, RayData
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ SharedData: TypeAlias = "DatasetArrays | ImageFolderSource | None"
 
 
 def load_shared_data(section: DataSection) -> SharedData:
-    """Read what the driver shares with all processes: arrays, or the list of image files.
+    """Read what the driver shares with all processes: arrays, Ray Datasets, or image files' names.
 
     A thousand processes that each walked the folders of images would read a shared file system a
     thousand times. None for a user's Datasets. Raises DataError.
@@ -35,6 +35,10 @@ def load_shared_data(section: DataSection) -> SharedData:
         from raytrain_opt.data.image_folder import ImageFolderSource
 
         return ImageFolderSource(section)
+    if isinstance(section, RayData):
+        from raytrain_opt.data.ray_data import load_ray_data
+
+        return load_ray_data(section)
     return None
 
 
@@ -54,11 +58,10 @@ def open_data(
     `hold_out` and `seed` decide which training samples form the validation split. Without
     `classification`, samples of a user's Datasets are any nesting of tensors. Raises DataError.
     """
-    if isinstance(section, (ArraySetData, ArraysData)):
+    if isinstance(section, (ArraySetData, ArraysData, RayData)):
         from raytrain_opt.data.in_memory import InMemoryData
-        from raytrain_opt.data.in_memory_sets import load_arrays
 
-        arrays = cast("DatasetArrays", shared) if shared is not None else load_arrays(section)
+        arrays = cast("DatasetArrays", load_shared_data(section) if shared is None else shared)
         return InMemoryData(
             arrays,
             section,

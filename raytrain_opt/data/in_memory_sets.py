@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ import numpy.typing as npt
 from raytrain_opt.config.data import ArraysData, ArraySetData
 from raytrain_opt.data.sampling import Purpose, generator
 from raytrain_opt.errors import DataError
+
+if TYPE_CHECKING:
+    from raytrain_opt.data.ray_data import WindowedRows
 
 Array = npt.NDArray[Any]
 
@@ -36,9 +39,9 @@ class DatasetArrays:
     0 .. num_classes - 1. `class_names` in their order; none for arrays of the user's.
     """
 
-    train_x: Array
+    train_x: Array | WindowedRows
     train_y: npt.NDArray[np.int64]
-    test_x: Array
+    test_x: Array | WindowedRows
     test_y: npt.NDArray[np.int64]
     num_classes: int
     class_names: tuple[str, ...] = ()
@@ -162,16 +165,16 @@ def validate_arrays(
     values are not finite numbers, samples of train and test differ in shape or type.
     """
     if num_classes is None:
-        _check_labels(train[1])
+        check_labels(train[1])
         num_classes = int(train[1].values.max()) + 1
     for x, y in (train, test):
-        _check_labels(y, num_classes)
+        check_labels(y, num_classes)
         if x.values.ndim == 0 or len(x.values) != len(y.values):
             raise x.error(
                 f"has shape {x.values.shape}, its labels have shape {y.values.shape} "
                 f"({y.name}); both need the same number of samples (first axis)"
             )
-    train_x, test_x = _convert_values(train[0]), _convert_values(test[0])
+    train_x, test_x = convert_values(train[0]), convert_values(test[0])
     if train_x.shape[1:] != test_x.shape[1:] or train_x.dtype != test_x.dtype:
         raise DataError(
             test[0].field,
@@ -182,7 +185,8 @@ def validate_arrays(
     return DatasetArrays(train_x, labels[0], test_x, labels[1], num_classes, class_names)
 
 
-def _check_labels(array: NamedArray, num_classes: int | None = None) -> None:
+def check_labels(array: NamedArray, num_classes: int | None = None) -> None:
+    """Raise DataError unless these are class indices, below `num_classes` if it is given."""
     y = array.values
     if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1:
         raise array.error(
@@ -203,8 +207,11 @@ def _check_labels(array: NamedArray, num_classes: int | None = None) -> None:
         )
 
 
-def _convert_values(array: NamedArray) -> Array:
-    """Return images as uint8 [N, H, W, C], other values as float32 [N, ...]; checks both."""
+def convert_values(array: NamedArray) -> Array:
+    """Return images as uint8 [N, H, W, C], other values as float32 [N, ...].
+
+    Raises DataError for values that are not finite numbers.
+    """
     x = array.values
     if not (np.issubdtype(x.dtype, np.number) or x.dtype == bool) or np.iscomplexobj(x):
         raise array.error(f"has type {x.dtype}; it must hold real numbers")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ from torch.nn.functional import pad
 
 from raytrain_opt.data.sampling import CropFlip, Indices
 from raytrain_opt.errors import DataError
+
+if TYPE_CHECKING:
+    from raytrain_opt.data.ray_data import WindowedRows
 
 NormalizeSetting = Literal["auto", "none"] | tuple[list[float], list[float]]
 MeanStd = tuple[Sequence[float], Sequence[float]]
@@ -184,7 +187,7 @@ def explicit_mean_std(normalize: NormalizeSetting, channels: int) -> MeanStd | N
     return means, stds
 
 
-def channel_mean_std(images: npt.NDArray[np.uint8], indices: Indices) -> MeanStd:
+def channel_mean_std(images: npt.NDArray[np.uint8] | WindowedRows, indices: Indices) -> MeanStd:
     """Compute mean and standard deviation of each channel, in 0..1, over images[indices].
 
     images [N, H, W, C]. Sums are exact sums of integers, chunk by chunk; a standard deviation
@@ -197,6 +200,6 @@ def channel_mean_std(images: npt.NDArray[np.uint8], indices: Indices) -> MeanStd
         values = torch.from_numpy(chunk.reshape(len(chunk), -1)).to(torch.float32)
         for row, sums in enumerate((values.sum(0), values.square_().sum(0))):
             total[row] += sums.double().numpy().reshape(-1, channels).sum(0)
-    mean, square = total / (len(indices) * images[0, ..., 0].size)
+    mean, square = total / (len(indices) * images.shape[1] * images.shape[2])
     std = np.sqrt(np.maximum(square - mean**2, 0))
     return (mean / 255).tolist(), np.maximum(std / 255, _MIN_STD).tolist()

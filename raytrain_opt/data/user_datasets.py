@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sized
+from collections.abc import Callable, Collection, Sized
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class UserDatasetSource:
     def __init__(self, section: DatasetData, seed: int, *, classification: bool = True) -> None:
         name, self._classification = section.name, classification
         self._name = name if isinstance(name, str) else function_name(name)
-        self._datasets = self._call(section, seed)
+        self._datasets = call_data_function(name, section.args, seed, self.field, "torch Datasets")
         for split in self._datasets:
             self._check_dataset(split)
         self.num_classes = self._resolve_num_classes(section.num_classes)
@@ -98,26 +98,6 @@ class UserDatasetSource:
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the data set and the index, for an error message."""
         return f"sample {index} of the {split} set of {self._name} cannot be read"
-
-    def _call(self, section: DatasetData, seed: int) -> dict[SourceSplit, Any]:
-        function = resolve_function(section.name, "data.name")
-        try:
-            with isolated_random_state():
-                # A function that generates its data must generate the same in every process.
-                seed_all(sample_seed(seed, Purpose.USER_FUNCTION, 0, 0))
-                pair = function(**section.args)
-        except Exception as error:
-            raise DataError(
-                "data.name",
-                f"{self._name}, called with data.args {section.args}, raised {cause(error)}",
-            ) from error
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise DataError(
-                "data.name",
-                f"{self._name} must return (train, test), two torch Datasets; it "
-                f"returned {type(pair).__name__}",
-            )
-        return {"train": pair[0], "test": pair[1]}
 
     def _check_dataset(self, split: SourceSplit) -> None:
         dataset = self._datasets[split]
@@ -214,6 +194,29 @@ class UserDatasetSource:
 
     def _error(self, split: SourceSplit, index: int, rule: str) -> DataError:
         return DataError("data.name", f"sample {index} of the {split} set of {self._name}: {rule}")
+
+
+def call_data_function(
+    name: str | Callable[..., Any], args: dict[str, Any], seed: int, field: str, kind: str
+) -> dict[SourceSplit, Any]:
+    """Return the two data sets, of this `kind`, that the user's function returns.
+
+    Raises DataError that names `field`.
+    """
+    function = resolve_function(name, field)
+    shown = name if isinstance(name, str) else function_name(name)
+    try:
+        with isolated_random_state():
+            # A function that generates its data must generate the same in every process.
+            seed_all(sample_seed(seed, Purpose.USER_FUNCTION, 0, 0))
+            pair = function(**args)
+    except Exception as error:
+        rule = f"{shown}, called with data.args {args}, raised {cause(error)}"
+        raise DataError(field, rule) from error
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        rule = f"{shown} must return (train, test), two {kind}; it returned {type(pair).__name__}"
+        raise DataError(field, rule)
+    return {"train": pair[0], "test": pair[1]}
 
 
 def _convert(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from raytrain_opt.config.data import (
     ArraySetData,
     DataSection,
     ImageFolderData,
+    RayData,
     ShardsData,
 )
 from raytrain_opt.config.functions import resolve_function
@@ -142,6 +143,8 @@ def check_data(data: DataSection) -> list[Problem]:
             ]
         case ShardsData():
             return [*check_uri(data.train, "data.train"), *check_uri(data.test, "data.test")]
+        case RayData():
+            return _problems_of(lambda: resolve_function(data.function, "data.function"))
         case ArraySetData(name="digits") | ArraySetData(download=True):
             return []
         case ArraySetData():

@@ -17,6 +17,7 @@ from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session
 from raytrain_opt.cluster.preemption import watch_preemption
 from raytrain_opt.cluster.resources import PoolPlan
+from raytrain_opt.config.data import RayData
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem, StorageError
@@ -94,8 +95,14 @@ def open_session(
     job = keep_worker_count(job, resume)
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal())
-        pending_preflight = start_thread(lambda: _prepare(job, resume))
-        stack.callback(wait, [pending_preflight], job.timeouts.stop_s)
+
+        def start_preflight() -> Future[tuple[Job, Preflight]]:
+            pending = start_thread(lambda: _prepare(job, resume))
+            stack.callback(wait, [pending], job.timeouts.stop_s)
+            return pending
+
+        # Ray Datasets can be made only when Ray runs.
+        pending_preflight = None if isinstance(job.data, RayData) else start_preflight()
         terminal.phase("starting Ray")
         variables = environment(local=True, start_s=job.timeouts.start_s)
         owns_ray = stack.enter_context(
@@ -107,6 +114,7 @@ def open_session(
             stack.enter_context(watch_preemption(terminal.note))
         startup.mark("ray_connected_s")
         terminal.phase("reading data")
+        pending_preflight = pending_preflight or start_preflight()
         job, preflight = _result(pending_preflight, job.timeouts.no_progress_s)
         startup.mark("data_read_s")
         paths, checkpoints = stack.enter_context(open_run_directory(job, resume, terminal))
