@@ -22,6 +22,7 @@ from raytrain_opt.results import EvalTotals
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.reductions import sum_over_ranks
+from raytrain_opt.train.step_choices import describe_step, time_compiled
 
 
 class Worker(CandidateTrainer):
@@ -37,6 +38,7 @@ class Worker(CandidateTrainer):
         self._connect_s = connect_s
         self._start_s: float | None = None
         self._first_step_s: float | None = None
+        self._compiling: dict[str, float | None] = {}
         self._hasher = ThreadPoolExecutor(1)
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
@@ -74,6 +76,7 @@ class Worker(CandidateTrainer):
         self._live_id = f"{command.epoch}.{command.first_step + totals.steps}"
         with stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
+        self._time_compiled()
         loaded_sha256 = None if digest is None else digest.result()
         return MainTrainReply(totals, loaded_sha256, timings_s, ref, self._describe_parallel())
 
@@ -83,7 +86,15 @@ class Worker(CandidateTrainer):
             "workers": self.world_size,
             "connect_s": self._connect_s,
             "first_step_s": self._first_step_s,
+            "step": describe_step(self.learner) | self._compiling,
         }
+
+    def _time_compiled(self) -> None:
+        """Find out once what compiling brings; not where the forward pass needs all workers."""
+        if self.learner.compiled == "off" or self._compiling:
+            return
+        if not self.learner.config.batch_norm.sync:
+            self._compiling = time_compiled(self.learner)
 
     def _time_first_step(self, done: int) -> None:
         """Time the run's first step: connections, kernels and caches are made in it."""

@@ -125,6 +125,7 @@ def _sentences(run: RunRecords, search: SearchCost, wall_s: float | None) -> Ite
     yield from _search_gain_sentences(run)
     yield from _batch_size_sentence(run)
     yield from _startup_sentence(run, wall_s)
+    yield from _step_sentence(run)
     if run.result and run.result.noise_scale:
         yield f"Gradient noise scale: {run.result.noise_scale.sentence}."
 
@@ -224,3 +225,25 @@ def _startup_sentence(run: RunRecords, wall_s: float | None) -> Iterator[str]:
             f"The first training step started after {duration(first_step_s)} "
             f"({percent(first_step_s / wall_s, 0)} of the run's time)."
         )
+
+
+def _step_sentence(run: RunRecords) -> Iterator[str]:
+    """Name what was chosen for a training step, and what compiling brought."""
+    parallel = run.result.parallel if run.result else {}
+    step = parallel.get("step")
+    if step is None:
+        return
+    chosen = f"{step['precision']}, {step['memory_format']}, {step['optimizer']}"
+    if step["compile"] == "off":
+        yield f"A training step: {chosen}, not compiled."
+        return
+    text = f"A training step: {chosen}, compiled ({step['compile']})"
+    compiled_s, eager_s = step.get("compiled_s"), step.get("eager_s")
+    if compiled_s and eager_s:
+        text += (
+            f": forward and backward of a micro-batch took {duration(compiled_s)}, without "
+            f"compiling {duration(eager_s)} ({plain(eager_s / compiled_s, 3)} times as long)"
+        )
+    if parallel.get("first_step_s"):
+        text += f"; the first step, which compiles, took {duration(parallel['first_step_s'])}"
+    yield f"{text}."

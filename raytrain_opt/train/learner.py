@@ -99,6 +99,7 @@ class Learner:
         self.model, self._values_per_channel, self._metric_names = _build_model(
             config, self.info, self.task, device
         )
+        self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
@@ -419,5 +420,4 @@ def _build_model(
     batch_norm.freeze_statistics(model, config.model.freeze)
     with batch_norm.count_values_per_channel(model) as values_per_channel:
         metrics = try_task(task, model, info, device)
-    compile_model(config.compile, model, device)
     return model, values_per_channel, metrics

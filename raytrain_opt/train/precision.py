@@ -41,10 +41,14 @@ def choose_kernels(precision: Precision, device: torch.device) -> None:
     backends.cudnn.benchmark = True
 
 
-def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> None:
-    """Compile calls of the model from now on; its parameters stay the same objects."""
+def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> Compile:
+    """Compile calls of the model from now on; return the mode, or `off`.
+
+    Its parameters stay the same objects.
+    """
     if setting == "auto":
         is_transformer = any(isinstance(m, nn.MultiheadAttention) for m in model.modules())
         setting = "default" if is_transformer and device.type == "cuda" else "off"
     if setting != "off":
         model.compile(**COMPILE_ARGUMENTS[setting])
+    return setting

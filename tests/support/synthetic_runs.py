@@ -21,6 +21,12 @@ from raytrain_opt.results import Predictions
 STEPS, VALIDATION_SAMPLES = 20, 400
 MULTIPLIERS: tuple[float, ...] = (2.0, 1.0, 0.5)
 START_UP_S, EPOCH_S = 30.0, 2.0
+STEP: dict[str, Any] = {
+    "precision": "bf16",
+    "memory_format": "channels_last",
+    "compile": "off",
+    "optimizer": "fused SGD",
+}
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
@@ -246,7 +252,7 @@ def result(epochs: int) -> dict[str, Any]:
         "wall_s": START_UP_S + EPOCH_S * epochs + 3,
         "time_to_first_step_s": 28.0,
         "startup_s": {"first_step_s": 28.0},
-        "parallel": {"mode": "sync"},
+        "parallel": {"mode": "sync", "first_step_s": 12.0, "step": STEP},
         "noise_scale": {
             "stages": [],
             "doubling_cost": 0.2,

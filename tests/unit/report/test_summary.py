@@ -13,10 +13,12 @@ from raytrain_opt.report import summaries
 from raytrain_opt.report.run_reader import read_run
 from raytrain_opt.report.summary import RunSummary, summarize
 from tests.support.synthetic_runs import (
+    STEP,
     VALIDATION_SAMPLES,
     epoch_line,
     evaluation,
     event_line,
+    result,
     round_line,
     with_batch_size_search,
     write_lines,
@@ -98,6 +100,30 @@ def test_the_batch_size_and_the_noise_scale_are_explained(run_dir: Path) -> None
     text = " ".join(summary_of(with_batch_size_search(run_dir)).sentences)
     assert "5 probes, 21.4 s) chose 128 samples per worker at 17,297 samples/s" in text
     assert "Gradient noise scale: 310 (280 to 340)" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "A training step: bf16, channels_last, fused SGD, not compiled."),
+        (
+            {"compile": "default", "compiled_s": 0.02, "eager_s": 0.03},
+            "compiled (default): forward and backward of a micro-batch took 20 ms, without "
+            "compiling 30 ms (1.5 times as long); the first step, which compiles, took 12.0 s.",
+        ),
+        (
+            {"compile": "default", "compiled_s": 0.02, "eager_s": None},
+            "compiled (default); the first step, which compiles, took 12.0 s.",
+        ),
+    ],
+)
+def test_what_was_chosen_for_the_step_is_stated(
+    run_dir: Path, changes: dict[str, Any], text: str
+) -> None:
+    record = result(4)
+    record["parallel"]["step"] = STEP | changes
+    (run_dir / "result.json").write_text(json.dumps(record), encoding="utf-8")
+    assert text in " ".join(summary_of(run_dir).sentences)
 
 
 def epochs(**changes: Any) -> Callable[[Path], None]:
