@@ -1,380 +1,441 @@
-"""A training step of ResNet-50 and VGG16 on one GPU: how fast, where the time goes, what helps.
+"""A training step on one GPU: the product's learner against plain PyTorch and timm's step.
 
-    python -m benchmarks.gpu_train              all cases, below 9 minutes
-    python -m benchmarks.gpu_train --quick      two cases, 3 minutes
-    ... --only 'resnet50_224:*' '*:compile_graph'            case:variant; or a case alone
-    ... --batch-sizes resnet50_224=256 resnet50_224=512
+    python -m benchmarks.gpu_train                           all cases and variants
+    python -m benchmarks.gpu_train --quick                   shorter blocks, fewer rounds
+    python -m benchmarks.gpu_train --cases vit_s_224 --variants plain_tuned learner
+    python -m benchmarks.gpu_train --device cpu --quick      a trial with small images
 
-Needs torch, torchvision, pydantic and the repository; no Ray, no network, no data set, no
-installed package. Use a GPU that nobody else uses.
+Needs no Ray, no network and no data set. Use a GPU that nobody else uses.
 
-Cases (default batch): resnet50_224 (256) and vgg16_224 (128), torchvision's resnet50 and
-vgg16_bn with 1,000 classes; resnet50_32 and vgg16_32 (1024), this package's cifar_resnet50
-and vgg16_bn with 100. The images are synthetic, uint8, and lie on the GPU: a batch is gathered,
-cropped, mirrored and normalized there by the package's own `InMemoryData`, for every variant.
+Cases (batch): resnet18_32 (1024), this package's cifar_resnet18 with 10 classes; resnet50_224
+(256), torchvision's; vit_s_224 (256), torchvision's VisionTransformer of the size S/16; the last
+two with 1,000 classes. A trial on a CPU has images of 32 x 32, 10 classes and batches of 4.
 
-Variants. Loss: cross entropy with label smoothing 0.1. cudnn.benchmark is on for all.
-  plain_fp32     torchvision's references/classification step without options: float32
-                 (convolutions in TF32), NCHW, SGD with momentum (torch's default: foreach), and
-                 loss, top-1 and top-5 read by the CPU (.item()) after every step
-  plain_amp      the same with --amp: fp16 autocast and GradScaler. All ratios are to this one
-  eager          ours: bf16 autocast, channels_last, SGD fused, sums of loss and hits stay on
-                 the GPU, the CPU never waits
-  eager_lars     the same with the package's LARS
-  eager_fp16     as eager in fp16 with GradScaler (the fused SGD skips an overflow by itself).
-                 torch gives fp16's BatchNorm to cuDNN, bf16's to kernels of its own
-  compile        as eager, torch.compile over the network: BatchNorm, ReLU and the residual sums
-                 become few fused kernels, part of them computed again in the backward pass
-  graph          as eager; forward, backward and update are one CUDA graph
-  compile_graph  both
-  compile_graph_lars  both, with LARS
-  autotune_graph only if requested by name: as compile_graph, mode max-autotune-no-cudagraphs;
-                 compiles for minutes
-With --device cpu, a trial of the script, graphs and compiling are `skipped`; fp16 becomes bf16.
+Variants. Loss: cross entropy with label smoothing 0.1. SGD with momentum, but for learner_lars.
+  plain             a script as torchvision's references write it: float32 (TF32 where torch does
+                    so by default), NCHW, torch's default SGD, the loss read after each step
+  plain_tuned       what one adds by hand: cudnn.benchmark, TF32, bf16 autocast, channels_last,
+                    fused SGD, the loss stays on the device
+  plain_compiled    the same, and torch.compile
+  timm              the step of timm's train.py with --amp --amp-dtype bfloat16 --channels-last,
+                    its optimizer factory and loss; `skipped` where timm is not installed
+  learner           `raytrain_opt.train.learner.Learner` of a job with precision: auto
+  learner_compiled  the same with compile: default
+  learner_lars      the same with optimizer: LARS
+On a CPU nothing is compiled.
 
-Left out on purpose: bf16 weights with a float32 master. The casts of 25.6 million weights and
-gradients move 0.3 GB a step, 0.1 ms of some 40 ms at batch 256.
+The images are synthetic, uint8, and lie on the GPU; every variant crops, mirrors and normalizes
+its batches there by the package's own `InMemoryData`, so that steps differ in nothing else.
 
 What the timers cover. A block is a number of consecutive steps that take about --block-s, from
-synchronization to synchronization, data included: `ms.step` and `images_per_s`. Within it CUDA
-events end each part; the parts add up to the step. `data` ends with the batch on the GPU,
-`update` includes the meters; a graph is one part, `graph`, including the copy of the batch into
-its input. Blocks of all variants alternate, each round in the opposite order; figures are medians
-over the rounds, ratios medians of the ratios within a round. One network in channels_last and
-one in NCHW are trained by all their variants in turn, at a rate that leaves them in range.
+synchronization to synchronization; for the learner it is made of calls of `Learner.train`. Events
+end each part within it: `data` (until the batch is ready), `forward` with the loss, `backward`,
+`update`; what lies between an update and the next batch counts as data. Blocks of all variants
+alternate, each round in the opposite order; figures are medians over the rounds.
 
-The last line is one JSON object:
-  runs      a list, one per case and batch size:
-    case, batch_size, rounds
-    gflop_per_image      forward and backward, convolutions and linear layers, 2 per product
-    conv_mib_per_image   outputs of the convolutions in 16 bit
-    variants  name -> status: ok, out_of_memory, skipped, no_time or failed (then `why`), and if
-              ok: images_per_s, images_per_s_all, ratio (to plain_amp, above 1: faster),
-              ms {step, data, forward, backward, update | graph}, setup_s (warm-up, cuDNN's
-              trials, compiling, capture), loss (of the last step; null: not finite),
-              matmul_fraction (achieved flop/s over `matmul_tflop_per_s`), passes (below)
-    lars_over_sgd        time of a step with LARS over that with SGD: eager, compile_graph
-  matmul_tflop_per_s, copy_tb_per_s   measured here: a bf16 product of 8192 x 8192 matrices, and
-              a copy of 2 GiB counting bytes read and written; null without a GPU
-  machine, versions, and the settings
-Each run's object is printed when it is done. Exit code 1 if a variant failed, 2 without a GPU.
+The last line is one JSON object: `machine`, `settings`, `versions`, and `cases`:
+  case -> batch_size, pixels, variants: name -> status (ok, skipped, out_of_memory), why, if ok
+    images_per_s, images_per_s_all (one for each round)
+    ratio       to the fastest of plain, plain_tuned, plain_compiled and timm; above 1: faster
+    ms          step, data, forward, backward, update
+    peak_mib    most memory that PyTorch used for this variant's first steps; null on a CPU
+    setup_s     first steps: cuDNN's trials, compiling
+Exit code 2 without a GPU.
 
-`passes`: how many times all outputs of the convolutions could be read or written in the time of a
-step, at the measured copy rate. A convolution with BatchNorm and ReLU needs 14: forward, it is
-written, read for the statistics, read and written by the normalization and read by the next
-convolution; backward, its gradient is written, the input read for the weights, both read for the
-two sums and again for the gradient that is written, and that is read twice. With the residual
-sums ResNet-50 needs about 16, which is 13,900 images/s at an H200's 4.8 TB/s.
-
-Reference figures for ResNet-50 at 224 on one H200: 7,950 images/s (MLPerf training v4.0, MXNet,
-fp16, whose kernels compute the statistics while a convolution is written and normalize while the
-next one reads); about 6,000, plain PyTorch, extrapolated; 13,900, the bandwidth's limit.
+Not measured on a GPU by us yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
-import platform
-import sys
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatch
-from functools import partial
-from math import isfinite
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count, product
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from benchmarks.common import machine
-from benchmarks.gpu_train_steps import (
-    BASE,
-    CASES,
-    VARIANTS,
-    Bench,
-    StepTimer,
-    Variant,
-    synchronize,
-    work_of,
-)
+from benchmarks.common import finite, machine, synthetic_images
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.schema import Job
+from raytrain_opt.data import open_data
+from raytrain_opt.data.base import Batch
+from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.data.transforms import IMAGENET_MEAN_STD
+from raytrain_opt.models import build_model
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.precision import choose_kernels
 
-QUICK_CASES = ("resnet50_224", "vgg16_32")
-
-LARS_AND_SGD = {"eager": "eager_lars", "compile_graph": "compile_graph_lars"}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments(argv)
-    device = torch.device(args.device)
-    torch.backends.cudnn.benchmark = True
-    deadline_s = monotonic_s() + args.max_seconds
-    runs = []
-    # All on one stream that is not the default: the one that graphs are captured on.
-    stream = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        limits = measured_limits(device)
-        free_memory()
-        for name, batch_size in chosen_runs(args):
-            runs.append(run_case(name, batch_size, device, limits, args, deadline_s))
-            print(json.dumps(runs[-1]), flush=True)
-            free_memory()
-    print(json.dumps({"runs": runs, **limits, **setting(args)}))
-    statuses = [result["status"] for run in runs for result in run["variants"].values()]
-    return 1 if "failed" in statuses else 0
+# Small enough that the networks' values stay in range, which timings depend on.
+LR, MOMENTUM, WEIGHT_DECAY, SMOOTHING = 1e-3, 0.9, 1e-4, 0.1
+PARTS = ("data", "forward", "backward", "update")
+RIVALS = ("plain", "plain_tuned", "plain_compiled", "timm")
+_STEPS_PER_EPOCH = 16
+_WARM_UP_STEPS = 5
 
 
-def run_case(
-    name: str,
-    batch_size: int,
-    device: torch.device,
-    limits: dict[str, Any],
-    args: argparse.Namespace,
-    deadline_s: float,
-) -> dict[str, Any]:
-    """Measure one case at one batch size and return its JSON object."""
-    bench = Bench(CASES[name], batch_size, device)
-    runners: dict[str, Runner] = {}
-    for variant in chosen_variants(name, args.only):
-        runner = Runner(bench, VARIANTS[variant])
-        runners[variant] = runner
-        runner.prepare(args.block_s, deadline_s)
-        say(f"{name} x {batch_size}: {variant} {runner.status} {runner.why}")
-    rounds = measure(runners, args.rounds, deadline_s)
-    work = work_of(CASES[name])
-    report = {key: r.report(runners[BASE], work, limits) for key, r in runners.items()}
-    ratios = {
-        sgd: median_ratio(runners[lars], runners[sgd])
-        for sgd, lars in LARS_AND_SGD.items()
-        if {sgd, lars} <= runners.keys()
-    }
-    return {
-        "case": name,
-        "batch_size": batch_size,
-        "rounds": rounds,
-        **work,
-        "variants": report,
-        "lars_over_sgd": ratios,
-    }
+def vit_s(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Return the vision transformer S/16."""
+    from torchvision.models import VisionTransformer
+
+    size = {"num_layers": 12, "num_heads": 6, "hidden_dim": 384, "mlp_dim": 1536}
+    model: nn.Module = VisionTransformer(sample_shape[1], 16, num_classes=num_classes, **size)
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and its batches."""
+
+    model: Any
+    pixels: int
+    classes: int
+    batch_size: int
+
+
+CASES = {
+    "resnet18_32": Case("cifar_resnet18", 32, 10, 1024),
+    "resnet50_224": Case("resnet50", 224, 1000, 256),
+    "vit_s_224": Case(vit_s, 224, 1000, 256),
+}
+
+
+class Clock:
+    """Adds up the parts of steps: by events on a GPU's stream, by the clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._ends: list[tuple[str, Any]] = [("", self._now())]
+
+    def mark(self, part: str) -> None:
+        """End a part."""
+        self._ends.append((part, self._now()))
+
+    def sums_ms(self) -> dict[str, float]:
+        """Return the sum of each part; the device must be synchronized."""
+        sums = dict.fromkeys(PARTS, 0.0)
+        for (_, start), (part, end) in zip(self._ends, self._ends[1:], strict=False):
+            sums[part] += start.elapsed_time(end) if self._on_gpu else 1000 * (end - start)
+        return sums
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return monotonic_s()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+# Trains a number of steps and marks the end of each part.
+# Begins with the kernels' settings, which belong to the process: variants take turns.
+Train = Callable[[int, Clock], None]
+
+
+class Bench:
+    """A case on a device: its data and job, from which every variant is made."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        distinct, shape = max(case.batch_size, case.classes), (case.pixels, case.pixels, 3)
+        x, y = synthetic_images(distinct, shape, case.classes)
+        y[: case.classes] = range(case.classes)  # no class may be without samples
+        rows = np.arange(_STEPS_PER_EPOCH * case.batch_size) % distinct
+        self.arrays = DatasetArrays(x[rows], y[rows], x[:1], y[:1], case.classes)
+
+    def config(self, **changes: Any) -> LearnerConfig:
+        """Return the settings of a learner of one worker."""
+        args = {"momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
+        data = {
+            "name": "arrays",
+            "train": ["x", "y"],  # given as arrays instead
+            "test": ["x", "y"],
+            "normalize": IMAGENET_MEAN_STD,
+            "augment": {"crop_padding": self.case.pixels // 8, "flip": True},
+        }
+        job = {
+            "model": self.case.model,
+            "data": data,
+            "loss": {"name": "cross_entropy", "label_smoothing": SMOOTHING},
+            "epochs": 1,
+            "global_batch_size": self.case.batch_size,
+            "learning_rate": {"policy": "schedule", "shape": "constant", "initial": LR},
+            "optimizer": {"name": "SGD", "args": args},
+            "precision": "auto",
+            "workers": {"count": 1},
+        }
+        return LearnerConfig.from_job(Job.model_validate(job | changes))
+
+    def learner(self, **changes: Any) -> Train:
+        """Return the product's step."""
+        learner = Learner(self.config(**changes), self.arrays, self.device)
+        task, micro_batches, epochs = TimedTask(learner.task), MicroBatches(range(1), 1), count(1)
+        learner.task = task
+        learner.optimizer.register_step_pre_hook(lambda *_: task.clock.mark("backward"))
+        learner.optimizer.register_step_post_hook(lambda *_: task.clock.mark("update"))
+
+        def train(steps: int, clock: Clock) -> None:
+            task.clock = clock
+            choose_kernels("auto", self.device)
+            for start in range(0, steps, _STEPS_PER_EPOCH):
+                lrs = (LR,) * min(_STEPS_PER_EPOCH, steps - start)
+                learner.train(next(epochs), 0, lrs, micro_batches)
+
+        return train
+
+    def plain(self, *, tuned: bool = True, compiled: bool = False) -> Train:
+        """Return the step of a script."""
+        model = self._model(channels_last=tuned)
+        if compiled:
+            model.compile()
+        settings: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
+        fused = True if tuned else None
+        optimizer = torch.optim.SGD(model.parameters(), fused=fused, **settings)
+        loss_sum = torch.zeros((), device=self.device)
+
+        def loss_of(output: Tensor, y: Tensor) -> Tensor:
+            return cross_entropy(output, y, label_smoothing=SMOOTHING)
+
+        def meter(loss: Tensor) -> None:
+            if tuned:
+                loss_sum.add_(loss)
+            else:
+                loss.item()
+
+        return self._loop(model, optimizer, loss_of, meter, tuned=tuned)
+
+    def timm(self) -> Train:
+        """Return the step of timm's train.py, which reads the loss when it logs only."""
+        optim, losses = map(importlib.import_module, ("timm.optim", "timm.loss"))
+        model = self._model(channels_last=True)
+        settings: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
+        optimizer = optim.create_optimizer_v2(model, opt="sgd", **settings)
+        loss_of = losses.LabelSmoothingCrossEntropy(smoothing=SMOOTHING)
+        return self._loop(model, optimizer, loss_of, lambda _: None, tuned=True)
+
+    def _loop(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        meter: Callable[[Tensor], None],
+        *,
+        tuned: bool,
+    ) -> Train:
+        batches, device = self._batches(channels_last=tuned), self.device.type
+
+        def train(steps: int, clock: Clock) -> None:
+            choose_kernels("fp32", self.device) if tuned else default_kernels()
+            for _ in range(steps):
+                batch = next(batches)
+                clock.mark("data")
+                enabled = tuned and device == "cuda"  # as `precision: auto`
+                with torch.autocast(device, dtype=torch.bfloat16, enabled=enabled):
+                    loss = loss_of(model(batch.x), batch.y)
+                clock.mark("forward")
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                clock.mark("backward")
+                optimizer.step()
+                meter(loss.detach())
+                clock.mark("update")
+
+        return train
+
+    def _model(self, *, channels_last: bool) -> nn.Module:
+        section, shape = self.config().model, (3, self.case.pixels, self.case.pixels)
+        model = build_model(section, num_classes=self.case.classes, sample_shape=shape, seed=0)
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        return model.to(self.device, memory_format=layout)  # type: ignore[call-overload, no-any-return]
+
+    def _batches(self, *, channels_last: bool) -> Iterator[Batch]:
+        config = self.config()
+        data = open_data(
+            config.data,
+            self.arrays,
+            hold_out=config.hold_out,
+            seed=0,
+            device=self.device,
+            channels_last=channels_last,
+        )
+        places, size = list(product(range(_STEPS_PER_EPOCH), range(1))), self.case.batch_size
+        return chain.from_iterable(data.train_batches(e, places, 1, size) for e in count(1))
+
+
+VARIANTS: dict[str, Callable[[Bench], Train]] = {
+    "plain": lambda bench: bench.plain(tuned=False),
+    "plain_tuned": Bench.plain,
+    "plain_compiled": lambda bench: bench.plain(compiled=True),
+    "timm": Bench.timm,
+    "learner": Bench.learner,
+    "learner_compiled": lambda bench: bench.learner(compile="default"),
+    "learner_lars": lambda bench: bench.learner(optimizer="LARS"),
+}
+
+
+class TimedTask:
+    """A learner's task that marks when a batch arrives and when its loss is there."""
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+        self.clock: Clock
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the task itself has."""
+        return getattr(self._task, name)
+
+    def training_loss(self, model: Any, batch: Any) -> Tensor:
+        """Compute the task's loss."""
+        self.clock.mark("data")
+        loss: Tensor = self._task.training_loss(model, batch)
+        self.clock.mark("forward")
+        return loss
 
 
 class Runner:
-    """A variant of a case: prepared, measured, reported."""
+    """A variant of a case: set up, measured block by block, reported."""
 
-    def __init__(self, bench: Bench, variant: Variant) -> None:
-        self.bench, self.variant = bench, variant
-        self.status, self.why = "ok", ""
+    def __init__(self, bench: Bench, name: str) -> None:
+        self._bench, self._name = bench, name
+        self.status, self._why = "ok", ""
         self.blocks: list[dict[str, float]] = []
-        self._run_block: Callable[[], dict[str, float]] = dict
-        self._setup_s, self._loss = 0.0, 0.0
+        self._setup_s, self._peak, self._steps = 0.0, 0, _WARM_UP_STEPS
+        self._train: Train | None = None
+        on_cpu = bench.device.type == "cpu"
+        if name.endswith("_compiled") and on_cpu:
+            self.status, self._why = "skipped", "nothing is compiled on a CPU"
+        elif name == "timm" and importlib.util.find_spec("timm") is None:
+            self.status, self._why = "skipped", "timm is not installed"
 
-    def prepare(self, block_s: float, deadline_s: float) -> None:
-        """Warm up and determine the number of steps of a block."""
-        if self.variant.needs_gpu and self.bench.device.type != "cuda":
-            self.status, self.why = "skipped", "CUDA graphs and compiling are for a GPU"
-        elif monotonic_s() > deadline_s:
-            self.status, self.why = "no_time", "--max-seconds had passed"
-        else:
-            self._attempt(partial(self._warm_up, block_s))
+    def prepare(self, block_s: float) -> None:
+        """Train the first steps, and choose the number of steps in a block."""
+        started_s = monotonic_s()
+        self.measure()
+        self._setup_s = monotonic_s() - started_s
+        self.measure()
+        if self.status == "ok":
+            self._steps = max(2, round(1000 * block_s / self.blocks[-1]["step"]))
+        self.blocks.clear()
 
     def measure(self) -> None:
-        """Measure one block, unless the variant was skipped or has failed."""
-        if self.status == "ok":
-            self._attempt(lambda: self.blocks.append(self._run_block()))
-
-    def report(
-        self, base: Runner, work: dict[str, float], limits: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the variant's entry of `variants` (see the module's docstring)."""
+        """Measure a block; a variant without enough memory must not cost the others' figures."""
         if self.status != "ok":
-            return {"status": self.status, "why": self.why}
-        size, all_ms = self.bench.batch_size, [block["step"] for block in self.blocks]
+            return
+        try:
+            self.blocks.append(self._block())
+        except torch.OutOfMemoryError as error:
+            self.status, self._why = "out_of_memory", str(error).splitlines()[0]
+        if self.status != "ok":
+            self._train = None  # not in the handler: the exception's frames hold the tensors
+            free_memory()
+
+    def _block(self) -> dict[str, float]:
+        device, on_gpu = self._bench.device, self._bench.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        if self._train is None:
+            self._train = VARIANTS[self._name](self._bench)
+        own = torch.cuda.memory_allocated() - before if on_gpu else 0
+        synchronize(device)
+        clock, started_s = Clock(device), monotonic_s()
+        self._train(self._steps, clock)
+        synchronize(device)
+        step_ms = 1000 * (monotonic_s() - started_s) / self._steps
+        if on_gpu and own:  # later blocks begin with the variant in memory
+            self._peak = torch.cuda.max_memory_allocated() - before
+        return {"step": step_ms} | {k: v / self._steps for k, v in clock.sums_ms().items()}
+
+    def report(self, best_ms: Sequence[float]) -> dict[str, Any]:
+        """Return the variant's entry of `variants`; `best_ms`: the fastest rival's rounds."""
+        if self.status != "ok":
+            return {"status": self.status, "why": self._why}
+        size, all_ms = self._bench.case.batch_size, [block["step"] for block in self.blocks]
+        ratios = [best / own for best, own in zip(best_ms, all_ms, strict=False)]
         return {
             "status": "ok",
             "images_per_s": round(1000 * size / median(all_ms), 1),
             "images_per_s_all": [round(1000 * size / ms, 1) for ms in all_ms],
-            "ratio": median_ratio(base, self),
+            "ratio": round(median(ratios), 4) if ratios else None,
             "ms": {key: round(median(b[key] for b in self.blocks), 3) for key in self.blocks[0]},
+            "peak_mib": round(self._peak / 2**20) if self._peak else None,
             "setup_s": round(self._setup_s, 1),
-            "loss": round(self._loss, 3) if isfinite(self._loss) else None,
-            **limit_fractions(size / median(all_ms), work, limits),
         }
 
-    def _warm_up(self, block_s: float) -> None:
-        started_s = monotonic_s()
-        step = self.bench.step(self.variant)
-        synchronize(self.bench.device)
-        self._setup_s = monotonic_s() - started_s
-        trial = self.bench.block(step, self.variant, 2)
-        steps = max(2, round(1000 * block_s / trial["step"]))
 
-        def run_block() -> dict[str, float]:
-            ms = self.bench.block(step, self.variant, steps)
-            self._loss = step.loss.item()
-            return ms
-
-        self._run_block = run_block
-
-    def _attempt(self, work: Callable[[], None]) -> None:
-        """Do `work`; a variant that fails must not cost the others' figures."""
-        try:
-            work()
-        except torch.OutOfMemoryError as error:
-            self.status, self.why = "out_of_memory", str(error).splitlines()[0]
-        except RuntimeError as error:
-            self.status, self.why = "failed", f"{type(error).__name__}: {error}"[:1000]
-        if self.status != "ok":
-            # Not in the handlers: while an exception is handled, its frames hold the tensors.
-            self._run_block = dict
-            free_memory(compiled=False)
+def run_case(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the variants of one case."""
+    device, case = torch.device(args.device), CASES[name]
+    if device.type == "cpu":
+        case = replace(case, pixels=32, classes=10, batch_size=4)
+    bench = Bench(case, device)
+    runners = {variant: Runner(bench, variant) for variant in args.variants}
+    for variant, runner in runners.items():
+        runner.prepare(args.block_s)
+        print(f"{name}: {variant} {runner.status}", flush=True)
+    for done in range(args.rounds):
+        for variant in list(runners)[:: -1 if done % 2 else 1]:
+            runners[variant].measure()
+    rivals = [[b["step"] for b in runners[r].blocks] for r in RIVALS if r in runners]
+    best_ms = min(filter(None, rivals), key=median, default=[])
+    reports = {variant: runner.report(best_ms) for variant, runner in runners.items()}
+    return {"batch_size": case.batch_size, "pixels": case.pixels, "variants": reports}
 
 
-def measure(runners: dict[str, Runner], rounds: int, deadline_s: float) -> int:
-    """Measure a block of every variant per round; return the rounds done in time, at least one."""
-    for done in range(rounds):
-        if done and monotonic_s() > deadline_s:
-            return done
-        for name in list(runners)[:: -1 if done % 2 else 1]:
-            runners[name].measure()
-    return rounds
+def default_kernels() -> None:
+    """Undo `choose_kernels`: torch's defaults are TF32 for convolutions alone."""
+    backends: Any = torch.backends
+    backends.cuda.matmul.fp32_precision = "ieee"
+    backends.cudnn.conv.fp32_precision = "tf32"
+    backends.cudnn.benchmark = False
 
 
-def median_ratio(upper: Runner, lower: Runner) -> float | None:
-    """Return the median over the rounds of the ratio of step times."""
-    if {upper.status, lower.status} != {"ok"}:
-        return None
-    pairs = zip(upper.blocks, lower.blocks, strict=True)
-    return round(median(u["step"] / below["step"] for u, below in pairs), 4)
-
-
-def limit_fractions(
-    images_per_ms: float, work: dict[str, float], limits: dict[str, Any]
-) -> dict[str, float]:
-    """Return `matmul_fraction` and `passes`; nothing where the limits were not measured."""
-    if limits["matmul_tflop_per_s"] is None:
-        return {}
-    tflop_per_s = work["gflop_per_image"] * images_per_ms
-    bytes_per_image = 1e9 * limits["copy_tb_per_s"] / images_per_ms
-    return {
-        "matmul_fraction": round(tflop_per_s / limits["matmul_tflop_per_s"], 4),
-        "passes": round(bytes_per_image / (work["conv_mib_per_image"] * 2**20), 1),
-    }
-
-
-def measured_limits(device: torch.device) -> dict[str, float | None]:
-    """Measure the GPU's limits (see the module's docstring)."""
-    if device.type != "cuda":
-        return {"matmul_tflop_per_s": None, "copy_tb_per_s": None}
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product_ms = median_ms(partial(torch.mm, a, b, out=torch.empty_like(a)))
-    source = torch.randint(0, 256, (2**31,), device=device, dtype=torch.uint8)
-    copy_ms = median_ms(partial(torch.empty_like(source).copy_, source))
-    return {
-        "matmul_tflop_per_s": round(2 * 8192**3 / product_ms / 1e9, 1),
-        "copy_tb_per_s": round(2 * 2**31 / copy_ms / 1e9, 3),
-    }
-
-
-def median_ms(work: Callable[[], object]) -> float:
-    """Return the median milliseconds of 20 executions on the GPU, after 5 to warm up."""
-    times = []
-    for _ in range(25):
-        timer = StepTimer(torch.device("cuda"))
-        work()
-        timer("work")
-        torch.cuda.synchronize()
-        times.append(timer.sums_ms()["work"])
-    return median(times[5:])
-
-
-def free_memory(compiled: bool = True) -> None:
-    """Free unreferenced memory and, if `compiled`, the compiled networks."""
-    if compiled:
-        torch.compiler.reset()
+def free_memory() -> None:
+    """Free unreferenced memory and compiled networks."""
+    torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def setting(args: argparse.Namespace) -> dict[str, object]:
-    """Return settings, machine and versions for the JSON object."""
-    import torchvision
-
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-    }
-    return {"settings": vars(args), "machine": machine(), "versions": versions}
-
-
-def chosen_runs(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """Return case and batch size of each requested run."""
-    on_gpu = args.device.startswith("cuda")
-    runs = []
-    for name in CASES:
-        if not chosen_variants(name, args.only) or (not args.only and name not in args.cases):
-            continue
-        sizes = [size for case, size in args.batch_sizes if case == name]
-        runs += [(name, size) for size in sizes or [CASES[name].batch_size if on_gpu else 2]]
-    return runs
-
-
-def chosen_variants(case: str, only: Sequence[str]) -> list[str]:
-    """Return the requested variants in table order, always with the base; none for other cases."""
-    if not only:
-        return [name for name, variant in VARIANTS.items() if not variant.by_name_only]
-    patterns = [pattern if ":" in pattern else f"{pattern}:*" for pattern in only]
-    requested = {
-        name
-        for name, variant in VARIANTS.items()
-        for pattern in patterns
-        if fnmatch(f"{case}:{name}", pattern)
-        and not (variant.by_name_only and pattern.rpartition(":")[2] != name)
-    }
-    return [name for name in VARIANTS if requested and name in requested | {BASE}]
-
-
-def case_and_size(text: str) -> tuple[str, int]:
-    name, _, size = text.partition("=")
-    if name not in CASES or not size.isdecimal() or int(size) < 1:
-        raise argparse.ArgumentTypeError(f"CASE=N with a case of {', '.join(CASES)}, not {text!r}")
-    return name, int(size)
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    cases = {}
+    for name in args.cases:
+        cases[name] = run_case(name, args)
+        free_memory()
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    setting = {"machine": machine(), "settings": vars(args), "versions": versions}
+    print(json.dumps(finite({"cases": cases, **setting})))
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training step on one GPU, part by part.")
-    parser.add_argument("--only", nargs="+", default=[], metavar="CASE[:VARIANT]")
-    parser.add_argument(
-        "--batch-sizes", nargs="+", type=case_and_size, default=[], metavar="CASE=N"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer cases, rounds and steps")
-    parser.add_argument("--rounds", type=int, help="blocks of each variant (5; quick: 3)")
-    parser.add_argument("--block-s", type=float, help="seconds of a block (0.6; quick: 0.3)")
-    parser.add_argument(
-        "--max-seconds", type=float, help="start no variant after these seconds (420; quick: 130)"
-    )
-    parser.add_argument("--device", default="cuda", help="cpu: a trial with batches of 2")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 0.2 s")
+    parser.add_argument("--rounds", type=int, help="blocks of each variant (5)")
+    parser.add_argument("--block-s", type=float, help="seconds of a block (1)")
+    parser.add_argument("--device", default="cuda", help="cpu: a trial with small images")
     args = parser.parse_args(argv)
-    rounds, block_s, max_seconds = (3, 0.3, 130.0) if args.quick else (5, 0.6, 420.0)
-    args.rounds = args.rounds or rounds
-    args.block_s = block_s if args.block_s is None else args.block_s
-    args.max_seconds = max_seconds if args.max_seconds is None else args.max_seconds
-    args.cases = list(QUICK_CASES if args.quick else CASES)
-    if not chosen_runs(args):
-        parser.error(f"--only matches nothing; cases {list(CASES)}, variants {list(VARIANTS)}")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.exit(
-            2, "gpu_train needs an NVIDIA GPU, and torch sees none (--device cpu: trial)\n"
-        )
+    rounds, block_s = (2, 0.2) if args.quick else (5, 1.0)
+    args.rounds, args.block_s = args.rounds or rounds, args.block_s or block_s
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.exit(2, "gpu_train needs an NVIDIA GPU, torch sees none (--device cpu: trial)\n")
     return args
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
