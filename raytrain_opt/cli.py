@@ -110,6 +110,7 @@ def run(
         raise click.UsageError(
             "give either JOB.yaml or --resume RUN_DIR. A job file needs four lines, such as\n\n"
             "  model: small_cnn\n  data: digits\n  epochs: 8\n  global_batch_size: 64\n\n"
+            "`raytrain-opt init FOLDER` writes one for your images, "
             "`raytrain-opt validate JOB.yaml` checks it."
         )
     job = (

@@ -151,8 +151,8 @@ class OptimizerChoiceSection(OptimizerSection):
         default_factory=list,
         description=(
             "With name: auto, the search of policy stpt_horizon chooses among these; where there "
-            "are too few steps for a search, the first one trains. Default: Muon, SGD, "
-            "ScheduleFreeSGD, AdamW."
+            "are too few steps for a search, the first one trains. Default: Muon (unless its "
+            "steps would take several times as long), SGD, ScheduleFreeSGD, AdamW."
         ),
     )
 
@@ -170,6 +170,16 @@ class OptimizerChoiceSection(OptimizerSection):
             )
             for choice in self.candidates or _USUAL_OPTIMIZERS
         )
+
+    @property
+    def chooses_freely(self) -> bool:
+        """Whether the job leaves the list to the program."""
+        return self.name == "auto" and not self.candidates
+
+    def without(self, name: str) -> OptimizerChoiceSection:
+        """Return this choice among the usual optimizers without one of them."""
+        left = [candidate for candidate in _USUAL_OPTIMIZERS if candidate.name != name]
+        return self.model_copy(update={"candidates": left})
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse settings of one optimizer for `auto`, and the reverse."""

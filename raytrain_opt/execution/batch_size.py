@@ -15,7 +15,7 @@ from raytrain_opt.config.batch_size import BatchSizeSection, ThroughputKneeSearc
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.execution.batch_size_cache import Cache, CachedSearch
-from raytrain_opt.execution.preflight import ResolvedJob, resolve
+from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, scalable_policy
 from raytrain_opt.execution.session import Session, open_session
 from raytrain_opt.pools.launcher import runtime_environment
@@ -92,7 +92,7 @@ def search_batch_size(session: Session, *, fresh: bool) -> ResolvedJob:
         write_text(session.paths.job, dump_job(sized))
     else:
         sized = _search(section, session, fresh=fresh, trace=False).job
-    return resolve(sized, session.preflight.info)
+    return session.preflight.resolve(sized)
 
 
 def _search(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from shlex import quote
 
@@ -124,7 +124,7 @@ def open_session(
         if job.workers.count == "auto":
             job = set_worker_count(job, plan.workers)
             if preflight.resolved is not None:
-                preflight.resolved = replace(preflight.resolved, job=job)
+                preflight.resolved = preflight.resolve(job)
             write_text(paths.job, dump_job(job))
         yield Session(paths, checkpoints, terminal, startup, stop, job, owns_ray, preflight, plan)
 

@@ -416,6 +416,8 @@ def open_training_run(
     writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)
     callbacks = Callbacks(job, str(paths.local), event_log, observers)
     run = TrainingRun(resolved, backend, workspace, recorder, writer, event_log, callbacks)
+    if resolved.note is not None and checkpoints.latest is None:
+        event_log.log("optimizer", 1, resolved.note)
     try:
         yield run
     except BaseException as error:

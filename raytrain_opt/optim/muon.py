@@ -194,6 +194,15 @@ def orthogonalize(matrices: Tensor, *, steps: int, eps: float) -> Tensor:
     return x.mT if tall else x
 
 
+def orthogonalization_flops(shapes: Iterable[torch.Size], steps: int = 5) -> int:
+    """Return the operations of (4) for gradients of these shapes, 2 for each product."""
+    flops = 0
+    for shape in shapes:
+        rows, columns = sorted((shape[0], shape.numel() // shape[0]))
+        flops += steps * (4 * rows**2 * columns + 2 * rows**3)
+    return flops
+
+
 def split_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[int]]:
     """Return the indices of the matrices that each rank orthogonalizes, about equal in work.
 

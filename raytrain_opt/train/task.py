@@ -167,15 +167,9 @@ def try_task(
     """
     import torch
 
-    from raytrain_opt.data.nesting import map_leaves
     from raytrain_opt.models.dry_run import check_output
 
-    if not isinstance(task, Classification) and info.example is not None:
-        pair = map_leaves(lambda t: torch.stack((t, t)).to(device), info.example)
-        batch = Batch(pair, None)
-    else:
-        x = torch.zeros(2, *info.sample_shape, device=device, dtype=info.dtype)
-        batch = Batch(x, torch.zeros(2, dtype=torch.int64, device=device))
+    batch = _two_samples(task, info, device)
     unfit: DataError | None = None
     if isinstance(task, Classification):
         shape, classes = info.sample_shape, info.num_classes
@@ -198,6 +192,39 @@ def try_task(
     if unfit is not None:
         raise unfit
     return names
+
+
+def count_flops(task: Task, model: nn.Module, info: DataInfo) -> float:
+    """Return the operations of one sample's training, 2 for each product, on the CPU.
+
+    The backward pass counts twice the forward pass. Infinite for recurrent layers, whose fused
+    operations torch does not count. Weights, buffers, random states and modes are preserved.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from raytrain_opt.models.dry_run import preserve_model
+
+    batch, counter = _two_samples(task, info, "cpu"), FlopCounterMode(display=False)
+    if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+        return float("inf")
+    # Without gradients transformers have fused operations, too.
+    with preserve_model(model, torch.device("cpu")), torch.enable_grad(), counter:
+        model.eval()
+        task.training_loss(model, batch.content)
+    return 3 * counter.get_total_flops() / 2
+
+
+def _two_samples(task: Task, info: DataInfo, device: torch.device | str) -> Batch:
+    import torch
+
+    from raytrain_opt.data.nesting import map_leaves
+
+    if not isinstance(task, Classification) and info.example is not None:
+        pair = map_leaves(lambda t: torch.stack((t, t)).to(device), info.example)
+        return Batch(pair, None)
+    x = torch.zeros(2, *info.sample_shape, device=device, dtype=info.dtype)
+    return Batch(x, torch.zeros(2, dtype=torch.int64, device=device))
 
 
 def _try_methods(

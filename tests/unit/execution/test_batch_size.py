@@ -14,6 +14,7 @@ from raytrain_opt.config.load import load_job, parse_job
 from raytrain_opt.errors import JobError, StorageError
 from raytrain_opt.execution.batch_size import search_batch_size
 from raytrain_opt.execution.batch_size_cache import Cache, CachedSearch
+from raytrain_opt.execution.preflight import Preflight
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.records import BatchSizeProbeRecord
@@ -90,7 +91,8 @@ def test_wrong_settings_are_named(search: Any, path: str) -> None:
 def test_a_resumed_run_keeps_its_batch_size(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.batch_size.write_text(json.dumps(batch_size(batch_size_per_worker=48)))
-    preflight = SimpleNamespace(info=SimpleNamespace(train_size=1000, search_size=900))
+    info: Any = SimpleNamespace(train_size=1000, search_size=900)
+    preflight = Preflight(None, info)
     session: Any = SimpleNamespace(job=job(), paths=paths, preflight=preflight)
     resolved = search_batch_size(session, fresh=True)
     assert resolved.job.global_batch_size == 96

@@ -266,6 +266,20 @@ def test_the_large_batch_kit_trains_together(tmp_path: Path) -> None:
     assert result.test_metric > 0.8
 
 
+def test_a_run_says_once_that_muon_was_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    horizon: dict[str, Any] = {"learning_rate": {"policy": "stpt_horizon"}}
+    job = tiny_job(tmp_path, model=linear, global_batch_size=8, optimizer="auto", **horizon)
+    first = run(job.model_copy(update={"epochs": 1}), in_process=True)
+    assert "Muon is left out" in " ".join(capsys.readouterr().out.split())
+    [epoch] = read_lines(first.run_dir, "epochs")
+    assert epoch["optimizer"] == "SGD"
+    run(job, in_process=True, resume=first.run_dir)
+    events = read_lines(first.run_dir, "events")
+    assert [event["kind"] for event in events].count("optimizer") == 1
+
+
 def test_when_all_candidates_diverge_the_base_is_halved_then_given_up(tmp_path: Path) -> None:
     learning_rate = {**STPT, "initial": 1e30, "max_halvings": 1}
     with pytest.raises(DivergedError, match=r"1e\+30, 5e\+29"):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import JobError, Problem
@@ -59,6 +62,51 @@ def test_the_driver_keeps_no_copy_of_data_that_it_has_shared() -> None:
     gc.collect()
     assert reference() is None
     assert preflight.info.num_classes == 10
+
+
+def mlp(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build an MLP, whose matrices are large for the work of one sample."""
+    features = math.prod(sample_shape)
+    return nn.Sequential(nn.Flatten(), nn.Linear(features, 64), nn.Linear(64, num_classes))
+
+
+def recurrent(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build an LSTM over the rows of an image."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(sample_shape[2], 64, batch_first=True)
+            self.last = nn.Linear(64, num_classes)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.last(self.lstm(x.flatten(1, 2))[0][:, -1])
+            return output
+
+    return Rows()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "optimizer", "has_muon"),
+    [
+        (mlp, 8, "auto", False),
+        (mlp, 512, "auto", True),
+        (mlp, 8, {"name": "auto", "candidates": ["Muon", "SGD"]}, True),
+        (mlp, 8, "Muon", True),
+        ("small_cnn", 8, "auto", True),
+        (recurrent, 8, "auto", True),  # its operations are not known
+    ],
+)
+def test_muon_is_left_out_where_it_takes_several_times_the_operations_of_a_batch(
+    model: Any, batch: int, optimizer: Any, *, has_muon: bool
+) -> None:
+    values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": batch}
+    resolved = run_preflight(parse_job({**values, "optimizer": optimizer})).resolved
+    assert resolved is not None
+    names = [section.name for section in resolved.job.optimizers]
+    assert ("Muon" in names) is has_muon
+    assert (resolved.note is None) is has_muon
+    assert [section.name for section in resolved.learner.optimizers] == names
 
 
 def test_the_problems_of_all_sections_are_reported_at_once(tmp_path: Path) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_opt.optim import Muon, ScheduledLR, Warmup
-from raytrain_opt.optim.muon import orthogonalize, split_work
+from raytrain_opt.optim.muon import orthogonalization_flops, orthogonalize, split_work
 from raytrain_opt.optim.parameter_groups import parameter_groups
 from raytrain_opt.optim.schedules import Constant
 from raytrain_opt.train.state import capture, restore
@@ -116,6 +118,13 @@ def test_an_orthogonalized_matrix_has_singular_values_around_one() -> None:
     for batch in (matrices, matrices.mT):
         values = torch.linalg.svdvals(orthogonalize(batch, steps=5, eps=1e-7))
         assert 0.6 < values.min() <= values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 3, 3), (8, 32), (64, 8)])
+def test_the_operations_are_those_that_torch_counts(shape: tuple[int, ...]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(1, shape[0], math.prod(shape[1:])), steps=5, eps=1e-7)
+    assert orthogonalization_flops([torch.Size(shape)]) == counter.get_total_flops()
 
 
 def test_the_scale_of_the_gradient_does_not_matter_to_matrices() -> None:
