@@ -191,7 +191,7 @@ def resnet8_of_patches(
 def _read(source: str, root: Path, side: int) -> tuple[Pair, Pair]:
     """Return (train, test), each uint8 images [N, side, side, C] and labels."""
     readers: dict[str, Callable[[Path, int], tuple[Pair, Pair]]] = {
-        "fashion_mnist": _fashion_mnist,
+        "fashion_mnist": read_fashion_mnist,
         "cifar100_fine": lambda root, side: read_cifar100(root, side, coarse=False),
         "cifar100_coarse": lambda root, side: read_cifar100(root, side, coarse=True),
         "imagenette": _imagenette,
@@ -203,7 +203,8 @@ def _read(source: str, root: Path, side: int) -> tuple[Pair, Pair]:
         raise SystemExit(f"--data-root: {error.filename} does not exist. {__doc__}") from error
 
 
-def _fashion_mnist(root: Path, side: int) -> tuple[Pair, Pair]:
+def read_fashion_mnist(root: Path, side: int) -> tuple[Pair, Pair]:
+    """Return (train, test) of Fashion-MNIST, 60,000 and 10,000 images as [N, side, side, 1]."""
     raw = root / "fashion_mnist" / "FashionMNIST" / "raw"
 
     def split(name: str) -> Pair:
