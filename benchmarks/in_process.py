@@ -24,17 +24,16 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.execution.callbacks import Callbacks
-from raytrain_opt.execution.preflight import ResolvedJob
+from raytrain_opt.execution.preflight import ResolvedJob, run_preflight
 from raytrain_opt.execution.progress import Startup
 from raytrain_opt.execution.session import Workspace
 from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.training_run import TrainingRun
-from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import StateRef
 from raytrain_opt.pools.in_process import in_process_backend
 from raytrain_opt.recording.event_log import EventLog
-from raytrain_opt.search.factory import build_policy, max_candidates
+from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.search.policy import Decision, TryCandidates
 from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints
@@ -91,8 +90,10 @@ def open_learner(job: Job) -> Learner:
 
 def train_in_process(job: Job) -> Outcome:
     """Train the job; a training that diverges has an outcome, too."""
-    learner = open_learner(job)
-    run = ObservedRun(job, learner)
+    resolved = run_preflight(job).resolved
+    assert resolved is not None  # no batch size is to be searched
+    learner = open_learner(resolved.job)
+    run = ObservedRun(resolved, learner)
     try:
         train(run)
     except DivergedError as error:
@@ -156,16 +157,13 @@ class Reporter:
 class ObservedRun(TrainingRun):
     """One execution of a job on one learner, without a run directory."""
 
-    def __init__(self, job: Job, learner: Learner) -> None:
-        info, began_s = learner.info, monotonic_s()
-        steps = epoch_steps(
-            info.train_size, job.global_batch_size, job.batch_ramp.steps, info.search_size
-        )
+    def __init__(self, resolved: ResolvedJob, learner: Learner) -> None:
+        job, began_s = resolved.job, monotonic_s()
         terminal, recorder = Terminal(Console(quiet=True)), NullRecorder()
         event_log, paths = EventLog(recorder, terminal, began_s), RunPaths(Path(job.name))
         checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
         super().__init__(
-            ResolvedJob(job, info, steps, build_policy(job, steps)),
+            resolved,
             in_process_backend(
                 learner,
                 with_slots=max_candidates(job) > 0 and job.search_on == "slots",

@@ -20,6 +20,7 @@ from benchmarks.comparison_tasks import OPTIMIZERS, SYNTHETIC, TASKS
 from benchmarks.comparison_units import Cache, Result, Setting, Unit, compute
 from raytrain_opt.config.schema import Job
 from raytrain_opt.driver import train
+from raytrain_opt.execution.preflight import run_preflight
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.search.fixed_schedule import RecordedSchedule
 from raytrain_opt.train.learner import Learner
@@ -116,8 +117,10 @@ def test_the_search_affects_the_weights_only_through_the_rates_it_chose(
     """Replaying the chosen rates gives the same weights, bit by bit."""
     section = {"policy": "stpt", "candidates": [0.5, 2.0], "alpha": 3, "initial": 0.05}
     job = Job.model_validate(Unit("it", "train", setting, section).job)
+    resolved = run_preflight(job).resolved
+    assert resolved is not None
     searched, replayed = (
-        in_process.ObservedRun(job, in_process.open_learner(job)) for _ in range(2)
+        in_process.ObservedRun(resolved, in_process.open_learner(job)) for _ in range(2)
     )
     train(searched)
     ends = [searched.steps.before(epoch) for epoch in range(1, EPOCHS + 2)]
