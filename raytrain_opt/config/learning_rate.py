@@ -72,6 +72,9 @@ _SEARCH_ON = (
     "each trains on all workers, as the model does, one after the other, and no slots are "
     "started; auto: whichever should take less time."
 )
+# Larger rates destroy what trained weights have learned before it is used.
+FINE_TUNING_LR = 0.01
+
 _SCALING = "Scale `initial` to the global batch size. Default: no scaling."
 
 
@@ -136,7 +139,11 @@ class HorizonPolicy(Section):
 
     policy: Literal["stpt_horizon"]
     initial: PositiveFloat = Field(
-        0.1, description="Rate at which the search starts; a factor of 100 off is fine."
+        0.1,
+        description=(
+            "Rate at which the search starts; a factor of 100 off is fine. Trainings that are too "
+            f"short for a search use it. Default with model.weights: {FINE_TUNING_LR:g}."
+        ),
     )
     scaling: Scaling | None = Field(None, description=_SCALING)
     shape: Literal["linear", "cosine"] = Field(

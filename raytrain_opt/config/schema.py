@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from raytrain_opt.config import rules
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.config.data import DataSection, HoldOut
 from raytrain_opt.config.learning_rate import (
+    FINE_TUNING_LR,
     HorizonPolicy,
     LearningRateSection,
     ReplayPolicy,
@@ -250,6 +251,7 @@ class Job(Section):
     )
     learning_rate: LearningRateSection = Field(
         default_factory=lambda: HorizonPolicy(policy="stpt_horizon"),
+        validate_default=True,
         description="How the learning rate is chosen.",
     )
     batch_size_search: BatchSizeSection | None = Field(
@@ -356,6 +358,15 @@ class Job(Section):
     timeouts: TimeoutsSection = Field(
         default_factory=TimeoutsSection, description="Time limits, in seconds."
     )
+
+    @field_validator("learning_rate")
+    @classmethod
+    def _start_lower_with_trained_weights(cls, section: Any, info: ValidationInfo) -> Any:
+        model = info.data.get("model")
+        is_free = isinstance(section, HorizonPolicy) and "initial" not in section.model_fields_set
+        if is_free and model is not None and model.weights is not None:
+            return section.model_copy(update={"initial": FINE_TUNING_LR})
+        return section
 
     @property
     def optimizers(self) -> tuple[OptimizerSection, ...]:

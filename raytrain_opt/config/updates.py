@@ -151,8 +151,8 @@ class OptimizerChoiceSection(OptimizerSection):
         default_factory=list,
         description=(
             "With name: auto, the search of policy stpt_horizon chooses among these; where there "
-            "are too few steps for a search, the first one trains. Default: Muon (unless its "
-            "steps would take several times as long), SGD, ScheduleFreeSGD, AdamW."
+            "are too few steps for that, the first one trains. Default: Muon (unless its steps "
+            "would take several times as long), SGD, ScheduleFreeSGD, AdamW."
         ),
     )
 

@@ -50,6 +50,8 @@ _FINE_STEPS = 48
 _COARSE_FRACTION, _MIN_STEPS = 0.25, 5
 # Candidates the budget is divided among: the first ones of a stage, and extensions.
 _COARSE_CANDIDATES, _FINE_CANDIDATES = 3 + 2, 3 + 1
+# Steps of the shortest search of one optimizer.
+FEWEST_STEPS = _MIN_STEPS * (_COARSE_CANDIDATES + _FINE_CANDIDATES)
 # Eight extensions reach eight decades from the initial rate: beyond that, the cause is another.
 _MAX_EXTENSIONS = 8
 

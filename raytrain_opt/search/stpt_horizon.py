@@ -14,6 +14,7 @@ Source of pre-training candidates from one state: Yamada et al. (Kobe University
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.optim.schedules import RelativeSchedule
 from raytrain_opt.search.optimizer_race import OptimizerRace, all_diverged
 from raytrain_opt.search.peak_search import (
+    FEWEST_STEPS,
     CandidateSteps,
     PeakRequest,
     PeakSearch,
@@ -64,22 +66,25 @@ class HorizonStpt:
         return self.steps.span(epoch, self.epochs)
 
     def race(self, history: History) -> OptimizerRace:
-        """Return the search before epoch 1."""
+        """Return the search before epoch 1: of the first optimizer only, if too short for all."""
         cost = self.section.max_search_cost
         if self.epochs is None:  # the search is a part of the time
             budget = history.plans[0].total_steps * cost / (1 + cost)
         else:
             budget = cost * self.epochs * self.steps.first
-        count = len(self.optimizers)
+        race = self._race(self.optimizers, budget)
+        return race if race.is_possible else self._race(self.optimizers[:1], budget)
+
+    def _race(self, optimizers: Sequence[OptimizerSection], budget: float) -> OptimizerRace:
         steps = CandidateSteps.within(
             budget,
             horizon=self.section.horizon,
             epoch_steps=self.steps.search,
-            optimizers=count,
+            optimizers=len(optimizers),
         )
         return OptimizerRace(
-            tuple(str(optimizer.name) for optimizer in self.optimizers),
-            tuple(PeakSearch(self._initial(i), steps, budget) for i in range(count)),
+            tuple(str(optimizer.name) for optimizer in optimizers),
+            tuple(PeakSearch(self._initial(i), steps, budget) for i in range(len(optimizers))),
             budget,
         )
 
@@ -162,7 +167,10 @@ class HorizonStpt:
         how = "constant rate" if schedule.shape == "constant" else f"{schedule.shape} decay from"
         reason = f"{how} {peak:.3g}"
         if not found:
-            reason += ": too few steps for a search within learning_rate.max_search_cost"
+            reason += ": too few steps for a search"
+            cost = math.ceil(100 * FEWEST_STEPS / span.total_steps) / 100
+            if cost <= 1 and self._race(self.optimizers[:1], FEWEST_STEPS).is_possible:
+                reason += f" within learning_rate.max_search_cost; {cost:g} allows one"
         lrs = tuple(peak * part for part in schedule.of_epoch(span))
         weight_decay_factor = 1.0
         if self.optimizers[optimizer].has_auto_weight_decay:

@@ -188,6 +188,16 @@ def test_when_all_of_all_optimizers_diverge_the_likely_cause_is_named() -> None:
         search(policy(), losses)
 
 
+def test_with_few_steps_only_the_rate_of_the_preferred_optimizer_is_searched() -> None:
+    """24 updates in each of 16 epochs: 76 steps, of which four optimizers need 105."""
+    few = replace(policy(max_search_cost=0.2), steps=EpochSteps(24))
+    rounds, action, history = search(few, USUAL | {MUON: Optimizer(0.4, 2.3)})
+    assert {c.optimizer for r in rounds for c in r.candidates} == {MUON}
+    assert sum(len(r.candidates) * r.pretrain_steps for r in rounds) <= 76
+    assert action.optimizer == MUON
+    assert 0.2 < peak(history) < 0.8
+
+
 def test_without_steps_to_search_the_preferred_optimizer_trains_at_its_usual_rate() -> None:
     short = HorizonStpt(HorizonPolicy(policy="stpt_horizon"), 2, EpochSteps(20), AUTO)
     action = short.next(1, History())

@@ -458,12 +458,23 @@ def test_a_training_of_four_epochs_has_a_search() -> None:
     assert 0.3 < training.peak / 0.1 < 3.2
 
 
-def test_a_training_that_is_too_short_for_any_search_uses_the_initial_rate() -> None:
-    policy = horizon(2, 20, initial=0.07)
-    training = trained(policy)
+@pytest.mark.parametrize(
+    ("epochs", "steps", "cost"),
+    [(2, 20, None), (10, 16, 0.29), (100, 4, None)],
+)
+def test_a_training_that_is_too_short_for_any_search_uses_the_initial_rate(
+    epochs: int, steps: int, cost: float | None
+) -> None:
+    """It says which cost would allow one, if any does: a candidate has 5 steps of one epoch."""
+    training = trained(horizon(epochs, steps, initial=0.07))
     assert not training.rounds
     assert max(training.lrs()) == pytest.approx(0.07, rel=0.2)
-    assert "learning_rate.max_search_cost" in training.actions[0].reason
+    reason = training.actions[0].reason
+    assert "too few steps for a search" in reason
+    assert ("max_search_cost" in reason) is (cost is not None)
+    if cost is not None:
+        assert f"{cost:g} allows one" in reason
+        assert trained(horizon(epochs, steps, max_search_cost=cost)).rounds
 
 
 # Resuming.
