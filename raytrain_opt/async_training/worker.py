@@ -19,13 +19,7 @@ from raytrain_opt.async_training.scheduler import MicroBatchDone, epoch_phase
 from raytrain_opt.async_training.weight_shard import Weights, WireArray, from_wire
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
 from raytrain_opt.errors import PoolError
-from raytrain_opt.pools.commands import (
-    WORKER_POOL,
-    Evaluate,
-    MainTrain,
-    OnStep,
-    StateRef,
-)
+from raytrain_opt.pools.commands import WORKER_POOL, Evaluate, MainTrain, OnStep, StateRef
 from raytrain_opt.pools.handler import LearnerHandler
 from raytrain_opt.pools.mailbox_client import report_lost
 from raytrain_opt.pools.protocol import States

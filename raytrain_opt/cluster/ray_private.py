@@ -174,9 +174,7 @@ def read_actors() -> list[ActorRecord]:
 @client_mode_wrap  # type: ignore[untyped-decorator, unused-ignore]
 def read_placement_groups() -> list[PlacementGroupRecord]:
     """Return the placement groups of the cluster that hold or wait for resources."""
-    from ray.core.generated.gcs_pb2 import (  # type: ignore[attr-defined]
-        PlacementGroupTableData,
-    )
+    from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # type: ignore[attr-defined]
 
     table = map(PlacementGroupTableData.FromString, _accessor().get_placement_group_table())
     return [

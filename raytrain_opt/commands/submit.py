@@ -33,11 +33,7 @@ _EXCLUDES = [".git/", ".venv/", "__pycache__/", f"/{LOCAL_RUNS}/"]
 # default of 3 s is too short for a large model.
 _ENVIRONMENT = {"RAY_JOB_STOP_WAIT_TIME_S": "120", ANNOUNCE_VARIABLE: "1"}
 # Loggers of Ray that list the uploaded files and the like.
-_CHATTY_LOGGERS = (
-    "ray",
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
-)
+_CHATTY_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 _POLL_S = 2.0
 # An ssh tunnel or a laptop's network is usually back within two minutes.
 _RECONNECT_LIMIT_S = 120.0

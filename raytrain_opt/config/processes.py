@@ -7,13 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raytrain_opt.config.section import (
-    BrokenRule,
-    PositiveFloat,
-    PositiveInt,
-    Seconds,
-    Section,
-)
+from raytrain_opt.config.section import BrokenRule, PositiveFloat, PositiveInt, Seconds, Section
 
 
 class CountRange(Section):
@@ -75,8 +69,7 @@ class SlotsSection(Section):
         None, description="Number of slots. Default: one per candidate, if the cluster has room."
     )
     resources: dict[str, PositiveFloat] | None = Field(
-        None,
-        description="Ray resources of each slot. Default: as for workers, with 0.4 for 0.6.",
+        None, description="Ray resources of each slot. Default: as for workers, with 0.4 for 0.6."
     )
 
 

@@ -43,12 +43,7 @@ Duration = Annotated[Seconds, BeforeValidator(parse_duration)]
 BrokenRule = tuple[str, str]
 
 # A name, or (from Python only) the function itself.
-NameOrFunction = Annotated[
-    str | Callable[..., Any],
-    Field(
-        json_schema_extra={"type": "string"},
-    ),
-]
+NameOrFunction = Annotated[str | Callable[..., Any], Field(json_schema_extra={"type": "string"})]
 
 
 def function_name(function: Callable[..., Any]) -> str:

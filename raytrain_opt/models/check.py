@@ -65,9 +65,7 @@ def check_names(section: ModelSection) -> list[Problem]:
     return [_unknown_name(str(name))]
 
 
-def keyword_parameters(
-    function: Callable[..., Any],
-) -> tuple[dict[str, inspect.Parameter], bool]:
+def keyword_parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the function's keyword parameters, and whether it accepts any others (**kwargs).
 
     A function whose signature cannot be read counts as one that accepts everything.

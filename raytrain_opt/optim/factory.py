@@ -68,11 +68,7 @@ def check_optimizer(section: OptimizerSection) -> list[Problem]:
 
 
 def build_optimizer(
-    section: OptimizerSection,
-    model: nn.Module,
-    *,
-    steps_per_epoch: int,
-    distributed: bool = False,
+    section: OptimizerSection, model: nn.Module, *, steps_per_epoch: int, distributed: bool = False
 ) -> Optimizer:
     """Build the optimizer of `model`'s parameters, at learning rate 0; see `set_lr`.
 

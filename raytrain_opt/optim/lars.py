@@ -106,10 +106,7 @@ def _reads_ratios(device: torch.device) -> bool:
 
 
 def _update_layer_by_layer(
-    params: list[Tensor],
-    grads: list[Tensor],
-    buffers: list[Tensor | None],
-    group: dict[str, Any],
+    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None], group: dict[str, Any]
 ) -> None:
     """Update each layer while a CPU has it in its caches, by r g with decay r d."""
     for layer, grad in enumerate(grads):
@@ -179,10 +176,7 @@ def _descend(
 
 
 def _can_be_fused(
-    params: list[Tensor],
-    grads: list[Tensor],
-    buffers: list[Tensor | None],
-    lr: float | Tensor,
+    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None], lr: float | Tensor
 ) -> bool:
     """Return whether torch's fused kernel can be used.
 

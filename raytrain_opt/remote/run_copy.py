@@ -23,13 +23,7 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import ObjectStore
 
 from raytrain_opt.remote.lease import Lease
-from raytrain_opt.storage import (
-    RECORD_PART,
-    open_store,
-    read_object,
-    record_part,
-    storage_errors,
-)
+from raytrain_opt.storage import RECORD_PART, open_store, read_object, record_part, storage_errors
 
 INDEX = "checkpoints/index.json"
 # Ray Train and Ray Tune write there; nothing of it is needed to resume.

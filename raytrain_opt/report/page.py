@@ -10,12 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.report.batch_size_plots import batch_size_plots, probes_table
-from raytrain_opt.report.compare import (
-    comparison_plots,
-    differences,
-    letter,
-    summaries_table,
-)
+from raytrain_opt.report.compare import comparison_plots, differences, letter, summaries_table
 from raytrain_opt.report.formatting import count, duration, percent, plain
 from raytrain_opt.report.learning_rate_plots import learning_rate_plots, rounds_table
 from raytrain_opt.report.plots import Cell, Plot, Table

@@ -76,11 +76,7 @@ class Plot:
 
 
 def draw(
-    name: str,
-    title: str,
-    caption: str,
-    paint: Callable[[Axes], None],
-    table: Table | None = None,
+    name: str, title: str, caption: str, paint: Callable[[Axes], None], table: Table | None = None
 ) -> Plot:
     """Draw a plot with one pair of axes, which `paint` fills; add a legend if it has labels."""
     from matplotlib import rc_context
