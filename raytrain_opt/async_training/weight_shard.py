@@ -19,6 +19,7 @@ from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.async_training.update_conversion import CONVERTED, convert, look_ahead
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.optim.batched import split_evenly
 from raytrain_opt.optim.factory import build_optimizer, set_lr
 from raytrain_opt.train.state import (
     PackedTensor,
@@ -38,21 +39,15 @@ WireArray = npt.NDArray[np.uint8]
 def split_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
     """Split the parameters into `shards` parts of about equal size, the same in every process.
 
-    The largest parameter comes first, each goes to the smallest part so far. Raises JobError when
-    the parameters are not all of one type.
+    Raises JobError when the parameters are not all of one type.
     """
     parameters = list(model.parameters())
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     if len(dtypes) > 1:
         rule = f"async keeps weights of one type; this model has {' and '.join(dtypes)}"
         raise JobError([Problem("parallel.mode", rule, "async")])
-    sizes = [0] * shards
-    parts: list[list[int]] = [[] for _ in range(shards)]
-    for index in sorted(range(len(parameters)), key=lambda i: -parameters[i].numel()):
-        smallest = sizes.index(min(sizes))
-        sizes[smallest] += parameters[index].numel()
-        parts[smallest].append(index)
-    return [[parameters[index] for index in sorted(part)] for part in parts]
+    parts = split_evenly([p.numel() for p in parameters], shards)
+    return [[parameters[index] for index in part] for part in parts]
 
 
 class FlatBuffer:
@@ -69,11 +64,15 @@ class FlatBuffer:
         ]
 
 
-def move_into(flat: FlatBuffer, parameters: Sequence[nn.Parameter]) -> None:
-    """Make the parameters views of the buffer, with the values they have."""
-    for parameter, view in zip(parameters, flat.views, strict=True):
-        view.copy_(parameter.detach())
-        parameter.data = view
+def flatten(parameters: Sequence[nn.Parameter]) -> tuple[FlatBuffer, FlatBuffer]:
+    """Make the parameters, with the values they have, and their gradients views of buffers."""
+    weights, gradients = FlatBuffer(parameters), FlatBuffer(parameters)
+    views = zip(parameters, weights.views, gradients.views, strict=True)
+    for parameter, weight, gradient in views:
+        weight.copy_(parameter.detach())
+        parameter.data = weight
+        parameter.grad = gradient if parameter.requires_grad else None
+    return weights, gradients
 
 
 def wire_dtype(compression: str, weights: torch.dtype) -> torch.dtype:
@@ -128,10 +127,7 @@ class WeightShard:
         # The numbers of the parameters in the optimizer's `state_dict`.
         numbered = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._own_indices = {i for i, p in enumerate(numbered) if id(p) in own}
-        self.weights, self._gradient = FlatBuffer(self.parameters), FlatBuffer(self.parameters)
-        move_into(self.weights, self.parameters)
-        for parameter, view in zip(self.parameters, self._gradient.views, strict=True):
-            parameter.grad = view if parameter.requires_grad else None
+        self.weights, self._gradient = flatten(self.parameters)
         self._last_change = torch.zeros_like(self.weights.buffer)
         self._mean_staleness = 0.0
         self.applied: set[int] = set()

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
 from raytrain_opt.async_training.weight_shard import (
-    FlatBuffer,
     Weights,
     WireArray,
-    move_into,
+    flatten,
     split_parameters,
     to_wire,
     wire_dtype,
@@ -70,13 +69,9 @@ class AsyncTrainer:
 
     def __init__(self, learner: Learner, shards: int) -> None:
         self.learner = learner
-        parts = split_parameters(learner.model, shards)
-        self._weights = [FlatBuffer(part) for part in parts]
-        self._gradients = [FlatBuffer(part) for part in parts]
-        for part, weights, gradients in zip(parts, self._weights, self._gradients, strict=True):
-            move_into(weights, part)
-            for parameter, view in zip(part, gradients.views, strict=True):
-                parameter.grad = view if parameter.requires_grad else None
+        buffers = [flatten(part) for part in split_parameters(learner.model, shards)]
+        self._weights = [weights for weights, _ in buffers]
+        self._gradients = [gradients for _, gradients in buffers]
         self.dtype = self._weights[0].buffer.dtype
         self._wire_dtype = wire_dtype(learner.config.parallel.compression, self.dtype)
 

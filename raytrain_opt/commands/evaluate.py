@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from raytrain_opt.config.error_messages import shown
 from raytrain_opt.config.functions import refuse_functions
 from raytrain_opt.config.load import load_job, plain_job
 from raytrain_opt.config.schema import Job
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_job
-
-if TYPE_CHECKING:
-    from raytrain_opt.train.ensemble import ErrorRates, Predictions
-    from raytrain_opt.train.trained_model import SavedWeights
+from raytrain_opt.train.checkpoint import read_weights
+from raytrain_opt.train.ensemble import (
+    ErrorRates,
+    Predictions,
+    average_predictions,
+    error_rates,
+    predict,
+)
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.trained_model import SavedWeights, find_weights
 
 _ARGUMENT = "RUN_DIR"
 # Fields of `data` that change neither the test samples nor their classes.
@@ -89,12 +99,9 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = Fals
     """Evaluate the latest checkpoint of each run directory, or single checkpoints in them.
 
     With `ensemble` the mean of all probabilities is evaluated too; with `trust`, functions that
-    the runs' jobs name are run. Raises JobError when an
-    argument is not a run or the runs have different test data, CheckpointError or DataError when
-    checkpoint or data cannot be read.
+    the runs' jobs name are run. Raises JobError when an argument is not a run or the runs have
+    different test data, CheckpointError or DataError when checkpoint or data cannot be read.
     """
-    from raytrain_opt.train.ensemble import average_predictions, error_rates
-
     runs = [_find_run(run_dir, trust) for run_dir in run_dirs]
     _refuse_different_data(runs)
     predictions = [_predict(run) for run in runs]
@@ -112,8 +119,6 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = Fals
 
 
 def _find_run(run_dir: str, trust: bool) -> _SavedRun:
-    from raytrain_opt.train.trained_model import find_weights
-
     weights = find_weights(run_dir, _ARGUMENT)
     return _SavedRun(run_dir, _load_run_job(weights.job_file, run_dir, trust), weights)
 
@@ -151,14 +156,6 @@ def _refuse_different_data(runs: Sequence[_SavedRun]) -> None:
 
 
 def _predict(run: _SavedRun) -> Predictions:
-    import torch
-
-    from raytrain_opt.data import load_shared_data
-    from raytrain_opt.train.checkpoint import read_weights
-    from raytrain_opt.train.ensemble import predict
-    from raytrain_opt.train.learner import Learner
-    from raytrain_opt.train.learner_config import LearnerConfig
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     learner = Learner(LearnerConfig.from_job(run.job), load_shared_data(run.job.data), device)
     try:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
 
 from raytrain_opt.errors import JobError, Problem, RaytrainOptError
 from raytrain_opt.storage import local_path, write_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from raytrain_opt.train.trained_model import TrainedModel
+from raytrain_opt.train.trained_model import TrainedModel
 
 # Sizes of the batches of the check: one, and not the one that the network is traced with.
 _BATCH_SIZES = (1, 3)
@@ -27,7 +28,7 @@ _BATCH_SIZES = (1, 3)
 _TOLERANCE = 1e-4
 _FILE = "metadata.json"
 
-Run = Callable[["Tensor"], "Tensor"]
+Run = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,6 @@ def export(model: TrainedModel, name: str, path: str) -> float:
     RaytrainOptError when the network cannot be exported or computes something else; then no file
     is written.
     """
-    import torch
-
     model.task.require_classification("raytrain-opt export")
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(n, *model.sample_shape, generator=generator) for n in (2, *_BATCH_SIZES)]
@@ -75,16 +74,12 @@ def export(model: TrainedModel, name: str, path: str) -> float:
 
 
 def _difference(network: nn.Module, exported: Run, x: Tensor) -> float:
-    import torch
-
     with torch.no_grad():
         expected, output = network(x), exported(x)
     return float((output - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
 
 def _write_torch_export(model: TrainedModel, x: Tensor) -> bytes:
-    import torch
-
     buffer, batch = io.BytesIO(), torch.export.Dim("batch")
     program = torch.export.export(model.network, (x,), dynamic_shapes=({0: batch},))
     torch.export.save(program, buffer, extra_files={_FILE: _text(model)})
@@ -92,15 +87,11 @@ def _write_torch_export(model: TrainedModel, x: Tensor) -> bytes:
 
 
 def _load_torch_export(content: bytes, _: nn.Module) -> Run:
-    import torch
-
     run: Run = torch.export.load(io.BytesIO(content)).module()
     return run
 
 
 def _write_torchscript(model: TrainedModel, x: Tensor) -> bytes:
-    import torch
-
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         # torch recommends torch.export, which is a format of its own here.
@@ -111,8 +102,6 @@ def _write_torchscript(model: TrainedModel, x: Tensor) -> bytes:
 
 
 def _load_torchscript(content: bytes, _: nn.Module) -> Run:
-    import torch
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", FutureWarning)
         run: Run = torch.jit.load(io.BytesIO(content))  # type: ignore[no-untyped-call]
@@ -121,7 +110,6 @@ def _load_torchscript(content: bytes, _: nn.Module) -> Run:
 
 def _write_onnx(model: TrainedModel, x: Tensor) -> bytes:
     import onnxruntime  # noqa: F401 - of the check: fail before the export, which takes seconds
-    import torch
 
     batch = torch.export.Dim("batch")
     program = torch.onnx.export(
@@ -141,25 +129,18 @@ def _write_onnx(model: TrainedModel, x: Tensor) -> bytes:
 
 def _load_onnx(content: bytes, _: nn.Module) -> Run:
     import onnxruntime
-    import torch
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     return lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
 
 
 def _write_safetensors(model: TrainedModel, _: Tensor) -> bytes:
-    from safetensors.torch import save
-
     tensors = {name: value.contiguous() for name, value in model.network.state_dict().items()}
     content: bytes = save(tensors, model.metadata)
     return content
 
 
 def _load_safetensors(content: bytes, network: nn.Module) -> Run:
-    from copy import deepcopy
-
-    from safetensors.torch import load
-
     copy = deepcopy(network)
     copy.load_state_dict(load(content))
     return copy

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import obstore
+import torch
+from PIL import UnidentifiedImageError
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from raytrain_opt import storage
 from raytrain_opt.errors import JobError, Problem
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from raytrain_opt.train.trained_model import TrainedModel
+from raytrain_opt.train.trained_model import TrainedModel
 
 # Images in memory at a time.
 _BATCH_SIZE = 64
@@ -75,10 +74,7 @@ def predict(model: TrainedModel, images: Sequence[str], *, top: int) -> Iterator
 def _predict_batch(
     model: TrainedModel, files: Sequence[_ImageFile], top: int
 ) -> Iterator[Prediction]:
-    import torch
-    from PIL import UnidentifiedImageError
-
-    inputs: dict[str, Tensor] = {}
+    inputs: dict[str, torch.Tensor] = {}
     errors: dict[str, str] = {}
     for file in files:
         try:
@@ -98,8 +94,6 @@ def _predict_batch(
 
 
 def _find_images(argument: str) -> list[_ImageFile]:
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
     try:
         if storage.is_remote(argument):
             objects = obstore.list(storage.open_store(argument))

@@ -10,6 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.console import Console
+from rich.table import Table
+
 from raytrain_opt.errors import JobError, RecordError
 from raytrain_opt.execution.lock import is_locked
 from raytrain_opt.paths import FoundRun, find_runs
@@ -97,9 +100,6 @@ def list_runs(storage_path: str) -> list[ListedRun]:
 
 def print_runs(storage_path: str, runs: Sequence[ListedRun]) -> None:
     """Print a table of the runs."""
-    from rich.console import Console
-    from rich.table import Table
-
     columns = ("state", "epochs", "test metric", "time", "search", "optimizer", "peak LR", "run")
     table = Table(*columns, box=None, pad_edge=False)
     for run in runs:

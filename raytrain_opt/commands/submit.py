@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.commands.download import MARKER, unpack_files
+from raytrain_opt.config.load import load_job
 from raytrain_opt.errors import ClusterError, JobError, Problem
 from raytrain_opt.execution.log_markers import ANNOUNCE_VARIABLE, find_marker, is_marker
 from raytrain_opt.storage import last_name
@@ -46,8 +47,6 @@ def submit(job_file: str, overrides: Sequence[str], address: str | None) -> int:
     Raises JobError when the file is wrong or the cluster refuses the connection, ClusterError
     when the connection is lost later.
     """
-    from raytrain_opt.config.load import load_job
-
     load_job(job_file, overrides)
     client = connect(address)
     arguments = ["-m", "raytrain_opt", "run", _relative_path(job_file), *_options(overrides)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from raytrain_opt.config.error_messages import nearest
@@ -102,15 +103,10 @@ def _check_reserved(args: dict[str, Any]) -> list[Problem]:
 
 
 def _check_single_output(section: ModelSection) -> list[Problem]:
-    if section.args.get("aux_logits") and section.name in TORCHVISION_DEFAULTS:
-        return [
-            Problem(
-                "model.args.aux_logits",
-                "must be false: the loss takes one output, and this adds a second",
-                "true",
-            )
-        ]
-    return []
+    if not section.args.get("aux_logits") or section.name not in TORCHVISION_DEFAULTS:
+        return []
+    rule = "must be false: the loss takes one output, and this adds a second"
+    return [Problem("model.args.aux_logits", rule, "true")]
 
 
 def _unknown_name(name: str) -> Problem:
@@ -133,13 +129,11 @@ def _check_values(section: ModelSection) -> list[Problem]:
     from raytrain_opt.models.factory import construct
 
     try:
-        # Initialization on the meta device may still draw from the CPU generator.
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        # Some of torchvision's models (RegNets) compute with tensor values while they are built,
+        # which the meta device cannot: build_model reports their problems. Initialization on the
+        # meta device may still draw from the CPU generator.
+        with suppress(NotImplementedError), torch.random.fork_rng([]), torch.device("meta"):
             construct(section, num_classes=10, sample_shape=(3, 224, 224))
     except JobError as error:
         return error.problems
-    except NotImplementedError:
-        # Some of torchvision's models (RegNets) compute with tensor values while they are built,
-        # which the meta device cannot: build_model reports their problems.
-        return []
     return []

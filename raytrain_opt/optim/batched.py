@@ -1,4 +1,4 @@
-"""The step that the optimizers of this package share: all layers of a group in few kernels."""
+"""What the optimizers of this package share: steps in few kernels, and a split of their work."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+
+def split_evenly(costs: Sequence[int], parts: int) -> list[list[int]]:
+    """Return the indices of the costs in `parts` lists of about equal sums.
+
+    The largest cost comes first, each goes to the part with the smallest sum so far.
+    """
+    sums, indices = [0] * parts, [list[int]() for _ in range(parts)]
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        part = sums.index(min(sums))
+        sums[part] += costs[index]
+        indices[part].append(index)
+    return [sorted(part) for part in indices]
 
 
 class BatchedOptimizer(Optimizer):
@@ -53,9 +66,7 @@ class BatchedOptimizer(Optimizer):
         """Raise ValueError unless the setting `name` is in its range."""
         below = 1.0 if below_one else math.inf
         if not (0 < value < below if positive else 0 <= value < below):
-            least, most = (
-                "above 0" if positive else "at least 0",
-                "below 1" if below_one else "finite",
-            )
+            least = "above 0" if positive else "at least 0"
+            most = "below 1" if below_one else "finite"
             owner = type(self).__name__
             raise ValueError(f"{owner}: {name} must be {least} and {most}, not {value!r}")

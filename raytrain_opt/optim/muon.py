@@ -37,7 +37,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from raytrain_opt.optim.batched import BatchedOptimizer
+from raytrain_opt.optim.batched import BatchedOptimizer, split_evenly
 
 # Jordan's, which raise small singular values fastest; they end between 0.7 and 1.2, not at 1.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -204,17 +204,8 @@ def orthogonalization_flops(shapes: Iterable[torch.Size], steps: int = 5) -> int
 
 
 def split_work(shapes: Sequence[torch.Size], ranks: int) -> list[list[int]]:
-    """Return the indices of the matrices that each rank orthogonalizes, about equal in work.
-
-    The most expensive matrix comes first, each goes to the rank with the least work so far.
-    """
-    costs = [min(shape) * shape.numel() for shape in shapes]
-    loads, owned = [0] * ranks, [list[int]() for _ in range(ranks)]
-    for index in sorted(range(len(shapes)), key=lambda i: -costs[i]):
-        rank = loads.index(min(loads))
-        loads[rank] += costs[index]
-        owned[rank].append(index)
-    return [sorted(indices) for indices in owned]
+    """Return the indices of the matrices that each rank orthogonalizes, about equal in work."""
+    return split_evenly([min(shape) * shape.numel() for shape in shapes], ranks)
 
 
 def _exchange(

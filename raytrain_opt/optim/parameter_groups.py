@@ -47,10 +47,8 @@ def parameter_groups(
     """
     multipliers = lr_multipliers or {}
     _check_patterns([*multipliers, *aux_parameters], model)
-    in_norm, in_embedding = (
-        _parameters_of(model, _NORMALIZATION),
-        _parameters_of(model, _EMBEDDING),
-    )
+    in_norm = _parameters_of(model, _NORMALIZATION)
+    in_embedding = _parameters_of(model, _EMBEDDING)
     groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
         settings: dict[str, Any] = {}
