@@ -81,7 +81,7 @@ def _table(model: type[BaseModel], prefix: str, properties: dict[str, Any]) -> I
             f"`{prefix}{name}`",
             _type_text(properties[name]),
             _default_text(field),
-            _escape(field.description or selects),
+            _escape(" ".join((field.description or selects).split())),
         )
         yield f"| {' | '.join(cells)} |"
 

@@ -12,55 +12,35 @@ from raytrain_opt.config.section import Fraction, PositiveFloat, PositiveInt, Se
 class UtilizationSection(Section):
     """How the utilization of the device is measured during a probe."""
 
-    sampler: Literal["auto", "nvml", "cpu"] = Field(
-        "auto",
-        description=(
-            "nvml: utilization of the GPU; cpu: CPU time of the probe's process divided by the "
-            "time of its threads; auto: nvml on a GPU, else cpu (not for gpu_usage_maximize)."
-        ),
-    )
-    period_s: Annotated[float, Field(ge=0.05, allow_inf_nan=False)] = Field(
-        1.0, description="Seconds between samples (1 s in the paper)."
-    )
+    sampler: Literal["auto", "nvml", "cpu"] = "auto"
+    """nvml: utilization of the GPU; cpu: CPU time of the probe's process divided by the time of
+    its threads; auto: nvml on a GPU, else cpu (not for gpu_usage_maximize)."""
+    period_s: Annotated[float, Field(ge=0.05, allow_inf_nan=False)] = 1.0
+    """Seconds between samples (1 s in the paper)."""
 
 
 class _BatchSizeSearch(Section):
-    initial: PositiveInt = Field(
-        32, description="First batch size per worker (32 in the paper, for small images)."
-    )
-    max_batch_size: PositiveInt | None = Field(
-        None,
-        description="Largest batch size per worker. Default: the training set / workers.count.",
-    )
-    memory_reserve: Fraction = Field(
-        0.1, description="Fraction of the device's memory that stays free at the chosen size."
-    )
-    lr_rule: Literal["linear", "sqrt", "none"] = Field(
-        "linear",
-        description=(
-            "How learning_rate.initial changes with the global batch size: proportionally to it, "
-            "to its square root, or not at all."
-        ),
-    )
-    warmup_steps: PositiveInt = Field(
-        3, description="Steps of a probe before timing starts; fewer after half a second."
-    )
-    min_timed_steps: PositiveInt = Field(
-        5, description="Minimum number of timed steps of a probe; after a second two suffice."
-    )
-    relative_error: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.01,
-        description=(
-            "A probe ends when the standard error of its samples/s, relative to it, is this small."
-        ),
-    )
-    max_probe_s: PositiveFloat = Field(
-        10.0, description="Maximum timed duration of a probe, in seconds."
-    )
+    initial: PositiveInt = 32
+    """First batch size per worker (32 in the paper, for small images)."""
+    max_batch_size: PositiveInt | None = None
+    """Largest batch size per worker. Default: the training set / workers.count."""
+    memory_reserve: Fraction = 0.1
+    """Fraction of the device's memory that stays free at the chosen size."""
+    lr_rule: Literal["linear", "sqrt", "none"] = "linear"
+    """How learning_rate.initial changes with the global batch size: proportionally to it, to its
+    square root, or not at all."""
+    warmup_steps: PositiveInt = 3
+    """Steps of a probe before timing starts; fewer after half a second."""
+    min_timed_steps: PositiveInt = 5
+    """Minimum number of timed steps of a probe; after a second two suffice."""
+    relative_error: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """A probe ends when the standard error of its samples/s, relative to it, is this small."""
+    max_probe_s: PositiveFloat = 10.0
+    """Maximum timed duration of a probe, in seconds."""
     utilization: UtilizationSection = Field(
-        default_factory=lambda: UtilizationSection(sampler="auto"),
-        description="How the utilization of the device is measured.",
+        default_factory=lambda: UtilizationSection(sampler="auto")
     )
+    """How the utilization of the device is measured."""
 
     @property
     def measures_noise(self) -> bool:
@@ -72,27 +52,17 @@ class ThroughputKneeSearch(_BatchSizeSearch):
     """Find the smallest batch size that is nearly as fast as the fastest (of this project)."""
 
     strategy: Literal["throughput_knee"]
-    objective: Literal["samples_per_s", "goodput"] = Field(
-        "samples_per_s",
-        description=(
-            "The objective to maximize. goodput: samples/s times the progress per sample, which "
-            "falls as the global batch approaches the gradient noise scale."
-        ),
-    )
-    tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.02, description="Fraction of the best objective to give up for a smaller batch size."
-    )
-    relative_error: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.02,
-        description=(
-            "A probe ends when the standard error of its samples/s, relative to it, is this "
-            "small. Larger than for the published strategies, which probe each size once: this "
-            "one repeats probes that are too noisy to decide."
-        ),
-    )
-    max_probes: PositiveInt = Field(
-        12, description="Maximum number of probes, repetitions included."
-    )
+    objective: Literal["samples_per_s", "goodput"] = "samples_per_s"
+    """The objective to maximize. goodput: samples/s times the progress per sample, which falls as
+    the global batch approaches the gradient noise scale."""
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    """Fraction of the best objective to give up for a smaller batch size."""
+    relative_error: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    """A probe ends when the standard error of its samples/s, relative to it, is this small. Larger
+    than for the published strategies, which probe each size once: this one repeats probes that are
+    too noisy to decide."""
+    max_probes: PositiveInt = 12
+    """Maximum number of probes, repetitions included."""
 
     @property
     def measures_noise(self) -> bool:
@@ -101,30 +71,28 @@ class ThroughputKneeSearch(_BatchSizeSearch):
 
 
 class _Published(_BatchSizeSearch):
-    max_loops: PositiveInt = Field(100, description="Maximum number of probes.")
-    test_every: PositiveInt = Field(5, description="Probes between tests of convergence.")
+    max_loops: PositiveInt = 100
+    """Maximum number of probes."""
+    test_every: PositiveInt = 5
+    """Probes between tests of convergence."""
 
 
 class GpuUsageMaximizeSearch(_Published):
     """Change the batch size until the utilization of the device reaches a target (MBSO)."""
 
     strategy: Literal["gpu_usage_maximize"]
-    target_pct: Annotated[float, Field(gt=0, le=100)] = Field(
-        99.0, description="Target utilization in percent: mean of the upper half of the samples."
-    )
-    converged_samples: PositiveInt = Field(
-        5, description="Converged when the size changed by at most this since the last test."
-    )
+    target_pct: Annotated[float, Field(gt=0, le=100)] = 99.0
+    """Target utilization in percent: mean of the upper half of the samples."""
+    converged_samples: PositiveInt = 5
+    """Converged when the size changed by at most this since the last test."""
 
 
 class EpochTimeMinimizeSearch(_Published):
     """Increase the batch size while the time of an epoch falls (MBSO)."""
 
     strategy: Literal["epoch_time_minimize"]
-    converged_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.05,
-        description="Converged when the improvement changed by at most this since the last test.",
-    )
+    converged_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Converged when the improvement changed by at most this since the last test."""
 
 
 BatchSizeSection = Annotated[

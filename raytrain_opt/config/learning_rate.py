@@ -36,19 +36,13 @@ SearchOn = Literal["auto", "slots", "workers"]
 class Warmup(Section):
     """The first epochs: the rate rises to learning_rate.initial, or is constant below it."""
 
-    epochs: NonNegativeInt = Field(
-        0, description="Length of the warm-up in epochs; 0: no warm-up."
-    )
-    lr: PositiveFloat | None = Field(
-        None,
-        description=(
-            "Rate at the start (linear) or during the warm-up (constant). Default: "
-            "learning_rate.initial / 20 (0.005 for 0.1, as in the paper)."
-        ),
-    )
-    shape: Literal["linear", "constant"] = Field(
-        "linear", description="How the rate changes during the warm-up."
-    )
+    epochs: NonNegativeInt = 0
+    """Length of the warm-up in epochs; 0: no warm-up."""
+    lr: PositiveFloat | None = None
+    """Rate at the start (linear) or during the warm-up (constant). Default: learning_rate.initial
+    / 20 (0.005 for 0.1, as in the paper)."""
+    shape: Literal["linear", "constant"] = "linear"
+    """How the rate changes during the warm-up."""
 
     def start_lr(self, initial: float) -> float:
         """Return the rate at the start of a warm-up to `initial`."""
@@ -58,13 +52,10 @@ class Warmup(Section):
 class Scaling(Section):
     """Scale `initial`, given for another global batch size, to that of the job."""
 
-    reference_batch_size: PositiveInt = Field(
-        description="Global batch size that `initial` is given for (256 for the usual 0.1)."
-    )
-    rule: Literal["linear", "sqrt"] = Field(
-        "linear",
-        description="initial x (global_batch_size / reference_batch_size), or its square root.",
-    )
+    reference_batch_size: PositiveInt
+    """Global batch size that `initial` is given for (256 for the usual 0.1)."""
+    rule: Literal["linear", "sqrt"] = "linear"
+    """initial x (global_batch_size / reference_batch_size), or its square root."""
 
 
 _SEARCH_ON = (
@@ -82,43 +73,27 @@ class StptPolicy(Section):
     """Choose the rate of each epoch by training candidates for a few steps (Yamada et al.)."""
 
     policy: Literal["stpt"]
-    initial: PositiveFloat = Field(0.1, description="Base learning rate of the first round.")
+    initial: PositiveFloat = 0.1
+    """Base learning rate of the first round."""
     scaling: Scaling | None = Field(None, description=_SCALING)
     candidates: Literal["narrow", "middle", "wide", "alpha_study", "mix"] | list[PositiveFloat] = (
-        Field(
-            "mix",
-            description=(
-                "Multipliers of the base rate: a set of the paper, its Mix schedule (boundaries "
-                "scaled to the number of epochs), or a list of your own."
-            ),
-        )
+        "mix"
     )
-    alpha: PositiveInt | Annotated[float, Field(gt=0, le=1)] = Field(
-        0.08,
-        description="Length of a candidate's training: steps (200) or part of an epoch (0.08).",
-    )
-    candidate_batch: CandidateBatch = Field(
-        "global",
-        description=(
-            "global: a candidate trains on the full global batch in each step; local: on one "
-            "worker's part of it, at a rate that is scaled linearly."
-        ),
-    )
+    """Multipliers of the base rate: a set of the paper, its Mix schedule (boundaries scaled to the
+    number of epochs), or a list of your own."""
+    alpha: PositiveInt | Annotated[float, Field(gt=0, le=1)] = 0.08
+    """Length of a candidate's training: steps (200) or part of an epoch (0.08)."""
+    candidate_batch: CandidateBatch = "global"
+    """global: a candidate trains on the full global batch in each step; local: on one worker's
+    part of it, at a rate that is scaled linearly."""
     search_on: SearchOn = Field("slots", description=_SEARCH_ON)
-    score: Literal["val_metric", "val_loss"] = Field(
-        "val_metric",
-        description=(
-            "Score of a candidate, on the validation split. val_metric: the metric of the task "
-            "that decides, which is the accuracy with classification."
-        ),
-    )
-    max_halvings: NonNegativeInt = Field(
-        5, description="How often a round is repeated at half the rate if all candidates diverge."
-    )
-    warmup: Warmup | None = Field(
-        None,
-        description="Warm-up without candidates. Default: 4/40 of the epochs for mix, else none.",
-    )
+    score: Literal["val_metric", "val_loss"] = "val_metric"
+    """Score of a candidate, on the validation split. val_metric: the metric of the task that
+    decides, which is the accuracy with classification."""
+    max_halvings: NonNegativeInt = 5
+    """How often a round is repeated at half the rate if all candidates diverge."""
+    warmup: Warmup | None = None
+    """Warm-up without candidates. Default: 4/40 of the epochs for mix, else none."""
 
     @field_validator("candidates")
     @classmethod
@@ -146,19 +121,14 @@ class HorizonPolicy(Section):
         ),
     )
     scaling: Scaling | None = Field(None, description=_SCALING)
-    shape: Literal["linear", "cosine"] = Field(
-        "linear", description="How the rate falls from its peak to 0 after the warm-up."
-    )
-    warmup_fraction: Fraction = Field(
-        0.1, description="Fraction of the training in which the rate rises from 0 to its peak."
-    )
-    horizon: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5,
-        description="Length of a candidate's schedule in epochs, if max_search_cost allows it.",
-    )
-    max_search_cost: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.2, description="Limit of the search, as a fraction of the samples of the training."
-    )
+    shape: Literal["linear", "cosine"] = "linear"
+    """How the rate falls from its peak to 0 after the warm-up."""
+    warmup_fraction: Fraction = 0.1
+    """Fraction of the training in which the rate rises from 0 to its peak."""
+    horizon: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Length of a candidate's schedule in epochs, if max_search_cost allows it."""
+    max_search_cost: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Limit of the search, as a fraction of the samples of the training."""
     search_on: SearchOn = Field("auto", description=_SEARCH_ON)
 
 
@@ -169,9 +139,8 @@ class SchedulePolicy(Section):
     search_on: ClassVar[SearchOn] = "slots"
 
     policy: Literal["schedule"]
-    initial: PositiveFloat = Field(
-        0.1, description="Rate after the warm-up, the peak of the schedule."
-    )
+    initial: PositiveFloat = 0.1
+    """Rate after the warm-up, the peak of the schedule."""
     scaling: Scaling | None = Field(None, description=_SCALING)
     shape: Literal[
         "constant",
@@ -182,39 +151,28 @@ class SchedulePolicy(Section):
         "polynomial",
         "cosine",
         "arc_cotangent",
-    ] = Field("cosine", description="How the rate falls after the warm-up.")
-    final: NonNegativeFloat = Field(
-        0.0, description="Rate at the end (linear, polynomial, cosine)."
-    )
-    gamma: PositiveFloat = Field(
-        0.1, description="Factor of the rate at each step (step, multistep, plateau)."
-    )
-    every_epochs: PositiveInt = Field(30, description="Epochs between steps (step).")
-    milestones: list[PositiveInt] = Field(
-        default_factory=list, description="Epochs after which the rate is multiplied (multistep)."
-    )
-    patience: PositiveInt = Field(
-        4,
-        description=(
-            "The rate drops after more epochs in a row than this without a new lowest mean "
-            "training loss (plateau)."
-        ),
-    )
-    power: PositiveFloat = Field(2.0, description="Exponent (polynomial).")
-    half_epoch: PositiveFloat | None = Field(
-        None,
-        description=(
-            "Epoch, from the start of training, at which the rate is half of `initial` "
-            "(arc_cotangent). Default: the middle of the epochs after the warm-up."
-        ),
-    )
-    steepness: PositiveFloat = Field(
-        0.2, description="k of f(x) = k x, x in epochs; larger falls faster (arc_cotangent)."
-    )
-    warmup: Warmup = Field(
-        default_factory=lambda: Warmup(epochs=0, lr=None, shape="linear"),
-        description="The first epochs.",
-    )
+    ] = "cosine"
+    """How the rate falls after the warm-up."""
+    final: NonNegativeFloat = 0.0
+    """Rate at the end (linear, polynomial, cosine)."""
+    gamma: PositiveFloat = 0.1
+    """Factor of the rate at each step (step, multistep, plateau)."""
+    every_epochs: PositiveInt = 30
+    """Epochs between steps (step)."""
+    milestones: list[PositiveInt] = Field(default_factory=list)
+    """Epochs after which the rate is multiplied (multistep)."""
+    patience: PositiveInt = 4
+    """The rate drops after more epochs in a row than this without a new lowest mean training loss
+    (plateau)."""
+    power: PositiveFloat = 2.0
+    """Exponent (polynomial)."""
+    half_epoch: PositiveFloat | None = None
+    """Epoch, from the start of training, at which the rate is half of `initial` (arc_cotangent).
+    Default: the middle of the epochs after the warm-up."""
+    steepness: PositiveFloat = 0.2
+    """k of f(x) = k x, x in epochs; larger falls faster (arc_cotangent)."""
+    warmup: Warmup = Field(default_factory=lambda: Warmup(epochs=0, lr=None, shape="linear"))
+    """The first epochs."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse milestones of other shapes, and a half rate within the warm-up."""
@@ -235,7 +193,8 @@ class ReplayPolicy(Section):
     search_on: ClassVar[SearchOn] = "slots"
 
     policy: Literal["replay"]
-    schedule: str = Field(description="Path of the schedule.jsonl of that run.")
+    schedule: str
+    """Path of the schedule.jsonl of that run."""
 
 
 LearningRateSection = Annotated[

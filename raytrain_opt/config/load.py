@@ -79,6 +79,10 @@ def plain_job(job: Job) -> dict[str, Any]:
 def job_schema() -> dict[str, Any]:
     """Return the JSON schema of a job file, for editors and other programs."""
     schema = Job.model_json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for field in section["properties"].values():
+            if "description" in field:  # of several lines where the source has several
+                field["description"] = " ".join(field["description"].split())
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

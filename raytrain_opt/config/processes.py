@@ -13,36 +13,28 @@ from raytrain_opt.config.section import BrokenRule, PositiveFloat, PositiveInt, 
 class CountRange(Section):
     """As many workers as the cluster has room for: it may lose nodes and get others."""
 
-    min: PositiveInt = Field(description="Wait for nodes when there is room for fewer.")
-    max: PositiveInt = Field(description="Number of workers where the cluster has room.")
+    min: PositiveInt
+    """Wait for nodes when there is room for fewer."""
+    max: PositiveInt
+    """Number of workers where the cluster has room."""
 
 
 class WorkersSection(Section):
     """The data-parallel workers of Ray Train."""
 
-    count: PositiveInt | Literal["auto"] | CountRange = Field(
-        "auto",
-        description=(
-            "Number of workers; each computes an equal part of the global batch. auto: as many as "
-            "there are free GPUs, or the largest number below that divides global_batch_size; "
-            "without GPUs, 1. {min: 2, max: 8}: continue with fewer when a node is lost, and with "
-            "more, from the next epoch on, when there is room again; the global batch stays."
-        ),
-    )
-    use_gpu: bool | Literal["auto"] = Field(
-        "auto", description="auto: use GPUs if the cluster has any, else the CPU."
-    )
-    resources: dict[str, PositiveFloat] | None = Field(
-        None,
-        description=(
-            "Ray resources of each worker. Default: a GPU; where there are slots, 0.6 of it, so "
-            "that a slot fits on the same device and a second worker does not; on CPU, 0.6 of the "
-            "CPUs per worker, at most 0.6."
-        ),
-    )
-    threads: Annotated[int, Field(gt=0, le=1024)] | None = Field(
-        None, description="Compute threads on CPU. Default: the cores of the node / count."
-    )
+    count: PositiveInt | Literal["auto"] | CountRange = "auto"
+    """Number of workers; each computes an equal part of the global batch. auto: as many as there
+    are free GPUs, or the largest number below that divides global_batch_size; without GPUs, 1.
+    {min: 2, max: 8}: continue with fewer when a node is lost, and with more, from the next epoch
+    on, when there is room again; the global batch stays."""
+    use_gpu: bool | Literal["auto"] = "auto"
+    """auto: use GPUs if the cluster has any, else the CPU."""
+    resources: dict[str, PositiveFloat] | None = None
+    """Ray resources of each worker. Default: a GPU; where there are slots, 0.6 of it, so that a
+    slot fits on the same device and a second worker does not; on CPU, 0.6 of the CPUs per worker,
+    at most 0.6."""
+    threads: Annotated[int, Field(gt=0, le=1024)] | None = None
+    """Compute threads on CPU. Default: the cores of the node / count."""
 
     @property
     def size(self) -> int:
@@ -65,29 +57,20 @@ class WorkersSection(Section):
 class SlotsSection(Section):
     """The resident Ray Tune trials that train candidates."""
 
-    count: PositiveInt | None = Field(
-        None, description="Number of slots. Default: one per candidate, if the cluster has room."
-    )
-    resources: dict[str, PositiveFloat] | None = Field(
-        None, description="Ray resources of each slot. Default: as for workers, with 0.4 for 0.6."
-    )
+    count: PositiveInt | None = None
+    """Number of slots. Default: one per candidate, if the cluster has room."""
+    resources: dict[str, PositiveFloat] | None = None
+    """Ray resources of each slot. Default: as for workers, with 0.4 for 0.6."""
 
 
 class TimeoutsSection(Section):
     """How long to wait for processes. Every wait has a limit."""
 
-    start_s: Seconds = Field(600.0, description="Until all workers and slots are ready.")
-    no_progress_s: Seconds = Field(
-        900.0,
-        description=(
-            "Without any progress of a worker, slot or probe that has a command, of the data that "
-            "are read at the start, or of a checkpoint that is written."
-        ),
-    )
-    stop_s: Seconds = Field(
-        20.0,
-        description=(
-            "After Ctrl-C or SIGTERM: until the step that was reached is done. Then, and after a "
-            "training: until the pools have ended, before they are killed."
-        ),
-    )
+    start_s: Seconds = 600.0
+    """Until all workers and slots are ready."""
+    no_progress_s: Seconds = 900.0
+    """Without any progress of a worker, slot or probe that has a command, of the data that are
+    read at the start, or of a checkpoint that is written."""
+    stop_s: Seconds = 20.0
+    """After Ctrl-C or SIGTERM: until the step that was reached is done. Then, and after a
+    training: until the pools have ended, before they are killed."""

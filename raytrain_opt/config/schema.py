@@ -56,48 +56,29 @@ CLASSIFICATION = "classification"
 class ModelSection(NamedSection):
     """The network to train."""
 
-    name: NameOrFunction = Field(
-        description=(
-            "resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for "
-            "small images), small_cnn, a classification model of torchvision by its name there, "
-            "or a function of your own as package.module:function."
-        )
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Keyword arguments of the model's constructor or function.",
-    )
-    weights: str | None = Field(
-        None,
-        description=(
-            "Weights to start from: a file (safetensors, or a state_dict saved by torch), a run "
-            "directory or URI (its latest checkpoint), or the name of torchvision's weights for "
-            "this network, such as IMAGENET1K_V1. A last layer for another number of classes "
-            "starts anew. Default: random ones."
-        ),
-    )
-    freeze: list[str] = Field(
-        default_factory=list,
-        description=(
-            "Patterns of parameter names that are not trained, such as layer1.*; BatchNorm "
-            "layers among them keep their statistics."
-        ),
-    )
+    name: NameOrFunction
+    """resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for small
+    images), small_cnn, a classification model of torchvision by its name there, or a function of
+    your own as package.module:function."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the model's constructor or function."""
+    weights: str | None = None
+    """Weights to start from: a file (safetensors, or a state_dict saved by torch), a run directory
+    or URI (its latest checkpoint), or the name of torchvision's weights for this network, such as
+    IMAGENET1K_V1. A last layer for another number of classes starts anew. Default: random ones."""
+    freeze: list[str] = Field(default_factory=list)
+    """Patterns of parameter names that are not trained, such as layer1.*; BatchNorm layers among
+    them keep their statistics."""
 
 
 class TaskSection(NamedSection):
     """What is learned: classification, or a task of your own."""
 
-    name: NameOrFunction = Field(
-        CLASSIFICATION,
-        description=(
-            "classification, or package.module:Class with the methods training_loss and "
-            "validation_metrics; see tasks.md."
-        ),
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments of the class."
-    )
+    name: NameOrFunction = CLASSIFICATION
+    """classification, or package.module:Class with the methods training_loss and
+    validation_metrics; see tasks.md."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
 
     @property
     def is_classification(self) -> bool:
@@ -114,21 +95,14 @@ class TaskSection(NamedSection):
 class LossSection(NamedSection):
     """The loss of classification."""
 
-    name: NameOrFunction = Field(
-        "cross_entropy",
-        description=(
-            "cross_entropy, or package.module:function: called with (output, labels), it returns "
-            "the mean over the batch."
-        ),
-    )
-    label_smoothing: Fraction = Field(0.0, description="Only for cross_entropy.")
-    class_weights: Literal["balanced"] | list[PositiveFloat] | None = Field(
-        None,
-        description=(
-            "Only for cross_entropy: a factor of the loss of each sample, by its class. balanced: "
-            "samples / (classes x samples of the class) of the training set. Default: 1."
-        ),
-    )
+    name: NameOrFunction = "cross_entropy"
+    """cross_entropy, or package.module:function: called with (output, labels), it returns the mean
+    over the batch."""
+    label_smoothing: Fraction = 0.0
+    """Only for cross_entropy."""
+    class_weights: Literal["balanced"] | list[PositiveFloat] | None = None
+    """Only for cross_entropy: a factor of the loss of each sample, by its class. balanced: samples
+    / (classes x samples of the class) of the training set. Default: 1."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse settings of cross_entropy for a loss of the user's own."""
@@ -143,24 +117,21 @@ class CheckpointSection(Section):
     After each round of candidates one is saved in any case, and kept until the next one exists.
     """
 
-    every_epochs: PositiveInt = Field(1, description="Epochs between checkpoints.")
-    keep: PositiveInt | Literal["all"] = Field(
-        2, description="Number of latest checkpoints to keep."
-    )
-    keep_best: bool = Field(
-        True, description="Also keep the checkpoint with the best result on the test set."
-    )
+    every_epochs: PositiveInt = 1
+    """Epochs between checkpoints."""
+    keep: PositiveInt | Literal["all"] = 2
+    """Number of latest checkpoints to keep."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the best result on the test set."""
 
 
 class EvaluateSection(Section):
     """When the model is evaluated on the test set."""
 
-    every_epochs: PositiveInt = Field(
-        1, description="Epochs between evaluations; the last epoch is always evaluated."
-    )
-    batch_size_per_worker: PositiveInt | None = Field(
-        None, description="Default: the batch size of training, but at least 256."
-    )
+    every_epochs: PositiveInt = 1
+    """Epochs between evaluations; the last epoch is always evaluated."""
+    batch_size_per_worker: PositiveInt | None = None
+    """Default: the batch size of training, but at least 256."""
 
 
 def _default_optimizer(job: dict[str, Any]) -> OptimizerChoiceSection:
@@ -190,34 +161,22 @@ def _default_average(job: dict[str, Any]) -> AverageSection | None:
 class TrackingSection(Section):
     """Trackers that follow the run."""
 
-    mlflow: str = Field(
-        description=(
-            "MLflow's tracking URI: a server (https://…), sqlite:///FILE or a folder. Epochs are "
-            "metrics of a run in the experiment of the job's name. Needs raytrain_opt[mlflow]."
-        )
-    )
+    mlflow: str
+    """MLflow's tracking URI: a server (https://…), sqlite:///FILE or a folder. Epochs are metrics
+    of a run in the experiment of the job's name. Needs raytrain_opt[mlflow]."""
 
 
 class StopSection(Section):
     """When a training ends before its last epoch."""
 
-    metric: Literal["test_metric", "test_loss"] = Field(
-        "test_metric",
-        description=(
-            "test_metric: the metric of the task that decides, which is the accuracy with "
-            "classification."
-        ),
-    )
-    target: float | None = Field(
-        None, description="End when the metric is as good as this: 0.93, or a loss."
-    )
-    patience: PositiveInt | None = Field(
-        None,
-        description=(
-            "End after this many evaluated epochs without a better value. With a rate that decays "
-            "to the end of the training, which brings most of its gain there: a warning only."
-        ),
-    )
+    metric: Literal["test_metric", "test_loss"] = "test_metric"
+    """test_metric: the metric of the task that decides, which is the accuracy with
+    classification."""
+    target: float | None = None
+    """End when the metric is as good as this: 0.93, or a loss."""
+    patience: PositiveInt | None = None
+    """End after this many evaluated epochs without a better value. With a rate that decays to the
+    end of the training, which brings most of its gain there: a warning only."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse a section that never ends a run."""
@@ -228,136 +187,79 @@ class StopSection(Section):
 class Job(Section):
     """One training: model, data, method, and where the results are written."""
 
-    name: str = Field(
-        "run",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=100,
-        description="First part of the run directory's name.",
-    )
-    model: ModelSection = Field(description="The network to train.")
-    data: DataSection = Field(description="The data to train and evaluate on.")
-    epochs: Annotated[PositiveInt, Field(le=100_000)] | None = Field(
-        None, description="Passes over the training set. Either this or `train_for` is required."
-    )
-    train_for: Duration | None = Field(
-        None,
-        description=(
-            "Wall time of the run, start and search included, such as 45min or 1h30min: the "
-            "schedule is laid out, from measured speed, to end within it. In place of `epochs`."
-        ),
-    )
-    global_batch_size: PositiveInt = Field(
-        description="Samples per update over all workers; a multiple of workers.count."
-    )
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    """First part of the run directory's name."""
+    model: ModelSection
+    """The network to train."""
+    data: DataSection
+    """The data to train and evaluate on."""
+    epochs: Annotated[PositiveInt, Field(le=100_000)] | None = None
+    """Passes over the training set. Either this or `train_for` is required."""
+    train_for: Duration | None = None
+    """Wall time of the run, start and search included, such as 45min or 1h30min: the schedule is
+    laid out, from measured speed, to end within it. In place of `epochs`."""
+    global_batch_size: PositiveInt
+    """Samples per update over all workers; a multiple of workers.count."""
     learning_rate: LearningRateSection = Field(
-        default_factory=lambda: HorizonPolicy(policy="stpt_horizon"),
-        validate_default=True,
-        description="How the learning rate is chosen.",
+        default_factory=lambda: HorizonPolicy(policy="stpt_horizon"), validate_default=True
     )
-    batch_size_search: BatchSizeSection | None = Field(
-        None,
-        description=(
-            "Choose the batch size by probes before the training, and change global_batch_size "
-            "and learning_rate.initial accordingly. Default: no search."
-        ),
-    )
-    parallel: ParallelSection = Field(
-        default_factory=ParallelSection, description="How workers exchange gradients."
-    )
-    optimizer: OptimizerChoiceSection = Field(
-        default_factory=_default_optimizer,
-        description=(
-            "The optimizer; its rate comes from learning_rate. Default: auto with policy "
-            "stpt_horizon and synchronous workers, else SGD."
-        ),
-    )
-    average: AverageSection | None = Field(
-        default_factory=_default_average,
-        description=(
-            "Evaluate and save an average of the weights; the training continues from its own. "
-            "Default: ema with policies stpt_horizon and replay, unless the optimizer averages "
-            "itself, else null, which is no average."
-        ),
-    )
-    batch_norm: BatchNormSection = Field(
-        default_factory=lambda: BatchNormSection(momentum=None),
-        description="Batch normalization with several workers.",
-    )
-    batch_ramp: BatchRampSection = Field(
-        default_factory=BatchRampSection,
-        description="Increase the global batch at given epochs (Smith et al.). Default: never.",
-    )
-    task: TaskSection = Field(default_factory=TaskSection, description="What is learned.")
-    loss: LossSection = Field(
-        default_factory=LossSection, description="The loss to minimize in classification."
-    )
-    seed: NonNegativeInt = Field(
-        0, lt=2**63, description="Seed of weights, sample order, augmentation and splits."
-    )
-    precision: Precision = Field(
-        "fp32",
-        description=(
-            "fp32: on GPUs with TF32 for matrices and convolutions, fp32_strict: without. bf16, "
-            "fp16: automatic mixed precision. auto: bf16 on GPUs that have it, else fp32."
-        ),
-    )
-    channels_last: bool = Field(
-        True, description="Use the channels_last memory format for images and convolutions."
-    )
-    compile: Compile = Field(
-        "off",
-        description=(
-            "torch.compile for the model, in its mode default or max-autotune (without CUDA "
-            "graphs). auto: default for models with nn.MultiheadAttention on GPUs, else off. "
-            "Compiled, dropout draws other random numbers."
-        ),
-    )
-    workers: WorkersSection = Field(
-        default_factory=WorkersSection, description="The data-parallel training processes."
-    )
-    slots: SlotsSection = Field(
-        default_factory=SlotsSection, description="The processes that train candidates."
-    )
-    storage_path: str = Field(
-        "runs", description="Folder or URI (s3://, gs://, az://, abfss://) of run directories."
-    )
-    stop: StopSection | None = Field(
-        None, description="When the training ends early. Default: never."
-    )
-    resume: Literal["never", "auto"] = Field(
-        "never",
-        description=(
-            "auto: resume the newest unfinished run of this name below storage_path that has a "
-            "checkpoint; if there is none, start a new run. never: start a new run."
-        ),
-    )
-    checkpoint: CheckpointSection = Field(
-        default_factory=CheckpointSection, description="Which checkpoints are saved and kept."
-    )
-    evaluate: EvaluateSection = Field(
-        default_factory=EvaluateSection, description="When the test set is evaluated."
-    )
-    callbacks: list[NameOrFunction] = Field(
-        default_factory=list,
-        description=(
-            "Classes of your own, package.module:Class, that the driver calls after rounds, "
-            "epochs, checkpoints and at the end; see raytrain_opt.Callback."
-        ),
-    )
-    tracking: TrackingSection | None = Field(
-        None, description="Trackers that follow the run. Default: none."
-    )
-    max_restarts: NonNegativeInt = Field(
-        3,
-        description=(
-            "How often the worker group, and each slot, is restarted after a process died. If a "
-            "slot dies once more, the other slots train its candidates; if the worker group does, "
-            "the run ends."
-        ),
-    )
-    timeouts: TimeoutsSection = Field(
-        default_factory=TimeoutsSection, description="Time limits, in seconds."
-    )
+    """How the learning rate is chosen."""
+    batch_size_search: BatchSizeSection | None = None
+    """Choose the batch size by probes before the training, and change global_batch_size and
+    learning_rate.initial accordingly. Default: no search."""
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    """How workers exchange gradients."""
+    optimizer: OptimizerChoiceSection = Field(default_factory=_default_optimizer)
+    """The optimizer; its rate comes from learning_rate. Default: auto with policy stpt_horizon and
+    synchronous workers, else SGD."""
+    average: AverageSection | None = Field(default_factory=_default_average)
+    """Evaluate and save an average of the weights; the training continues from its own. Default:
+    ema with policies stpt_horizon and replay, unless the optimizer averages itself, else null,
+    which is no average."""
+    batch_norm: BatchNormSection = Field(default_factory=lambda: BatchNormSection(momentum=None))
+    """Batch normalization with several workers."""
+    batch_ramp: BatchRampSection = Field(default_factory=BatchRampSection)
+    """Increase the global batch at given epochs (Smith et al.). Default: never."""
+    task: TaskSection = Field(default_factory=TaskSection)
+    """What is learned."""
+    loss: LossSection = Field(default_factory=LossSection)
+    """The loss to minimize in classification."""
+    seed: NonNegativeInt = Field(0, lt=2**63)
+    """Seed of weights, sample order, augmentation and splits."""
+    precision: Precision = "fp32"
+    """fp32: on GPUs with TF32 for matrices and convolutions, fp32_strict: without. bf16, fp16:
+    automatic mixed precision. auto: bf16 on GPUs that have it, else fp32."""
+    channels_last: bool = True
+    """Use the channels_last memory format for images and convolutions."""
+    compile: Compile = "off"
+    """torch.compile for the model, in its mode default or max-autotune (without CUDA graphs).
+    auto: default for models with nn.MultiheadAttention on GPUs, else off. Compiled, dropout draws
+    other random numbers."""
+    workers: WorkersSection = Field(default_factory=WorkersSection)
+    """The data-parallel training processes."""
+    slots: SlotsSection = Field(default_factory=SlotsSection)
+    """The processes that train candidates."""
+    storage_path: str = "runs"
+    """Folder or URI (s3://, gs://, az://, abfss://) of run directories."""
+    stop: StopSection | None = None
+    """When the training ends early. Default: never."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: resume the newest unfinished run of this name below storage_path that has a
+    checkpoint; if there is none, start a new run. never: start a new run."""
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    """Which checkpoints are saved and kept."""
+    evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
+    """When the test set is evaluated."""
+    callbacks: list[NameOrFunction] = Field(default_factory=list)
+    """Classes of your own, package.module:Class, that the driver calls after rounds, epochs,
+    checkpoints and at the end; see raytrain_opt.Callback."""
+    tracking: TrackingSection | None = None
+    """Trackers that follow the run. Default: none."""
+    max_restarts: NonNegativeInt = 3
+    """How often the worker group, and each slot, is restarted after a process died. If a slot dies
+    once more, the other slots train its candidates; if the worker group does, the run ends."""
+    timeouts: TimeoutsSection = Field(default_factory=TimeoutsSection)
+    """Time limits, in seconds."""
 
     @field_validator("learning_rate")
     @classmethod

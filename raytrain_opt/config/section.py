@@ -71,7 +71,10 @@ class BrokenRulesError(ValueError):
 class Section(BaseModel):
     """A part of the job file: unknown keys are refused, values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    # The text below a field is its description, in the schema and in docs/job-file.md.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
+    )
 
     if TYPE_CHECKING:
         # Values are given as in the job file (`model="resnet8"`), which is more than the types

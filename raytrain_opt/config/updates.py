@@ -32,60 +32,37 @@ _USUAL_LR = 0.1  # of SGD with momentum, and of Muon
 class MomentumWarmup(Section):
     """A momentum that rises linearly to that of the optimizer in the first epochs."""
 
-    epochs: PositiveFloat = Field(description="Length in epochs.")
-    initial: Fraction = Field(description="Momentum of the first update.")
+    epochs: PositiveFloat
+    """Length in epochs."""
+    initial: Fraction
+    """Momentum of the first update."""
 
 
 class OptimizerSection(NamedSection):
     """An optimizer of torch.optim or of this package; the policy sets its learning rate."""
 
-    name: NameOrFunction = Field(
-        "SGD",
-        description=(
-            "A class of torch.optim, LARS (You et al.), Muon (Jordan et al.; also for "
-            "convolutions, biases and normalization), RMSpropWarmup (Akiba et al.: RMSprop at "
-            "first, then momentum SGD; its times are in epochs), ScheduleFreeSGD or "
-            "ScheduleFreeAdamW (Defazio et al.; at a constant rate), or a class of your own as "
-            "package.module:Class."
-        ),
-    )
-    args: dict[str, Any] = Field(
-        default_factory=lambda: {"momentum": 0.9, "weight_decay": 1e-4},
-        description=(
-            "Keyword arguments of the optimizer, without lr. With Muon and AdamW, `weight_decay: "
-            "auto` lets policy stpt_horizon choose the decay of each epoch by how well the "
-            "network fits its training samples."
-        ),
-    )
-    no_weight_decay: Literal["auto", "bias_and_norm", "none"] = Field(
-        "auto",
-        description=(
-            "Parameters without weight decay and, with LARS, without trust ratio. bias_and_norm: "
-            "biases and normalization layers; auto: bias_and_norm with LARS and Muon, else none."
-        ),
-    )
-    lr_multipliers: dict[str, PositiveFloat] = Field(
-        default_factory=dict,
-        description=(
-            "Factors of the learning rate by patterns of parameter names, such as "
-            '`{"fc.*": 10}`; the first that matches a parameter counts.'
-        ),
-    )
-    aux_parameters: list[str] = Field(
-        default_factory=list,
-        description=(
-            "Muon only: patterns of names of further parameters that follow its second rule "
-            "(`args.aux`) as biases, normalization and embeddings do, such as the last layer's."
-        ),
-    )
+    name: NameOrFunction = "SGD"
+    """A class of torch.optim, LARS (You et al.), Muon (Jordan et al.; also for convolutions,
+    biases and normalization), RMSpropWarmup (Akiba et al.: RMSprop at first, then momentum SGD;
+    its times are in epochs), ScheduleFreeSGD or ScheduleFreeAdamW (Defazio et al.; at a constant
+    rate), or a class of your own as package.module:Class."""
+    args: dict[str, Any] = Field(default_factory=lambda: {"momentum": 0.9, "weight_decay": 1e-4})
+    """Keyword arguments of the optimizer, without lr. With Muon and AdamW, `weight_decay: auto`
+    lets policy stpt_horizon choose the decay of each epoch by how well the network fits its
+    training samples."""
+    no_weight_decay: Literal["auto", "bias_and_norm", "none"] = "auto"
+    """Parameters without weight decay and, with LARS, without trust ratio. bias_and_norm: biases
+    and normalization layers; auto: bias_and_norm with LARS and Muon, else none."""
+    lr_multipliers: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Factors of the learning rate by patterns of parameter names, such as `{"fc.*": 10}`; the
+    first that matches a parameter counts."""
+    aux_parameters: list[str] = Field(default_factory=list)
+    """Muon only: patterns of names of further parameters that follow its second rule (`args.aux`)
+    as biases, normalization and embeddings do, such as the last layer's."""
 
-    momentum_warmup: MomentumWarmup | None = Field(
-        None,
-        description=(
-            "Let the momentum rise from a lower one, for optimizers with an argument of that "
-            "name, policies schedule and replay, and synchronous workers."
-        ),
-    )
+    momentum_warmup: MomentumWarmup | None = None
+    """Let the momentum rise from a lower one, for optimizers with an argument of that name,
+    policies schedule and replay, and synchronous workers."""
 
     @property
     def usual_lr(self) -> float:
@@ -147,14 +124,10 @@ class OptimizerSection(NamedSection):
 class OptimizerChoiceSection(OptimizerSection):
     """An optimizer, or several among which the search chooses."""
 
-    candidates: list[OptimizerSection] = Field(
-        default_factory=list,
-        description=(
-            "With name: auto, the search of policy stpt_horizon chooses among these; where there "
-            "are too few steps for that, the first one trains. Default: Muon (unless its steps "
-            "would take several times as long), SGD, ScheduleFreeSGD, AdamW."
-        ),
-    )
+    candidates: list[OptimizerSection] = Field(default_factory=list)
+    """With name: auto, the search of policy stpt_horizon chooses among these; where there are too
+    few steps for that, the first one trains. Default: Muon (unless its steps would take several
+    times as long), SGD, ScheduleFreeSGD, AdamW."""
 
     @property
     def choices(self) -> tuple[OptimizerSection, ...]:
@@ -206,135 +179,81 @@ class AverageSection(Section):
     The training continues from its own weights. BatchNorm statistics are taken at the average.
     """
 
-    kind: Literal["ema"] = Field("ema", description="ema: exponential moving average.")
-    decay: Fraction | Literal["auto"] = Field(
-        "auto",
-        description=(
-            "Weight of the average so far in each update. auto: the average covers a quarter of "
-            "the updates so far, times rate / highest rate, so it ends with the weights "
-            "themselves where the rate falls to 0. A number: at most (1 + t) / (10 + t) in update "
-            "t; 0.99 averages over about 100 updates."
-        ),
-    )
+    kind: Literal["ema"] = "ema"
+    """ema: exponential moving average."""
+    decay: Fraction | Literal["auto"] = "auto"
+    """Weight of the average so far in each update. auto: the average covers a quarter of the
+    updates so far, times rate / highest rate, so it ends with the weights themselves where the
+    rate falls to 0. A number: at most (1 + t) / (10 + t) in update t; 0.99 averages over about 100
+    updates."""
 
 
 class BatchNormSection(Section):
     """Batch normalization with several workers."""
 
-    momentum: PositiveFloat | None = Field(
-        None,
-        le=1,
-        description="Weight of a new batch in the running statistics. Default: that of the model.",
-    )
-    sync: bool = Field(
-        False, description="Normalize with the statistics of all workers (SyncBatchNorm)."
-    )
-    recalibrate_batches: NonNegativeInt = Field(
-        0,
-        description=(
-            "Recompute the running statistics before every evaluation from this many training "
-            "batches of each worker; 0: use those of the training, pooled over the workers."
-        ),
-    )
+    momentum: PositiveFloat | None = Field(None, le=1)
+    """Weight of a new batch in the running statistics. Default: that of the model."""
+    sync: bool = False
+    """Normalize with the statistics of all workers (SyncBatchNorm)."""
+    recalibrate_batches: NonNegativeInt = 0
+    """Recompute the running statistics before every evaluation from this many training batches of
+    each worker; 0: use those of the training, pooled over the workers."""
 
 
 class RampStep(Section):
     """Use `factor` times global_batch_size from `epoch` on."""
 
-    epoch: PositiveInt = Field(
-        ge=2, description="First epoch with the larger batch, counted from 1."
-    )
-    factor: PositiveInt = Field(
-        ge=2, description="Factor of global_batch_size; must increase from step to step."
-    )
+    epoch: PositiveInt = Field(ge=2)
+    """First epoch with the larger batch, counted from 1."""
+    factor: PositiveInt = Field(ge=2)
+    """Factor of global_batch_size; must increase from step to step."""
 
 
 class BatchRampSection(Section):
     """Increase of the global batch during the training."""
 
-    steps: list[RampStep] = Field(
-        default_factory=list, description="Epochs at which the global batch grows, and factors."
-    )
-    grow: Literal["accumulation", "worker_batch"] = Field(
-        "accumulation",
-        description=(
-            "accumulation: each worker keeps its batch size and accumulates gradients over "
-            "several batches per update; worker_batch: each worker's batch grows, which needs "
-            "more memory."
-        ),
-    )
+    steps: list[RampStep] = Field(default_factory=list)
+    """Epochs at which the global batch grows, and factors."""
+    grow: Literal["accumulation", "worker_batch"] = "accumulation"
+    """accumulation: each worker keeps its batch size and accumulates gradients over several
+    batches per update; worker_batch: each worker's batch grows, which needs more memory."""
 
 
 class ParallelSection(Section):
     """How workers exchange gradients."""
 
-    mode: Literal["sync", "balanced", "auto", "async"] = Field(
-        "sync",
-        description=(
-            "sync: all workers take each step together (DDP). balanced: as sync, but faster "
-            "workers compute more micro-batches of each step, in proportion to their measured "
-            "speeds. auto: sync, from the next round or epoch on balanced if the measured speeds "
-            "differ by more than 5 %. async: each worker pulls weights "
-            "and pushes gradients on its own, and each gradient is an update when it arrives "
-            "(parameter server)."
-        ),
-    )
-    micro_batches: PositiveInt | None = Field(
-        None,
-        description=(
-            "balanced, auto only: micro-batches that a global batch is split into, a multiple of "
-            "workers.count. BatchNorm normalizes each. Default: at most 16 per worker, of at "
-            "least 8 samples."
-        ),
-    )
-    speeds: list[PositiveFloat] | None = Field(
-        None,
-        description=(
-            "balanced only: relative speeds of the workers, by rank, in place of measured ones, "
-            "such as [1, 1, 1, 0.25]. The training is then repeatable to the bit."
-        ),
-    )
-    staleness_bound: NonNegativeInt | None = Field(
-        None,
-        description=(
-            "async only: maximum number of updates between reading weights and applying the "
-            "gradient; P equal workers have about P. A worker waits if a gradient could exceed "
-            "it. null: no bound."
-        ),
-    )
-    shards: PositiveInt | None = Field(
-        None,
-        description=(
-            "async only: number of processes over which weights and optimizer state are "
-            "distributed. Default: one per node."
-        ),
-    )
-    snapshot_every: PositiveInt = Field(
-        100,
-        description=(
-            "async only: updates between copies of a shard to another process, which is the "
-            "maximum number of updates lost when a shard's process dies."
-        ),
-    )
-    gradient_buckets: Literal["default", "growing", "auto"] = Field(
-        "default",
-        description=(
-            "How gradients are grouped into messages. default: as in torch, 1 MiB and then 25 "
-            "MiB; growing: split at layers in the order of the backward pass, 1 MiB at first and "
-            "larger later; auto: try several during the first steps and keep the fastest."
-        ),
-    )
-    compression: Literal["none", "bf16", "fp16"] = Field(
-        "none", description="Data type in which gradients are sent; none: unchanged."
-    )
-    noise_scale: bool = Field(
-        True,
-        description=(
-            "Measure the gradient noise scale (McCandlish et al.) in one of 10 updates, from "
-            "gradients that the workers compute anyway; the result says how many more samples a "
-            "larger batch would need. Needs two workers."
-        ),
-    )
+    mode: Literal["sync", "balanced", "auto", "async"] = "sync"
+    """sync: all workers take each step together (DDP). balanced: as sync, but faster workers
+    compute more micro-batches of each step, in proportion to their measured speeds. auto: sync,
+    from the next round or epoch on balanced if the measured speeds differ by more than 5 %. async:
+    each worker pulls weights and pushes gradients on its own, and each gradient is an update when
+    it arrives (parameter server)."""
+    micro_batches: PositiveInt | None = None
+    """balanced, auto only: micro-batches that a global batch is split into, a multiple of
+    workers.count. BatchNorm normalizes each. Default: at most 16 per worker, of at least 8
+    samples."""
+    speeds: list[PositiveFloat] | None = None
+    """balanced only: relative speeds of the workers, by rank, in place of measured ones, such as
+    [1, 1, 1, 0.25]. The training is then repeatable to the bit."""
+    staleness_bound: NonNegativeInt | None = None
+    """async only: maximum number of updates between reading weights and applying the gradient; P
+    equal workers have about P. A worker waits if a gradient could exceed it. null: no bound."""
+    shards: PositiveInt | None = None
+    """async only: number of processes over which weights and optimizer state are distributed.
+    Default: one per node."""
+    snapshot_every: PositiveInt = 100
+    """async only: updates between copies of a shard to another process, which is the maximum
+    number of updates lost when a shard's process dies."""
+    gradient_buckets: Literal["default", "growing", "auto"] = "default"
+    """How gradients are grouped into messages. default: as in torch, 1 MiB and then 25 MiB;
+    growing: split at layers in the order of the backward pass, 1 MiB at first and larger later;
+    auto: try several during the first steps and keep the fastest."""
+    compression: Literal["none", "bf16", "fp16"] = "none"
+    """Data type in which gradients are sent; none: unchanged."""
+    noise_scale: bool = True
+    """Measure the gradient noise scale (McCandlish et al.) in one of 10 updates, from gradients
+    that the workers compute anyway; the result says how many more samples a larger batch would
+    need. Needs two workers."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse settings of another mode, which would have no effect."""
