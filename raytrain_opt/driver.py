@@ -25,10 +25,7 @@ State = TypeVar("State")
 
 
 class Run(Protocol[State]):
-    """The moves of an execution, each one line of `train`.
-
-    A run decides nothing about learning rates. States are opaque to the driver.
-    """
+    """The moves of an execution, each one line of `train`. States are opaque to the driver."""
 
     @property
     def policy(self) -> Policy:

@@ -57,10 +57,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class TrainTotals:
-    """Sums over the samples of one training phase, of one process or of all workers.
-
-    `norms` are those of all workers together, if they were measured.
-    """
+    """Sums over the samples of a phase, of one process or all; `norms`: of all, if measured."""
 
     steps: int
     samples: int

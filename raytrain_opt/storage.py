@@ -97,11 +97,7 @@ def last_name(storage_path: str) -> str:
 
 
 def local_path(path: str) -> Path:
-    """Return the absolute path of a folder, which may be a URI (file://).
-
-    A relative path is below the working directory. In a submitted job, whose working directory Ray
-    deletes afterwards, it is below the home directory.
-    """
+    """Return the absolute path of a folder or file:// URI; in a submitted job, below the home."""
     if path.startswith("file://"):
         return Path(unquote(urlsplit(path).path))
     directory = Path.cwd()
@@ -151,10 +147,7 @@ def record_part(name: str, number: int) -> str:
 
 
 def read(storage_path: str, name: str) -> bytes | None:
-    """Return the content of a file; None when there is no such file.
-
-    Raises StorageError when the storage cannot be read.
-    """
+    """Return the content of a file; None when there is no such file. Raises StorageError."""
     with storage_errors(f"{join(storage_path, name)} cannot be read"):
         if is_remote(storage_path):
             return read_object(open_store(storage_path), name)
@@ -259,10 +252,7 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def refuse_links(path: str, flags: int) -> int:
-    """Open a file for `open`. Raises OSError for a link, which could lead out of the run.
-
-    Somebody else may have made the run directory.
-    """
+    """Open a file for `open`. Raises OSError for a link: somebody else may have made the run."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

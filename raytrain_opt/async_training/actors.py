@@ -41,11 +41,7 @@ _MAX_CONCURRENCY = 10_000
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a restarted shard needs.
-
-    The micro-batches `done` are updates already; `snapshot` is the shard's last one, pickled, and
-    `boxed_state` the state at the start of the phase.
-    """
+    """What a restarted shard needs: phase, micro-batches `done`, pickled snapshot, start state."""
 
     phase: EpochPhase
     done: set[int]
@@ -54,10 +50,7 @@ class Recovery:
 
 
 class SspCoordinator:
-    """The scheduler as an actor. All methods are asynchronous, and none blocks another.
-
-    Ray repeats a call whose connection was cut: each has the same effect twice as once.
-    """
+    """The scheduler as an actor. Ray may repeat a call: each has the same effect twice as once."""
 
     def __init__(self) -> None:
         self._scheduler: SspScheduler | None = None
@@ -77,10 +70,7 @@ class SspCoordinator:
             self._watcher = asyncio.create_task(self._watch())
 
     async def claim(self, phase: str, worker: int, request: int) -> int | None:
-        """Return the next micro-batch for this worker; None when all are claimed.
-
-        `request`: number of the worker's request.
-        """
+        """Return the next micro-batch, or None, for this number of the worker's requests."""
         scheduler = self._of(phase)
         if scheduler is None:
             return None
@@ -122,10 +112,7 @@ class SspCoordinator:
         return not scheduler.finished
 
     async def leave(self, worker: int) -> None:
-        """Free what a worker had claimed: it died, or was restarted.
-
-        From now on the shards drop what it still sends.
-        """
+        """Free what a lost worker had claimed; from now on the shards drop what it still sends."""
         self._claims.pop(worker, None)
         scheduler = self._scheduler
         if scheduler is not None and (numbers := scheduler.claimed_by(worker)):
@@ -186,10 +173,7 @@ class WeightShardActor:
     def __init__(
         self, config: LearnerConfig, info: DataInfo, index: int, count: int, coordinator: str
     ) -> None:
-        """Build the shard.
-
-        `coordinator`: its name. (Ray warns that a handle would be lost with its creator.)
-        """
+        """Build the shard. `coordinator`: its name, as a handle would be lost with its creator."""
         self._config, self._index = config, index
         self._coordinator: Any = ray.get_actor(coordinator)
         self._shard = _build(config, info, index, count)
@@ -215,10 +199,7 @@ class WeightShardActor:
         self._phase, self._published, self._lost_updates = phase.id, None, 0
 
     def apply(self, phase: str, number: int, version: int, gradient: Any) -> int:
-        """Apply the gradient of a micro-batch, and send a snapshot if one is due.
-
-        Returns the staleness of the gradient.
-        """
+        """Apply a micro-batch's gradient, send a snapshot if one is due; return the staleness."""
         if phase != self._phase:
             return 0
         from raytrain_opt.async_training.weight_shard import from_wire, wire_dtype
@@ -237,11 +218,7 @@ class WeightShardActor:
             self._shard.drop(numbers)
 
     def pull(self) -> tuple[int, Any]:
-        """Return version and flat weights.
-
-        Large weights come as a reference in a list, the same for all who ask, so that each node
-        fetches them once.
-        """
+        """Return version and flat weights; large ones as a boxed reference, once for each node."""
         if self._published is None or self._published[0] != self._shard.version:
             self._published = (self._shard.version, _publish(self._shard))
         return self._published
@@ -290,10 +267,7 @@ class ServerHandles:
 def parameter_server(
     config: LearnerConfig, info: DataInfo, max_restarts: int
 ) -> Iterator[ServerHandles | None]:
-    """Start coordinator and shards, spread over the nodes; end them with the block.
-
-    Yields None for synchronous training, which needs no parameter server.
-    """
+    """Start coordinator and shards, spread over the nodes; yield None for synchronous training."""
     if config.parallel.mode != "async":
         yield None
         return

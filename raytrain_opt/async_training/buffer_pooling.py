@@ -59,10 +59,7 @@ def _weighted_sum(weights: Sequence[float], values: Sequence[Value]) -> Value:
 def advance_buffers(
     start: TrainingState, workers: Sequence[BufferUpdates], updates: int
 ) -> dict[str, PackedTensor]:
-    """Return the model's buffers, by name, after a phase of `updates` that began at `start`.
-
-    BatchNorm's counts of batches advance by the updates, as if all workers had taken each step.
-    """
+    """Return the model's buffers by name, their counts of batches advanced by the `updates`."""
     values = pool_buffers(workers)
     counts = {f"{layer}.{_COUNT}" for worker in workers for layer in worker.sampling_noise}
     buffers = {}

@@ -49,7 +49,6 @@ class AsynchronousTraining:
         self._workers, self._states, self._server = workers, states, server
 
     def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
-        """Train the steps of the command. `check`: compute the digest of what was loaded."""
         stopwatch = Stopwatch()
         phase = epoch_phase(self._config, command)
         with stopwatch.measure("load_s"):

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AsynchronousWorkers:
-    """Workers that train independently against a parameter server.
-
-    Implements `pools.resident_config.WorkerProgram`.
-    """
+    """Workers that train against a parameter server; implements `WorkerProgram`."""
 
     server: ServerHandles
     forms_group: ClassVar[bool] = False

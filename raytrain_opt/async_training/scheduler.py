@@ -137,10 +137,7 @@ class SspScheduler:
 
     @property
     def staleness(self) -> dict[str, object]:
-        """Staleness of the gradients so far, as a line in epochs.jsonl has it.
-
-        `counts`: number of gradients by staleness, from 0.
-        """
+        """Number of gradients by staleness, from 0, and mean and maximum: as in epochs.jsonl."""
         counts = [self._counts[k] for k in range(max(self._counts, default=-1) + 1)]
         mean = sum(k * n for k, n in enumerate(counts)) / max(1, sum(counts))
         return {"counts": counts, "mean": mean, "max": len(counts) - 1}
@@ -185,10 +182,7 @@ class SspScheduler:
         return self.owns(worker, number) and number in self._begun
 
     def may_begin(self, version: int | None = None) -> bool:
-        """Return whether the bound lets a micro-batch begin on weights of this version.
-
-        None: the current one.
-        """
+        """Return whether the bound lets a micro-batch begin on this version, None: the current."""
         new = self.version if version is None else version
         oldest = min([new, *self._begun.values()])
         bound = self.phase.bound

@@ -215,11 +215,7 @@ class WeightShard:
 def assemble_state(
     start: TrainingState, parts: Sequence[TrainingState], buffers: Mapping[str, PackedTensor]
 ) -> TrainingState:
-    """Return the state of the training.
-
-    Tensors come from the shards; updated buffers replace the buffers of `start`, the state at the
-    beginning of the phase.
-    """
+    """Return `start` with the shards' tensors and optimizer state, and updated buffers."""
     tensors = {n: packed for n, packed in start.tensors.items() if n.startswith("model.")}
     tensors |= {f"model.{name}": tensor for name, tensor in buffers.items()}
     optimizer_state: dict[int, object] = {}

@@ -126,15 +126,11 @@ class UnconnectedTorchConfig(TorchConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Class of what Ray Train sets up in the workers before they begin."""
         return UnconnectedBackend
 
 
 class ReportLostWorker(UserCallback):
-    """Reports workers that have died, so that nobody waits for them and others do their work.
-
-    They join again when they are back.
-    """
+    """Reports workers that have died, so that nobody waits for them until they join again."""
 
     def __init__(self, mailbox: Any, server: ServerHandles) -> None:
         self._mailbox, self._server = mailbox, server

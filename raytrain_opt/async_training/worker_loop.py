@@ -43,10 +43,7 @@ class ParameterServer(Protocol):
         """Return the next micro-batch; None when all are claimed."""
 
     def begin(self, number: int, version: int) -> bool:
-        """Wait until the micro-batch may begin; return whether it may on this version's weights.
-
-        If not, pull newer ones and ask again.
-        """
+        """Wait until the micro-batch may begin; return False if it needs newer weights."""
 
     def pull(self) -> Weights:
         """Return the weights of all shards."""
@@ -62,10 +59,7 @@ class ParameterServer(Protocol):
 
 
 class AsyncTrainer:
-    """A learner's part in asynchronous phases.
-
-    Its model's weights become views of one buffer per shard, and so do the gradients.
-    """
+    """A learner's part in asynchronous phases; weights and gradients are views of flat buffers."""
 
     def __init__(self, learner: Learner, shards: int) -> None:
         self.learner = learner

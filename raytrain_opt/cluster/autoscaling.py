@@ -100,10 +100,7 @@ def worker_requests(workers: WorkersSection) -> list[Resources]:
 
 @contextmanager
 def _request_nodes(requests: list[Resources]) -> Iterator[None]:
-    """Make the autoscaler start nodes, for a placement group that waits.
-
-    The group ends with this process, however that ends, so that no node is kept in vain.
-    """
+    """Make the autoscaler start nodes, for a placement group that ends with this process."""
     group = ray.util.placement_group(requests)
     try:
         yield

@@ -165,10 +165,7 @@ def alive_nodes() -> list[dict[str, Any]]:
 
 
 def on_driver_node() -> dict[str, str]:
-    """Return the label selector of actors that must not die with another node than the driver's.
-
-    Call it in the driver.
-    """
+    """Return the label selector of actors that must not die with another node; for the driver."""
     return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
 
 
@@ -184,10 +181,7 @@ def cpu_count() -> float:
 
 
 def count_placeable(resources: Mapping[str, float], count: int, limit_s: float) -> int:
-    """Return how many processes, at most `count`, with these resources fit now.
-
-    Waits up to `limit_s` for resources of processes that are ending.
-    """
+    """Return how many of `count` processes with these resources fit within `limit_s` seconds."""
     groups = [placement_group([dict(resources)]) for _ in range(count)]
     deadline_s = monotonic_s() + limit_s
     # Each further group is looked at at least once.
@@ -204,9 +198,6 @@ def total_resources() -> list[dict[str, float]]:
 
 
 def free_resources() -> list[dict[str, float]]:
-    """Return the resources of each node that is alive and that nobody holds.
-
-    Ray learns of changes a moment later.
-    """
+    """Return the resources of each living node that nobody holds, as Ray knew a moment ago."""
     free = available_resources_per_node()
     return [free.get(node["NodeID"], {}) for node in alive_nodes()]

@@ -28,7 +28,6 @@ class RayMetrics:
         }
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """Set the gauges to the values of an epoch."""
         for name, gauge in self._gauges.items():
             value = getattr(record, name)
             if value is not None:

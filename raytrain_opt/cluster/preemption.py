@@ -23,10 +23,7 @@ _POLL_S = 5.0
 
 @contextmanager
 def watch_preemption(note: Callable[[str], None]) -> Iterator[None]:
-    """Note which nodes will be taken away; when it is this one, end the run as SIGTERM does.
-
-    Does nothing outside the main thread, where signals are not handled.
-    """
+    """Note which nodes will be taken away; end the run, as SIGTERM does, when it is this one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

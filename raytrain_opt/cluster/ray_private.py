@@ -50,10 +50,7 @@ class ActorRecord:
 
 @dataclass(frozen=True)
 class PlacementGroupRecord:
-    """One placement group of the cluster that holds or waits for resources.
-
-    `creator_actor_id` is "" when a driver created it.
-    """
+    """One placement group that is not removed. `creator_actor_id` is "" if a driver created it."""
 
     id: str
     creator_actor_id: str

@@ -24,10 +24,7 @@ _MAX_BYTES = 2**30
 
 
 def pack_files(run_dir: str) -> str:
-    """Return one line of a log: name and compressed content of those `FILES` that exist.
-
-    Raises StorageError when the run directory cannot be read.
-    """
+    """Return a log line: names, compressed contents of existing `FILES`. Raises StorageError."""
     contents = {name: storage.read(run_dir, name) for name in FILES}
     files = {
         name: base64.b64encode(zlib.compress(content)).decode()

@@ -117,10 +117,7 @@ def init(folder: Path, output: Path, max_examined: int, echo: Callable[[str], ob
 
 
 def find_data(folder: Path, labels: Path) -> tuple[Section, list[Row]]:
-    """Return the data section, and the rows of the CSV file `labels` if the section needs it.
-
-    Raises DataError that says what would be valid.
-    """
+    """Return the data section, and the rows of `labels` if it needs them. Raises DataError."""
     # Indices of shards are arrays too.
     for find in (_find_shards, _find_arrays, _find_splits):
         section = find(folder)
@@ -256,10 +253,7 @@ def _split_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def examine(section: Section, max_examined: int) -> Facts:
-    """Read labels and samples as a training does; of files at most `max_examined`, spread evenly.
-
-    Raises DataError.
-    """
+    """Read labels, and at most `max_examined` samples, as a training does. Raises DataError."""
     kinds = {"arrays": ArraysData, "image_folder": ImageFolderData, "shards": ShardsData}
     parsed = kinds[section["name"]](**section)
     shared, cpu = load_shared_data(parsed), torch.device("cpu")

@@ -38,11 +38,7 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class ListedRun:
-    """One run.
-
-    `latest`: its last epoch so far. `duration_s`: None if it was killed. `search_fraction`:
-    samples of the search over those of the training, of a finished run.
-    """
+    """One run. `latest`: its last epoch so far. `search_fraction`: of the training's samples."""
 
     run_dir: str
     started: datetime

@@ -66,10 +66,7 @@ def diagnose_on_cluster(job_file: str | None, overrides: Sequence[str], address:
 
 
 def connect(address: str | None) -> JobSubmissionClient:
-    """Return Ray's job client.
-
-    Raises JobError when no dashboard answers at the address or it refuses the token.
-    """
+    """Return Ray's job client. Raises JobError: no dashboard answers, or it refuses the token."""
     url = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DASHBOARD
     if urlsplit(url).scheme not in ("http", "https"):
         rule = "must be the address of the head's dashboard, http://HOST:PORT"

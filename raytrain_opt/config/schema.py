@@ -320,7 +320,6 @@ class Job(Section):
         return self.global_batch_size // self.workers.size
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Yield every rule over several sections that the job breaks."""
         return rules.broken_rules(self)
 
 

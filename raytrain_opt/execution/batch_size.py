@@ -171,10 +171,7 @@ def _probe(
 
 
 def _actor_options(session: Session) -> dict[str, Any]:
-    """Return a worker's resources and environment; on a GPU the full device.
-
-    Two probes on one device would interfere.
-    """
+    """Return a worker's resources and environment; a full GPU, as two probes would interfere."""
     resources = dict(session.plan.worker_resources)
     if session.plan.use_gpu:
         resources["GPU"] = max(1.0, resources["GPU"])

@@ -68,10 +68,7 @@ class Cache:
         return storage.join(self.storage_path, self.name)
 
     def read(self) -> CachedSearch | None:
-        """Return the result, if there is one.
-
-        Raises StorageError when it cannot be read, JobError when it is damaged.
-        """
+        """Return the result, if any. Raises StorageError, and JobError when it is damaged."""
         content = storage.read(self.storage_path, self.name)
         if content is None:
             return None

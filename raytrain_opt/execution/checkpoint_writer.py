@@ -20,11 +20,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class CheckpointWriter:
-    """Saves one checkpoint at a time; the training continues meanwhile.
-
-    `limit_s`: how long refused copies to remote storage are repeated, and how long a call to the
-    storage may take.
-    """
+    """Saves one checkpoint at a time beside the training; `limit_s`: of calls and repetitions."""
 
     def __init__(
         self, checkpoints: Checkpoints, paths: RunPaths, event_log: EventLog, limit_s: float
@@ -71,10 +67,7 @@ class CheckpointWriter:
         self._pending = start_thread(write)
 
     def publish(self) -> None:
-        """Copy the run to its remote storage. Raises StorageError when that is refused for long.
-
-        Attempts end with `close`.
-        """
+        """Copy the run to remote storage, repeatedly until `close`. Raises StorageError."""
         deadline_s, pause_s, attempts = monotonic_s() + self._limit_s, _FIRST_PAUSE_S, 1
         while True:
             try:
@@ -90,10 +83,7 @@ class CheckpointWriter:
                 return
 
     def wait(self) -> None:
-        """Wait until the last `save` is complete.
-
-        Raises what the save raised, and StorageError when the storage does not answer.
-        """
+        """Wait for the last `save`. Raises what it raised, or StorageError after the limit."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

@@ -62,11 +62,7 @@ class TrainingLength:
         return epochs_done / self.epochs if self.epochs else 0.0
 
     def plan(self, history: History, measure: Callable[[float], Pace]) -> History:
-        """Return the history with the plan of the next epoch, where the job gives a time.
-
-        `measure` returns the pace before the first epoch of a process; it should take as many
-        seconds as it gets.
-        """
+        """Return the history with a plan, if time is limited; `measure` gets seconds to use."""
         time_s = self._job.train_for
         if time_s is None:
             return history
@@ -150,10 +146,7 @@ class TrainingLength:
 def measure_pace(
     training: MainTraining, state: StateRef, epoch_steps: int, limit_s: float
 ) -> tuple[Pace, int]:
-    """Train some updates and evaluate, both from `state`, which stays as it is.
-
-    Returns the pace and the number of updates.
-    """
+    """Train some updates and evaluate, both from `state`; return the pace and their number."""
     total = 0
 
     def time_steps(steps: int) -> float:

@@ -20,10 +20,7 @@ _MAX_VALUE, _MAX_PARAMS = 500, 100
 
 
 class MlflowTracking(Callback):
-    """Writes to the experiment of the job's name at `tracking.mlflow`.
-
-    A resumed run continues its run in MLflow, which is found by the run directory.
-    """
+    """Writes to the experiment of the job's name; a resumed run continues its run in MLflow."""
 
     def __init__(self, job: Job, run_dir: str) -> None:
         super().__init__(job, run_dir)
@@ -51,17 +48,14 @@ class MlflowTracking(Callback):
         self._client.log_batch(self._run_id, params=params[:_MAX_PARAMS])
 
     def on_round(self, record: RoundRecord) -> None:
-        """Write the rate that the round decided."""
         self._log(record.epoch, {"next_base_lr": record.next_base_lr})
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """Write the measured values of the epoch."""
         values = {name: getattr(record, name) for name in _METRICS}
         tested = {f"test_{name}": value for name, value in record.test_metrics.items()}
         self._log(record.epoch, values | tested)
 
     def on_end(self, result: ResultRecord | None) -> None:
-        """Upload the report, and close the run."""
         for name in ("report.html", "result.json"):
             if result is not None and (path := Path(self.run_dir) / name).exists():
                 self._client.log_artifact(self._run_id, str(path))

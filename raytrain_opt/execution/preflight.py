@@ -130,10 +130,7 @@ def check_job(job: Job) -> list[Problem]:
 
 
 def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
-    """Check the given sections of a job as `check_job` does.
-
-    A job file with an error in one section still gets its other sections checked.
-    """
+    """Check the given sections, some of a job whose others have errors, as `check_job` does."""
     from raytrain_opt.execution.callbacks import check_callbacks, check_tracking
     from raytrain_opt.models import check_model
     from raytrain_opt.train.task import check_loss, check_task
@@ -213,10 +210,7 @@ def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Pr
 
 
 def run_local_preflight(job: Job, source: str) -> Preflight | None:
-    """Run the preflight without a download; return None if the data must be downloaded first.
-
-    Weights of torchvision are checked by their name only.
-    """
+    """Run the preflight without any download; return None if the data must be downloaded first."""
     from raytrain_opt.train.pretrained import names_torchvision_weights
 
     if names_torchvision_weights(job.model):
@@ -260,10 +254,7 @@ def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
 
 
 def _check_last_updates(job: Job, info: DataInfo) -> None:
-    """Refuse a remainder of an epoch with less than two samples for each micro-batch.
-
-    BatchNorm cannot normalize one sample, and DDP needs a gradient from every worker.
-    """
+    """Refuse a last update whose micro-batches have one sample, too few for BatchNorm, or none."""
     from raytrain_opt.train.learner_config import LearnerConfig
 
     split = 1 if job.parallel.mode == "sync" else LearnerConfig.from_job(job).balanced_split

@@ -45,10 +45,7 @@ class RunResult:
 
 
 def finish(run: TrainingRun) -> RunResult:
-    """Finish the last checkpoint, write the report and result.json, publish, print the summary.
-
-    Without result.json a run is unfinished: `resume: auto` comes back to what is interrupted here.
-    """
+    """Write report, then result.json, without which `resume: auto` returns; print the summary."""
     run.wait_for_checkpoint()
     run_dir = str(run.paths.local)
     epochs = run.length.records

@@ -56,10 +56,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Session(Workspace):
-    """A workspace, a valid job, and a Ray cluster with room for it.
-
-    `owns_ray`: Ray was started here, and runs on this machine alone.
-    """
+    """A workspace, a valid job, and a cluster with room. `owns_ray`: Ray was started here."""
 
     job: Job
     owns_ray: bool
@@ -211,10 +208,7 @@ def open_run_directory(
 
 
 def _check_latest(checkpoints: Checkpoints) -> None:
-    """Read the latest checkpoint, so that a run that cannot resume stops before pools start.
-
-    It is read again when it is used, which takes little of the time that they need to start.
-    """
+    """Read the latest checkpoint, so that a run that cannot resume stops before pools start."""
     if checkpoints.latest is not None:
         _, progress = read_checkpoint(checkpoints.folder / checkpoints.latest.folder)
         RunProgress.from_json(progress)

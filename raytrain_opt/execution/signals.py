@@ -34,10 +34,7 @@ class StopRequest:
 
     @contextmanager
     def deferred(self, limit_s: float) -> Iterator[None]:
-        """Raise what arrives within the block at its end, at most `limit_s` later.
-
-        The block looks at `error` to end early.
-        """
+        """Raise what arrives in the block, which looks at `error`, at its end or the limit."""
         self._limit_s = limit_s
         try:
             yield
@@ -50,10 +47,7 @@ class StopRequest:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Let the error leave the block as it was made.
-
-        Ray's calls raise a KeyboardInterrupt of their own when a signal's handler raises in them.
-        """
+        """Let the error leave the block as it was made, where Ray raises one of its own."""
         try:
             yield
         except KeyboardInterrupt:

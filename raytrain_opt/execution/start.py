@@ -59,11 +59,7 @@ def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
 
 
 def start_mailbox(shared_data: object) -> Any:
-    """Start the actor through which driver and pools communicate, on the driver's node.
-
-    The death of another node then never ends it. Ray repeats calls whose connection was cut,
-    until the mailbox dies. `shared_data`: stored once for all residents.
-    """
+    """Start the mailbox on the driver's node, with repeated calls. `shared_data`: of residents."""
     return (
         ray.remote(Mailbox)
         .options(

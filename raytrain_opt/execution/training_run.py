@@ -277,7 +277,6 @@ class TrainingRun:
     # After the last move.
 
     def close(self) -> None:
-        """Let a checkpoint in progress finish, then close the records."""
         self.checkpoints.close()
         self.recorder.close()
 
@@ -405,10 +404,7 @@ def open_training_run(
     workspace: Workspace,
     observers: Sequence[object] = (),
 ) -> Iterator[TrainingRun]:
-    """Yield a run that writes to its run directory; record why it ended if it was not finished.
-
-    `observers`: callbacks beside those of the job.
-    """
+    """Yield a run that writes its records, and why it ended. `observers`: further callbacks."""
     job, paths, checkpoints = resolved.job, workspace.paths, workspace.checkpoints
     checkpoints.metadata = model_metadata(job.model, job.task, resolved.info)
     recorder = Recorder(paths)

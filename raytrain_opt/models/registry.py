@@ -33,11 +33,7 @@ def model_names() -> list[str]:
 
 
 def torchvision_names() -> list[str]:
-    """Return the names of torchvision's classification models, sorted.
-
-    A built-in model hides torchvision's of the same name. Imports torchvision, which takes
-    seconds.
-    """
+    """Return torchvision's classification models without built-in names, sorted; imports it."""
     from torchvision import models
 
     return sorted(set(models.list_models(module=models)) - set(_BUILTIN_MODULES))

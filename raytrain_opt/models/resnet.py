@@ -48,7 +48,6 @@ class BasicBlock(nn.Module):
         self.downsample = _shortcut(in_channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
         shortcut = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
@@ -74,7 +73,6 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
         shortcut = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
@@ -84,10 +82,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The network of the module's docstring, with `blocks[i]` blocks in stage i + 1.
-
-    Input [N, C, H, W] of any size, output [N, num_classes].
-    """
+    """Input [N, C, H, W], output [N, num_classes]; `blocks[i]` residual blocks in stage i + 1."""
 
     def __init__(
         self,
@@ -117,7 +112,6 @@ class ResNet(nn.Module):
         he_init(self, self.fc)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits [N, num_classes]."""
         x = self.relu(self.bn1(self.conv1(x)))
         for stage in self._stages:
             x = getattr(self, stage)(x)

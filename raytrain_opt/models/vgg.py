@@ -45,7 +45,6 @@ class Vgg16(nn.Module):
         he_init(self, self.fc2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits [N, num_classes]."""
         x = self.features(x).flatten(1)
         x = self.relu(self.bn_fc1(self.fc1(x)))
         return self.fc2(self.dropout(x))  # type: ignore[no-any-return]
@@ -74,10 +73,7 @@ def _vgg16(
     hidden: int = 512,
     dropout: float = 0.0,
 ) -> Vgg16:
-    """Build a network with `hidden` features between the linear layers, of which it drops some.
-
-    Raises DataError for images below 32x32, which 5 max-pools would reduce to nothing.
-    """
+    """Build it with `hidden` features between the linear layers. Raises DataError below 32x32."""
     shape = image_shape(sample_shape, name)
     if min(shape[1:]) < _REDUCTION:
         raise DataError(

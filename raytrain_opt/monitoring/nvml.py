@@ -21,18 +21,10 @@ _ALTERNATIVE = "set batch_size_search.utilization.sampler: cpu to sample CPU tim
 
 
 class NvmlSampler(Sampler):
-    """Utilization of one GPU: fraction of NVML's last window in which a kernel was running.
-
-    The driver's window is between 1/6 s and 1 s long, depending on the GPU; samples at shorter
-    intervals repeat a value.
-    """
+    """Utilization of one GPU in NVML's last window, which has a length of 1/6 s to 1 s."""
 
     def __init__(self, uuid: str) -> None:
-        """Open the GPU with this UUID, with or without `GPU-`.
-
-        Raises ResourcesError: no driver, no such GPU, a MIG instance, or a GPU that does not
-        report its utilization.
-        """
+        """Open the GPU with this UUID. Raises ResourcesError: no driver, no such GPU, MIG."""
         self.uuid = f"GPU-{uuid.removeprefix('GPU-')}"
         with ExitStack() as stack:
             with _explained("start"):
@@ -44,7 +36,6 @@ class NvmlSampler(Sampler):
             self._opened = stack.pop_all()
 
     def sample(self) -> float:
-        """Return percent of NVML's last window."""
         with _explained(f"read the utilization of {self.uuid}"):
             return float(pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
 
@@ -57,7 +48,6 @@ class NvmlSampler(Sampler):
                 return None
 
     def close(self) -> None:
-        """Shut NVML down; a second call does nothing."""
         self._opened.close()
 
 
@@ -90,10 +80,7 @@ class GpuState:
 
 
 def gpu_states() -> tuple[str | None, list[GpuState]]:
-    """Return the driver's version and the GPUs that this process may use, in NVML's order.
-
-    Returns (None, []) without a driver. Raises ResourcesError when NVML does not start.
-    """
+    """Return driver version and usable GPUs, (None, []) without NVML. Raises ResourcesError."""
     with ExitStack() as stack:
         try:
             pynvml.nvmlInit()

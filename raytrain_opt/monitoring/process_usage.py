@@ -40,10 +40,7 @@ class UsageMeter:
 
     @classmethod
     def for_this_process(cls) -> UsageMeter:
-        """Return a meter of the GPU that torch uses in this process, otherwise of its CPU time.
-
-        Imports no torch: without it, this process computes in one thread.
-        """
+        """Return a meter of torch's GPU, else of the CPU time; imports no torch."""
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             return cls(_gpu_sampler(), lambda: torch.cuda.max_memory_allocated() / _MIB)

@@ -94,7 +94,6 @@ class NullSampler(Sampler):
     """A sampler for a device whose utilization is not known."""
 
     def sample(self) -> float:
-        """Return NaN."""
         return nan
 
 

@@ -97,10 +97,7 @@ def build_optimizer(
 
 
 def group_parameters(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter groups of the section's optimizer; see `parameter_groups`.
-
-    Raises JobError for a pattern that matches no parameter.
-    """
+    """Return the optimizer's `parameter_groups`. Raises JobError for an unmatched pattern."""
     try:
         return parameter_groups(
             model,
@@ -127,10 +124,7 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def set_momentum(optimizer: Optimizer, warmup: MomentumWarmup | None, epoch: float) -> None:
-    """Set the momentum of the next update, after `epoch` epochs, if there is a warm-up.
-
-    Raises JobError for an optimizer without an argument of that name.
-    """
+    """Set the momentum after `epoch` epochs of a warm-up. Raises JobError where there is none."""
     if warmup is None:
         return
     final = optimizer.defaults.get("momentum")

@@ -178,11 +178,7 @@ def _descend(
 def _can_be_fused(
     params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None], lr: float | Tensor
 ) -> bool:
-    """Return whether torch's fused kernel can be used.
-
-    It needs the same memory layout for a parameter, its gradient and its buffer, and either all
-    buffers or none.
-    """
+    """Return whether torch's fused kernel works: equal layouts, and all buffers or none."""
     if torch.compiler.is_compiling() or params[0].device.type not in ("cpu", "cuda"):
         return False
     if isinstance(lr, Tensor) and lr.dtype != torch.float32:

@@ -18,10 +18,9 @@ class ScheduledLR(LRScheduler):
         schedule = Warmup(0.005, 0.1, 500, "linear", Cosine(0.1, 0.0, 9500), origin=500)
         scheduler = ScheduledLR(optimizer, schedule)
 
-    The rates that the groups had before are ignored. A rate that is a tensor is filled in
-    place. `state_dict` holds the step but not the schedule: construct the scheduler with it
-    again. As with torch's schedulers, the current rate is restored by the optimizer's
-    `state_dict`.
+    The rates that the groups had before are ignored. A rate that is a tensor is filled in place.
+    `state_dict` holds the step but not the schedule: construct the scheduler with it again. As
+    with torch's schedulers, the current rate is restored by the optimizer's `state_dict`.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:

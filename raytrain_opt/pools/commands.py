@@ -115,10 +115,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Regroup:
-    """Ask all workers to leave, and to join again with as many as there is room for.
-
-    Who joins after it was posted replies None.
-    """
+    """Ask all workers to leave and to join again as room allows. Who joins later replies None."""
 
     name: ClassVar[str] = "regroup"
 

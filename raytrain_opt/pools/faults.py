@@ -76,10 +76,7 @@ def inject(
     on_step: OnStep,
     is_first: Callable[[str], bool],
 ) -> OnStep:
-    """Fail now if a fault matches; return `on_step`, wrapped if a step is to fail.
-
-    `is_first` is true for the first caller with the same text.
-    """
+    """Fail if a fault matches, at first (`is_first`); return `on_step`, perhaps wrapped."""
     matching = {n: fault for n, fault in enumerate(faults) if fault.matches(resident, command)}
 
     def fail(step: int | None) -> None:

@@ -22,10 +22,7 @@ class LearnerHandler:
         self._live_id = ""
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
-        """Execute a command, return its reply (see `pools.commands`) and free cached memory.
-
-        The method that does it has the command's name.
-        """
+        """Execute a command by the method of its name; return the reply, free cached memory."""
         try:
             return getattr(self, f"_{command.name}")(command, on_step)
         finally:

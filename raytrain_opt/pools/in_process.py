@@ -37,7 +37,6 @@ class InProcessStates:
     """States in this process's memory, which the reference itself keeps alive."""
 
     def get(self, ref: StateRef) -> TrainingState:
-        """Return the state, read-only."""
         state: TrainingState = ref.ref
         return state
 
@@ -74,14 +73,12 @@ class InProcessPool:
         """Return at once."""
 
     def alive(self) -> tuple[int, ...]:
-        """Return the one resident."""
         return (0,)
 
     def grow(self) -> None:
         """Do nothing: there is one resident."""
 
     def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
-        """Execute the command; return its reply."""
         self._before()
         began_s = monotonic_s()
         reply = self._resident.handle(command, self._on_step)
@@ -107,12 +104,10 @@ class InProcessPool:
         return False
 
     def drain_log(self) -> tuple[list[Span], list[Event]]:
-        """Return the commands since the last call; no events, since nothing is restarted."""
         spans, self._spans = self._spans, []
         return spans, []
 
     def restarts(self) -> int:
-        """Return 0."""
         return 0
 
 

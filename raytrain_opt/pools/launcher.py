@@ -45,18 +45,12 @@ _LOCAL_ENVIRONMENT = {
 
 
 def runtime_environment(*, local: bool, start_s: float) -> dict[str, Any]:
-    """Return the runtime environment of actors of the driver that train or start processes.
-
-    Empty for a Ray that was started here: all its processes have the variables.
-    """
+    """Return the runtime environment of actors; empty where all processes have the variables."""
     return {} if local else {"env_vars": environment(local=False, start_s=start_s)}
 
 
 def environment(*, local: bool, start_s: float) -> dict[str, str]:
-    """Return the environment variables of the launcher, which its children inherit.
-
-    `local`: Ray runs on this machine alone. `start_s`: limit of the workers' start.
-    """
+    """Return the launcher's environment variables; `local`: Ray runs on this machine alone."""
     defaults = _ENVIRONMENT | (_LOCAL_ENVIRONMENT if local else {})
     defaults["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(start_s)
     chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
@@ -86,10 +80,7 @@ class PoolLauncher:
     def start_relays(
         self, mailbox: Any, residents: int, fan_out: int = FAN_OUT
     ) -> tuple[Any, ...]:
-        """Start the relays of pools of this size, which end with this actor; see `pools.relay`.
-
-        Returns the level that residents call. They are on any nodes; Ray restarts those that die.
-        """
+        """Start the relays of pools of this size (`pools.relay`); return the level to call."""
         relay = ray.remote(Relay).options(
             num_cpus=0,
             max_restarts=-1,

@@ -50,10 +50,7 @@ class Exchange(ABC):
         return await self._board(pool).next_command(after)
 
     async def exchange(self, pool: str, after: int, reply: Reply | None) -> tuple[int, Command]:
-        """Take a reply and return the next command, one call of a resident per command.
-
-        A relay that dies loses no reply: Ray repeats the calls that have not returned.
-        """
+        """Take a reply, return the next command: the one call of a resident for each command."""
         if reply is not None:
             await self.receive([reply])
         return await self.next_command(pool, after)
@@ -75,7 +72,6 @@ class Mailbox(Exchange):
         self._claimed: set[str] = set()
 
     def _board(self, pool: str) -> CommandBoard:
-        """Return the board with the pool's current command."""
         return self._pools[pool].board
 
     # Called by residents, or by relays for them.
@@ -185,10 +181,7 @@ class Mailbox(Exchange):
         board.stopping = board.number == number
 
     async def collect(self, pool: str, number: int, expected: Sequence[int]) -> dict[int, Any]:
-        """Return the replies by resident, when all expected ones have answered or one could not.
-
-        Nobody waits for lost residents.
-        """
+        """Return the replies, when all expected but lost residents answered or one could not."""
         state = self._pools[pool]
         await state.board.replied.wait_for(
             lambda: state.board.is_answered(number, expected, state.membership.lost)

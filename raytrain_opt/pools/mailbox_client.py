@@ -82,8 +82,5 @@ def fetch_shared_data(actor: Any) -> Any:
 
 
 def report_lost(actor: Any, pool: str, index: int) -> None:
-    """Tell the mailbox that this resident has died; return when it knows.
-
-    A report that came later would give the restarted process up.
-    """
+    """Tell the mailbox of a death before the restarted process joins; return when it knows."""
     ray.get(actor.lose.remote(pool, index))

@@ -110,20 +110,14 @@ def run_probes(
 
 
 class ProbeProcess:
-    """A process that probes: started when it is needed, also after it has ended or died.
-
-    `options`: of Ray's actor. `limit_s`: how long a probe may take.
-    """
+    """A process that probes, started when needed. `options`: Ray's. `limit_s`: of one probe."""
 
     def __init__(self, config: ProbeConfig, options: dict[str, Any], limit_s: float) -> None:
         self._config, self._options, self._limit_s = config, options, limit_s
         self._actor: Any = None
 
     def measure(self, batch_size: int, *, check: bool) -> ProbeReply:
-        """Measure one batch size.
-
-        Raises RayActorError when the process dies, PoolError when it does not answer.
-        """
+        """Measure a batch size. Raises RayActorError at its death, PoolError without an answer."""
         if self._actor is None:
             self._actor = ray.remote(ProbeActor).options(**self._options).remote(self._config)
         try:

@@ -35,7 +35,6 @@ class OneAddressBackend(_TorchBackend):  # type: ignore[misc]
     """Prepares each worker, then connects them as Ray Train does."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Connect the workers."""
         worker_group.execute(listen_on_one_address)
         super().on_start(worker_group, backend_config)
 
@@ -45,5 +44,4 @@ class OneAddressTorchConfig(TorchConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Class of what Ray Train sets up in the workers before they begin."""
         return OneAddressBackend

@@ -141,17 +141,13 @@ class SynchronousTraining:
         )
 
     def evaluate(self, state: StateRef) -> EvalTotals:
-        """Evaluate on all workers."""
         replies: dict[int, EvalTotals] = self._workers.command(Evaluate(state))
         parts = [totals.predictions for _, totals in sorted(replies.items())]
         return replace(replies[0], predictions=Predictions.join(parts))
 
 
 def fetch_initial_state(pool: Pool) -> StateRef:
-    """Return the initial state of the first resident that can send it.
-
-    Raises PoolError when none can.
-    """
+    """Return the initial state of the first resident that can send it, or raise PoolError."""
     for index in pool.alive():
         replies = pool.command(SendInitialState(index), (index,))
         if replies:  # else this resident was lost meanwhile
@@ -163,10 +159,7 @@ def fetch_initial_state(pool: Pool) -> StateRef:
 def fetch_candidate_state(
     pool: Pool, start: StateRef, action: TryCandidates, result: CandidateResult
 ) -> StateRef:
-    """Return the state of a candidate after the kept steps; the round began with `start`.
-
-    Raises PoolError when no slot is left.
-    """
+    """Return a candidate's state after the kept steps of a round from `start`, or PoolError."""
     residents = pool.alive()
     # Prefer the slot that trained the candidate; any other can train it again. Of workers, all
     # have it, and rank 0, the first, sends it.
@@ -181,11 +174,7 @@ def fetch_candidate_state(
 
 @dataclass(frozen=True)
 class Backend:
-    """The processes and states that a run uses.
-
-    Without `slots`, workers train the candidates, if there are any. `search_reason`: why, where
-    that was chosen.
-    """
+    """The processes and states of a run. Without `slots`, workers train candidates, if any."""
 
     workers: Pool
     slots: Pool | None

@@ -65,7 +65,6 @@ class RayPool:
     _received: int = 0  # spans and events
 
     def start(self) -> None:
-        """Start the residents without waiting for them. Further calls do nothing."""
         if self._ended is None:
             self._ended = self.run()
 
@@ -84,7 +83,6 @@ class RayPool:
         return cast("list[Resident]", answer(ref))
 
     def alive(self) -> tuple[int, ...]:
-        """Return the residents that are running or being restarted."""
         lost = self._status().lost
         return tuple(index for index in range(self.size) if index not in lost)
 
@@ -140,10 +138,7 @@ class RayPool:
         return cast("list[Resident]", answer(self.mailbox.joined.remote(self.name)))
 
     def _pin_states(self, replies: Mapping[int, Any]) -> bool:
-        """Take hold of the states in the replies. Returns False when a state was lost.
-
-        It can be lost on its way to a resident, or from its maker to the driver.
-        """
+        """Hold the states in the replies; return False when one was lost, here or on its way."""
         if any(isinstance(reply, StateLost) for reply in replies.values()):
             return False
         try:
@@ -213,7 +208,6 @@ class RayPool:
         return ", ".join(map(describe, indices))
 
     def drain_log(self) -> tuple[list[Span], list[Event]]:
-        """Return spans and events since the last call, on this process's clock."""
         mailbox_s, records = answer(self.mailbox.drain_log.remote(self.name, self._received))
         self._received += len(records)
         ahead_s, spans, events = monotonic_s() - mailbox_s, list[Span](), list[Event]()
@@ -225,7 +219,6 @@ class RayPool:
         return spans, events
 
     def restarts(self) -> int:
-        """Return how often a resident was restarted."""
         return self._status().restarts
 
     def request_close(self) -> None:

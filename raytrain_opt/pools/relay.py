@@ -32,10 +32,7 @@ _REPLIES_WAIT_S, _REPORTS_WAIT_S = 0.5, 2.0
 
 
 def relay_levels(residents: int, fan_out: int = FAN_OUT) -> list[int]:
-    """Return the number of relays of each level, the one below the mailbox first.
-
-    There are none for as many residents as the mailbox serves itself.
-    """
+    """Return the number of relays of each level, the one below the mailbox first; maybe none."""
     if residents <= fan_out:
         return []
     relays = ceil(residents / fan_out)
@@ -66,16 +63,12 @@ class Relay(Exchange):
             self._working[pool] = 0
 
     async def next_command(self, pool: str, after: int) -> tuple[int, Command]:
-        """Return the current command as soon as its number is above `after`."""
         answer = await super().next_command(pool, after)
         self._working[pool] += 1
         return answer
 
     async def receive(self, messages: Sequence[Reply | Report]) -> dict[str, Instruction]:
-        """Pass messages on; return when upstream has the replies. Reports may be lost.
-
-        What residents have to do is known since the last reports.
-        """
+        """Pass messages on; return when upstream has the replies. Reports may be lost."""
         replies = [message for message in messages if isinstance(message, Reply)]
         if len(replies) < len(messages):
             self._reports.add(m for m in messages if isinstance(m, Report))

@@ -69,8 +69,7 @@ def serve(
 ) -> None:
     """Build a handler in this process and execute commands with it until the pool is closed.
 
-    `absent`: ranks that the process group does without. `peer_failure_grace_s`: see
-    `CommandLoop`.
+    `absent`: ranks that the process group does without. `peer_failure_grace_s`: see `CommandLoop`.
     """
     handler = make_handler()
     resident = describe_this_process(pool, index, absent)
@@ -179,10 +178,7 @@ class CommandLoop:
         return on_step
 
     def _report(self) -> None:
-        """Report the progress of a command, also of a hung one, and learn that the pool is closed.
-
-        Between commands the call that waits for the next one learns of it.
-        """
+        """Report progress, also of a hung command, and learn that the pool is closed."""
         while not self._closed.is_set():
             interval_s = _AGREEMENT_INTERVAL_S if self._is_agreeing else _PROGRESS_INTERVAL_S
             self._wake_reporter.wait(interval_s)
@@ -226,10 +222,7 @@ class CommandLoop:
 
 
 def _is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether a collective has lost its connection to a peer: gloo's errors have no class.
-
-    Those of NCCL are torch's `DistBackendError`, and torch is not imported here.
-    """
+    """Return whether a collective lost its peer; gloo's errors have no class, NCCL's one."""
     return "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError"
 
 

@@ -140,8 +140,5 @@ class ResidentConfig:
 
 
 def compute_threads(threads: int | None, residents_on_node: int) -> int:
-    """Return the compute threads of a resident on CPU.
-
-    As the job says, or an even part of the cores that this process may use.
-    """
+    """Return a resident's compute threads on CPU: the job's, or an even part of the cores."""
     return threads or max(1, len(os.sched_getaffinity(0)) // residents_on_node)

@@ -127,10 +127,7 @@ class CandidateTrainer(LearnerHandler):
         return self._store_and_hash(state_id) if self._rank == 0 else None
 
     def _make_live(self, command: SendCandidateState) -> None:
-        """Load the candidate's state into the learner; train it again if it is gone.
-
-        A process that was restarted, or a slot that stands in for another one, has no state.
-        """
+        """Load the candidate's state, or train it again in a process that never had it."""
         candidate = command.candidate
         if candidate.index == self._live_candidate:
             return

@@ -23,10 +23,7 @@ _FETCH_S = 900.0
 
 
 class ObjectStore:
-    """A resident's access: implements `protocol.States`.
-
-    Arrays that are read share memory with the other processes of the node.
-    """
+    """A resident's access, which implements `protocol.States`; a node's processes share memory."""
 
     def get(self, ref: StateRef) -> TrainingState:
         """Return the state, read-only. Raises Ray's ObjectLostError if its owner died."""
@@ -39,7 +36,6 @@ class ObjectStore:
             ) from error
 
     def put(self, state_id: str, state: TrainingState) -> StateRef:
-        """Copy the state into the object store."""
         return StateRef(state_id, ray.put(state))
 
 
@@ -57,14 +53,10 @@ class RayStateStore:
         self._kept_id = ""
 
     def pin(self, ref: StateRef) -> None:
-        """Hold a view of a state that a resident has sent, until another one is kept.
-
-        Raises Ray's ObjectLostError if its owner has died already.
-        """
+        """Hold a view of a sent state until another is kept. Raises Ray's ObjectLostError."""
         self._views[ref.id] = self.get(ref)
 
     def keep(self, ref: StateRef) -> None:
-        """Keep this state and the one kept before it; release all others."""
         if ref.id == self._kept_id:
             return
         self.pin(ref)
@@ -73,7 +65,6 @@ class RayStateStore:
         self._kept_id = ref.id
 
     def get(self, ref: StateRef) -> TrainingState:
-        """Return the state, read-only and shared with the processes of this node."""
         if ref.id in self._views:
             return self._views[ref.id]
         return self._objects.get(ref)

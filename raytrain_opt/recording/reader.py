@@ -14,11 +14,7 @@ R = TypeVar("R", bound=Record)
 
 
 def read_lines(run_dir: str, name: str, kind: type[R], skip: int = 0) -> list[R]:
-    """Return the lines of a record after the first `skip`; none when there is no such file.
-
-    A last line without an end is left out: the run was interrupted, or is writing it.
-    Raises RecordError naming file and line.
-    """
+    """Return the complete lines after the first `skip`, if any. Raises RecordError naming one."""
     text = read_text(run_dir, name) or ""
     lines = text.split("\n")[:-1]
     return [
@@ -28,28 +24,19 @@ def read_lines(run_dir: str, name: str, kind: type[R], skip: int = 0) -> list[R]
 
 
 def read_last(run_dir: str, name: str, kind: type[R]) -> R | None:
-    """Return the last complete line of a record, without parsing the others; None without one.
-
-    Raises RecordError naming the file.
-    """
+    """Return the last complete line of a record, parsing no other; None, or RecordError."""
     lines = (read_text(run_dir, name) or "").rsplit("\n", 2)
     return _parse(lines[-2], kind, f"{run_dir}/{name}, last line") if len(lines) > 1 else None
 
 
 def read_record(run_dir: str, name: str, kind: type[R]) -> R | None:
-    """Return the record in one file; None when there is no such file.
-
-    Raises RecordError naming the file.
-    """
+    """Return the record in one file; None when there is no such file. Raises RecordError."""
     text = read_text(run_dir, name)
     return None if text is None else _parse(text, kind, f"{run_dir}/{name}")
 
 
 def read_text(run_dir: str, name: str) -> str | None:
-    """Return the text of one file; None when there is no such file.
-
-    Raises RecordError naming the line that is not UTF-8.
-    """
+    """Return the text of a file; None without it. Raises RecordError for other than UTF-8."""
     content = storage.read(run_dir, name)
     try:
         return None if content is None else content.decode()

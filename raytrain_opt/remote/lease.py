@@ -38,10 +38,7 @@ _FOLDER = "lease"
 
 
 def is_leased(uri: str) -> bool:
-    """Return whether a live process writes below the URI, as far as this machine's clock knows.
-
-    Raises errors of the storage.
-    """
+    """Return whether a live process seems to write below the URI. Raises errors of the storage."""
     newest = Lease(uri).newest()
     if newest is None or not newest["size"]:
         return False
@@ -64,10 +61,7 @@ class Lease:
         return open_store(self._uri)
 
     def take(self) -> None:
-        """Take the lease, and renew it until `release`.
-
-        Raises JobError if a live process holds it, and errors of the storage.
-        """
+        """Take the lease, and renew it. Raises JobError if a live process holds it."""
         newest = self.newest()
         if newest is not None and newest["size"] and self._age_s(newest) < LEASE_S:
             raise self._held(newest["path"])

@@ -48,10 +48,7 @@ def write_report(
 
 
 def try_write_report(run_dir: str, shown: str, result: ResultRecord | None = None) -> str:
-    """Return where the report of a complete run is, or why there is none.
-
-    Arguments as of `write_report`. A report never decides how a run ends.
-    """
+    """Return where the report of a complete run is, or why there is none; never raises."""
     try:
         return write_report([run_dir], shown, result)
     except Exception as error:  # noqa: BLE001 - a damaged record, a plot, a full disk, ...

@@ -37,10 +37,7 @@ _DPI = 200
 
 
 class Cell(NamedTuple):
-    """A cell of a table.
-
-    `value`: sort key, when the text is not a number; `mark`: a CSS class.
-    """
+    """A cell of a table. `value`: sort key, when the text is not a number; `mark`: a CSS class."""
 
     text: str
     value: float | None = None

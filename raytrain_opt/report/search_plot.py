@@ -124,10 +124,7 @@ def search_plots(run: RunRecords) -> list[Plot]:
 
 
 def _highest_shown(lines: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Return a little more than the highest of the lines' lowest losses.
-
-    Candidates that hardly trained are about there, and those that nearly diverged far above.
-    """
+    """Return a little more than the highest of the lines' lowest losses: others are far above."""
     return 1.15 * max((min(loss for _, loss in line) for line in lines if line), default=1.0)
 
 

@@ -47,11 +47,7 @@ _SEND = "send_candidate_state"
 
 
 def epoch_parts(epoch: EpochRecord) -> dict[str, float]:
-    """Return the seconds of an epoch by part, without overlap.
-
-    Of the main training, `compute_s` is what the slowest worker computed and `communicate` the
-    rest; `other` is time outside all parts.
-    """
+    """Return an epoch's seconds by part, without overlap; `communicate` and `other` are rests."""
     timings_s = {name: duration_s or 0.0 for name, duration_s in epoch.timings_s.items()}
     wait_s = timings_s.get("main_data_wait_s", 0.0)
     parts = {name: timings_s.get(name, 0.0) for name in _EPOCH_PARTS}

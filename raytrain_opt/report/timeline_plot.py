@@ -86,10 +86,7 @@ def _by_pool(process: str) -> tuple[str, int]:
 
 
 def _window(run: RunRecords) -> tuple[list[SpanRecord], str]:
-    """Return the spans of some epochs in the middle, and their name.
-
-    The first epoch is left out if possible: it contains the warm-up of all processes.
-    """
+    """Return the spans of some epochs in the middle, without the first if possible; their name."""
     spans_by_epoch: dict[int, list[SpanRecord]] = defaultdict(list)
     for span in run.spans:
         spans_by_epoch[span.epoch].append(span)

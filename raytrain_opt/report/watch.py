@@ -30,10 +30,7 @@ R = TypeVar("R", bound=Record)
 
 
 def watch(run_dir: str, terminal: Terminal | None = None) -> None:
-    """Show all records so far, then new ones, until the run has ended.
-
-    Raises what `read_run` raises.
-    """
+    """Show all records so far, then new ones, until the run ends. Raises what `read_run` does."""
     read_run(run_dir)
     watched = WatchedRun(run_dir)
     period_s = _REMOTE_PERIOD_S if storage.is_remote(run_dir) else _LOCAL_PERIOD_S

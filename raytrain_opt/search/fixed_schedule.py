@@ -16,17 +16,12 @@ from raytrain_opt.search.policy import History, NoCandidates, TrainEpoch
 
 @dataclass(frozen=True)
 class FixedSchedule(NoCandidates):
-    """Train each epoch at the rates of a schedule.
-
-    The schedule counts steps as if all epochs had the number of steps of the first. An epoch with
-    fewer, larger batches covers the same part of the schedule in larger strides.
-    """
+    """Train at the rates of a schedule, in larger strides through epochs of fewer steps."""
 
     schedule: Schedule
     steps: EpochSteps
 
     def next(self, epoch: int, history: History) -> TrainEpoch:
-        """Return the epoch with the schedule's rates."""
         first, steps = (epoch - 1) * self.steps.first, self.steps(epoch)
         lrs = tuple(
             self.schedule.lr(first + step * self.steps.first / steps) for step in range(steps)
@@ -36,16 +31,12 @@ class FixedSchedule(NoCandidates):
 
 @dataclass(frozen=True)
 class PlannedSchedule(NoCandidates):
-    """Train at the rates of a schedule whose length follows from the plans of the history.
-
-    The schedule is that of the first plan; a later plan changes how fast the rest of it passes.
-    """
+    """Train at the rates of a schedule whose length the plans of the history change."""
 
     section: SchedulePolicy
     steps: EpochSteps
 
     def next(self, epoch: int, history: History) -> TrainEpoch:
-        """Return the epoch with the schedule's rates."""
         total, per_epoch = history.plans[0].total_steps, self.steps.first
         schedule = build_schedule(
             self.section, epochs=total / per_epoch, steps_per_epoch=per_epoch
@@ -67,7 +58,6 @@ class PlateauSchedule(NoCandidates):
     patience: int
 
     def next(self, epoch: int, history: History) -> TrainEpoch:
-        """Return the epoch with the schedule's rates after all drops so far."""
         drops, waited, lowest = 0, 0, math.inf
         for loss in history.epoch_losses:
             waited = 0 if loss < lowest else waited + 1
@@ -112,10 +102,7 @@ class RecordedSchedule(NoCandidates):
             raise JobError([Problem("learning_rate.schedule", rule)]) from error
 
     def policy(self, epochs: int, steps: EpochSteps) -> RecordedSchedule:
-        """Return itself as the policy of a job. Raises JobError if the steps per epoch differ.
-
-        Epochs of `train_for` may be shorter.
-        """
+        """Return itself as a job's policy. Raises JobError if the steps per epoch differ."""
         if list(self.full_steps) != [steps(epoch) for epoch in range(1, epochs + 1)]:
             rule = (
                 f"the schedule is for {len(self.lrs)} epochs of {_span(self.full_steps)} steps, "
@@ -127,7 +114,6 @@ class RecordedSchedule(NoCandidates):
         return self
 
     def next(self, epoch: int, history: History) -> TrainEpoch:
-        """Return the epoch with its recorded rates."""
         factor = self.weight_decay_factors[epoch - 1]
         return TrainEpoch(epoch, self.lrs[epoch - 1], "replay", factor)
 

@@ -63,10 +63,7 @@ class NoiseScale:
 
     @classmethod
     def from_norms(cls, norms: GradientNorms) -> NoiseScale | None:
-        """Return the noise scale of measured norms; None when no update has finite norms.
-
-        Norms are not finite after a loss scale that was too high, or a divergence.
-        """
+        """Return the noise scale of norms; None when no update has finite ones (divergence)."""
         b, big = norms.small_batch, norms.big_batch
         estimates = [
             ((big * of_big - b * of_small) / (big - b), (of_small - of_big) / (1 / b - 1 / big))
@@ -192,8 +189,5 @@ def sentence(stages: Sequence[NoiseScale]) -> str:
 
 
 def _student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, to 4 % from 3 degrees of freedom on.
-
-    The first terms of the Cornish-Fisher expansion.
-    """
+    """Return the 97.5 % quantile of Student's t, to 4 % (Cornish-Fisher's first terms)."""
     return 1.96 + 2.37 / freedom + 2.82 / freedom**2

@@ -148,10 +148,7 @@ class CandidateSteps:
 
 @dataclass(frozen=True)
 class PeakSearch:
-    """The search of one optimizer's rate, which starts at `initial`.
-
-    `budget_steps`: steps that all its candidates may have together.
-    """
+    """The search of one optimizer's rate from `initial`, within `budget_steps` of candidates."""
 
     initial: float
     steps: CandidateSteps
@@ -208,10 +205,7 @@ class PeakSearch:
         return PeakRequest(FINE, points, steps, reason)
 
     def _may_extend(self, rounds: Sequence[Decision], trials: _Trials) -> bool:
-        """Return whether the budget allows one more candidate; always true if all diverged.
-
-        Raises DivergedError after too many extensions.
-        """
+        """Return whether one more candidate is affordable. Raises DivergedError after too many."""
         stage, steps = rounds[-1].stage, rounds[-1].steps
         done = sum(r.stage == stage for r in rounds) - 1
         if trials.alive:

@@ -217,10 +217,7 @@ class Policy(Protocol):
     """A learning-rate policy."""
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
-        """Return what to do next in `epoch` (from 1).
-
-        Raises DivergedError when no rate is left to try.
-        """
+        """Return what to do next in `epoch` (from 1). Raises DivergedError without any rate."""
         ...
 
     def decide(

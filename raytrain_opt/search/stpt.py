@@ -81,10 +81,7 @@ class Stpt:
         return "wide"
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
-        """Train warm-up epochs at their schedule; begin all others with a round.
-
-        Raises DivergedError when every candidate of `max_halvings` + 1 rounds diverged.
-        """
+        """Begin epochs after the warm-up with a round. Raises DivergedError after all halvings."""
         if epoch <= self.warmup.epochs:
             return self._train_warmup(epoch)
         if len(self.multipliers(epoch)) == 1:

@@ -95,10 +95,7 @@ class HorizonStpt:
         return self.section.initial * self.optimizers[optimizer].usual_lr / _SGD_LR
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
-        """Return a round of the search before epoch 1, or an epoch of the training.
-
-        Raises DivergedError when every candidate of too many rounds diverged.
-        """
+        """Return a round before epoch 1, or an epoch. Raises DivergedError when all diverged."""
         if epoch > 1 or history.is_decided(1) or not self.race(history).is_possible:
             return self._train(self.span(epoch, history), history)
         optimizer, following = self.race(history).next(history.decisions)

@@ -20,10 +20,7 @@ _TIMES = 10.0
 
 
 def decay_by_fit(history: History, optimizer: int, sum_of_lrs: float) -> float:
-    """Return the decoupled weight decay of the next epoch.
-
-    `optimizer`: position of the training's optimizer among those of the job.
-    """
+    """Return the decoupled weight decay of the next epoch, of the job's n-th `optimizer`."""
     losses = history.epoch_losses
     untrained = _untrained_loss(history, optimizer) if losses else 0.0
     if untrained <= 0:  # nothing is known, or a loss of the user's own that may be negative

@@ -88,15 +88,12 @@ class Bar(Terminal):
         self._progress.stop()
 
     def phase(self, text: str) -> None:
-        """Set the text left of the bar."""
         self._progress.update(self._task, description=text, phase_began_s=monotonic_s())
 
     def advance(self, fraction: float) -> None:
-        """Move the bar."""
         self._progress.update(self._task, completed=fraction)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Move the bar and set the text right of it."""
         text = f"lr {record.lr:.4g}  {record.samples_per_s:,.0f} samples/s"
         text = f"{_metric_text(record)}{text}"
         self._progress.update(self._task, completed=record.epoch / record.epochs, last_epoch=text)

@@ -15,13 +15,12 @@ as a fraction of v. A running mean is a sum of batch means with weights c_j; for
 values per channel (samples x values per channel and sample), s = sum(c_j^2) / n, over the
 batches since the workers last had equal statistics. Equal statistics carry no noise.
 
-With W equal workers, v = ((1 - s) mean(v_w) + B) / (1 - s / W).
-One batch per worker that counts in full (momentum 1, or the first one with momentum None):
-s = 1 / n, and v is the law of total variance (within + between workers), corrected for the
-n - 1 of torch's unbiased variances, (W (n - 1) mean(v_w) + W n B) / (W n - 1): exactly the
-statistics of all workers' values together. This is tested to rounding. Each layer's values
-are those that the worker computed: behind another BatchNorm layer, they were normalized with
-the worker's micro-batch.
+With W equal workers, v = ((1 - s) mean(v_w) + B) / (1 - s / W). One batch per worker that counts
+in full (momentum 1, or the first one with momentum None): s = 1 / n, and v is the law of total
+variance (within + between workers), corrected for the n - 1 of torch's unbiased variances, (W (n -
+1) mean(v_w) + W n B) / (W n - 1): exactly the statistics of all workers' values together. This is
+tested to rounding. Each layer's values are those that the worker computed: behind another
+BatchNorm layer, they were normalized with the worker's micro-batch.
 
 Moving averages do not allow that: the spread between the workers' means at each step is
 averaged away before it can be measured. Here B is the spread of the averages, and it changes

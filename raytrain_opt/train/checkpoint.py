@@ -94,11 +94,7 @@ class Checkpoints:
         return self.saved[-1] if self.saved else None
 
     def drop_damaged(self) -> list[str]:
-        """Drop damaged checkpoints from the end, so that the latest one is complete.
-
-        Returns a message for each dropped checkpoint, newest first. Raises CheckpointError with
-        these messages if there were checkpoints and all of them are damaged.
-        """
+        """Drop damaged checkpoints from the end; return messages, or raise CheckpointError."""
         messages: list[str] = []
         while self.saved and (damage := self._damage(self.saved[-1])):
             checkpoint = self.saved.pop()
@@ -283,10 +279,7 @@ def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
 
 
 def read_index(folder: Path) -> list[Checkpoint]:
-    """Read the checkpoints of a run from its checkpoint folder, oldest first; none if no index.
-
-    Raises CheckpointError when the index is damaged.
-    """
+    """Read the checkpoints of the index, oldest first; none without. Raises CheckpointError."""
     path = folder / "index.json"
     if not path.exists():
         return []

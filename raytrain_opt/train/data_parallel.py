@@ -43,11 +43,7 @@ TIMED_STEPS = 5
 
 
 class Parallel:
-    """What the training loop needs from its process group; this class is a single process.
-
-    `forward` is the model for forward passes in training, which `after_step` may replace.
-    `distributed`: whether all ranks of a group take each step together.
-    """
+    """What the training loop needs from its process group; this class is a single process."""
 
     distributed = False
     forward: nn.Module
@@ -61,11 +57,7 @@ class Parallel:
     def begin_phase(
         self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
     ) -> None:
-        """Begin a phase in which each update has these micro-batches.
-
-        Losses are multiplied by `scale`. Loader processes request up to `read_ahead`
-        micro-batches early.
-        """
+        """Begin a phase; losses are multiplied by `scale`, and loaders `read_ahead`."""
         self._indices = micro_batches.indices
 
     def indices(self, update: int) -> range:
@@ -122,7 +114,6 @@ class DataParallel(Parallel):
         self._noise.begin_phase(micro_batches.divisor, scale)
 
     def indices(self, update: int) -> range:
-        """Return which micro-batches this rank computes; see `LoadBalance`."""
         return self._balance.indices(update)
 
     @contextmanager
@@ -135,27 +126,20 @@ class DataParallel(Parallel):
             yield
 
     def after_step(self) -> None:
-        """Continue the choice of buckets, which may wrap the model again and drop gradients.
-
-        All workers call this after each update.
-        """
+        """Continue the choice of buckets on all workers; it may drop gradients."""
         self._timer.mark()
         self._balance.after_update()
         self._in_update = False
         next(self._bucket_choice, None)
 
     def end_phase(self) -> tuple[Pair, ...]:
-        """End the phase; all workers call it together, as it communicates."""
         self._balance.end_phase()
         speeds = self._balance.speeds
         self.unequal = self._section.mode == "auto" and max(speeds) > UNEQUAL * min(speeds)
         return self._noise.end_phase()
 
     def report(self) -> dict[str, object]:
-        """Return the plan in use, the step times of each timed plan, and the cost of wrapping.
-
-        A step time is that of the slowest worker, without the wait for its first batch.
-        """
+        """Return the plan in use, step times (of the slowest worker) and the cost of wrapping."""
         plan, speeds = self._plan, self._balance.speeds
         return {
             "mode": self._section.mode,

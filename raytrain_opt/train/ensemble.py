@@ -13,10 +13,7 @@ from raytrain_opt.train.learner import Learner
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Class probabilities of every test sample, in the order of the split, on the CPU.
-
-    `probabilities` [samples, classes] are float32, `labels` [samples] int64.
-    """
+    """Probabilities, float32 [samples, classes], and labels, int64 [samples], in order, on CPU."""
 
     probabilities: Tensor
     labels: Tensor
@@ -57,10 +54,7 @@ def error_rates(predictions: Predictions) -> ErrorRates:
 
 
 def average_predictions(models: Sequence[Predictions]) -> Predictions:
-    """Average the probabilities of several models.
-
-    Raises ValueError unless all models have the same labels.
-    """
+    """Average the probabilities of models. Raises ValueError if their labels differ."""
     first = models[0]
     if any(not torch.equal(predictions.labels, first.labels) for predictions in models):
         raise ValueError("the ensemble's models were evaluated on different samples")

@@ -57,10 +57,9 @@ class BucketPlan:
     def ddp_arguments(self, takes_list: bool = _TAKES_LIST) -> dict[str, Any]:
         """Return the arguments with which DDP sends these buckets.
 
-        DDP closes a bucket when it reaches the size in the list, so the list is these sizes.
-        A torch version without the list gets the same number of buckets of one size. All
-        parameters must have one dtype: DDP splits each dtype separately, from the head of the
-        list.
+        DDP closes a bucket when it reaches the size in the list, so the list is these sizes. A
+        torch version without the list gets the same number of buckets of one size. All parameters
+        must have one dtype: DDP splits each dtype separately, from the head of the list.
         """
         if self.name == DEFAULT:
             return {}
@@ -72,11 +71,7 @@ class BucketPlan:
 def plan_buckets(
     buckets: Literal["default", "growing", "auto"], gradients: Sequence[Gradient]
 ) -> list[BucketPlan]:
-    """Return the plans for a value of `parallel.gradient_buckets`, in the order of trial.
-
-    `gradients` are in the order of the backward pass. A plan with the same buckets as an
-    earlier one (small models) is left out.
-    """
+    """Return the different plans to try, for `gradients` in the order of the backward pass."""
     names = {"default": [DEFAULT], "growing": ["growing"], "auto": [DEFAULT, *_GROWTH]}
     plans: dict[tuple[int, ...], BucketPlan] = {}
     for name in names[buckets]:
@@ -119,11 +114,7 @@ def _fill(pieces: Iterable[int], targets: Iterator[float]) -> tuple[int, ...]:
 
 
 class BackwardOrder:
-    """Records the order in which a training step computes the gradients.
-
-    It uses a regular training step, so no random number or running statistic changes. With
-    several micro-batches in the step, the order is that of the first.
-    """
+    """Records the order of the gradients in a regular training step, in its first micro-batch."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]

@@ -75,10 +75,7 @@ class NoiseTracker:
         self.begin_phase(0, lambda loss: loss)
 
     def begin_phase(self, per_worker: float, scale: Scale) -> None:
-        """Begin a phase; drop the measurements of an earlier phase that was interrupted.
-
-        The arguments are those of `GradientNormMeter.finish`.
-        """
+        """Begin a phase, and drop an interrupted one; arguments of `GradientNormMeter.finish`."""
         self._per_worker, self._scale = per_worker, scale
         self._meter = GradientNormMeter(self._model)
         self._updates = 0

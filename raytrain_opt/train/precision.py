@@ -28,10 +28,7 @@ def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | 
 
 
 def choose_kernels(precision: Precision, device: torch.device) -> None:
-    """Let a GPU use TF32 for float32, unless `fp32_strict`, and its fastest convolutions.
-
-    cuDNN measures its algorithms once for each shape; training has few.
-    """
+    """Let a GPU use TF32, unless `fp32_strict`, and measure cuDNN's algorithms for each shape."""
     if device.type != "cuda":
         return
     number_format = "ieee" if precision == "fp32_strict" else "tf32"

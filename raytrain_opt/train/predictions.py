@@ -16,10 +16,7 @@ _THUMBNAIL_PX = 64
 
 
 class PredictionRecorder(nn.Module):
-    """A classifier that remembers its predictions; it stands for the model in an evaluation.
-
-    The values stay on the device until `result`.
-    """
+    """A classifier that remembers its predictions, on the device, in place of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -30,7 +27,6 @@ class PredictionRecorder(nn.Module):
         self._worst: tuple[Tensor, ...] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the model."""
         output: Tensor = self._model(x)
         self._output = output
         return output

@@ -27,10 +27,7 @@ _SHOWN = 5
 
 
 def read_pretrained(section: ModelSection) -> dict[str, Tensor]:
-    """Read the tensors that `model.weights` names: a file, a run, or weights of torchvision.
-
-    Raises JobError when there is nothing of this name, or it cannot be read.
-    """
+    """Read the tensors that `model.weights` names: a file, a run or torchvision's; or JobError."""
     if names_torchvision_weights(section):
         return _download(section)
     weights = str(section.weights)

@@ -1,8 +1,7 @@
 """Measure training at one batch size: speed and its standard error, time per part, memory.
 
-A probe runs real training steps and then restores everything: weights, buffers, optimizer,
-scaler, gradients, modes and random numbers are bit-identical afterwards. It knows nothing of
-Ray.
+A probe runs real training steps and then restores everything: weights, buffers, optimizer, scaler,
+gradients, modes and random numbers are bit-identical afterwards. It knows nothing of Ray.
 """
 
 from __future__ import annotations
@@ -174,10 +173,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def _preserve(training: ProbedTraining) -> Iterator[None]:
-    """Make everything bit-identical on exit, whatever was trained inside.
-
-    The copy is kept in CPU memory, so that it takes none of the device's.
-    """
+    """Make everything bit-identical on exit, from copies in CPU memory."""
     model, optimizer, scaler = training.model, training.optimizer, training.scaler
     state = capture(model, optimizer, scaler, copy=True)
     gradients = [parameter.grad for parameter in model.parameters()]

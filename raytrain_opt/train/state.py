@@ -200,10 +200,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> None:
-    """Copy `state` into a live model, optimizer and scaler.
-
-    The parameters stay the same objects, to which DDP holds references.
-    """
+    """Copy `state` into model, optimizer and scaler, whose parameters stay the same objects."""
     with torch.no_grad():
         model.load_state_dict(model_tensors(state))
         if not _copy_in_place(state, optimizer):

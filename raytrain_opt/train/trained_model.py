@@ -89,11 +89,7 @@ def find_weights(run: str | Path, argument: str) -> SavedWeights:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainedModel(ModelDescription):
-    """A network in eval mode, and what it takes to use it.
-
-    `checkpoint`: the point of the training, such as `epoch 8`. `metadata`: the description as
-    text, for files in other formats.
-    """
+    """A network in eval mode with its description, and that as text (`metadata`)."""
 
     network: nn.Module
     device: torch.device
@@ -130,10 +126,7 @@ class TrainedModel(ModelDescription):
         return self.classify(self.preprocess(samples))
 
     def classify(self, batch: Tensor) -> Tensor:
-        """Return the probabilities of preprocessed samples, [samples, classes], on the CPU.
-
-        Raises JobError for a task other than classification.
-        """
+        """Return probabilities [samples, classes] of preprocessed samples. Raises JobError."""
         import torch
 
         self.task.require_classification("a prediction")

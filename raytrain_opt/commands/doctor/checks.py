@@ -178,10 +178,7 @@ def _check_clocks(nodes: Sequence[NodeFacts]) -> Finding:
 
 
 def _min_skew_s(node: NodeFacts) -> float:
-    """Return the smallest difference of clocks that explains the offset.
-
-    The time that a message takes could be all of the rest.
-    """
+    """Return the smallest clock difference that explains the offset and a message's time."""
     return max(0.0, abs(node.clock_offset_s) - node.clock_uncertainty_s)
 
 

@@ -142,10 +142,7 @@ def _measure_clock(inspector: Any) -> tuple[float, float]:
 def _add_storage(
     facts: Sequence[NodeFacts], inspectors: Sequence[Any], storage_path: str
 ) -> list[NodeFacts]:
-    """Return the facts with what happened to a file from here and to one from each node.
-
-    The files are removed.
-    """
+    """Return the facts with what happened to a file from here and to one from each node."""
     driver_file = f".doctor-{uuid4().hex[:8]}"
     node_files = [f"{driver_file}-{i}" for i in range(len(facts))]
     try:

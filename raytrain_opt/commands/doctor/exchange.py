@@ -107,10 +107,7 @@ class _Rank:
     def all_reduce(
         self, backend: str, init_method: str, rank: int, count: int
     ) -> tuple[float, float]:
-        """Return the median seconds of an all-reduce of a number and of a tensor.
-
-        Without the first of each.
-        """
+        """Return the median seconds of an all-reduce of a number and of a tensor."""
         import torch
         import torch.distributed as dist
 

@@ -23,10 +23,7 @@ def build_strategy(section: BatchSizeSection, bounds: SizeBounds) -> Strategy:
 
 
 def check_sampler(section: BatchSizeSection, *, use_gpu: bool) -> None:
-    """Raise JobError if the strategy needs the utilization of a GPU and the job uses none.
-
-    The utilization of the CPU means something else, so a job must name that sampler.
-    """
+    """Raise JobError for a GPU's utilization without GPU; a job must name the CPU's sampler."""
     needs_utilization = isinstance(section, GpuUsageMaximizeSearch)
     if needs_utilization and not use_gpu and section.utilization.sampler == "auto":
         rule = (

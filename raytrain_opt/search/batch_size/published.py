@@ -43,10 +43,7 @@ class _Published:
     bounds: SizeBounds
 
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
-        """Propose the next size, or choose one if little changed since the last test.
-
-        Raises ResourcesError if size 1 does not fit, or a probe has no utilization to compare.
-        """
+        """Propose or choose a size. Raises ResourcesError: nothing fits, or no utilization."""
         request = self.bounds.request_first_fit(history, self.section.initial)
         if request is not None:
             return request

@@ -53,10 +53,7 @@ class SizeBounds:
         return [probe for probe in history if probe.fits and probe.batch_size <= largest]
 
     def request_first_fit(self, history: Sequence[Probe], initial: int) -> ProbeRequest | None:
-        """Request `initial`, then half of the size that did not fit; None once a size fits.
-
-        Raises ResourcesError if size 1 does not fit.
-        """
+        """Request `initial`, then half of what did not fit, or raise ResourcesError at 1."""
         if self.fitting(history):
             return None
         unfit = smallest_unfit(history)
@@ -81,8 +78,5 @@ class Strategy(Protocol):
     """Decides from probes."""
 
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
-        """Propose the next step, given all probes in their order.
-
-        Raises ResourcesError if not even the smallest size fits into memory.
-        """
+        """Propose the next step, given all probes in order. Raises ResourcesError if none fits."""
         ...
