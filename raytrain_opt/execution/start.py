@@ -17,12 +17,7 @@ import ray
 from raytrain_opt.async_training.actors import ServerHandles, parameter_server
 from raytrain_opt.async_training.main_training import AsynchronousTraining
 from raytrain_opt.async_training.program import AsynchronousWorkers
-from raytrain_opt.cluster.connection import (
-    alive_nodes,
-    count_placeable,
-    cpu_count,
-    on_driver_node,
-)
+from raytrain_opt.cluster.connection import alive_nodes, count_placeable, cpu_count, on_driver_node
 from raytrain_opt.cluster.metrics import RayMetrics
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.execution.preflight import ResolvedJob
@@ -114,10 +109,7 @@ def _start_pools(
         has_room=partial(_has_room, plan) if config.min_workers < plan.workers else None,
     )
     slots = make_pool(
-        SLOT_POOL,
-        plan.slots,
-        lambda: launcher.run_slots.remote(config),
-        can_lose_residents=True,
+        SLOT_POOL, plan.slots, lambda: launcher.run_slots.remote(config), can_lose_residents=True
     )
     pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
     stop_s = _OWN_RAY_STOP_S if session.owns_ray else job.timeouts.stop_s

@@ -16,12 +16,7 @@ from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.length import TrainingLength, measure_pace
 from raytrain_opt.execution.preflight import ResolvedJob
-from raytrain_opt.execution.progress import (
-    EpochMetrics,
-    PartialEpoch,
-    RunProgress,
-    epoch_record,
-)
+from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgress, epoch_record
 from raytrain_opt.execution.session import Workspace
 from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
 from raytrain_opt.pools.protocol import (
@@ -245,10 +240,7 @@ class TrainingRun:
         name, workers = str(optimizer.name), self._workers_at_work
         record = epoch_record(epoch, self.length.epochs, self._epoch, workers, name, self.lrs)
         self.progress = replace(
-            self.progress,
-            next_epoch=epoch + 1,
-            history=history,
-            partial_epoch=PartialEpoch(),
+            self.progress, next_epoch=epoch + 1, history=history, partial_epoch=PartialEpoch()
         )
         self.recorder.epoch(record, self.steps.before(epoch + 1))
         self.event_log.write(epoch, self.backend.pools)
@@ -399,10 +391,7 @@ class TrainingRun:
 
 @contextmanager
 def open_training_run(
-    resolved: ResolvedJob,
-    backend: Backend,
-    workspace: Workspace,
-    observers: Sequence[object] = (),
+    resolved: ResolvedJob, backend: Backend, workspace: Workspace, observers: Sequence[object] = ()
 ) -> Iterator[TrainingRun]:
     """Yield a run that writes its records, and why it ended. `observers`: further callbacks."""
     job, paths, checkpoints = resolved.job, workspace.paths, workspace.checkpoints

@@ -21,10 +21,7 @@ def run_slots(config: ResidentConfig) -> None:
     """Start the slots and return when they have left; blocks (call it in a thread)."""
     tune.Tuner(
         tune.with_resources(_slot_main, tune.PlacementGroupFactory([config.plan.slot_resources])),
-        param_space={
-            "slot": tune.grid_search(list(range(config.plan.slots))),
-            "config": config,
-        },
+        param_space={"slot": tune.grid_search(list(range(config.plan.slots))), "config": config},
         run_config=RunConfig(
             name=f"slots-{config.run_id}",
             storage_path=config.ray_storage_path,

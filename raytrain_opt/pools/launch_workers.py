@@ -8,13 +8,7 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train import (
-    FailureConfig,
-    PreemptionError,
-    RunConfig,
-    ScalingConfig,
-    WorkerGroupError,
-)
+from ray.train import FailureConfig, PreemptionError, RunConfig, ScalingConfig, WorkerGroupError
 
 from raytrain_opt.cluster.connection import count_placeable
 from raytrain_opt.cluster.ray_private import run_without_helpers

@@ -220,11 +220,7 @@ class ActivityLog:
         text = f"{resident.name} was restarted during {command}"
         self.records.append(
             Event(
-                kind="restarted",
-                text=text,
-                time_s=now_s,
-                process=resident.name,
-                silent_s=silent_s,
+                kind="restarted", text=text, time_s=now_s, process=resident.name, silent_s=silent_s
             )
         )
 

@@ -9,13 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
-from raytrain_opt.pools.commands import (
-    Command,
-    Evaluate,
-    MainTrain,
-    MainTrainReply,
-    OnStep,
-)
+from raytrain_opt.pools.commands import Command, Evaluate, MainTrain, MainTrainReply, OnStep
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.pools.slot import CandidateTrainer
 from raytrain_opt.results import EvalTotals

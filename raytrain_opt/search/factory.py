@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raytrain_opt.config.learning_rate import (
-    HorizonPolicy,
-    SchedulePolicy,
-    StptPolicy,
-)
+from raytrain_opt.config.learning_rate import HorizonPolicy, SchedulePolicy, StptPolicy
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps

@@ -47,9 +47,7 @@ def error_rates(predictions: Predictions) -> ErrorRates:
     hits = ranking[:, :5] == predictions.labels.unsqueeze(1)
     samples = len(predictions.labels)
     return ErrorRates(
-        samples,
-        1 - int(hits[:, 0].sum()) / samples,
-        1 - int(hits.any(dim=1).sum()) / samples,
+        samples, 1 - int(hits[:, 0].sum()) / samples, 1 - int(hits.any(dim=1).sum()) / samples
     )
 
 

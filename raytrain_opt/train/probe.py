@@ -22,12 +22,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.data.base import Batch, no_op
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.monitoring.samplers import (
-    NullSampler,
-    Sampler,
-    UtilizationMonitor,
-    open_sampler,
-)
+from raytrain_opt.monitoring.samplers import NullSampler, Sampler, UtilizationMonitor, open_sampler
 from raytrain_opt.optim.averaging import use_training_weights
 from raytrain_opt.random_state import preserve_modes, preserve_random_state
 from raytrain_opt.results import GradientNorms, Probe

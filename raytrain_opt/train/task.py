@@ -270,8 +270,7 @@ def _metric_names(values: Any, metric: Metric) -> tuple[str, ...]:
         if not isinstance(value, torch.Tensor) or value.shape != (2,):
             rule = "must return one value per sample, [samples]"
             raise DataError(
-                "task",
-                f"validation_metrics {rule}; for two samples {name} is {_described(value)}",
+                "task", f"validation_metrics {rule}; for two samples {name} is {_described(value)}"
             )
     return tuple(values)
 
