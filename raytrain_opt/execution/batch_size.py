@@ -1,7 +1,4 @@
-"""Phase 1 of a run: choose the batch size by probes, and what follows from the choice.
-
-`search_batch_size` is the driver's step; `find_batch_size` does the same without a training.
-"""
+"""Phase 1 of a run: choose the batch size by probes; `find_batch_size` does only that."""
 
 from __future__ import annotations
 
@@ -37,16 +34,12 @@ from raytrain_opt.train.learner_config import LearnerConfig
 
 @dataclass(frozen=True)
 class BatchSizeResult:
-    """The outcome of a batch-size search.
-
-    `job` has the chosen size, the rescaled learning rate and no further search. `cached`: the
-    result of an earlier search was used. `duration_s`: of the search.
-    """
+    """The outcome of a batch-size search."""
 
     answer: CachedSearch
-    cached: bool
+    cached: bool  # the result of an earlier search was used
     duration_s: float
-    job: Job
+    job: Job  # with the chosen size, the rescaled learning rate and no further search
     run_dir: str
 
     @property

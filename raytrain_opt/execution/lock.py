@@ -1,8 +1,4 @@
-"""One process at a time in a run directory.
-
-The lock is the operating system's (flock): it ends with the process that holds it, however that
-process dies, and leaves nothing behind that somebody would have to remove.
-"""
+"""One process at a time in a run directory, by flock: a lock ends with its process."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Preflight: every check of a job that needs no Ray, and what a valid job resolves to.
-
-`check_job` looks at names, arguments and files. `run_preflight` reads the data and tries model and
-loss on them: a label that does not exist then costs seconds, not a start of the pools. `resolve`
-turns a valid job into the one value that the rest of the run works from.
-"""
+"""Every check of a job that needs no Ray, and the value that a valid job resolves to."""
 
 from __future__ import annotations
 

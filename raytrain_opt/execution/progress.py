@@ -33,32 +33,23 @@ class Startup:
 
 @dataclass(frozen=True)
 class PartialEpoch:
-    """The part of an epoch that is done: its rounds, and the steps before a signal.
+    """The part of an epoch that is done: its rounds, and the steps before a signal."""
 
-    `lrs`: rates of the steps that were kept. `round_record`: the record of the last round, which
-    the main training completes. Seconds so far, in total and by part. `train`: of the steps of
-    the main training.
-    """
-
-    lrs: tuple[float, ...] = ()
-    round_record: RoundRecord | None = None
+    lrs: tuple[float, ...] = ()  # of the steps that were kept
+    round_record: RoundRecord | None = None  # of the last round; the main training completes it
     duration_s: float = 0.0
     timings_s: dict[str, float] = field(default_factory=dict)
-    train: TrainTotals | None = None
+    train: TrainTotals | None = None  # of the steps of the main training
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What a resume starts from, besides the state.
-
-    `kept_samples`: samples trained on the way to the present weights. `search_samples`: all other
-    samples trained (the search cost); the winner's kept steps are not counted.
-    """
+    """What a resume starts from, besides the state."""
 
     next_epoch: int = 1
     history: History = History()
-    search_samples: int = 0
-    kept_samples: int = 0
+    search_samples: int = 0  # the search cost: all but `kept_samples`
+    kept_samples: int = 0  # trained on the way to the present weights
     partial_epoch: PartialEpoch = PartialEpoch()
 
     @property
@@ -106,16 +97,13 @@ _PROGRESS = TypeAdapter(RunProgress)
 
 @dataclass
 class EpochMetrics:
-    """Measurements of the current epoch until it is recorded.
-
-    `results`: of the round in progress. `lrs`: rates of the steps on the way to the weights.
-    """
+    """Measurements of the current epoch until it is recorded."""
 
     started_s: float
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    results: Sequence[CandidateResult] = ()
+    results: Sequence[CandidateResult] = ()  # of the round in progress
     round_record: RoundRecord | None = None
-    lrs: list[float] = field(default_factory=list)
+    lrs: list[float] = field(default_factory=list)  # of the steps on the way to the weights
     weight_decay_factor: float = 1.0
     optimizer: int = 0
     train: TrainTotals | None = None
@@ -165,10 +153,7 @@ def epoch_record(
     optimizer: str,
     lrs: Sequence[float],
 ) -> EpochRecord:
-    """Return a line of epochs.jsonl.
-
-    `workers`: how many took part at the end of the epoch; `lrs`: rates of all steps so far.
-    """
+    """Return a line of epochs.jsonl; `lrs`: rates of all steps so far."""
     train, test = metrics.train, metrics.test
     assert train is not None
     noise = None if train.norms is None else NoiseScale.from_norms(train.norms)

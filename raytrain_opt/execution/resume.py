@@ -1,7 +1,4 @@
-"""`resume: auto`: find the unfinished run that a job resumes.
-
-The same command can then be given again and again until the training is done.
-"""
+"""`resume: auto`: find the unfinished run of a job, so that a command can be repeated."""
 
 from __future__ import annotations
 

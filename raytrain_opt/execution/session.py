@@ -1,8 +1,4 @@
-"""A session on Ray: a valid job, a cluster with room for it, and a run directory.
-
-`open_session` does what needs no pools; `start.start_run` continues. Importing this loads no
-torch, so that Ray starts at once: torch is imported and the data are read beside it.
-"""
+"""A session on Ray: a job, room in a cluster, a run directory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ from raytrain_opt.config.data import RayData
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem, StorageError
-from raytrain_opt.execution.background import start_thread
 from raytrain_opt.execution.lock import lock_run_directory
 from raytrain_opt.execution.log_markers import announce_run_dir
 from raytrain_opt.execution.preflight import (
@@ -40,6 +35,7 @@ from raytrain_opt.pools.launcher import environment
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.storage import remove_tree, write_text
 from raytrain_opt.terminal.progress import Terminal, open_terminal
+from raytrain_opt.train.background import start_thread
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 
 

@@ -1,8 +1,4 @@
-"""Start the pools of a run on Ray, and end everything afterwards.
-
-`start_run` yields the `TrainingRun` that `driver.train` moves. Imported while Ray starts, because
-it loads torch.
-"""
+"""Start and end the pools of a run on Ray. Imported while Ray starts: it loads torch."""
 
 from __future__ import annotations
 

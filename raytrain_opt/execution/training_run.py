@@ -1,8 +1,4 @@
-"""One execution of a job: the moves that `driver.train` is made of.
-
-A `TrainingRun` commands the pools, measures, and writes records and checkpoints. The policy
-decides about learning rates. The same class runs on Ray and in one process: see `pools.protocol`.
-"""
+"""The moves that `driver.train` is made of, on Ray or in one process."""
 
 from __future__ import annotations
 

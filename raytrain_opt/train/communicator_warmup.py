@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from threading import Thread
 
 import torch
 import torch.distributed as dist
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.train.background import start_thread
 
 # Elements of the first messages: NCCL uses separate connections for small and large ones.
 _FIRST_MESSAGES = {"cpu": (1,), "cuda": (1, 25 * 2**18)}
@@ -22,17 +22,7 @@ def begin_communicator_warmup(device: torch.device) -> Future[float]:
     must not communicate, or the ranks would mix up their messages: call `distribute` only
     afterwards.
     """
-    seconds: Future[float] = Future()
-
-    def connect() -> None:
-        try:
-            seconds.set_result(_send_first_messages(device))
-        except BaseException as error:  # noqa: BLE001 - raised by `Future.result`
-            seconds.set_exception(error)
-
-    # A daemon thread: a missing peer must not keep this process alive.
-    Thread(target=connect, name="connect", daemon=True).start()
-    return seconds
+    return start_thread(lambda: _send_first_messages(device))
 
 
 def _send_first_messages(device: torch.device) -> float:

@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def start_thread(function: Callable[[], R]) -> Future[R]:
-    """Call a function in a thread that ends with the process, even if storage never answers."""
+    """Call a function in a thread that ends with the process, even if its work never does."""
     future: Future[R] = Future()
 
     def call() -> None:
