@@ -1,8 +1,4 @@
-"""Compiled bytecode of the installed packages: without it, every process compiles at its start.
-
-Ray and torch are 5,000 modules. Compiling them costs each process 5 to 8 s of CPU, a run with two
-workers and two slots a minute and a half on two cores.
-"""
+"""Bytecode of Ray and torch: without it, each process compiles them, for 5 to 8 s of CPU."""
 
 from __future__ import annotations
 

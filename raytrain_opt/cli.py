@@ -1,7 +1,4 @@
-"""The command line: `raytrain-opt COMMAND`; `raytrain-opt --help` lists the commands.
-
-Commands import what they need themselves, so that help and checks answer at once.
-"""
+"""The command line, `raytrain-opt`. Commands import what they need: help answers at once."""
 
 from __future__ import annotations
 

@@ -30,52 +30,41 @@ class Run(Protocol[State]):
     @property
     def policy(self) -> Policy:
         """The rule that decides."""
-        ...
 
     @property
     def history(self) -> History:
         """All decisions and losses of the run at its start: empty, unless it was resumed."""
-        ...
 
     @property
     def epochs_left(self) -> Iterable[int]:
         """Numbers of the epochs to train, counted from 1."""
-        ...
 
     def initial_state(self) -> State:
         """Return the state to start from: new weights, or the last checkpoint's."""
-        ...
 
     def plan(self, state: State, history: History) -> History:
         """Return the history with the length of the next epoch, where the job gives a time."""
-        ...
 
     def pretrain(self, state: State, action: TryCandidates) -> Sequence[CandidateResult]:
         """Train and score every candidate, each from `state` and on the same batches."""
-        ...
 
     def state_after(self, state: State, action: TryCandidates, decision: Decision) -> State:
         """Return the winner's state after the steps that are kept; `state` if there are none."""
-        ...
 
     def checkpoint_round(self, state: State, history: History) -> None:
         """Save the run, so that a resumed one does not repeat the round."""
-        ...
 
     def train_epoch(self, state: State, action: TrainEpoch) -> tuple[State, float]:
         """Train the rest of the epoch on all workers; return the new state and the mean loss.
 
         Raises DivergedError if that loss is not finite.
         """
-        ...
 
     def evaluate(self, state: State, epoch: int) -> None:
         """Measure the test metrics; only every `evaluate.every_epochs` and after the last."""
-        ...
 
     def checkpoint_epoch(self, state: State, history: History) -> None:
         """Record the epoch; save the run every `checkpoint.every_epochs` and after the last."""
-        ...
 
 
 def run(

@@ -1,8 +1,4 @@
-"""Errors a user can meet. Each says what happened, the likely cause and what to change.
-
-All can be pickled (they cross process borders) and share one root: a script that catches
-`RaytrainOptError` catches every error that this package raises on purpose.
-"""
+"""Errors a user can meet: what happened, the likely cause, what to change. All can be pickled."""
 
 from __future__ import annotations
 

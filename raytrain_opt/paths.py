@@ -1,8 +1,4 @@
-"""The files of a run directory.
-
-A run directory is always written on this machine. When the job's storage is a URI, `publish`
-copies new files there after every checkpoint.
-"""
+"""The files of a run directory, always on this machine; `publish` copies them to a URI."""
 
 from __future__ import annotations
 

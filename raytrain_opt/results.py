@@ -128,17 +128,13 @@ EVAL_BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class EvalTotals:
-    """Sums over the samples of one evaluation; every sample counts exactly once.
-
-    `sums`: the loss and the metrics of the task by name. `metric`: which one decides.
-    `predictions`: of a classifier on the test split.
-    """
+    """Sums over the samples of one evaluation; every sample counts exactly once."""
 
     samples: int
-    sums: dict[str, float]
+    sums: dict[str, float]  # of the loss and the metrics of the task, by name
     duration_s: float
-    metric: Metric = Metric()
-    predictions: Predictions | None = None
+    metric: Metric = Metric()  # which one decides
+    predictions: Predictions | None = None  # of a classifier on the test split
 
     @property
     def means(self) -> dict[str, float]:
@@ -153,15 +149,11 @@ class EvalTotals:
 
 @dataclass(frozen=True)
 class BufferUpdates:
-    """The buffers of one worker's model after `batches` forward passes.
-
-    `values` holds the floating-point buffers by name; `sampling_noise` the s of
-    `train.batch_norm` of each BatchNorm layer that was in training mode, by name.
-    """
+    """The floating-point buffers of one worker's model after `batches` forward passes."""
 
     batches: int
     values: dict[str, npt.NDArray[np.float64]]
-    sampling_noise: dict[str, float]
+    sampling_noise: dict[str, float]  # s (`train.batch_norm`) of BatchNorm layers in training mode
 
 
 @dataclass(frozen=True)
@@ -177,29 +169,22 @@ class AsyncWorkerMetrics:
 
 @dataclass(frozen=True)
 class Probe:
-    """One measurement of training at one batch size per worker.
-
-    `out_of_memory` includes sizes that leave less than the memory reserve.
-    `samples_per_s_error` is a standard error. `timings_s` holds the mean seconds of each part of a
-    step (`train.step_timer`); they add up to the step. `utilization_pct` is the mean of the top
-    half of the samples, `utilization_mean_pct` of all; nan without samples. `norms` are measured
-    if the search needs them. `why` says why memory ran out.
-    """
+    """One measurement of training at one batch size per worker."""
 
     batch_size: int
-    status: Literal["ok", "out_of_memory"]
+    status: Literal["ok", "out_of_memory"]  # also with less than the memory reserve left
     samples_per_s: float = math.nan
-    samples_per_s_error: float = math.nan
+    samples_per_s_error: float = math.nan  # standard error
     steps: int = 0
     duration_s: float = 0.0
-    timings_s: dict[str, float] = field(default_factory=dict)
-    utilization_pct: float = math.nan
-    utilization_mean_pct: float = math.nan
+    timings_s: dict[str, float] = field(default_factory=dict)  # means of a step (`step_timer`)
+    utilization_pct: float = math.nan  # mean of the top half of the samples
+    utilization_mean_pct: float = math.nan  # of all
     utilization_samples: int = 0
     peak_memory_mib: float = math.nan
     joule_per_sample: float | None = None
-    norms: GradientNorms | None = None
-    why: str = ""
+    norms: GradientNorms | None = None  # if the search needs them
+    why: str = ""  # memory ran out
 
     @property
     def fits(self) -> bool:

@@ -1,8 +1,4 @@
-"""Combine the buffers of workers that computed unequal fractions of an epoch.
-
-The running statistics by the formula of `train.batch_norm`, with its notation; other
-floating-point buffers become their mean with the same weights p_w.
-"""
+"""Combine buffers of unequal fractions p_w of an epoch as `train.batch_norm` does."""
 
 from __future__ import annotations
 

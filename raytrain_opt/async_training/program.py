@@ -1,7 +1,4 @@
-"""The worker program of `parallel.mode: async`.
-
-Importing this imports neither torch nor Ray Train, because the driver creates the program.
-"""
+"""The worker program of `parallel.mode: async`; the driver imports it without torch."""
 
 from __future__ import annotations
 

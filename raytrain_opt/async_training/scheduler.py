@@ -41,18 +41,15 @@ _SILENT_AT_START_S = 120.0
 
 @dataclass(frozen=True)
 class EpochPhase:
-    """The steps of `epoch` from `first_step` on, each at its rate, in `micro_batches` parts.
-
-    `bound`: s, None for no bound. `weight_decay_factor` multiplies the job's weight decay.
-    """
+    """The steps of `epoch` from `first_step` on, each at its rate, in `micro_batches` parts."""
 
     id: str
     epoch: int
     first_step: int
     lrs: tuple[float, ...]
     micro_batches: int
-    bound: int | None
-    weight_decay_factor: float = 1.0
+    bound: int | None  # s; None for no bound
+    weight_decay_factor: float = 1.0  # of the job's weight decay
 
     @property
     def size(self) -> int:

@@ -1,8 +1,4 @@
-"""A resident worker with `parallel.mode: async`, on a parameter server through Ray.
-
-Its workers have no process group: one that dies is restarted alone. For Ray Train each worker is
-then a replica group of its own, as with torchft.
-"""
+"""A resident worker with `parallel.mode: async`: one that dies is restarted alone."""
 
 from __future__ import annotations
 

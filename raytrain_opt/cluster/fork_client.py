@@ -1,8 +1,4 @@
-"""The program that starts a Ray process as a fork of the server (see `fork_server`).
-
-Ray runs this file in place of its own `setup_worker.py`. It imports little: it is run for each
-process. Where no fork will do, it runs `setup_worker.py`.
-"""
+"""Start a Ray process as a fork of `fork_server`, else by Ray's own `setup_worker.py`."""
 
 import json
 import os

@@ -1,8 +1,4 @@
-"""Notices that nodes will be taken away: a cloud's spot machines, `ray drain-node`.
-
-Workers and slots of such a node need nothing: Ray starts them elsewhere when it is gone, and they
-repeat their command. The driver cannot be started elsewhere, so it ends while there is time.
-"""
+"""Notices that nodes will be taken away: the driver ends, other processes move."""
 
 from __future__ import annotations
 

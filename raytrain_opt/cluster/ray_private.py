@@ -33,17 +33,13 @@ UNUSED_TRAIN_CALLBACKS = frozenset({"DatasetsCallback", "PlacementGroupCleanerCa
 
 @dataclass(frozen=True)
 class ActorRecord:
-    """One actor of the cluster, dead or alive.
-
-    Identities are hexadecimal. `worker_id`: of its process, "" before it has one.
-    `owner_worker_id`: of the process that created it.
-    """
+    """One actor of the cluster, dead or alive, with hexadecimal identities."""
 
     id: str
     class_name: str
     is_dead: bool
-    worker_id: str
-    owner_worker_id: str
+    worker_id: str  # of its process, "" before it has one
+    owner_worker_id: str  # of the process that created it
     node_id: str
     pid: int
 

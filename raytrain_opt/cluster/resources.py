@@ -35,39 +35,29 @@ Resources = dict[str, float]
 
 @dataclass(frozen=True)
 class PoolRequest:
-    """What a job needs of a cluster.
-
-    `global_batch_size`: what the workers divide among themselves.
-    `candidates`: largest number of candidates in a round; 0 for none. `search_on`: who trains
-    them. `sync_batch_norm`: whether workers use SyncBatchNorm, which needs GPUs.
-    """
+    """What a job needs of a cluster."""
 
     workers: WorkersSection
-    global_batch_size: int
+    global_batch_size: int  # which the workers divide among themselves
     slots: SlotsSection
-    candidates: int
+    candidates: int  # in a round, at most; 0 for none
     search_on: SearchOn
-    sync_batch_norm: bool
+    sync_batch_norm: bool  # needs GPUs
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """What to start.
-
-    `slots` is 0 when the policy has no candidates, or workers train them. `placed_workers` of the
-    `workers` fit now, on this many `devices`: all of them unless the job allows fewer.
-    `search_reason`: why slots or workers train candidates, where that was chosen here.
-    """
+    """What to start."""
 
     use_gpu: bool
     workers: int
-    placed_workers: int
+    placed_workers: int  # that fit now: all of them unless the job allows fewer
     worker_resources: Resources
-    slots: int = 0
+    slots: int = 0  # when there are no candidates, or workers train them
     slot_resources: Resources = field(default_factory=dict)
     slots_per_node: int = 0
-    devices: int = 1
-    search_reason: str = ""
+    devices: int = 1  # of the placed workers
+    search_reason: str = ""  # why slots or workers train candidates, where that was chosen here
     notes: tuple[str, ...] = ()
 
 

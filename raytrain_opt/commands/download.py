@@ -1,7 +1,4 @@
-"""`python -m raytrain_opt.commands.download RUN_DIR`: print the small files of a run.
-
-`raytrain-opt submit` runs this on the cluster as a second job and reads the files from its log.
-"""
+"""`python -m raytrain_opt.commands.download RUN_DIR`: print a run's files for `submit`."""
 
 from __future__ import annotations
 

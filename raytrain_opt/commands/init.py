@@ -1,8 +1,4 @@
-"""`raytrain-opt init`: look at a folder of data and at the machine, and write a job file.
-
-`find_data` decides what the folder holds, as the `data` section of a job; `examine` reads it as a
-training would; `choose` picks model, sizes and length by rules of thumb.
-"""
+"""`raytrain-opt init`: find the data of a folder, examine them, and write a job file."""
 
 from __future__ import annotations
 
@@ -54,16 +50,13 @@ Row = tuple[str, str, str]  # of the CSV file: file, label, split
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about data. `side`: the median of the images' shorter sides, in pixels.
-
-    `unreadable` has a line for each unreadable one of the `examined` files.
-    """
+    """What is known about data."""
 
     info: DataInfo
-    side: int
+    side: int  # median of the images' shorter sides, in pixels
     sizes: str
-    examined: int = 0
-    unreadable: tuple[str, ...] = ()
+    examined: int = 0  # files
+    unreadable: tuple[str, ...] = ()  # a line for each of these files
 
     @property
     def imbalance(self) -> float:

@@ -1,8 +1,4 @@
-"""`raytrain-opt submit`: run a job from this directory on a cluster, through Ray's job client.
-
-Waits, shows what the run prints, downloads its small files and returns its exit code. Needs no
-access to the run's storage: the files arrive in the log of a second job.
-"""
+"""`raytrain-opt submit`: run a job on a cluster; its files arrive in a job's log."""
 
 from __future__ import annotations
 

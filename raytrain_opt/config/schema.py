@@ -1,8 +1,4 @@
-"""The job file: every field with its meaning, unit and default.
-
-`Job` is the root. Unknown keys are errors. With `rules`, over several sections, `raytrain-opt
-validate` finds everything that can be found without data or a cluster.
-"""
+"""The job file: every field with its meaning, unit and default; see also `rules`."""
 
 from __future__ import annotations
 

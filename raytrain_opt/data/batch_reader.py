@@ -40,11 +40,9 @@ class SampleSource(Protocol):
         Raises DataError for a sample that breaks the contract; any other exception means that
         this sample is unreadable.
         """
-        ...
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the file of the sample, or its index, for an error message."""
-        ...
 
 
 class BatchRequest(NamedTuple):

@@ -1,8 +1,4 @@
-"""Utilization and energy of NVIDIA GPUs, from the driver's library NVML.
-
-NVML ignores CUDA_VISIBLE_DEVICES, and its default order of devices differs from CUDA's, so
-"device 0" may be two different GPUs. A UUID identifies the same GPU for both.
-"""
+"""Utilization and energy of GPUs from NVML, by UUID: its order differs from CUDA's."""
 
 from __future__ import annotations
 

@@ -18,17 +18,12 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources that one command used.
-
-    `utilization_pct`: of the process's compute threads during the command, or of its GPU in NVML's
-    last window; None when the GPU reports nothing. `memory_mib`: peak memory of tensors on the
-    GPU so far, or resident memory of the process. `timings_s`: as the command measured itself.
-    """
+    """Resources that one command used."""
 
     duration_s: float
-    utilization_pct: float | None = None
-    memory_mib: float | None = None
-    timings_s: Mapping[str, float] = field(default_factory=dict)
+    utilization_pct: float | None = None  # of compute threads, or of the GPU in NVML's last window
+    memory_mib: float | None = None  # peak of tensors on the GPU so far, or of the process now
+    timings_s: Mapping[str, float] = field(default_factory=dict)  # as the command measured itself
 
 
 class UsageMeter:

@@ -1,8 +1,4 @@
-"""Utilization of a device: samplers with one interface, and a monitor that samples in a thread.
-
-A sample is a percentage. "Top half" is the mean of the largest 50 % of the samples, the objective
-of MBSO's GpuUsageMaximize.
-"""
+"""Utilization of a device in percent: samplers, and a monitor that uses one in a thread."""
 
 from __future__ import annotations
 

@@ -27,19 +27,15 @@ def ramp_factor(ramp: Sequence[RampStep], epoch: int) -> int:
 
 @dataclass(frozen=True)
 class EpochSpan:
-    """The part of a training that `epoch` covers, in `steps` updates: from `start` to `stop`.
-
-    `total` is the end of the training in the same unit; `epochs` and `total_steps` its epochs and
-    updates as planned.
-    """
+    """The part of a training that `epoch` covers, in `steps` updates: from `start` to `stop`."""
 
     epoch: int
-    epochs: int
+    epochs: int  # of the training, as planned
     start: float
     stop: float
-    total: float
+    total: float  # the end of the training in the same unit
     steps: int
-    total_steps: int
+    total_steps: int  # of the training, as planned
 
     @property
     def is_last(self) -> bool:
@@ -57,15 +53,11 @@ class EpochSpan:
 
 @dataclass(frozen=True)
 class EpochSteps:
-    """Updates in each epoch: `first` from epoch 1 on, and (epoch, updates) pairs from there on.
-
-    `held_out`: updates by which an epoch is shorter for candidates, which do not train on the
-    validation split.
-    """
+    """Updates in each epoch: `first` from epoch 1 on, and (epoch, updates) pairs from there on."""
 
     first: int
     later: tuple[tuple[int, int], ...] = ()
-    held_out: int = 0
+    held_out: int = 0  # fewer for candidates, which do not train on the validation split
 
     @property
     def search(self) -> int:

@@ -1,8 +1,4 @@
-"""Build optimizers by name: torch's, this package's, schedule-free ones and the user's own.
-
-The learning rate is not an argument of the optimizer: the policy decides it, and the training
-loop sets it before each update with `set_lr`.
-"""
+"""Build optimizers by name. Their rate is the policy's: the loop sets it with `set_lr`."""
 
 from __future__ import annotations
 

@@ -46,7 +46,6 @@ class Schedule(Protocol):
         Fractional steps occur when a larger batch leaves fewer updates in an epoch: they follow
         the same schedule in longer strides.
         """
-        ...
 
 
 @dataclass(frozen=True)

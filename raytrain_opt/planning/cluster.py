@@ -24,17 +24,14 @@ LINK_FRACTION = 0.8
 
 @dataclass(frozen=True)
 class Device:
-    """Public figures of a device: GiB, TFLOP/s (fp32 with TF32, and 16 bits), GB/s.
-
-    `link`: of a device to its node's others, in one direction. `network`: of a node of eight.
-    """
+    """Public figures of a device."""
 
     memory_gib: float
-    fp32: float
-    half: float
+    fp32: float  # TFLOP/s, with TF32
+    half: float  # TFLOP/s, of 16 bits
     memory_gb_s: float
-    link_gb_s: float
-    network_gb_s: float
+    link_gb_s: float  # to its node's other devices, in one direction
+    network_gb_s: float  # of a node of eight
 
 
 DEVICES = {

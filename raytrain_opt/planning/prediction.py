@@ -41,23 +41,19 @@ _BATCH_OCTAVES = range(-3, 7)
 
 @dataclass(frozen=True)
 class Prediction:
-    """One batch and number of workers; seconds, and bytes of a device.
-
-    `hidden_s`: of the exchange, beside the backward pass. Search and training include the samples
-    that another batch than the job's needs for the same progress. `cost`: 0 without a price.
-    """
+    """One batch and number of workers, with the samples that the same progress then needs."""
 
     workers: int
     global_batch_size: int
     step_s: float
     exchange_s: float
-    hidden_s: float
+    hidden_s: float  # of the exchange, beside the backward pass
     epoch_s: float
     search_s: float
     search_on: str
     training_s: float
-    memory_bytes: float
-    cost: float
+    memory_bytes: float  # of a device
+    cost: float  # 0 without a price
 
     @property
     def total_s(self) -> float:

@@ -1,8 +1,4 @@
-"""Commands from the driver to the pools, and the replies.
-
-All are small and frozen: states travel by reference. Each command has a `name`, its key in
-timeline.jsonl and in planned faults.
-"""
+"""Commands from the driver to the pools, and replies: small, with states by reference."""
 
 from __future__ import annotations
 
@@ -24,11 +20,7 @@ OnStep = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class StateRef:
-    """A reference to a training state.
-
-    On Ray the object is lost when the process that stored it dies, so the driver keeps a view of
-    its memory (see `state_store`) and can store it again.
-    """
+    """A reference to a training state, which the driver can store again (see `state_store`)."""
 
     id: str
     ref: Any  # ObjectRef on Ray; the state itself in one process
@@ -65,32 +57,25 @@ class Pretrain:
 
 @dataclass(frozen=True)
 class SendCandidateState:
-    """Ask for the state of a candidate of this round after the kept steps.
-
-    `slot` sends it, or rank 0 of the workers. A process that does not have it trains it again.
-    """
+    """Ask for a candidate's state after the kept steps; who does not have it trains it again."""
 
     name: ClassVar[str] = "send_candidate_state"
     round: Pretrain
     candidate: Candidate
-    slot: int
+    slot: int  # which sends it; of the workers, rank 0 does
 
 
 @dataclass(frozen=True)
 class MainTrain:
-    """Ask all workers to train len(lrs) steps of `epoch` from `state` together.
-
-    `weight_decay_factor` multiplies the weight decay of the job. `optimizer`: position among those
-    of the job.
-    """
+    """Ask all workers to train len(lrs) steps of `epoch` from `state` together."""
 
     name: ClassVar[str] = "main_train"
     state: StateRef
     epoch: int
     first_step: int
     lrs: tuple[float, ...]
-    weight_decay_factor: float = 1.0
-    optimizer: int = 0
+    weight_decay_factor: float = 1.0  # of the job's weight decay
+    optimizer: int = 0  # position among those of the job
 
 
 @dataclass(frozen=True)
@@ -133,18 +118,13 @@ class PretrainReply:
 
 @dataclass(frozen=True)
 class MainTrainReply:
-    """One worker's reply to `MainTrain`.
+    """One worker's reply to `MainTrain`."""
 
-    `totals` are summed over all workers. `loaded_sha256`: digest of the state that the worker
-    loaded, or has from a candidate; None if it continues from its own. `state` comes from rank 0.
-    `parallel`: how gradients were exchanged (see `train.data_parallel`).
-    """
-
-    totals: TrainTotals
-    loaded_sha256: str | None
+    totals: TrainTotals  # over all workers
+    loaded_sha256: str | None  # of the state it began with; None if that was its own
     timings_s: dict[str, float]
-    state: StateRef | None
-    parallel: dict[str, object] = field(default_factory=dict)
+    state: StateRef | None  # from rank 0
+    parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged
 
 
 def state_in(reply: object) -> StateRef | None:
@@ -159,18 +139,14 @@ Sender = tuple[str, int, str, int]  # the pool, index, node and process of a res
 
 @dataclass(frozen=True)
 class Resident:
-    """Identity of a resident process: a restarted one differs, in its process at least.
-
-    `index`: rank of a worker or number of a slot. `absent`: ranks that the worker's process group
-    does without.
-    """
+    """Identity of a resident process: a restarted one differs, in its process at least."""
 
     pool: str
-    index: int
+    index: int  # rank of a worker or number of a slot
     node_id: str
     pid: int
     log: str
-    absent: tuple[int, ...] | None = None
+    absent: tuple[int, ...] | None = None  # ranks that a worker's process group does without
 
     @property
     def name(self) -> str:
@@ -215,69 +191,49 @@ class Progress:
 
 @dataclass(frozen=True)
 class Reply:
-    """A resident's reply to the command of this number.
-
-    `value`: pickled, so that nothing between the resident and the driver has to look into it;
-    one with a reference to a state is not, because Ray has to count such references. `failed`:
-    whether it is a Failure or StateLost.
-    """
+    """A resident's reply to the command of this number."""
 
     sender: Sender
     number: int
-    value: Any
-    failed: bool = False
+    value: Any  # pickled, unless it has a reference to a state, which Ray has to count
+    failed: bool = False  # it is a Failure or StateLost
     usage: Usage | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """The progress of a resident in the command of this number; None before its first step.
-
-    `can_stop_before`: the next step, at which a resident that is asked to stop early waits.
-    """
+    """The progress of a resident in the command of this number; None before its first step."""
 
     sender: Sender
     number: int
     progress: Progress | None
-    can_stop_before: int | None = None
+    can_stop_before: int | None = None  # the step at which one that shall stop early waits
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """What a resident at work learns when it reports.
+    """What a resident at work learns when it reports."""
 
-    `closed`: leave. `stopping`: the number of the command that ends early, else 0: all stop
-    before the same step, `stop_before`, which is known when all have reported where they can.
-    """
-
-    closed: bool = False
-    stopping: int = 0
-    stop_before: int | None = None
+    closed: bool = False  # leave
+    stopping: int = 0  # number of the command that ends early, before the same step for all
+    stop_before: int | None = None  # that step, once all have reported where they can
 
 
 @dataclass(frozen=True)
 class Overdue:
-    """A resident that has not answered the current command, with its last reported progress.
-
-    `silent_s`: seconds since that report, or since the command if there was none.
-    """
+    """A resident that has not answered the current command, with its last reported progress."""
 
     index: int
     progress: Progress | None
-    silent_s: float
+    silent_s: float  # since that report, or since the command if there was none
 
 
 @dataclass(frozen=True)
 class PoolStatus:
-    """What the driver looks at while it waits for a pool.
+    """What the driver looks at while it waits for a pool."""
 
-    `lost`: residents that were given up. `silence_s`: seconds since the current command, or since
-    the last sign of life. `progress`: of the resident that is furthest behind. `has_trained`:
-    whether any resident of the run has finished a training step.
-    """
-
-    lost: frozenset[int]
+    lost: frozenset[int]  # residents that were given up
     restarts: int
-    silence_s: float
-    progress: Progress | None
-    has_trained: bool
+    silence_s: float  # since the current command, or since the last sign of life
+    progress: Progress | None  # of the resident that is furthest behind
+    has_trained: bool  # whether any resident of the run has finished a training step

@@ -31,20 +31,15 @@ VARIABLE = "RAYTRAIN_OPT_FAULTS"
 
 
 class Fault(Section):
-    """One failure. A field that is None matches anything.
-
-    `phase`: name of a command (see `commands`). `step`: number of the step, from 0, before which
-    the process fails; None: when the command arrives, before its state is loaded. `always`: on
-    every match instead of the first. To `wait` is to hang for ten seconds.
-    """
+    """One failure. A field that is None matches anything."""
 
     role: Literal["worker", "slot"]
     index: NonNegativeInt | None = None
     epoch: PositiveInt | None = None
-    phase: Literal["pretrain", "send_candidate_state", "main_train", "evaluate"]
-    step: NonNegativeInt | None = None
-    action: Literal["kill", "hang", "wait", "raise"] = "kill"
-    always: bool = False
+    phase: Literal["pretrain", "send_candidate_state", "main_train", "evaluate"]  # a command
+    step: NonNegativeInt | None = None  # before which it fails; None: before its state is loaded
+    action: Literal["kill", "hang", "wait", "raise"] = "kill"  # wait: hang for ten seconds
+    always: bool = False  # on every match instead of the first
 
     def matches(self, resident: Resident, command: Command) -> bool:
         """Whether this process fails in this command."""

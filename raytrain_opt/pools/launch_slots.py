@@ -1,7 +1,4 @@
-"""Start the slots: one Ray Tune experiment whose trials are resident processes.
-
-Importing this imports no torch: it would delay the start of the first slot.
-"""
+"""Start the slots: a Ray Tune experiment of resident processes. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the mailbox knows of one pool: its residents, the current command, and what they report.
-
-A message wakes only who waits for it, and costs the same in a pool of any size.
-"""
+"""What the mailbox knows of a pool; a message costs the same in one of any size."""
 
 from __future__ import annotations
 

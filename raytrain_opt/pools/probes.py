@@ -1,8 +1,4 @@
-"""Batch-size probes: the strategy proposes a size, a process measures it.
-
-One probe runs at a time: on a GPU alone on the device, on CPU with the cores that a worker will
-have. The process is used for the next probe, too, unless it ran out of memory.
-"""
+"""Batch-size probes, one at a time: a strategy proposes a size, a process measures it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A run's backend: two pools, the states that travel between them, and how workers train.
-
-The protocols are implemented on Ray (`ray_pool`, `state_store`) and within this process
-(`in_process`); `async_training.main_training` is another way to train.
-"""
+"""A run's backend: pools, states and training, on Ray or in one process (`in_process`)."""
 
 from __future__ import annotations
 
@@ -84,20 +80,15 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """The end of a main training.
-
-    `totals` over all workers. `loaded_sha256`: digest of the state that each worker loaded.
-    `timings_s`: seconds of the slowest worker by name. `workers`: how many finished it.
-    `parallel`: how gradients were exchanged. `staleness`: of asynchronous training.
-    """
+    """The end of a main training."""
 
     state: StateRef
-    totals: TrainTotals
-    loaded_sha256: tuple[str | None, ...]
-    timings_s: dict[str, float]
-    workers: int
-    parallel: dict[str, object] = field(default_factory=dict)
-    staleness: dict[str, object] | None = None
+    totals: TrainTotals  # over all workers
+    loaded_sha256: tuple[str | None, ...]  # of the state that each worker loaded
+    timings_s: dict[str, float]  # of the slowest worker, by name
+    workers: int  # how many finished it
+    parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged
+    staleness: dict[str, object] | None = None  # of asynchronous training
 
 
 class MainTraining(Protocol):
@@ -182,7 +173,7 @@ class Backend:
     main_training: MainTraining
     use_gpu: bool
     node_resources: Callable[[], list[dict[str, float]]]
-    search_reason: str = ""
+    search_reason: str = ""  # where it was chosen
 
     @property
     def search(self) -> tuple[Literal["slots", "workers"], str]:

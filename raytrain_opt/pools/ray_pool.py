@@ -42,21 +42,16 @@ _NODES_GONE = (
 
 @dataclass
 class RayPool:
-    """One resident pool; implements `protocol.Pool`.
-
-    `run` starts it and returns a reference that is ready when it has ended. `mailbox`: handle of
-    the Mailbox actor. `limit_s`: seconds without progress after which residents count as hung.
-    `has_room`: whether one more resident fits; None where the pool keeps its size.
-    """
+    """One resident pool; implements `protocol.Pool`."""
 
     name: str
     size: int
-    run: Callable[[], Any]
-    mailbox: Any
+    run: Callable[[], Any]  # starts it; the returned reference is ready when it has ended
+    mailbox: Any  # handle of the Mailbox actor
     states: RayStateStore
-    limit_s: float
+    limit_s: float  # without progress, after which residents count as hung
     can_lose_residents: bool = False
-    has_room: Callable[[], bool] | None = None
+    has_room: Callable[[], bool] | None = None  # for one more; None: the pool keeps its size
     on_wait: OnWait | None = None
     has_trained: bool = False
     _ended: Any = None
@@ -92,11 +87,7 @@ class RayPool:
             self.command(Regroup())
 
     def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
-        """Post a command; return the replies of the expected residents (default: all).
-
-        Lost residents are missing. Raises ResidentError when a resident raised, PoolError when the
-        pool ended or made no progress for too long.
-        """
+        """As `Pool.command`; raises ResidentError, and PoolError also without progress."""
         indices = range(self.size) if expected is None else expected
         # A state may be lost once with each resident or its node, with the driver's copy in
         # between, and once more on its way here. More often than that, something else is wrong.

@@ -1,7 +1,4 @@
-"""The life of a resident process, worker or slot: join, execute commands, leave.
-
-Free of torch, so that a resident without a network starts in a second (tests use that).
-"""
+"""The life of a resident process: join, execute commands, leave. Free of torch."""
 
 from __future__ import annotations
 
@@ -67,10 +64,7 @@ def serve(
     absent: tuple[int, ...] | None = None,
     peer_failure_grace_s: float = 0.0,
 ) -> None:
-    """Build a handler in this process and execute commands with it until the pool is closed.
-
-    `absent`: ranks that the process group does without. `peer_failure_grace_s`: see `CommandLoop`.
-    """
+    """Build a handler and execute commands with it (see `CommandLoop`) until the pool closes."""
     handler = make_handler()
     resident = describe_this_process(pool, index, absent)
     try:
@@ -89,18 +83,13 @@ def serve(
 
 @dataclass
 class CommandLoop:
-    """A resident's loop over commands.
-
-    `leave_s`: seconds to leave when the pool is closed. `peer_failure_grace_s`: seconds that an
-    error waits before it is reported, because a peer's death may have caused it and this process
-    may be ended for that.
-    """
+    """A resident's loop over commands."""
 
     mailbox: ResidentMailbox
     resident: Resident
-    leave_s: float
+    leave_s: float  # to leave when the pool is closed
     faults: Faults
-    peer_failure_grace_s: float
+    peer_failure_grace_s: float  # before an error is reported that a peer's death may have caused
     meter: UsageMeter
     _closed: threading.Event = field(default_factory=threading.Event)
     _left: threading.Event = field(default_factory=threading.Event)

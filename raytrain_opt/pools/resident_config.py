@@ -104,18 +104,14 @@ def make_training_slot(config: ResidentConfig, index: int) -> Handler:
 
 @dataclass(frozen=True)
 class ResidentConfig:
-    """The configuration of a resident; all workers and slots of a run get the same one.
-
-    `threads`: compute threads of a resident on CPU; None for an even part of the node's cores.
-    `max_restarts`: how often the worker group, and each slot, is restarted.
-    """
+    """The configuration of a resident; all workers and slots of a run get the same one."""
 
     learner: LearnerConfig
     candidate_batch: CandidateBatch | None
     plan: PoolPlan
     min_workers: int
-    threads: int | None
-    max_restarts: int
+    threads: int | None  # on CPU; None for an even part of the node's cores
+    max_restarts: int  # of the worker group, and of each slot
     timeouts: TimeoutsSection
     run_id: str
     mailbox: Any  # handle of the Mailbox actor

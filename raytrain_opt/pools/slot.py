@@ -1,7 +1,4 @@
-"""Train candidates, score them, send the state of the winner. Free of Ray.
-
-A slot trains its candidates alone, one after the other; the workers train each one together.
-"""
+"""Train candidates, alone (slots) or together (workers), and score them. Free of Ray."""
 
 from __future__ import annotations
 

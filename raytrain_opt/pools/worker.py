@@ -1,7 +1,4 @@
-"""What a resident worker does: data-parallel training, of candidates too; sharded evaluation.
-
-Free of Ray: it is given access to states (`protocol.States`).
-"""
+"""What a resident worker does: data-parallel training, sharded evaluation. Free of Ray."""
 
 from __future__ import annotations
 

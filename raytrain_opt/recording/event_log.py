@@ -25,7 +25,6 @@ class SpanSource(Protocol):
 
     def drain_log(self) -> tuple[list[Span], list[Event]]:
         """Return spans and events since the last call, on the clock of this process."""
-        ...
 
 
 class EventLog:

@@ -1,8 +1,4 @@
-"""Figures in one style, drawn by matplotlib.
-
-Each figure is used twice: in the page, as SVG that takes the page's colors (light or dark), and as
-files for papers (SVG and PNG).
-"""
+"""Figures in one style: SVG in the page's colors, and SVG and PNG files for papers."""
 
 from __future__ import annotations
 
@@ -57,19 +53,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure.
-
-    `svg`: a complete file; `inline`: the same as part of a page; `table`: the data, or None when
-    another table of the page, which the caption names, has them.
-    """
+    """One figure."""
 
     name: str
     title: str
     caption: str
-    svg: str
-    inline: str
+    svg: str  # a complete file
+    inline: str  # the same as part of a page
     png: bytes
-    table: Table | None = None
+    table: Table | None = None  # the data; None when a table that the caption names has them
 
 
 def draw(

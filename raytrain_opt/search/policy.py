@@ -87,37 +87,29 @@ class TryCandidates:
 
 @dataclass(frozen=True)
 class TrainEpoch:
-    """Train the rest of the epoch: `lrs` has the rate of each of its last len(lrs) steps.
-
-    `optimizer`: position among those of the job. One that did not train so far starts anew.
-    """
+    """Train the rest of the epoch: `lrs` has the rate of each of its last len(lrs) steps."""
 
     epoch: int
     lrs: tuple[float, ...]
     reason: str
     weight_decay_factor: float = 1.0
-    optimizer: int = 0
+    optimizer: int = 0  # among those of the job; one that did not train so far starts anew
 
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """Scores and costs of one candidate.
-
-    `status`: ok, diverged, or lost (its slot died too often). `val_metric`: on the validation
-    split, the mean of the `metric` that decides. `val_samples`: samples of that split. `slot`: the
-    one that trained it; -1 when it was lost, or all workers trained it together.
-    """
+    """Scores and costs of one candidate."""
 
     candidate: Candidate
-    status: str
-    val_metric: float
+    status: str  # ok, diverged, or lost (its slot died too often)
+    val_metric: float  # mean of the `metric` that decides, on the validation split
     val_loss: float
     train_loss: float
     samples: int
     train_s: float
     score_s: float
-    slot: int
-    val_samples: int = 0
+    slot: int  # -1 when it was lost, or all workers trained it together
+    val_samples: int = 0  # of the validation split
     metric: Metric = Metric()
 
     @classmethod
@@ -176,15 +168,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class History:
-    """Everything a policy may depend on.
-
-    All decisions, and the mean training loss of each finished epoch. `plans`: where time limits
-    the training, what its length was thought to be, before each epoch and after each round.
-    """
+    """Everything a policy may depend on."""
 
     decisions: tuple[Decision, ...] = ()
-    epoch_losses: tuple[float, ...] = ()
-    plans: tuple[EpochSpan, ...] = ()
+    epoch_losses: tuple[float, ...] = ()  # mean training loss of each finished epoch
+    plans: tuple[EpochSpan, ...] = ()  # of `train_for`, before each epoch and after each round
 
     def after_round(self, decision: Decision) -> History:
         """Return the history with one more decision."""
@@ -218,13 +206,11 @@ class Policy(Protocol):
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
         """Return what to do next in `epoch` (from 1). Raises DivergedError without any rate."""
-        ...
 
     def decide(
         self, action: TryCandidates, results: Sequence[CandidateResult], history: History
     ) -> Decision:
         """Decide the round from the results of its candidates."""
-        ...
 
 
 class NoCandidates:

@@ -36,15 +36,11 @@ _WEIGHTS, _REST = "weights.safetensors", "rest.pt"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One entry of the index: after `epoch` epochs, and `rounds` or `steps` of the next epoch.
-
-    `score`: result on the test split, higher is better. `sha256` maps each file name to a
-    hexadecimal digest.
-    """
+    """One entry of the index: after `epoch` epochs, and `rounds` or `steps` of the next epoch."""
 
     epoch: int
-    score: float | None
-    sha256: dict[str, str]
+    score: float | None  # on the test split, higher is better
+    sha256: dict[str, str]  # by file name, hexadecimal
     rounds: int = 0
     steps: int = 0
 

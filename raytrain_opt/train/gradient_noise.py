@@ -1,8 +1,4 @@
-"""Squared norms of the gradients that data parallelism computes anyway.
-
-`search.noise_scale` estimates the gradient noise scale from them. Nothing here changes a
-gradient or waits for the device.
-"""
+"""Squared norms of gradients that are computed anyway, for `search.noise_scale`."""
 
 from __future__ import annotations
 

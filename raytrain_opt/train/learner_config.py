@@ -33,11 +33,7 @@ _MIN_BALANCED_SAMPLES = 8
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """Settings of a `Learner`, the same in every process of a run. Free of torch.
-
-    `worker_count`: number of workers that split a global batch. `eval_batch_size_per_worker`:
-    None to derive it from the batch size of training.
-    """
+    """Settings of a `Learner`, the same in every process of a run. Free of torch."""
 
     model: ModelSection
     data: DataSection
@@ -54,8 +50,8 @@ class LearnerConfig:
     compile: Compile
     seed: int
     global_batch_size: int
-    worker_count: int
-    eval_batch_size_per_worker: int | None
+    worker_count: int  # of workers that split a global batch
+    eval_batch_size_per_worker: int | None  # None: derived from the batch size of training
 
     @classmethod
     def from_job(cls, job: Job) -> LearnerConfig:

@@ -1,7 +1,4 @@
-"""Start from trained weights: of a file, of a run, or of torchvision.
-
-The driver reads them, and the state that a run begins with carries them to all processes.
-"""
+"""Start from weights of a file, a run or torchvision, which the driver reads."""
 
 from __future__ import annotations
 

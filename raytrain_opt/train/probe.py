@@ -1,8 +1,4 @@
-"""Measure training at one batch size: speed and its standard error, time per part, memory.
-
-A probe runs real training steps and then restores everything: weights, buffers, optimizer, scaler,
-gradients, modes and random numbers are bit-identical afterwards. It knows nothing of Ray.
-"""
+"""Measure training at one batch size (speed, time per part, memory) and restore everything."""
 
 from __future__ import annotations
 

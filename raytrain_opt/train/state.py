@@ -69,14 +69,10 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Everything that training continues from: tensors by dotted name, and plain values.
+    """Everything that training continues from."""
 
-    Within a phase, `unpooled` among the plain values has each worker's own buffers, and the
-    BatchNorm layers' batch counts at its start.
-    """
-
-    tensors: dict[str, PackedTensor]
-    plain: dict[str, Any]
+    tensors: dict[str, PackedTensor]  # by dotted name
+    plain: dict[str, Any]  # within a phase, `unpooled` has each worker's own buffers and counts
 
     @property
     def optimizer_index(self) -> int:

@@ -31,11 +31,9 @@ class Task(Protocol):
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss over the samples of the batch, []."""
-        ...
 
     def validation_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         """Return `loss` and any other metrics of each sample, [samples] each."""
-        ...
 
 
 class Classification:

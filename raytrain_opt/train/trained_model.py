@@ -58,16 +58,12 @@ def model_metadata(model: ModelSection, task: TaskSection, info: DataInfo) -> di
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """A checkpoint folder that an argument names: a run's latest, or a single one.
-
-    `job_file`: where the run's job is; it may be missing beside a single checkpoint. `notes`:
-    later checkpoints that are damaged.
-    """
+    """A checkpoint folder that an argument names: a run's latest, or a single one."""
 
     folder: Path
     reached: str
-    job_file: Path
-    notes: tuple[str, ...] = ()
+    job_file: Path  # may be missing beside a single checkpoint
+    notes: tuple[str, ...] = ()  # on later checkpoints that are damaged
 
 
 def find_weights(run: str | Path, argument: str) -> SavedWeights:

@@ -1,7 +1,4 @@
-"""Time how fast workers exchange gradients: an all-reduce between processes like theirs.
-
-The processes are spread over the nodes, so that the network is part of the measurement.
-"""
+"""Time an all-reduce between processes like the workers, spread over the nodes."""
 
 from __future__ import annotations
 

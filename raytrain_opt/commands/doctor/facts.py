@@ -20,18 +20,15 @@ _MIB = 1024**2
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node. `versions` are by package; `driver` is NVIDIA's, None without a GPU.
-
-    `without_bytecode`: packages that every process compiles at its start.
-    """
+    """One node."""
 
     host: str
-    versions: dict[str, str]
+    versions: dict[str, str]  # by package
     shm_mib: int
     gpus: tuple[GpuState, ...] = ()
-    driver: str | None = None
+    driver: str | None = None  # NVIDIA's; None without a GPU
     data_problems: tuple[str, ...] = ()
-    without_bytecode: tuple[str, ...] = ()
+    without_bytecode: tuple[str, ...] = ()  # packages that every process compiles at its start
     # From Ray, or measured from the driver's node.
     ray_gpus: float = 0.0
     object_store_mib: int = 0

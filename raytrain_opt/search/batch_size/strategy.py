@@ -1,9 +1,4 @@
-"""The interface of a batch-size strategy, and the memory limits that all of them respect.
-
-A strategy takes all probes so far and returns the next size to measure, or the chosen size, with
-a reason. Strategies are pure, like learning-rate policies. A size that ran out of memory rules
-out itself and everything above it.
-"""
+"""A strategy: probes in, a size to measure or the choice out; and limits of memory."""
 
 from __future__ import annotations
 
@@ -79,4 +74,3 @@ class Strategy(Protocol):
 
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
         """Propose the next step, given all probes in order. Raises ResourcesError if none fits."""
-        ...
