@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raytrain_opt import clock
-from raytrain_opt.errors import JobError, Problem, RaytrainOptError, printable
+from raytrain_opt.errors import JobError, RaytrainOptError, printable
 from raytrain_opt.execution.signals import Terminated
 
 if TYPE_CHECKING:
@@ -110,11 +110,12 @@ def run(
             "`raytrain-opt init FOLDER` writes one for your images, "
             "`raytrain-opt validate JOB.yaml` checks it."
         )
-    job = (
-        _load_job(str(job_file), overrides)
-        if resume is None
-        else _load_run_job(resume, overrides, trust=trust)
-    )
+    if resume is None:
+        job = _load_job(str(job_file), overrides)
+    else:
+        from raytrain_opt.execution.resume import load_run_job
+
+        job = load_run_job(resume, overrides, trust=trust)
 
     # Imported after the job is known to be well-formed: this loads Ray.
     from raytrain_opt.driver import run as run_job
@@ -416,29 +417,6 @@ def _load_job(job_file: str, overrides: tuple[str, ...], *, check: bool = True) 
     from raytrain_opt.execution.preflight import check_sections
 
     return load_job(job_file, overrides, check_sections if check else None)
-
-
-def _load_run_job(run_dir: str, overrides: tuple[str, ...], *, trust: bool) -> Job:
-    """Load the job of a run that is resumed; under a URI, nothing else is fetched for that.
-
-    Without `trust`, a job that names functions is refused before one of them is imported.
-    """
-    from raytrain_opt.config.functions import refuse_functions
-    from raytrain_opt.config.load import parse_job
-    from raytrain_opt.execution.resume import refuse_changes
-    from raytrain_opt.paths import check_run
-    from raytrain_opt.recording.reader import read_text
-    from raytrain_opt.storage import join
-
-    refuse_changes(overrides)
-    check_run(run_dir)
-    text, source = read_text(run_dir, "job.yaml"), join(run_dir, "job.yaml")
-    if text is None:
-        raise JobError([Problem("the file", "does not exist")], source)
-    job = parse_job(text, source, overrides)
-    if not trust:
-        refuse_functions(job.functions, run_dir)
-    return job
 
 
 def _summary(job: Job) -> str:

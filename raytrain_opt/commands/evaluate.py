@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,21 +119,17 @@ def evaluate_runs(run_dirs: Sequence[str], *, ensemble: bool, trust: bool = Fals
 
 def _find_run(run_dir: str, trust: bool) -> _SavedRun:
     weights = find_weights(run_dir, _ARGUMENT)
-    return _SavedRun(run_dir, _load_run_job(weights.job_file, run_dir, trust), weights)
-
-
-def _load_run_job(path: Path, run_dir: str, trust: bool) -> Job:
-    if not path.is_file():
-        rule = f"is not a run directory: {path} is missing"
+    if not weights.job_file.is_file():
+        rule = f"is not a run directory: {weights.job_file} is missing"
         raise JobError([Problem(_ARGUMENT, rule, repr(run_dir))], "arguments")
-    job = load_job(path)
+    job = load_job(weights.job_file)
     job.task.require_classification("raytrain-opt evaluate")
     if not trust:
         refuse_functions(job.functions, run_dir)
     problems = check_job(job)
     if problems:
-        raise JobError(problems, str(path))
-    return job
+        raise JobError(problems, str(weights.job_file))
+    return _SavedRun(run_dir, job, weights)
 
 
 def _refuse_different_data(runs: Sequence[_SavedRun]) -> None:

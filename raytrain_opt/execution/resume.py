@@ -7,12 +7,13 @@ from typing import Any
 
 from raytrain_opt import storage
 from raytrain_opt.config.error_messages import shown
+from raytrain_opt.config.functions import refuse_functions
 from raytrain_opt.config.load import parse_job, plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_worker_count
-from raytrain_opt.paths import newest_unfinished
-from raytrain_opt.recording.reader import read_record
+from raytrain_opt.paths import check_run, newest_unfinished
+from raytrain_opt.recording.reader import read_record, read_text
 from raytrain_opt.recording.records import BatchSizeRecord
 
 # They say where runs are and which of them is resumed, not what a run computes.
@@ -29,6 +30,22 @@ def refuse_changes(overrides: Sequence[str]) -> None:
     problems = [Problem(f"--set {path}", rule) for path in paths if not path.startswith(_HARMLESS)]
     if problems:
         raise JobError(problems, "arguments")
+
+
+def load_run_job(run_dir: str, overrides: Sequence[str], *, trust: bool) -> Job:
+    """Load the job of a run that is resumed; under a URI, nothing else is fetched for that.
+
+    Without `trust`, a job that names functions is refused before one of them is imported.
+    """
+    refuse_changes(overrides)
+    check_run(run_dir)
+    text, source = read_text(run_dir, "job.yaml"), storage.join(run_dir, "job.yaml")
+    if text is None:
+        raise JobError([Problem("the file", "does not exist")], source)
+    job = parse_job(text, source, overrides)
+    if not trust:
+        refuse_functions(job.functions, run_dir)
+    return job
 
 
 def find_unfinished_run(job: Job) -> str | None:
