@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -370,8 +371,6 @@ def shard(folder: str, output: str, mib: int) -> None:
 
     Example: raytrain-opt shard /data/imagenet s3://bucket/imagenet
     """
-    from pathlib import Path
-
     from raytrain_opt.commands.shard import write_shards
 
     for pattern in write_shards(Path(folder), output, mib * 2**20, click.echo):
@@ -393,8 +392,6 @@ def init(folder: str, output: str, examine: int) -> None:
 
     Example: raytrain-opt init photos --output photos.yaml
     """
-    from pathlib import Path
-
     from raytrain_opt.commands.init import init as write_job
 
     write_job(Path(folder), Path(output), examine, lambda line: click.echo(printable(line)))

@@ -17,9 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.config.schema import Job
@@ -28,9 +32,6 @@ from raytrain_opt.planning.cluster import ClusterSection
 from raytrain_opt.recording.reader import read_lines, read_text
 from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord
 from raytrain_opt.search.noise_scale import pool_noise_scales
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _COMPUTE_FRACTION, _MEMORY_FRACTION = 0.6, 0.8
 _PASSES, _OPERATION_S = 5, 10e-6
@@ -68,10 +69,6 @@ class Terms:
 
 def count_work(model: nn.Module, sample_shape: tuple[int, ...], num_classes: int) -> Work:
     """Count one training step of `model`, which is moved to torch's meta device."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import FlopCounterMode
-
     samples, operations = 2, 0
     saved: dict[int, Any] = {}
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from raytrain_opt.recording.records import BatchSizeProbeRecord
 from raytrain_opt.report.formatting import count, duration, plain
 from raytrain_opt.report.plots import (
@@ -71,8 +73,6 @@ def _speed(run: RunRecords, measured: Sequence[BatchSizeProbeRecord]) -> Plot:
 
 
 def _curve(axes: Axes, measured: Sequence[BatchSizeProbeRecord]) -> None:
-    import numpy as np
-
     points = combine([_measurement(record) for record in measured])
     sizes = [point.batch_size for point in points]
     if len(sizes) < 2:

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
 
 from raytrain_opt.config.functions import refuse_functions
 from raytrain_opt.config.schema import CheckpointSection, ModelSection, TaskSection
@@ -20,12 +24,9 @@ from raytrain_opt.config.section import is_function_name
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.data.transforms import Preprocessing, make_transform
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem
+from raytrain_opt.models import build_model
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.train.checkpoint import Checkpoints, read_metadata, read_weights
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
 
 _KEY = "raytrain_opt"
 # Brightness of red, green and blue in a gray image (ITU-R BT.601), as in PIL.
@@ -99,9 +100,6 @@ class TrainedModel(ModelDescription):
         or images of any size: PIL's, paths of files, or their bytes. Raises DataError for an array
         of another shape, and the decoder's errors.
         """
-        import numpy as np
-        import torch
-
         is_image, shape = self.preprocessing.is_image, self.sample_shape
         if is_image:
             shape = (*shape[1:], shape[0])
@@ -123,8 +121,6 @@ class TrainedModel(ModelDescription):
 
     def classify(self, batch: Tensor) -> Tensor:
         """Return probabilities [samples, classes] of preprocessed samples. Raises JobError."""
-        import torch
-
         self.task.require_classification("a prediction")
         with torch.no_grad():
             output: Tensor = self.network(batch)
@@ -132,10 +128,6 @@ class TrainedModel(ModelDescription):
 
     def _image(self, sample: Any) -> Any:
         """Return an image as uint8 [height, width, channels]."""
-        import numpy as np
-        import torch
-        from PIL import Image
-
         from raytrain_opt.data.images import center_crop, stretch
 
         if isinstance(sample, Image.Image):
@@ -164,10 +156,6 @@ def load_model(
 
     Warns of damaged later checkpoints. Raises JobError, CheckpointError.
     """
-    import torch
-
-    from raytrain_opt.models import build_model
-
     saved = find_weights(run, "RUN")
     for note in saved.notes:
         warnings.warn(note, stacklevel=2)
