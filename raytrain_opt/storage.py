@@ -239,10 +239,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Append lines of UTF-8 text, given without their ends. Raises StorageError.
-
-    A last line without an end, which a full disk or a crash has left, is cut off first.
-    """
+    """Append lines of UTF-8 text, after cutting a torn last one off. Raises StorageError."""
     try:
         with open(path, "ab+", opener=refuse_links) as file:
             _cut_torn_line(file)

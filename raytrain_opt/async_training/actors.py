@@ -79,10 +79,7 @@ class SspCoordinator:
         return self._claims[worker][1]
 
     async def begin_micro_batch(self, phase: str, worker: int, number: int, version: int) -> bool:
-        """Wait until the micro-batch may begin; return whether it may on this version's weights.
-
-        What has been given to another worker may begin at once: it counts for nothing.
-        """
+        """Wait until it may begin, or is another's; return False if it needs newer weights."""
         scheduler = self._of(phase)
         if scheduler is None or scheduler.has_begun(worker, number):
             return True

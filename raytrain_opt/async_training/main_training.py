@@ -31,11 +31,7 @@ _POLL_S = 0.5
 
 
 class AsynchronousTraining:
-    """Workers against a parameter server; implements `pools.protocol.MainTraining`.
-
-    Dead workers are done without until they are back. The driver assembles the state from what the
-    shards hold.
-    """
+    """Workers against a parameter server, without dead ones; implements `MainTraining`."""
 
     def __init__(
         self,

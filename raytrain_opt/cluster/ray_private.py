@@ -90,10 +90,7 @@ def without_helper_processes(*, log_monitor: bool) -> Iterator[None]:
 
 
 def wait_for_local_node(limit_s: float) -> AbstractContextManager[None]:
-    """Let a Ray that is started inside the block take so long to start its node.
-
-    Ray gives up after 30 s, which a machine with other work sometimes needs.
-    """
+    """Let the node of a Ray that is started inside the block take longer than Ray's 30 s."""
     get_node: Any = services.get_node
 
     def wait(*arguments: Any) -> Any:

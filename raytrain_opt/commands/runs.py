@@ -83,10 +83,7 @@ class ListedRun:
 
 
 def list_runs(storage_path: str) -> list[ListedRun]:
-    """Return the runs below a folder or URI, newest first.
-
-    Raises JobError for a URI with credentials, StorageError when the storage cannot be read.
-    """
+    """Return the runs below a folder or URI, newest first. Raises JobError, StorageError."""
     problems = check_uri(storage_path, "STORAGE")
     if problems:
         raise JobError(problems, "arguments")

@@ -46,10 +46,7 @@ class Cache:
 
     @classmethod
     def for_job(cls, job: Job, bounds: SizeBounds, *, use_gpu: bool) -> Cache:
-        """Return the place for everything in the job that affects the speed at a batch size.
-
-        A user's function counts by its name: a change of its code is not noticed.
-        """
+        """Return the place for what affects the speed in a job; functions count by name."""
         sections = ("model", "data", "optimizer", "loss", "precision", "channels_last", "compile")
         values = plain_job(job)
         key = {

@@ -21,11 +21,7 @@ from raytrain_opt.terminal.progress import open_terminal
 
 @contextmanager
 def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterator[TrainingRun]:
-    """Check the job, make its run directory, and build both pools in this process.
-
-    Records, checkpoints and the report are the same as on Ray. Raises JobError for a job that
-    needs several processes, and whatever is wrong with the job or its data.
-    """
+    """Check the job, make its run directory, build both pools here. Raises JobError, DataError."""
     problems = check_job(job)
     if problems:
         raise JobError(problems)

@@ -49,11 +49,7 @@ def load_run_job(run_dir: str, overrides: Sequence[str], *, trust: bool) -> Job:
 
 
 def find_unfinished_run(job: Job) -> str | None:
-    """Return the newest run directory of this name with checkpoints and without a result.
-
-    None if there is no such run, or if the job asks for a new one. Raises JobError when that run
-    was started with another job: its results would belong to neither.
-    """
+    """Return the run for `resume: auto` to resume, if any. Raises JobError if its job differs."""
     run_dir = newest_unfinished(job.storage_path, job.name) if job.resume == "auto" else None
     if run_dir is not None:
         _refuse_another_job(job, run_dir)

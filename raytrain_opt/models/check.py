@@ -67,10 +67,7 @@ def check_names(section: ModelSection) -> list[Problem]:
 
 
 def keyword_parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the function's keyword parameters, and whether it accepts any others (**kwargs).
-
-    A function whose signature cannot be read counts as one that accepts everything.
-    """
+    """Return a function's keyword parameters, and whether it takes any others (**kwargs)."""
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:

@@ -47,10 +47,7 @@ _RESERVED_ARGUMENTS = {
 
 
 def check_optimizer(section: OptimizerSection) -> list[Problem]:
-    """Return all problems of the section: unknown class or argument, values the class rejects.
-
-    Values are checked by constructing the class without parameters.
-    """
+    """Return all problems of the section, of values by constructing without parameters."""
     if section.name in _UNSUPPORTED:
         rule = f"cannot train here: {section.name} {_UNSUPPORTED[section.name]}"
         return [Problem("optimizer.name", rule, None, "use SGD, AdamW or another")]

@@ -214,10 +214,7 @@ def _exchange(
     owned: Sequence[Sequence[int]],
     like: Tensor,
 ) -> dict[int, Tensor]:
-    """Return the results of all ranks, in the type of `like`, with one all-gather.
-
-    Ranks with fewer elements fill up. Bytes are sent, as not every backend knows bfloat16.
-    """
+    """Return the results of all ranks, typed as `like`, with one all-gather of padded bytes."""
     lengths = [[shapes[i].numel() for i in indices] for indices in owned]
     longest = max(map(sum, lengths))
     flat = [own[i].reshape(-1) for i in sorted(own)]

@@ -256,11 +256,7 @@ def _after_warmup(
 
 
 def warmup_lrs(warmup: WarmupSection, target_lr: float, steps_per_epoch: int) -> tuple[float, ...]:
-    """Return the rate of each step of a warm-up alone; empty if it has no epochs.
-
-    A linear warm-up rises from its starting rate towards `target_lr`, which the step after the
-    last one would have.
-    """
+    """Return the rates of a warm-up alone, towards `target_lr`; empty if it has no epochs."""
     steps = warmup.epochs * steps_per_epoch
     schedule = Warmup(
         warmup.start_lr(target_lr), target_lr, steps, warmup.shape, Constant(target_lr), steps

@@ -109,10 +109,7 @@ class ClusterSection(Section):
 
 
 def read_cluster(text: str) -> ClusterSection:
-    """Return the cluster written as `NODESxDEVICESxKIND`, or in a YAML file of that name.
-
-    Raises JobError naming the field.
-    """
+    """Return the cluster of `NODESxDEVICESxKIND`, or of a YAML file. Raises JobError."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\w+)", text)
     try:
         if match:

@@ -78,11 +78,7 @@ class Planner:
     checkpoint_bytes: float = 0.0
 
     def predict(self, workers: int, global_batch_size: int) -> Prediction:
-        """Predict the job with this batch, a multiple of the workers.
-
-        Raises JobError where the batch is larger than an epoch, ResourcesError where the pools
-        do not fit.
-        """
+        """Predict the job with this batch. Raises JobError if it is too large, ResourcesError."""
         section = self.job.workers.model_copy(update={"count": workers})
         sections = {"workers": section, "global_batch_size": global_batch_size}
         job, ramp = self.job.model_copy(update=sections), self.job.batch_ramp.steps
@@ -141,10 +137,7 @@ class Planner:
         return list(self._possible([self.job.global_batch_size]))
 
     def choices(self) -> list[Prediction]:
-        """Predict all batches and numbers of workers.
-
-        Without a noise scale only the job's batch: another one is another training.
-        """
+        """Predict all numbers of workers, and batches where the noise scale is known."""
         octaves = [0] if self.terms.noise_scale is None else _BATCH_OCTAVES
         sizes = {max(1, int(self.job.global_batch_size * 2.0**i)) for i in octaves}
         return list(self._possible(sorted(sizes)))

@@ -165,10 +165,7 @@ def measured_terms(run_dirs: Sequence[str], public: Terms | None, cores: int) ->
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return intercept and slope, neither below 0, with the least squared relative errors.
-
-    Through the origin when all points have the same x.
-    """
+    """Return intercept and slope, neither below 0, with the least squared relative errors."""
     x, y = np.array(points, dtype=float).T
     columns = np.stack([1 / y, x / y], axis=1)
     if np.ptp(x) > 0:

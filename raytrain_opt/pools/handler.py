@@ -11,11 +11,7 @@ from raytrain_opt.train.learner import Learner
 
 
 class LearnerHandler:
-    """Executes commands with a learner.
-
-    The learner's state has an identity: a state is loaded only when a command needs another one.
-    `index`: rank of the worker or number of the slot. `states`: access to states by reference.
-    """
+    """Executes commands with a learner; loads a state only when a command needs another one."""
 
     def __init__(self, learner: Learner, index: int, states: States) -> None:
         self.learner, self.index, self.states = learner, index, states

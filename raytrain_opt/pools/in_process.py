@@ -49,11 +49,7 @@ class InProcessStates:
 
 
 class InProcessPool:
-    """A pool of one resident, whose commands are function calls; implements `protocol.Pool`.
-
-    Exceptions of a command are raised where they occur, so that a debugger stops there.
-    `before`: called before each command.
-    """
+    """A pool of one resident; `before` precedes each command. Implements `protocol.Pool`."""
 
     size = 1
 

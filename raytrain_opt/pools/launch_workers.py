@@ -21,11 +21,7 @@ _PLACEMENT_LIMIT_S = 15.0
 
 
 def run_workers(config: ResidentConfig, trainer: Callable[..., Any]) -> None:
-    """Start the workers and return when they have left; blocks (call it in a thread).
-
-    `trainer`: see `WorkerProgram.trainer`. Raises whatever Ray Train raises when a worker dies
-    more often than the job allows.
-    """
+    """Run the workers until they have left (blocks). Raises what Ray Train does in the end."""
     count = config.plan.workers
     if config.min_workers == count:
         _fit(config, trainer, "", count, FailureConfig(max_failures=config.max_restarts))

@@ -61,11 +61,7 @@ class PoolLauncher:
     """Runs the pools. Each method returns when its pool has ended, and raises why."""
 
     def __init__(self, *, local: bool, import_all: bool) -> None:
-        """Import what the pools need.
-
-        `local`: Ray runs on this machine alone, and all its processes have `environment`.
-        `import_all`: import what both pools need now, beside the driver's own start.
-        """
+        """Import what the pools need, all now if `import_all`. `local`: see `environment`."""
         # Modules that import each other in circles must not be imported by two threads.
         self._importing = threading.Lock()
         self._relays: list[Any] = []

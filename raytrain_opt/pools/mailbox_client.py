@@ -39,10 +39,7 @@ def answer(ref: Any, name: str = _MAILBOX, limit_s: float = _ANSWER_S) -> Any:
 
 
 class ResidentMailbox:
-    """A resident's view. Methods raise Ray's RayError when the mailbox has died.
-
-    `relay`: what it calls for commands and progress, the mailbox itself in a small pool.
-    """
+    """A resident's view, through its `relay`. Raises RayError when the mailbox has died."""
 
     def __init__(self, actor: Any, relay: Any, resident: Resident) -> None:
         self._actor, self._relay, self._resident = actor, relay, resident

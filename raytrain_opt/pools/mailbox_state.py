@@ -132,10 +132,7 @@ class CommandBoard:
 
 @dataclass
 class ActivityLog:
-    """What the residents of one pool report: progress, signs of life, spans and events.
-
-    Times are read from the clock of this process, so the clocks of the nodes need not agree.
-    """
+    """What a pool's residents report: progress, spans, events; on the clock of this process."""
 
     progress: dict[int, Progress] = field(default_factory=dict)
     heard_s: dict[int, float] = field(default_factory=dict)

@@ -28,11 +28,7 @@ class SpanSource(Protocol):
 
 
 class EventLog:
-    """Timeline and events of one execution of a run, which began at `began_s` (monotonic).
-
-    Records count seconds of the run: from its first start, without the time between an
-    interruption and the resume.
-    """
+    """Timeline and events of one execution, in seconds of the run without its interruptions."""
 
     def __init__(self, recorder: Recorder, terminal: Display, began_s: float) -> None:
         self._recorder, self._terminal = recorder, terminal

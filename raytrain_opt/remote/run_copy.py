@@ -144,10 +144,7 @@ class RunCopy:
                 file.write(chunk)
 
     def publish(self) -> None:
-        """Copy new and changed files of the folder, and remove the objects of deleted ones.
-
-        Raises StorageError, and TakenOverError if another process has the lease.
-        """
+        """Copy what is new, remove what was deleted. Raises StorageError, TakenOverError."""
         with storage_errors(f"{self.uri} cannot be written; all files are in {self._local}"):
             self._lease.check()
             files = self._parts()

@@ -127,10 +127,7 @@ class BackwardOrder:
         ]
 
     def finish(self) -> list[int]:
-        """Stop recording; return the indices of the trained parameters in backward order.
-
-        Parameters without a gradient come last: DDP raises a clear error for them.
-        """
+        """Stop recording; return parameter indices in backward order, unused ones last."""
         for hook in self._hooks:
             hook.remove()
         return list({**self._order, **dict.fromkeys(range(len(self._parameters)))})

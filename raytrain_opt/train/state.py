@@ -86,10 +86,7 @@ class TrainingState:
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
 
     def first_not_finite(self) -> str | None:
-        """Return the name of a tensor with NaN or infinity; None if there is none.
-
-        Negative infinity alone is valid: masks of attention have it.
-        """
+        """Return a tensor's name with NaN or infinity (not -inf, which masks have) or None."""
         for name, packed in self.tensors.items():
             tensor = packed.tensor()
             if tensor.is_floating_point() and tensor.numel():
@@ -133,11 +130,7 @@ def capture(
     optimizer_index: int = 0,
     unpooled: dict[str, Any] | None = None,
 ) -> TrainingState:
-    """Capture the current state of a training.
-
-    Without `copy`, CPU tensors share the live model's memory: use the state (hash it, pass it
-    to `ray.put`) before training continues.
-    """
+    """Capture a training's state; without `copy`, CPU tensors share the live model's memory."""
     return to_cpu_state(
         model.state_dict(),
         optimizer.state_dict(),

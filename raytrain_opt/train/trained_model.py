@@ -68,10 +68,7 @@ class SavedWeights:
 
 
 def find_weights(run: str | Path, argument: str) -> SavedWeights:
-    """Find the latest checkpoint of a run (a folder or a URI), or a single checkpoint's folder.
-
-    `argument`: the option or field that names it. Raises JobError, CheckpointError.
-    """
+    """Find a run's latest checkpoint, or a single one. Raises JobError, CheckpointError."""
     folder = Path(run).expanduser().absolute()
     if (folder / "weights.safetensors").is_file():
         return SavedWeights(folder, folder.name, folder.parents[1] / "job.yaml")
