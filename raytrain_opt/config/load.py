@@ -76,6 +76,15 @@ def plain_job(job: Job) -> dict[str, Any]:
     return {key: _to_plain(value, key) for key, value in job.model_dump().items()}
 
 
+def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return every value of a plain job by its dotted path."""
+    fields: dict[str, Any] = {}
+    for key, value in section.items():
+        path = f"{prefix}{key}"
+        fields |= flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return fields
+
+
 def job_schema() -> dict[str, Any]:
     """Return the JSON schema of a job file, for editors and other programs."""
     schema = Job.model_json_schema()

@@ -8,7 +8,7 @@ from typing import Any
 from raytrain_opt import storage
 from raytrain_opt.config.error_messages import shown
 from raytrain_opt.config.functions import refuse_functions
-from raytrain_opt.config.load import parse_job, plain_job
+from raytrain_opt.config.load import flatten, parse_job, plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_worker_count
@@ -70,7 +70,7 @@ def _read_job(run_dir: str) -> Job:
 
 def _refuse_another_job(job: Job, run_dir: str) -> None:
     jobs = (job, _read_job(run_dir))
-    now, then = (_flatten(plain_job(_resolve(job, run_dir))) for job in jobs)
+    now, then = (flatten(plain_job(_resolve(job, run_dir))) for job in jobs)
     problems = [
         Problem(key, f"is {_value_text(then, key)} in that run", _value_text(now, key))
         for key in {**now, **then}
@@ -97,15 +97,6 @@ def _resolve(job: Job, run_dir: str) -> Job:
         if record is not None:
             job = apply_batch_size(job, record.batch_size_per_worker)
     return resolve_lr_scaling(keep_worker_count(job, run_dir))
-
-
-def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return every value by its dotted path."""
-    fields: dict[str, Any] = {}
-    for key, value in section.items():
-        path = f"{prefix}{key}"
-        fields |= _flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
-    return fields
 
 
 def _value_text(fields: Mapping[str, Any], key: str) -> str:

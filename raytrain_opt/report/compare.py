@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from raytrain_opt.config.load import flatten
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.report.formatting import count, duration, percent, rate
 from raytrain_opt.report.plots import (
@@ -139,7 +140,7 @@ def summaries_table(summaries: Sequence[RunSummary]) -> Table:
 
 def differences(jobs: Sequence[Mapping[str, Any]]) -> Table:
     """Return the fields in which the resolved jobs differ."""
-    fields = [_flat(job) for job in jobs]
+    fields = [{name: str(value) for name, value in flatten(job).items()} for job in jobs]
     names = dict.fromkeys(name for job in fields for name in job)
     rows = [
         [Cell(name), *(Cell(job.get(name, _ABSENT)) for job in fields)]
@@ -149,11 +150,3 @@ def differences(jobs: Sequence[Mapping[str, Any]]) -> Table:
     letters = [letter(index) for index in range(len(jobs))]
     caption = "Fields in which the jobs differ, defaults included."
     return Table("differences", caption, ["field", *letters], rows, wide=letters)
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    fields: dict[str, str] = {}
-    for key, value in section.items():
-        name = f"{prefix}{key}"
-        fields |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: str(value)}
-    return fields
