@@ -17,14 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """Squared norms of gradients, for `search.noise_scale`.
+    """Squared norms of gradients, for `search.noise_scale`; a pair for each measured update."""
 
-    One pair per measured update: the mean over the gradients of `small_batch` samples each, and
-    that of the gradient of all `big_batch` samples.
-    """
-
-    small_batch: int
-    big_batch: int
+    small_batch: int  # samples of each gradient of which the first norm is the mean
+    big_batch: int  # samples of the gradient of the second norm
     pairs: tuple[tuple[float, float], ...]
 
 
@@ -88,17 +84,12 @@ MAX_MISTAKES = 12
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """The most probable class of each sample of a split, or of a part of it, in its order.
+    """The most probable class of each sample of a split, or of a part of it, in its order."""
 
-    labels, classes: int32 [samples]. confidences: float32 [samples], the probability of the class.
-    mistakes: the image, as JPEG, of the most confident mistakes by their positions among the
-    samples; None for a sample that is no image.
-    """
-
-    labels: npt.NDArray[np.int32]
-    classes: npt.NDArray[np.int32]
-    confidences: npt.NDArray[np.float32]
-    mistakes: dict[int, bytes | None]
+    labels: npt.NDArray[np.int32]  # [samples]
+    classes: npt.NDArray[np.int32]  # [samples]
+    confidences: npt.NDArray[np.float32]  # [samples], probabilities of the classes
+    mistakes: dict[int, bytes | None]  # JPEG of the most confident by position; None: no image
 
     @classmethod
     def join(cls, parts: Sequence[Predictions | None]) -> Predictions | None:

@@ -28,20 +28,15 @@ from raytrain_opt.terminal.progress import print_summary
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a run, for scripts.
-
-    `test_metric`: of the last epoch, the metric of the task that decides; with classification the
-    accuracy, 0..1. None when it was not evaluated. `lrs`: the learning rate of
-    every step. `summary`: the content of result.json.
-    """
+    """Result of a run, for scripts."""
 
     run_dir: str
-    test_metric: float | None
+    test_metric: float | None  # the one that decides (accuracy, 0..1); None: not evaluated
     best_test_metric: float | None
     best_epoch: int | None
-    lrs: tuple[float, ...]
+    lrs: tuple[float, ...]  # of every step
     wall_s: float
-    summary: dict[str, Any]
+    summary: dict[str, Any]  # the content of result.json
 
 
 def finish(run: TrainingRun) -> RunResult:

@@ -71,16 +71,12 @@ class PlateauSchedule(NoCandidates):
 
 @dataclass(frozen=True)
 class RecordedSchedule(NoCandidates):
-    """Replay a schedule.jsonl: each epoch's rates by step, and factor of the weight decay.
+    """Replay a schedule.jsonl."""
 
-    `lr_multipliers`: factors of the rate, by the parameters that have one other than 1.
-    `optimizer`: its name. `full_steps`: steps of each epoch, had it trained on all samples.
-    """
-
-    lrs: tuple[tuple[float, ...], ...]
-    weight_decay_factors: tuple[float, ...]
-    full_steps: tuple[int, ...]
-    lr_multipliers: Mapping[str, float] = field(default_factory=dict)
+    lrs: tuple[tuple[float, ...], ...]  # by epoch and step
+    weight_decay_factors: tuple[float, ...]  # by epoch
+    full_steps: tuple[int, ...]  # of each epoch, had it trained on all samples
+    lr_multipliers: Mapping[str, float] = field(default_factory=dict)  # other than 1
     optimizer: str = "SGD"
 
     @classmethod

@@ -39,23 +39,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TryCandidates:
-    """A round: pre-train each candidate from the same state, and score them.
-
-    Step i of a candidate has `lr_shape[i]` times its rate. The run continues from the winner's
-    state if `keeps_winner`, else the steps only serve the score. `stage` says which question of
-    the policy the round answers. With `fresh_statistics`, BatchNorm statistics are taken anew
-    before the score.
-    """
+    """A round: pre-train each candidate from the same state, and score them."""
 
     epoch: int
     base_lr: float
     reason: str
     candidates: tuple[Candidate, ...]
-    lr_shape: tuple[float, ...]
+    lr_shape: tuple[float, ...]  # step i of a candidate has lr_shape[i] times its rate
     score: Score = "val_loss"
-    keeps_winner: bool = False
-    stage: str = ""
-    fresh_statistics: bool = False
+    keeps_winner: bool = False  # the run continues from the winner's state
+    stage: str = ""  # which question of the policy the round answers
+    fresh_statistics: bool = False  # of BatchNorm, taken anew before the score
 
     @property
     def pretrain_steps(self) -> int:
@@ -146,23 +140,17 @@ class CandidateResult:
 
 @dataclass(frozen=True)
 class Decision:
-    """The outcome of one round.
-
-    `winner` is None when another round has to follow: every candidate diverged, or the policy
-    needs more results. Where no steps are kept, it may come from an earlier round of the epoch.
-    `tried`: results that later rounds of the epoch compare with. `stage` and `steps` are those
-    of the round's `TryCandidates`.
-    """
+    """The outcome of one round, of which `stage` and `steps` are those of its `TryCandidates`."""
 
     epoch: int
     base_lr: float
     scores: tuple[float, ...]
-    winner: CandidateResult | None
+    winner: CandidateResult | None  # perhaps of an earlier round; None: another has to follow
     next_base_lr: float
     reason: str
     stage: str = ""
     steps: int = 0
-    tried: tuple[CandidateResult, ...] = ()
+    tried: tuple[CandidateResult, ...] = ()  # results that later rounds of the epoch compare with
     next_optimizer: int = 0
 
 

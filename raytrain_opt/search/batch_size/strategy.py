@@ -28,14 +28,11 @@ class BatchSizeChoice:
 
 @dataclass(frozen=True)
 class SizeBounds:
-    """The allowed batch sizes per worker, 1 to `largest`.
-
-    An epoch has `epoch_samples` per worker; the global batch is `workers` times a size.
-    """
+    """The allowed batch sizes per worker, 1 to `largest`."""
 
     largest: int
-    epoch_samples: int
-    workers: int = 1
+    epoch_samples: int  # per worker
+    workers: int = 1  # the global batch is this times a size
 
     def largest_open(self, history: Sequence[Probe]) -> int:
         """Return the largest size that is allowed and not ruled out; 0 if there is none."""
