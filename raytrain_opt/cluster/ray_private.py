@@ -85,7 +85,7 @@ def without_helper_processes(*, log_monitor: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for name in names:
             if hasattr(Node, name):
-                stack.enter_context(_replaced(Node, name, _start_nothing))
+                stack.enter_context(_replaced(Node, name, _do_nothing))
         yield
 
 
@@ -124,8 +124,8 @@ def start_processes_with(program: str) -> AbstractContextManager[None]:
     return _replaced(ray_constants, "SETUP_WORKER_FILENAME", program)
 
 
-def _start_nothing(node: Node, **options: Any) -> None:
-    """Take the place of a method of Ray's node that starts a process."""
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Take the place of a method that starts a process or asks the autoscaler for nodes."""
 
 
 def actor_id(actor: Any) -> str:
@@ -233,15 +233,11 @@ def run_without_helpers(trainer: DataParallelTrainer) -> None:
 def _run_controller_here(*, scaling_policy: Any, **arguments: Any) -> Any:
     from ray.train.v2._internal.execution.controller import TrainController
 
-    scaling_policy.after_controller_start = _request_nothing
-    scaling_policy._maybe_send_resource_request = _request_nothing
+    scaling_policy.after_controller_start = _do_nothing
+    scaling_policy._maybe_send_resource_request = _do_nothing
     controller: Any = TrainController(scaling_policy=scaling_policy, **arguments)
     asyncio.run(controller.run())
     return controller.get_result()
-
-
-def _request_nothing(*_: Any) -> None:
-    """Take the place of a request to the autoscaler."""
 
 
 def propagate_no_variables() -> None:

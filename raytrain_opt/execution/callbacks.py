@@ -59,7 +59,7 @@ class Callbacks:
         self._epoch = getattr(value, "epoch", self._epoch)
         for callback in self._callbacks:
             try:
-                getattr(callback, event, _ignore)(value)
+                getattr(callback, event, lambda _: None)(value)
             except Exception as error:  # noqa: BLE001 - code of the user's own
                 self._log(type(callback).__name__, event, error)
 
@@ -98,7 +98,3 @@ def _classes(job: Job) -> list[Callable[[Job, str], object]]:
 
         classes.append(MlflowTracking)
     return classes
-
-
-def _ignore(_: object) -> None:
-    """Stand in for a method that a callback lacks."""

@@ -15,7 +15,6 @@ from raytrain_opt.async_training.main_training import AsynchronousTraining
 from raytrain_opt.async_training.program import AsynchronousWorkers
 from raytrain_opt.cluster.connection import alive_nodes, count_placeable, cpu_count, on_driver_node
 from raytrain_opt.cluster.metrics import RayMetrics
-from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.session import Session
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
@@ -81,7 +80,9 @@ def _start_pools(
     resolved: ResolvedJob, session: Session, server: ServerHandles | None
 ) -> Iterator[TrainingRun]:
     job, plan = resolved.job, session.plan
-    oversubscribed = _is_oversubscribed(plan)
+    # Starting a process costs ten seconds of CPU, most of it imports. With too few cores the slots
+    # start first, since they take the first steps; the workers start beside the first round.
+    oversubscribed = cpu_count() < plan.slots + plan.workers
     launcher = start_launcher(
         local=session.owns_ray, start_s=job.timeouts.start_s, import_all=not oversubscribed
     )
@@ -102,7 +103,9 @@ def _start_pools(
         plan.workers,
         lambda: launcher.run_workers.remote(config),
         can_lose_residents=not config.workers.forms_group,
-        has_room=partial(_has_room, plan) if config.min_workers < plan.workers else None,
+        has_room=None
+        if config.min_workers == plan.workers
+        else lambda: count_placeable(plan.worker_resources, 1, _LOOK_S) == 1,
     )
     slots = make_pool(
         SLOT_POOL, plan.slots, lambda: launcher.run_slots.remote(config), can_lose_residents=True
@@ -148,16 +151,3 @@ def _resident_config(
         faults=planned_faults(),
         workers=SynchronousWorkers() if server is None else AsynchronousWorkers(server),
     )
-
-
-def _has_room(plan: PoolPlan) -> bool:
-    return count_placeable(plan.worker_resources, 1, _LOOK_S) == 1
-
-
-def _is_oversubscribed(plan: PoolPlan) -> bool:
-    """Return whether there are fewer cores than processes.
-
-    Starting a process costs ten seconds of CPU, most of it imports. With too few cores the slots
-    start first, since they take the first steps; the workers start beside the first round.
-    """
-    return cpu_count() < plan.slots + plan.workers

@@ -56,7 +56,8 @@ def parameter_groups(
             settings |= {"weight_decay": 0.0, "adapt": False}
         if use_muon:
             settings["use_muon"] = (
-                _is_matrix(param)
+                param.dim() >= 2
+                and min(len(param), param[0].numel()) >= 2
                 and id(param) not in in_norm | in_embedding
                 and not any(fnmatchcase(name, pattern) for pattern in aux_parameters)
             )
@@ -71,10 +72,6 @@ def parameter_groups(
 def _parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[int]:
     modules = (module for module in model.modules() if isinstance(module, kinds))
     return {id(param) for module in modules for param in module.parameters(recurse=False)}
-
-
-def _is_matrix(param: nn.Parameter) -> bool:
-    return param.dim() >= 2 and min(len(param), param[0].numel()) >= 2
 
 
 def _check_patterns(patterns: Sequence[str], model: nn.Module) -> None:

@@ -63,7 +63,9 @@ def _speed(run: RunRecords, measured: Sequence[BatchSizeProbeRecord]) -> Plot:
             markersize=4,
             label="probes",
         )
-        _mark_chosen(run, axes)
+        if run.batch_size is not None:
+            chosen = run.batch_size.batch_size_per_worker
+            axes.axvline(chosen, color=color("orange"), linestyle="--", label=f"chosen: {chosen}")
         axes.set(xlabel="batch size per worker", ylabel="samples/s")
         plain_log(axes, "x", 2)
         thousands(axes, "y")
@@ -87,12 +89,6 @@ def _curve(axes: Axes, measured: Sequence[BatchSizeProbeRecord]) -> None:
 def _measurement(record: BatchSizeProbeRecord) -> Probe:
     speed, error = record.samples_per_s, record.samples_per_s_error
     return Probe(record.batch_size, "ok", speed or math.nan, error or math.nan)
-
-
-def _mark_chosen(run: RunRecords, axes: Axes) -> None:
-    if run.batch_size is not None:
-        chosen = run.batch_size.batch_size_per_worker
-        axes.axvline(chosen, color=color("orange"), linestyle="--", label=f"chosen: {chosen}")
 
 
 def _time_parts(measured: Sequence[BatchSizeProbeRecord]) -> Plot:

@@ -96,7 +96,8 @@ def search_plots(run: RunRecords) -> list[Plot]:
 
     def paint(axes: Axes) -> None:
         lines = {(o, n): _points(rounds, o, n) for o in optimizers for n in lengths}
-        highest = _highest_shown(list(lines.values()))
+        lowest = [min(loss for _, loss in line) for line in lines.values() if line]
+        highest = 1.15 * max(lowest, default=1.0)  # about there, candidates hardly trained
         for (optimizer, steps), line in lines.items():
             points = [(lr, loss) for lr, loss in line if loss <= highest]
             axes.plot(
@@ -121,11 +122,6 @@ def search_plots(run: RunRecords) -> list[Plot]:
         + " All values are in the table of rounds."
     )
     return [draw("search", "Search before the first epoch", caption, paint)]
-
-
-def _highest_shown(lines: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Return a little more than the highest of the lines' lowest losses: others are far above."""
-    return 1.15 * max((min(loss for _, loss in line) for line in lines if line), default=1.0)
 
 
 def _points(
