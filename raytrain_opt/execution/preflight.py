@@ -249,7 +249,7 @@ def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
 
 
 def _check_last_updates(job: Job, info: DataInfo) -> None:
-    """Refuse a last update whose micro-batches have one sample, too few for BatchNorm, or none."""
+    """Refuse a last update with less than two samples in a micro-batch (BatchNorm, DDP)."""
     from raytrain_opt.train.learner_config import LearnerConfig
 
     split = 1 if job.parallel.mode == "sync" else LearnerConfig.from_job(job).balanced_split

@@ -40,7 +40,7 @@ class RunResult:
 
 
 def finish(run: TrainingRun) -> RunResult:
-    """Write report, then result.json, without which `resume: auto` returns; print the summary."""
+    """Write the report, then result.json (a run without is unfinished), and print the summary."""
     run.wait_for_checkpoint()
     run_dir = str(run.paths.local)
     epochs = run.length.records

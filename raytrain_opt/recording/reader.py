@@ -24,7 +24,7 @@ def read_lines(run_dir: str, name: str, kind: type[R], skip: int = 0) -> list[R]
 
 
 def read_last(run_dir: str, name: str, kind: type[R]) -> R | None:
-    """Return the last complete line of a record, parsing no other; None, or RecordError."""
+    """Return a record's last complete line, parsed alone; None without. Raises RecordError."""
     lines = (read_text(run_dir, name) or "").rsplit("\n", 2)
     return _parse(lines[-2], kind, f"{run_dir}/{name}, last line") if len(lines) > 1 else None
 

@@ -16,7 +16,7 @@ from raytrain_opt.search.policy import History, NoCandidates, TrainEpoch
 
 @dataclass(frozen=True)
 class FixedSchedule(NoCandidates):
-    """Train at the rates of a schedule, in larger strides through epochs of fewer steps."""
+    """Train at the rates of a schedule; an epoch of fewer steps covers it in larger strides."""
 
     schedule: Schedule
     steps: EpochSteps

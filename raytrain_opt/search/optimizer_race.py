@@ -52,7 +52,7 @@ class OptimizerRace:
         return steps.fine >= steps.coarse
 
     def next(self, rounds: Sequence[Decision]) -> tuple[int, PeakRequest | PeakChoice]:
-        """Return an optimizer and its candidates, or its peak. Raises DivergedError after all."""
+        """Return an optimizer and its next candidates, or its peak. Raises DivergedError."""
         following = {i: self._next_of(i, rounds) for i in range(len(self.searches))}
         for index, request in following.items():
             if isinstance(request, PeakRequest) and (

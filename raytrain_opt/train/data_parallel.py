@@ -57,7 +57,7 @@ class Parallel:
     def begin_phase(
         self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
     ) -> None:
-        """Begin a phase; losses are multiplied by `scale`, and loaders `read_ahead`."""
+        """Begin a phase: losses are multiplied by `scale`, loaders are `read_ahead` ahead."""
         self._indices = micro_batches.indices
 
     def indices(self, update: int) -> range:
