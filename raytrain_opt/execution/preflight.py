@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 # ResNet-18 with 32 images of 32 x 32 pixels (15 times) is 7 times as long, that of an MLP with 32
 # vectors (74 times) 35 times.
 _MUON_LIMIT = 4.0
+# Up to this many operations, a twentieth of a second on one core, Muon is worth them.
+_FEW_FLOPS = 5e9
 
 
 @dataclass(frozen=True)
@@ -285,8 +287,9 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
     groups = {str(o.name): group_parameters(o, model) for o in job.optimizers}
     if job.optimizer.chooses_freely:
         matrices = [p.shape for g in groups["Muon"] if g["use_muon"] for p in g["params"]]
-        flops = count_flops(task, model, info)
-        preflight.muon_samples = orthogonalization_flops(matrices) / max(flops, 1.0)
+        muon_flops = orthogonalization_flops(matrices)
+        if muon_flops > _FEW_FLOPS:
+            preflight.muon_samples = muon_flops / max(count_flops(task, model, info), 1.0)
     if job.parallel.mode == "async":
         from raytrain_opt.async_training.weight_shard import split_parameters
 

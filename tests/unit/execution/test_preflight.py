@@ -66,6 +66,13 @@ def test_the_driver_keeps_no_copy_of_data_that_it_has_shared() -> None:
 
 def mlp(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     """Build an MLP, whose matrices are large for the work of one sample."""
+    features, width = math.prod(sample_shape), 1024
+    layers = (nn.Linear(features, width), nn.Linear(width, width), nn.Linear(width, num_classes))
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def small_mlp(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build an MLP whose matrices are soon orthogonalized."""
     features = math.prod(sample_shape)
     return nn.Sequential(nn.Flatten(), nn.Linear(features, 64), nn.Linear(64, num_classes))
 
@@ -76,8 +83,8 @@ def recurrent(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     class Rows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lstm = nn.LSTM(sample_shape[2], 64, batch_first=True)
-            self.last = nn.Linear(64, num_classes)
+            self.lstm = nn.LSTM(sample_shape[2], 512, batch_first=True)
+            self.last = nn.Linear(512, num_classes)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             output: torch.Tensor = self.last(self.lstm(x.flatten(1, 2))[0][:, -1])
@@ -90,7 +97,8 @@ def recurrent(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     ("model", "batch", "optimizer", "has_muon"),
     [
         (mlp, 8, "auto", False),
-        (mlp, 512, "auto", True),
+        (mlp, 1250, "auto", True),
+        (small_mlp, 8, "auto", True),
         (mlp, 8, {"name": "auto", "candidates": ["Muon", "SGD"]}, True),
         (mlp, 8, "Muon", True),
         ("small_cnn", 8, "auto", True),
