@@ -32,14 +32,6 @@ if TYPE_CHECKING:
     from raytrain_opt.search.policy import Policy
 
 
-# With more times the operations of a batch, SGD makes more of the time: on a CPU, a step of
-# ResNet-18 with 32 images of 32 x 32 pixels (15 times) is 7 times as long, that of an MLP with 32
-# vectors (74 times) 35 times.
-_MUON_LIMIT = 4.0
-# Up to this many operations, a twentieth of a second on one core, Muon is worth them.
-_FEW_FLOPS = 5e9
-
-
 @dataclass(frozen=True)
 class ResolvedJob:
     """A valid job and what follows from it and its data.
@@ -66,14 +58,15 @@ class Preflight:
     """The data as the driver read them, and the resolved job.
 
     `shared` is what all processes share, until `take_shared`, `info` the sizes. `resolved` is None
-    while the batch size is still to be searched. A step with Muon takes as many operations more
-    than one of SGD as the training of `muon_samples` samples.
+    while the batch size is still to be searched. `muon_flops`: operations with which a step of
+    Muon orthogonalizes, where the job may choose it; `sample_flops`: of one sample's training.
     """
 
     shared: SharedData
     info: DataInfo
     resolved: ResolvedJob | None = None
-    muon_samples: float = 0.0
+    muon_flops: float = 0.0
+    sample_flops: float = 0.0
 
     def take_shared(self) -> SharedData:
         """Return what all processes share, and keep no copy of it in the driver."""
@@ -88,6 +81,7 @@ class Preflight:
         """
         from raytrain_opt.optim.epoch_steps import epoch_steps
         from raytrain_opt.search.factory import build_policy
+        from raytrain_opt.search.optimizer_race import is_too_costly
 
         info, note = self.info, None
         if not job.data.drop_last:
@@ -99,12 +93,12 @@ class Preflight:
             info.search_size,
             drop_last=job.data.drop_last,
         )
-        times = self.muon_samples / job.global_batch_size
-        if times > _MUON_LIMIT:
+        batch_flops = self.sample_flops * job.global_batch_size
+        if is_too_costly(self.muon_flops, batch_flops):
             job = job.model_copy(update={"optimizer": job.optimizer.without("Muon")})
             note = (
-                f"Muon is left out: orthogonalizing takes {times:.0f} times as many operations as "
-                "training a batch; optimizer.candidates can name it"
+                f"Muon is left out: orthogonalizing takes {self.muon_flops / batch_flops:.0f} "
+                "times as many operations as training a batch; optimizer.candidates can name it"
             )
         return ResolvedJob(job, info, steps, build_policy(job, steps), note)
 
@@ -194,15 +188,17 @@ def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Pr
     data.
     """
     shared, info = _read_data(job)
-    preflight, problems = Preflight(shared, info), _check_worker_count(job, info)
-    is_final = not problems and job.batch_size_search is None
-    if is_final:
-        problems += _problems_of(lambda: preflight.resolve(job))
-    problems += _problems_of(lambda: _check_model(job, preflight, resumed=resumed))
+    preflight = Preflight(shared, info)
+    problems_of_model = _problems_of(lambda: _check_model(job, preflight, resumed=resumed))
+    problems = _check_worker_count(job, info)
+    if not problems and job.batch_size_search is None:
+        try:
+            preflight.resolved = preflight.resolve(job)
+        except JobError as error:
+            problems += error.problems
+    problems += problems_of_model
     if problems:
         raise JobError(problems, source)
-    if is_final:
-        preflight.resolved = preflight.resolve(job)
     return preflight
 
 
@@ -287,9 +283,8 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
     groups = {str(o.name): group_parameters(o, model) for o in job.optimizers}
     if job.optimizer.chooses_freely:
         matrices = [p.shape for g in groups["Muon"] if g["use_muon"] for p in g["params"]]
-        muon_flops = orthogonalization_flops(matrices)
-        if muon_flops > _FEW_FLOPS:
-            preflight.muon_samples = muon_flops / max(count_flops(task, model, info), 1.0)
+        preflight.muon_flops = orthogonalization_flops(matrices)
+        preflight.sample_flops = count_flops(task, model, info)
     if job.parallel.mode == "async":
         from raytrain_opt.async_training.weight_shard import split_parameters
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ def split_evenly(costs: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in indices]
 
 
-class BatchedOptimizer(Optimizer):
+class BatchedOptimizer(Optimizer, ABC):
     """Base of optimizers that update the parameters of one device and type together."""
 
     @torch.no_grad()
@@ -42,9 +43,9 @@ class BatchedOptimizer(Optimizer):
                 self._update_group(group, params)
         return loss
 
+    @abstractmethod
     def _update_group(self, group: dict[str, Any], params: list[Any]) -> None:
         """Update the parameters of a group that have a gradient."""
-        raise NotImplementedError
 
     @staticmethod
     def _batches(params: list[Any]) -> Iterator[list[Any]]:

@@ -25,6 +25,7 @@ Where the paper is silent:
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, ProbeReques
 _MAX_STEP = 10
 
 
-class _Published:
+class _Published(ABC):
     """What both strategies share: the memory limits, and a test of convergence every few loops."""
 
     section: GpuUsageMaximizeSearch | EpochTimeMinimizeSearch
@@ -61,12 +62,13 @@ class _Published:
             return BatchSizeChoice(loops[-1].batch_size, reason)
         return self._next(loops, self.bounds.largest_open(history))
 
+    @abstractmethod
     def _converged(self, loops: Sequence[Probe], at_last_test: Sequence[Probe]) -> str:
         """Return why the search has converged; empty if it has not."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _next(self, loops: Sequence[Probe], largest: int) -> ProbeRequest | BatchSizeChoice:
-        raise NotImplementedError
+        """Return the next size to measure, or the choice; `largest`: allowed."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from raytrain_opt.config.learning_rate import HorizonPolicy
 from raytrain_opt.config.updates import OptimizerChoiceSection, OptimizerSection
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.search.optimizer_race import is_too_costly
 from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,
@@ -186,6 +187,16 @@ def test_when_all_of_all_optimizers_diverge_the_likely_cause_is_named() -> None:
     losses = {index: Optimizer(0.1, 2.0, limit=0.0) for index in USUAL}
     with pytest.raises(DivergedError, match="every candidate of every optimizer"):
         search(policy(), losses)
+
+
+@pytest.mark.parametrize(
+    ("step", "batch", "too_costly"),
+    [(4e12, 1e12, False), (4.1e12, 1e12, True), (5e9, 1e6, False), (5.1e9, 1e6, True)],
+)
+def test_a_step_may_take_four_times_the_operations_of_a_batch_or_five_billion(
+    step: float, batch: float, *, too_costly: bool
+) -> None:
+    assert is_too_costly(step, batch) is too_costly
 
 
 def test_with_few_steps_only_the_rate_of_the_preferred_optimizer_is_searched() -> None:
