@@ -97,6 +97,10 @@ class DataInfo:
         return self.train_size // global_batch_size
 
 
+def no_op() -> None:
+    """Do nothing: the `on_copy` of data that nobody measures."""
+
+
 class TrainingData(ABC):
     """Training, validation and test split of a data set.
 
@@ -106,7 +110,7 @@ class TrainingData(ABC):
 
     info: DataInfo
     # Called for each batch between reading it and moving it to the device; probes time both.
-    on_copy: Callable[[], None]
+    on_copy: Callable[[], None] = staticmethod(no_op)
 
     @property
     def read_ahead(self) -> int:
@@ -167,7 +171,3 @@ def count_classes(
             f"{classes}; classes are numbered from 0, without gaps",
         )
     return tuple(counts.tolist())
-
-
-def no_op() -> None:
-    """Do nothing: the `on_copy` of data that nobody measures."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -55,8 +55,8 @@ class BatchRequest(NamedTuple):
     split: SourceSplit
     purpose: Purpose
     epoch: int
-    indices: tuple[int, ...]
-    keys: tuple[int, ...] = ()
+    indices: Sequence[int]
+    keys: Sequence[int] = ()
 
 
 class LoadedBatch(NamedTuple):

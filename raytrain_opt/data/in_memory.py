@@ -14,14 +14,7 @@ import torch
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut, RayData
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation
-from raytrain_opt.data.base import (
-    Batch,
-    DataInfo,
-    Split,
-    TrainingData,
-    count_classes,
-    no_op,
-)
+from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, count_classes
 from raytrain_opt.data.copy_stream import CopyStream
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.ray_data import WindowedRows
@@ -48,7 +41,6 @@ class InMemoryData(TrainingData):
         self,
         arrays: DatasetArrays,
         section: ArraySetData | ArraysData | RayData,
-        *,
         hold_out: HoldOut,
         seed: int,
         device: torch.device,
@@ -68,7 +60,6 @@ class InMemoryData(TrainingData):
             len(x), hold_out, seed, self._augment.repeats, permutation, labels
         )
         field = _LABEL_FIELDS.get(section.name, "data.name")
-        self.on_copy: Callable[[], None] = no_op
         self._seed = seed
         auto = None
         if is_image and section.normalize == "auto":
