@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,12 +196,12 @@ def check_labels(array: NamedArray, num_classes: int | None = None) -> None:
         )
     if len(y) == 0:
         raise array.error("has no samples")
-    is_wrong = (y < 0) if num_classes is None else (y < 0) | (y >= num_classes)
+    limit, valid = math.inf, "0 and up"
+    if num_classes is not None:
+        limit, valid = num_classes, f"0 to {num_classes - 1} (data.num_classes)"
+    is_wrong = (y < 0) | (y >= limit)
     if is_wrong.any():
         first = int(is_wrong.argmax())
-        valid = "0 and up"
-        if num_classes is not None:
-            valid = f"0 to {num_classes - 1} (data.num_classes)"
         raise array.error(
             f"has {int(is_wrong.sum())} labels outside {valid}; the first is {y[first]}, of "
             f"sample {first}"
@@ -220,10 +221,8 @@ def convert_values(array: NamedArray) -> Array:
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return _as_images(array)
     values = np.ascontiguousarray(x, dtype=np.float32)
-    not_finite = sum(
-        int(np.count_nonzero(~np.isfinite(values[start : start + _CHUNK_SAMPLES])))
-        for start in range(0, len(values), _CHUNK_SAMPLES)
-    )
+    chunks = (values[i : i + _CHUNK_SAMPLES] for i in range(0, len(values), _CHUNK_SAMPLES))
+    not_finite = sum(int(np.count_nonzero(~np.isfinite(chunk))) for chunk in chunks)
     if not_finite:
         raise array.error(f"has {not_finite} values that are not finite (NaN or infinite)")
     return values

@@ -193,16 +193,15 @@ class ShardCache:
         """Read the file of a shard's index, or make it. Raises StorageError, OSError."""
         folder, name = storage.split(shard.uri)
         content = storage.read(folder, f"{name}.npy")
-        return self._made_index(shard) if content is None else content
-
-    def _made_index(self, shard: Shard) -> bytes:
+        if content is not None:
+            return content
         changed_ns = 0 if storage.is_remote(shard.uri) else shard.path.stat().st_mtime_ns
-        name = f"{_digest(f'{shard.path} {shard.size} {changed_ns}')}.npy"
-        content = storage.read(str(self._folder), name)
+        cache, cached = str(self._folder), _digest(f"{shard.path} {shard.size} {changed_ns}")
+        content = storage.read(cache, f"{cached}.npy")
         if content is None:
             self._copy(shard)
             content = index_bytes(make_index(shard.path, shard.uri))
-            storage.write(str(self._folder), name, content)
+            storage.write(cache, f"{cached}.npy", content)
         return content
 
     def prepare(self, now: Sequence[Shard], later: Sequence[Shard], field: str) -> None:

@@ -64,6 +64,21 @@ class Plot:
     table: Table | None = None  # the data; None when a table that the caption names has them
 
 
+@dataclass(frozen=True)
+class Section:
+    """A section of the page. `note`: text above its plots.
+
+    `mistakes`: pictures below them, each as JPEG in base64 (None: no picture), text and remark.
+    """
+
+    name: str
+    title: str
+    plots: Sequence[Plot] = ()
+    tables: Sequence[Table] = ()
+    note: str = ""
+    mistakes: Sequence[tuple[str | None, str, str]] = ()
+
+
 def draw(
     name: str, title: str, caption: str, paint: Callable[[Axes], None], table: Table | None = None
 ) -> Plot:
@@ -112,6 +127,11 @@ def _add_legend(axes: Axes) -> None:
     if labels:
         columns = len(labels) if len(labels) <= 4 else 3
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
+
+
+def draw_line(axes: Axes, points: Sequence[tuple[float, float]], *style: str, **line: Any) -> None:
+    """Draw a line through points (x, y); none draw nothing, but keep the label in the legend."""
+    axes.plot([x for x, _ in points], [y for _, y in points], *style, **line)
 
 
 def stacked_bars(

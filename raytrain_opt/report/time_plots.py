@@ -60,8 +60,10 @@ def epoch_parts(epoch: EpochRecord) -> dict[str, float]:
     return parts
 
 
-def epoch_parts_plot(run: RunRecords) -> Plot:
-    """Plot stacked bars, of many epochs means over groups. Needs an epoch."""
+def epoch_parts_plots(run: RunRecords) -> list[Plot]:
+    """Plot stacked bars, of many epochs means over groups; no plot before the first epoch."""
+    if not run.epochs:
+        return []
     parts = [epoch_parts(epoch) for epoch in run.epochs]
     startup_s = _remove_startup(run, parts)
     bars = np.array_split(range(len(parts)), min(len(parts), _MAX_BARS))
@@ -82,7 +84,7 @@ def epoch_parts_plot(run: RunRecords) -> Plot:
         axes.set(xlabel="epoch", ylabel="seconds")
         whole_numbers(axes)
 
-    return draw("time_parts", "Time of each epoch by part", caption, paint)
+    return [draw("time_parts", "Time of each epoch by part", caption, paint)]
 
 
 def _remove_startup(run: RunRecords, parts: Sequence[dict[str, float]]) -> float:
@@ -132,7 +134,7 @@ class _Point(NamedTuple):
 
 def utilization_plots(run: RunRecords) -> list[Plot]:
     """Plot utilization and memory of the pools over time; none where they were not measured."""
-    points = _points(run)
+    points = _points(run) if run.epochs else []
     if not points:
         return []
     utilization_caption = (

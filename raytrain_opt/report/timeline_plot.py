@@ -41,8 +41,10 @@ _COMMANDS = {"evaluate": "score", "checkpoint": "checkpoint"}
 _WINDOW_EPOCHS, _WINDOW_SPANS, _MOST_PROCESSES = 3, 400, 40
 
 
-def timeline_plot(run: RunRecords) -> Plot:
-    """Plot some epochs in the middle of the run, with a table of all epochs. Needs a span."""
+def timeline_plots(run: RunRecords) -> list[Plot]:
+    """Plot some epochs in the middle of the run, with a table of all; no plot before the first."""
+    if not run.epochs or not run.spans:
+        return []
     spans, epochs = _window(run)
     start_s = min(span.start_s for span in spans)
     processes = sorted(_main_processes(run), key=_by_pool, reverse=True)
@@ -71,7 +73,8 @@ def timeline_plot(run: RunRecords) -> Plot:
         axes.set(xlabel="seconds", ylim=(-0.6, len(processes) - 0.4))
         axes.grid(visible=False, axis="y")
 
-    return draw("timeline", "Timeline of the processes", caption, paint, _processes_table(run))
+    table = _processes_table(run)
+    return [draw("timeline", "Timeline of the processes", caption, paint, table)]
 
 
 def _main_processes(run: RunRecords) -> set[str]:
