@@ -165,9 +165,6 @@ def count_classes(
     missing = np.flatnonzero(counts == 0)
     if len(missing):
         classes = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
-        raise DataError(
-            field,
-            f"the training set has no sample of {len(missing)} of its {num_classes} classes: "
-            f"{classes}; classes are numbered from 0, without gaps",
-        )
+        rule = f"the training set has no sample of {len(missing)} of its {num_classes} classes"
+        raise DataError(field, f"{rule}: {classes}; classes are numbered from 0, without gaps")
     return tuple(counts.tolist())

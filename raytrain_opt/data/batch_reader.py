@@ -107,11 +107,8 @@ class BatchReader(Dataset[Sample]):
                 # Whatever the decoder or the user's code raised: this one sample is unreadable.
                 reason = f"{self._source.describe(request.split, index)}: {cause(error)}"
                 if not self._skip:
-                    raise DataError(
-                        self._source.field,
-                        f"{reason}; repair or remove it, or skip such samples with "
-                        "data.on_unreadable: skip",
-                    ) from error
+                    rule = "repair or remove it, or skip such samples: data.on_unreadable: skip"
+                    raise DataError(self._source.field, f"{reason}; {rule}") from error
         if not samples:
             rule = f"no sample of {request.name} can be read; the last: {reason}"
             raise DataError(self._source.field, rule)

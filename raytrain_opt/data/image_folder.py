@@ -178,11 +178,8 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
 def _open(section: ImageFolderData, split: str, field: str) -> ImageFiles:
     folder = Path(section.root).expanduser() / split
     if not folder.is_dir():
-        raise DataError(
-            field,
-            f"there is no folder {folder.absolute()}; image_folder needs "
-            "data.root/<split>/<class>/<image files>, on every node",
-        )
+        rule = "image_folder needs data.root/<split>/<class>/<image files>, on every node"
+        raise DataError(field, f"there is no folder {folder.absolute()}; {rule}")
     try:
         return list_folder(folder)
     except OSError as error:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import sampling, transforms
-from raytrain_opt.data.augmentation import Augmentation, make_policy
+from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, count_classes
 from raytrain_opt.data.batch_reader import (
     BatchReader,
@@ -106,8 +106,8 @@ class DataLoaderData(TrainingData):
         )
         self._pairs = classification or not isinstance(source, UserDatasetSource)
         self._copies, self._section = CopyStream(device), section
-        skip, policy = section.on_unreadable == "skip", make_policy(section.augment)
-        self._reader = BatchReader(source, seed, skip, policy)
+        skip = section.on_unreadable == "skip"
+        self._reader = BatchReader(source, seed, skip, self._augment.policy)
         self._loader = _ReusedLoader(section, self._reader, device)
 
     def train_batches(
@@ -256,9 +256,7 @@ class _ReusedLoader:
             self._batches = iter(self._loader)
         while True:
             if self._batches is None or self._phase != phase:
-                raise RuntimeError(
-                    "batches of an earlier phase were read after the next one began"
-                )
+                raise RuntimeError("batches of an earlier phase were read in a later one")
             with self._explain_dead_process():
                 # No variable here may hold the iterator: close() ends it by dropping it.
                 batch = next(self._batches, None)
@@ -291,9 +289,8 @@ class _ReusedLoader:
             if not self.processes:
                 raise
             raise RuntimeError(
-                "a loader process ended unexpectedly: it was killed, or ran out of memory or of "
-                "shared memory; try fewer data.loader_workers (now "
-                f"{self.processes}): {error}"
+                "a loader process was killed, or ran out of memory or of shared memory; try fewer "
+                f"data.loader_workers (now {self.processes}): {error}"
             ) from error
 
     def close(self) -> None:

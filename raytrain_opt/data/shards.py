@@ -183,11 +183,8 @@ class ShardCache:
         sizes = [shard.size for shard in shards if storage.is_remote(shard.uri)]
         needed = min(2 * window * max(sizes, default=0), sum(sizes))
         if needed > self._max_bytes:
-            raise DataError(
-                "data.cache_gib",
-                f"two times data.shuffle_shards ({window}) shards of these need "
-                f"{needed / 2**30:.2f}; raise it, or shuffle fewer shards together",
-            )
+            rule = f"two times data.shuffle_shards ({window}) shards need {needed / 2**30:.2f}"
+            raise DataError("data.cache_gib", f"{rule}; raise it, or shuffle fewer together")
 
     def read_index(self, shard: Shard) -> bytes:
         """Read the file of a shard's index, or make it. Raises StorageError, OSError."""
