@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import obstore
@@ -282,7 +281,8 @@ def make_index(path: Path, name: str) -> Indices:
                 if f".{suffix.lower()}" in IMG_EXTENSIONS:
                     images[key] = member.offset_data, member.size
                 elif suffix == "cls":
-                    labels[key] = int(_content(file, member))
+                    stream = file.extractfile(member)
+                    labels[key] = int(stream.read() if stream is not None else b"")
     except (tarfile.TarError, ValueError, EOFError) as error:
         raise ValueError(f"{name} is damaged: {error}") from error
     if images.keys() != labels.keys() or not images:
@@ -315,11 +315,6 @@ def expand_braces(pattern: str) -> list[str]:
     numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
     before, after = pattern[: match.start()], pattern[match.end() :]
     return [name for number in numbers for name in expand_braces(f"{before}{number}{after}")]
-
-
-def _content(file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    stream: IO[bytes] | None = file.extractfile(member)
-    return stream.read() if stream is not None else b""
 
 
 def _digest(text: str) -> str:

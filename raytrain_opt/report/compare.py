@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.load import flatten
-from raytrain_opt.report.formatting import count, duration, percent, rate
+from raytrain_opt.report.formatting import count, percent, rate
 from raytrain_opt.report.plots import (
     SERIES,
     Cell,
@@ -16,6 +16,7 @@ from raytrain_opt.report.plots import (
     color,
     draw,
     draw_line,
+    duration_cell,
     percent_axis,
     thousands,
 )
@@ -116,7 +117,7 @@ def summaries_table(summaries: Sequence[RunSummary]) -> Table:
             Cell(summary.name),
             Cell(f"{summary.metric.name} {summary.metric.text(summary.test_metric)}"),
             Cell(summary.metric.text(summary.best_test_metric)),
-            Cell(duration(summary.wall_s), summary.wall_s),
+            duration_cell(summary.wall_s),
             Cell(count(summary.samples_per_s), summary.samples_per_s),
             Cell(str(summary.global_batch_size)),
             Cell(f"{rate(summary.min_lr)} to {rate(summary.max_lr)}", summary.max_lr),

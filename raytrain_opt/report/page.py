@@ -13,7 +13,7 @@ from raytrain_opt.report.batch_size_plots import batch_size_plots, probes_table
 from raytrain_opt.report.compare import comparison_plots, differences, letter, summaries_table
 from raytrain_opt.report.formatting import count, duration, percent, plain
 from raytrain_opt.report.learning_rate_plots import learning_rate_plots, rounds_table
-from raytrain_opt.report.plots import Cell, Plot, Section, Table
+from raytrain_opt.report.plots import Cell, Plot, Section, Table, duration_cell
 from raytrain_opt.report.prediction_plots import predictions_section
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.search_plot import gain_plots, search_plots
@@ -129,11 +129,11 @@ def _events_table(run: RunRecords) -> Table:
     rows = [
         [
             Cell(event.utc),
-            Cell(duration(event.time_s), event.time_s),
+            duration_cell(event.time_s),
             Cell(str(event.epoch)),
             Cell(event.kind),
             Cell(event.text),
-            Cell(duration(event.silent_s), event.silent_s),
+            duration_cell(event.silent_s),
         ]
         for event in run.events
     ]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from raytrain_opt.report.formatting import duration
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -38,6 +40,11 @@ class Cell(NamedTuple):
     text: str
     value: float | None = None
     mark: str = ""
+
+
+def duration_cell(duration_s: float | None) -> Cell:
+    """Return a duration as text, sorted by its seconds."""
+    return Cell(duration(duration_s), duration_s)
 
 
 @dataclass(frozen=True)

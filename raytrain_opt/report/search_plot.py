@@ -133,17 +133,15 @@ def _outcomes(rounds: Sequence[RoundRecord], optimizers: Sequence[str]) -> list[
     chosen = {c.optimizer for r in rounds for c in r.candidates if c.index == winner}
     sentences = []
     for optimizer in optimizers if len(optimizers) > 1 else ():
-        steps = max(
-            r.pretrain_steps for r in rounds if optimizer in {c.optimizer for c in r.candidates}
-        )
-        points = _points(rounds, optimizer, steps)
-        trained = sum(
+        trained = [
             r.pretrain_steps for r in rounds for c in r.candidates if c.optimizer == optimizer
-        )
+        ]
+        steps = max(trained)
+        points = _points(rounds, optimizer, steps)
         lr, loss = min(points, key=lambda point: point[1], default=(None, None))
         what = "was chosen" if optimizer in chosen else f"left after {times(steps, 'step')}"
         sentences.append(
             f"{optimizer} {what}: lowest loss {plain(loss)} at {rate(lr)}, "
-            f"{times(trained, 'step')} in all."
+            f"{times(sum(trained), 'step')} in all."
         )
     return sentences

@@ -18,6 +18,7 @@ from raytrain_opt.report.plots import (
     Table,
     color,
     draw,
+    duration_cell,
     percent_axis,
     stacked_bars,
     thousands,
@@ -110,7 +111,6 @@ def epochs_table(run: RunRecords) -> Table:
 
 
 def _epoch_row(epoch: EpochRecord, metrics: Sequence[str]) -> list[Cell]:
-    timings_s = epoch.timings_s
     parts = ("pretrain_s", "main_train_s", "main_data_wait_s", "evaluate_s")
     return [
         Cell(str(epoch.epoch)),
@@ -119,7 +119,7 @@ def _epoch_row(epoch: EpochRecord, metrics: Sequence[str]) -> list[Cell]:
         *(Cell(Metric(name).text(epoch.test_metrics.get(name))) for name in metrics),
         Cell(count(epoch.samples_per_s)),
         Cell(f"{epoch.duration_s:.2f}"),
-        *(Cell(duration(timings_s.get(part)), timings_s.get(part)) for part in parts),
+        *(duration_cell(epoch.timings_s.get(part)) for part in parts),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from raytrain_opt.recording.records import SpanRecord
 from raytrain_opt.report.formatting import duration, percent
-from raytrain_opt.report.plots import Cell, Plot, Table, color, draw
+from raytrain_opt.report.plots import Cell, Plot, Table, color, draw, duration_cell
 from raytrain_opt.report.run_reader import RunRecords
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _processes_table(run: RunRecords) -> Table:
     for process in sorted(_main_processes(run), key=_by_pool):
         by_name = spent_s[process]
         idle = max(0.0, 1 - math.fsum(by_name.values()) / max(total_s, 1e-9))
-        times = [Cell(duration(by_name.get(name)), by_name.get(name)) for name in _COLORS]
+        times = [duration_cell(by_name.get(name)) for name in _COLORS]
         rows.append([Cell(process), *times, Cell(percent(idle))])
     caption = f"Time of each process over {duration(total_s)}, from the first command to the last."
     return Table("processes", caption, ("process", *_COLORS, "idle"), rows)
