@@ -87,7 +87,7 @@ def split_validation(
     """
     count = 0 if fraction == 0 else max(1, min(int(fraction * size), max_samples))
     if count >= size:
-        rule = f"the validation split takes all {size} samples of the training set"
+        rule = f"the validation split takes all {size} samples, so no sample is left to train on"
         hint = f"use more samples, or data.validation_fraction: 0 (now {fraction})"
         raise DataError("data", f"{rule}; {hint}")
     shuffled = permutation(generator(seed, Purpose.VALIDATION_SPLIT), np.arange(size))
