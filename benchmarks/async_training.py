@@ -205,7 +205,7 @@ class _AsyncRun:
         ]
         moved = advance_buffers(self.state, buffers, len(lrs))
         self.state = assemble_state(self.state, [shard.state() for shard in self.shards], moved)
-        counts: Any = simulation.clock.staleness["counts"]
+        counts = simulation.clock.staleness.counts
         return epoch_s, counts
 
     def accuracy(self) -> float:

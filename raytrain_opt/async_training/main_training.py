@@ -22,6 +22,7 @@ from raytrain_opt.pools.mailbox_client import answer
 from raytrain_opt.pools.protocol import TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, Predictions, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
@@ -118,7 +119,7 @@ class AsynchronousTraining:
 
     def _train_until_finished(
         self, command: MainTrain
-    ) -> tuple[list[AsyncWorkerMetrics], TrainTotals, dict[str, object]]:
+    ) -> tuple[list[AsyncWorkerMetrics], TrainTotals, StalenessRecord]:
         """Repeat the command, for workers that come back, while there is work."""
         while True:
             workers = self._wait_for_workers()
