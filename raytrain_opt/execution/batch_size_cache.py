@@ -7,8 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import PositiveInt, TypeAdapter, ValidationError
-from pydantic import dataclasses as pydantic_dataclasses
+from pydantic import PositiveInt, ValidationError
 
 from raytrain_opt import storage
 from raytrain_opt.cluster.connection import alive_nodes
@@ -17,23 +16,19 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.recording.reader import first_error
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.recording.records import BatchSizeProbeRecord
+from raytrain_opt.recording.records import BatchSizeProbeRecord, RecordPart
 from raytrain_opt.search.batch_size.strategy import SizeBounds
 
 _FOLDER = "batch_sizes"
 
 
-@pydantic_dataclasses.dataclass(frozen=True)
-class CachedSearch:
+class CachedSearch(RecordPart):
     """The chosen size per worker, its speed in the final check, the reason, and all probes."""
 
     batch_size: PositiveInt
     samples_per_s: float
     reason: str
     probes: list[BatchSizeProbeRecord]
-
-
-_CACHED_SEARCH = TypeAdapter(CachedSearch)
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class Cache:
         if content is None:
             return None
         try:
-            answer = _CACHED_SEARCH.validate_json(content)
+            answer = CachedSearch.model_validate_json(content)
         except ValidationError as error:
             raise self._damaged(first_error(error)) from error
         if answer.batch_size > self.largest:
@@ -84,7 +79,8 @@ class Cache:
 
     def write(self, answer: CachedSearch) -> None:
         """Keep the result for later searches. Raises StorageError."""
-        storage.write(self.storage_path, self.name, _CACHED_SEARCH.dump_json(answer, indent=1))
+        content = answer.model_dump_json(indent=1).encode()
+        storage.write(self.storage_path, self.name, content)
 
 
 def device_names(use_gpu: bool) -> list[str]:
