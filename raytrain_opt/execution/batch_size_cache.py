@@ -37,7 +37,6 @@ class Cache:
 
     storage_path: str
     name: str
-    largest: int
 
     @classmethod
     def for_job(cls, job: Job, bounds: SizeBounds, *, use_gpu: bool) -> Cache:
@@ -52,7 +51,7 @@ class Cache:
         }
         text = json.dumps(key, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        return cls(job.storage_path, f"{_FOLDER}/{digest[:20]}.json", bounds.largest)
+        return cls(job.storage_path, f"{_FOLDER}/{digest[:20]}.json")
 
     @property
     def shown(self) -> str:
@@ -65,17 +64,11 @@ class Cache:
         if content is None:
             return None
         try:
-            answer = CachedSearch.model_validate_json(content)
+            return CachedSearch.model_validate_json(content)
         except ValidationError as error:
-            raise self._damaged(first_error(error)) from error
-        if answer.batch_size > self.largest:
-            raise self._damaged(f"batch_size: more than {self.largest}, the largest possible")
-        return answer
-
-    def _damaged(self, what: str) -> JobError:
-        rule = f"the cached result {self.shown} is damaged: {what}"
-        hint = "remove the file, or search again with --fresh"
-        return JobError([Problem("batch_size_search", rule, None, hint)])
+            rule = f"the cached result {self.shown} is damaged: {first_error(error)}"
+            hint = "remove the file, or search again with --fresh"
+            raise JobError([Problem("batch_size_search", rule, None, hint)]) from error
 
     def write(self, answer: CachedSearch) -> None:
         """Keep the result for later searches. Raises StorageError."""

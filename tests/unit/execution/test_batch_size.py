@@ -127,10 +127,7 @@ def test_a_result_is_cached_and_read_again(tmp_path: Path) -> None:
     assert Path(cache(tmp_path).shown).is_file()
 
 
-TOO_LARGE = '{"batch_size": 1000000, "samples_per_s": 1.0, "reason": "", "probes": []}'
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"batch_size": 3}', "{}", TOO_LARGE])
+@pytest.mark.parametrize("content", ["", "[]", '{"batch_size": 3}', "{}"])
 def test_a_damaged_result_is_named(tmp_path: Path, content: str) -> None:
     cached = Path(cache(tmp_path).shown)
     cached.parent.mkdir()
