@@ -142,9 +142,7 @@ class AsynchronousTraining:
         while not (workers := self._workers.alive()):
             self._workers.raise_if_ended()
             if monotonic_s() - start_s > limit_s:
-                raise PoolError(
-                    f"no worker came back within {limit_s:.0f} s (timeouts.start_s: {limit_s:g})"
-                )
+                raise PoolError(f"no worker came back within {limit_s:g} s (timeouts.start_s)")
             time.sleep(_POLL_S)
         return workers
 
