@@ -68,7 +68,15 @@ def _has_modes(optimizer: Any) -> bool:
 @torch.no_grad()
 def _set_mode(optimizer: Any, *, train: bool) -> None:
     if _has_modes(optimizer):
+        # Switching to the average and back would round the weights.
+        if not train:
+            for values, param in _trained(optimizer):
+                if _OTHER_WEIGHTS not in values:
+                    values[_OTHER_WEIGHTS] = param.clone()
         (optimizer.train if train else optimizer.eval)()
+        if train:
+            for values, param in _trained(optimizer):
+                param.copy_(values.pop(_OTHER_WEIGHTS, param))
         return
     for group in optimizer.param_groups:
         if group.get("train_mode", train) == train:
@@ -78,6 +86,14 @@ def _set_mode(optimizer: Any, *, train: bool) -> None:
             weights = param.clone()
             param.copy_(other)
             other.copy_(weights)
+
+
+def _trained(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Yield the parameters that were updated, each after its part of the optimizer's state."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in optimizer.state:
+                yield optimizer.state[param], param
 
 
 def _pairs(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -106,7 +106,7 @@ def count_work(model: nn.Module, sample_shape: tuple[int, ...], num_classes: int
 
 def state_bytes(job: Job, parameters: int) -> int:
     """Return the bytes of weights, average and optimizer state, which a checkpoint holds."""
-    moments = max(2 if "Adam" in str(optimizer.name) else 1 for optimizer in job.optimizers)
+    moments = max((2 if "Adam" in str(o.name) else 1) + o.is_schedule_free for o in job.optimizers)
     return 4 * parameters * (1 + moments + (job.average is not None))
 
 

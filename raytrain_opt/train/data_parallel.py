@@ -55,7 +55,11 @@ class Parallel:
         self._indices = range(0)
 
     def begin_phase(
-        self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
+        self,
+        first_step: int,
+        micro_batches: MicroBatches,
+        scale: Scale,
+        read_ahead: Callable[[], int],
     ) -> None:
         """Begin a phase: losses are multiplied by `scale`, loaders are `read_ahead` ahead."""
         self._indices = micro_batches.indices
@@ -108,10 +112,14 @@ class DataParallel(Parallel):
         next(self._bucket_choice, None)
 
     def begin_phase(
-        self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
+        self,
+        first_step: int,
+        micro_batches: MicroBatches,
+        scale: Scale,
+        read_ahead: Callable[[], int],
     ) -> None:
         self._balance.begin_phase(micro_batches.count, read_ahead)
-        self._noise.begin_phase(micro_batches.divisor, scale)
+        self._noise.begin_phase(first_step, micro_batches.divisor, scale)
 
     def indices(self, update: int) -> range:
         return self._balance.indices(update)

@@ -176,7 +176,9 @@ class Learner:
         set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
         averaging.use_training_weights(self.optimizer)
         parallel.forward.train()
-        parallel.begin_phase(phase.micro_batches, self.scaler.scale, lambda: self.data.read_ahead)
+        parallel.begin_phase(
+            first_step, phase.micro_batches, self.scaler.scale, lambda: self.data.read_ahead
+        )
         momentum_warmup = self.config.optimizers[optimizer].momentum_warmup
         epoch_per_step = self._global_batch_size(epoch) / self.info.train_size
         batches = self.micro_batches_at(
@@ -264,10 +266,10 @@ class Learner:
 
     def _gradient_norms(self, first_step: int) -> GradientNorms | None:
         """End the phase for the process group; return the norms, if any were measured."""
-        pairs, updates = self.parallel.end_phase(), self._phase.steps
+        pairs, steps = self.parallel.end_phase(), first_step + self._phase.steps
         global_batch_size = self._global_batch_size(self._phase.epoch)
-        is_smaller = (first_step + updates) * global_batch_size > self._epoch_size
-        if is_smaller and (updates - 1) % MEASURE_EVERY == 0:
+        is_smaller = steps * global_batch_size > self._epoch_size
+        if is_smaller and (steps - 1) % MEASURE_EVERY == 0:
             pairs = pairs[:-1]  # of other sizes
         return GradientNorms(self._micro_batch_size(), global_batch_size, pairs) if pairs else None
 

@@ -83,6 +83,11 @@ JOBS: dict[str, dict[str, Any]] = {
             "search_on": "slots",
         },
     },
+    "schedule-free": {
+        "epochs": 2,
+        "optimizer": "ScheduleFreeAdamW",
+        "learning_rate": {"policy": "schedule", "shape": "constant", "initial": 0.0025},
+    },
     "optimizers": {  # the second one is chosen
         "epochs": 16,
         "global_batch_size": 128,

@@ -115,15 +115,16 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def begin_phase(parallel: Parallel, micro_batches: int) -> None:
-    parallel.begin_phase(MicroBatches(range(micro_batches), micro_batches), identity, lambda: 0)
+def begin_phase(parallel: Parallel, micro_batches: int, first_step: int = 0) -> None:
+    indices = MicroBatches(range(micro_batches), micro_batches)
+    parallel.begin_phase(first_step, indices, identity, lambda: 0)
 
 
 def phase(
-    model: nn.Module, micro_batches: int, updates: int, **section: bool
+    model: nn.Module, micro_batches: int, updates: int, first_step: int = 0, **section: bool
 ) -> list[list[float]]:
     parallel = distribute(model, ParallelSection(**section))
-    begin_phase(parallel, micro_batches)
+    begin_phase(parallel, micro_batches, first_step)
     for _ in range(updates):
         model.zero_grad()
         for index in range(micro_batches):
@@ -139,6 +140,14 @@ def test_one_update_in_ten_is_measured(updates: int, measured: int) -> None:
     assert gradient_noise.MEASURE_EVERY == 10
     expected = pytest.approx(by_hand(Net(), range(MICRO_BATCHES)), rel=1e-5)
     assert phase(Net(), MICRO_BATCHES, updates) == [expected] * measured
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("first_step", [1, 10, 13, 20])
+def test_a_phase_that_goes_on_after_a_resume_measures_the_same_steps(first_step: int) -> None:
+    parts = (0, first_step), (first_step, 25 - first_step)
+    measured = [len(phase(Net(), MICRO_BATCHES, n, first)) for first, n in parts]
+    assert measured == [len(range(0, first_step, 10)), len({0, 10, 20} - {*range(first_step)})]
 
 
 @pytest.mark.usefixtures("group")
