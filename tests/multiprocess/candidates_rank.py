@@ -128,7 +128,8 @@ def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
             rest = worker.handle(MainTrain(state, 1, steps, lrs[steps:]), ignore)
             totals = totals.plus(rest.totals)
         digest = worker.learner.state(copy=True).digest()
-        outcomes.append((digest, totals.steps, totals.samples, totals.loss_sum))
+        pairs = None if totals.norms is None else totals.norms.pairs
+        outcomes.append((digest, totals.steps, totals.samples, totals.loss_sum, pairs))
     return {"stopped_after": steps, "at_once": outcomes[1], "stopped": outcomes[2]}
 
 
