@@ -20,7 +20,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
@@ -40,6 +40,8 @@ from raytrain_opt.errors import DataError, StorageError
 CLASSES = "classes.txt"
 # Copies and indices at a time: enough to fill a network, few enough for any storage.
 _DOWNLOADS = 8
+# So often a copy is made again that others removed before it was used.
+_ATTEMPTS = 10
 
 
 class ShardSource:
@@ -211,10 +213,21 @@ class ShardCache:
             try:
                 if copy is not None:
                     copy.result()
-                if storage.is_remote(shard.uri):
-                    os.utime(shard.path)  # the cache removes what was used longest ago
+                self._keep(shard)
             except (StorageError, OSError) as error:
                 raise DataError(field, str(error)) from error
+
+    def _keep(self, shard: Shard) -> None:
+        """Mark a copy as used last; copy it again if copies of others took its place meanwhile."""
+        if not storage.is_remote(shard.uri):
+            return
+        for _ in range(_ATTEMPTS):
+            with self._lock("lock"), suppress(FileNotFoundError):
+                os.utime(shard.path)  # the cache removes what was used longest ago
+                return
+            self._copy(shard)
+        rule = f"{shard.uri} was removed {_ATTEMPTS} times before it was read; raise it"
+        raise DataError("data.cache_gib", rule)
 
     def read(self, shard: Shard, position: int, size: int) -> bytes:
         """Return a part of a shard on this node. Raises DataError, OSError, ValueError."""

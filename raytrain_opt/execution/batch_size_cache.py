@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import PositiveInt, ValidationError
+from pydantic import BaseModel, PositiveInt, ValidationError
 
 from raytrain_opt import storage
 from raytrain_opt.cluster.connection import alive_nodes
@@ -16,13 +16,13 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.recording.reader import first_error
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.recording.records import BatchSizeProbeRecord, RecordPart
+from raytrain_opt.recording.records import BatchSizeProbeRecord
 from raytrain_opt.search.batch_size.strategy import SizeBounds
 
 _FOLDER = "batch_sizes"
 
 
-class CachedSearch(RecordPart):
+class CachedSearch(BaseModel):
     """The chosen size per worker, its speed in the final check, the reason, and all probes."""
 
     batch_size: PositiveInt

@@ -56,12 +56,15 @@ class Parallel:
 
     def begin_phase(
         self,
-        first_step: int,
+        steps: int,
         micro_batches: MicroBatches,
         scale: Scale,
         read_ahead: Callable[[], int],
     ) -> None:
-        """Begin a phase: losses are multiplied by `scale`, loaders are `read_ahead` ahead."""
+        """Begin a phase with so many steps of one batch size.
+
+        Losses are multiplied by `scale`, loaders are `read_ahead` ahead.
+        """
         self._indices = micro_batches.indices
 
     def indices(self, update: int) -> range:
@@ -113,13 +116,13 @@ class DataParallel(Parallel):
 
     def begin_phase(
         self,
-        first_step: int,
+        steps: int,
         micro_batches: MicroBatches,
         scale: Scale,
         read_ahead: Callable[[], int],
     ) -> None:
         self._balance.begin_phase(micro_batches.count, read_ahead)
-        self._noise.begin_phase(first_step, micro_batches.divisor, scale)
+        self._noise.begin_phase(steps, micro_batches.divisor, scale)
 
     def indices(self, update: int) -> range:
         return self._balance.indices(update)

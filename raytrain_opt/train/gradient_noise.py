@@ -61,7 +61,7 @@ class GradientNormMeter:
 class NoiseTracker:
     """If enabled, measures every `MEASURE_EVERY`-th step that has at least two micro-batches.
 
-    Steps of an epoch are counted, so that a phase that goes on after a resume measures the same.
+    It counts back from the phase's last step: one that goes on after a resume measures the same.
 
     All ranks must make the same calls. Pairs stay on the device until the phase ends; then one
     all-reduce averages them.
@@ -72,25 +72,26 @@ class NoiseTracker:
         self._world_size = dist.get_world_size()
         self.begin_phase(0, 0, lambda loss: loss)
 
-    def begin_phase(self, first_step: int, per_worker: float, scale: Scale) -> None:
-        """Begin a phase at this step of the epoch, and drop an interrupted one.
+    def begin_phase(self, steps: int, per_worker: float, scale: Scale) -> None:
+        """Begin a phase with so many steps of one batch size, and drop an interrupted one.
 
         The other arguments are those of `GradientNormMeter.finish`.
         """
         self._per_worker, self._scale = per_worker, scale
         self._meter = GradientNormMeter(self._model)
-        self._step = first_step
+        self._remaining = steps
         self._pairs: list[Tensor] = []
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
         several = self._per_worker * self._world_size > 1
-        due = self._enabled and several and self._step % MEASURE_EVERY == 0
+        counts = self._remaining > 0 and (self._remaining - 1) % MEASURE_EVERY == 0
+        due = self._enabled and several and counts
         with self._meter.micro_batch() if due else nullcontext():
             yield
         if last:
-            self._step += 1
+            self._remaining -= 1
             if due:
                 self._pairs.append(self._meter.finish(self._per_worker, self._scale))
 
