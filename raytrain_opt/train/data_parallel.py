@@ -61,7 +61,7 @@ class Parallel:
         scale: Scale,
         read_ahead: Callable[[], int],
     ) -> None:
-        """Begin a phase with so many steps of one batch size.
+        """Begin a phase of `steps` complete batches.
 
         Losses are multiplied by `scale`, loaders are `read_ahead` ahead.
         """

@@ -61,7 +61,7 @@ class GradientNormMeter:
 class NoiseTracker:
     """If enabled, measures every `MEASURE_EVERY`-th step that has at least two micro-batches.
 
-    It counts back from the phase's last step: one that goes on after a resume measures the same.
+    Counted back from the phase's last step: a phase that goes on after a resume measures the same.
 
     All ranks must make the same calls. Pairs stay on the device until the phase ends; then one
     all-reduce averages them.
@@ -73,7 +73,7 @@ class NoiseTracker:
         self.begin_phase(0, 0, lambda loss: loss)
 
     def begin_phase(self, steps: int, per_worker: float, scale: Scale) -> None:
-        """Begin a phase with so many steps of one batch size, and drop an interrupted one.
+        """Begin a phase of `steps` complete batches, and drop an interrupted one.
 
         The other arguments are those of `GradientNormMeter.finish`.
         """

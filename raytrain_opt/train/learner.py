@@ -170,18 +170,14 @@ class Learner:
         """
         started_s = monotonic_s()
         self._begin_phase(epoch, self._grown(epoch, micro_batches), search=search)
-        phase, parallel = self._phase, self.parallel
+        phase, parallel, batch_size = self._phase, self.parallel, self._global_batch_size(epoch)
         self._use_optimizer(optimizer)
         set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
         averaging.use_training_weights(self.optimizer)
         parallel.forward.train()
-        batch_size = self._global_batch_size(epoch)
-        has_remainder = (first_step + len(lrs)) * batch_size > self._epoch_size
+        steps = min(first_step + len(lrs), self._epoch_size // batch_size) - first_step
         parallel.begin_phase(
-            len(lrs) - has_remainder,
-            phase.micro_batches,
-            self.scaler.scale,
-            lambda: self.data.read_ahead,
+            steps, phase.micro_batches, self.scaler.scale, lambda: self.data.read_ahead
         )
         momentum_warmup = self.config.optimizers[optimizer].momentum_warmup
         epoch_per_step = batch_size / self.info.train_size
