@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# The average during a phase of training, the training's weights otherwise.
+# The average during a phase of training, the training's weights otherwise; without a meaning
+# during a phase of a schedule-free optimizer.
 _OTHER_WEIGHTS = "other_weights"
 # With auto, the part of the updates so far that the average covers at the highest rate.
 _COVERED = 0.25
@@ -67,21 +68,34 @@ def _has_modes(optimizer: Any) -> bool:
 
 @torch.no_grad()
 def _set_mode(optimizer: Any, *, train: bool) -> None:
+    groups = [g for g in optimizer.param_groups if g.get("train_mode", train) != train]
+    params = [param for group in groups for param in group["params"]]
     if _has_modes(optimizer):
-        (optimizer.train if train else optimizer.eval)()
+        _set_own_mode(optimizer, params, train=train)
         return
-    for group in optimizer.param_groups:
-        if group.get("train_mode", train) == train:
-            continue
+    for group in groups:
         group["train_mode"] = train
-        for param, other in _pairs(optimizer, group):
-            weights = param.clone()
-            param.copy_(other)
-            other.copy_(weights)
+    for param, other in _pairs(optimizer, params):
+        weights = param.clone()
+        param.copy_(other)
+        other.copy_(weights)
 
 
-def _pairs(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    for param in group["params"]:
+def _set_own_mode(optimizer: Any, params: list[Tensor], *, train: bool) -> None:
+    """Let the optimizer compute the average, and keep the weights: its way back rounds."""
+    if train:
+        optimizer.train()
+        for param, weights in _pairs(optimizer, params):
+            param.copy_(weights)
+        return
+    for param in params:
+        if optimizer.state.get(param):
+            optimizer.state[param][_OTHER_WEIGHTS] = param.detach().clone()
+    optimizer.eval()
+
+
+def _pairs(optimizer: Optimizer, params: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    for param in params:
         # Not indexed: that would add an entry, which some optimizers take for their own.
         other = optimizer.state.get(param, {}).get(_OTHER_WEIGHTS)
         if other is not None:

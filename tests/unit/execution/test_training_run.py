@@ -96,6 +96,11 @@ JOBS: dict[str, dict[str, Any]] = {
         "epochs": 4,
         "learning_rate": {"policy": "schedule", "shape": "linear"},
     },
+    "schedule-free": {
+        "epochs": 3,
+        "optimizer": "ScheduleFreeSGD",
+        "learning_rate": {"policy": "schedule", "shape": "constant"},
+    },
 }
 MOVES = (
     "pretrain",
