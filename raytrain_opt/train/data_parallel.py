@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
@@ -49,15 +49,23 @@ class Parallel:
     forward: nn.Module
 
     unequal = False  # whether `parallel.mode: auto` found workers of different speeds
+    speeds: Sequence[float] = ()  # of the workers, by rank
 
     def __init__(self, model: nn.Module, section: ParallelSection) -> None:
         self.forward = model
         self._indices = range(0)
 
     def begin_phase(
-        self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
+        self,
+        micro_batches: MicroBatches,
+        scale: Scale,
+        read_ahead: Callable[[], int],
+        updates: int = 0,
     ) -> None:
-        """Begin a phase: losses are multiplied by `scale`, loaders are `read_ahead` ahead."""
+        """Begin a phase, or continue a stopped one after so many updates.
+
+        Losses are multiplied by `scale`, loaders are `read_ahead` ahead.
+        """
         self._indices = micro_batches.indices
 
     def indices(self, update: int) -> range:
@@ -107,11 +115,23 @@ class DataParallel(Parallel):
         self._bucket_choice = self._choose_buckets()
         next(self._bucket_choice, None)
 
+    @property
+    def speeds(self) -> Sequence[float]:
+        return self._balance.speeds
+
+    @speeds.setter
+    def speeds(self, speeds: Sequence[float]) -> None:
+        self._balance.speeds = speeds
+
     def begin_phase(
-        self, micro_batches: MicroBatches, scale: Scale, read_ahead: Callable[[], int]
+        self,
+        micro_batches: MicroBatches,
+        scale: Scale,
+        read_ahead: Callable[[], int],
+        updates: int = 0,
     ) -> None:
         self._balance.begin_phase(micro_batches.count, read_ahead)
-        self._noise.begin_phase(micro_batches.divisor, scale)
+        self._noise.begin_phase(micro_batches.divisor, scale, updates)
 
     def indices(self, update: int) -> range:
         return self._balance.indices(update)
@@ -134,13 +154,13 @@ class DataParallel(Parallel):
 
     def end_phase(self) -> tuple[Pair, ...]:
         self._balance.end_phase()
-        speeds = self._balance.speeds
-        self.unequal = self._section.mode == "auto" and max(speeds) > UNEQUAL * min(speeds)
+        is_auto, speeds = self._section.mode == "auto", self.speeds
+        self.unequal = is_auto and max(speeds) > UNEQUAL * min(speeds)
         return self._noise.end_phase()
 
     def report(self) -> dict[str, object]:
         """Return the plan in use, step times (of the slowest worker) and the cost of wrapping."""
-        plan, speeds = self._plan, self._balance.speeds
+        plan, speeds = self._plan, self.speeds
         return {
             "mode": self._section.mode,
             "speeds": None

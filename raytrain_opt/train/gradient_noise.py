@@ -61,8 +61,8 @@ class GradientNormMeter:
 class NoiseTracker:
     """If enabled, measures every `MEASURE_EVERY`-th update that has at least two micro-batches.
 
-    All ranks must make the same calls. Pairs stay on the device until the phase ends; then one
-    all-reduce averages them.
+    All ranks must make the same calls. Pairs stay on the device until the phase ends; then they
+    are averaged over the ranks.
     """
 
     def __init__(self, model: nn.Module, *, enabled: bool) -> None:
@@ -70,11 +70,14 @@ class NoiseTracker:
         self._world_size = dist.get_world_size()
         self.begin_phase(0, lambda loss: loss)
 
-    def begin_phase(self, per_worker: float, scale: Scale) -> None:
-        """Begin a phase, and drop an interrupted one; arguments of `GradientNormMeter.finish`."""
+    def begin_phase(self, per_worker: float, scale: Scale, updates: int = 0) -> None:
+        """Begin a phase, and drop an interrupted one, or continue one after so many updates.
+
+        The other arguments are those of `GradientNormMeter.finish`.
+        """
         self._per_worker, self._scale = per_worker, scale
         self._meter = GradientNormMeter(self._model)
-        self._updates = 0
+        self._updates = updates
         self._pairs: list[Tensor] = []
 
     @contextmanager
@@ -93,8 +96,10 @@ class NoiseTracker:
         """End the phase; return one pair per measured update, averaged over all workers."""
         if not self._pairs:
             return ()
-        pairs = torch.stack(self._pairs)
-        dist.all_reduce(pairs)
+        own = torch.stack(self._pairs)
+        of_ranks = [torch.empty_like(own) for _ in range(self._world_size)]
+        dist.all_gather(of_ranks, own)
         self._pairs = []
-        means = (pairs / self._world_size).tolist()
+        # An all-reduce may add in an order that depends on the number of pairs, so on a stop.
+        means = (sum(of_ranks, torch.zeros_like(own)) / self._world_size).tolist()
         return tuple((mean_square, square_of_mean) for mean_square, square_of_mean in means)

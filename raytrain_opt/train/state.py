@@ -72,7 +72,7 @@ class TrainingState:
     """Everything that training continues from."""
 
     tensors: dict[str, PackedTensor]  # by dotted name
-    plain: dict[str, Any]  # within a phase, `unpooled` has each worker's own buffers and counts
+    plain: dict[str, Any]  # `stopped`: what a phase that was stopped continues with (`Learner`)
 
     @property
     def optimizer_index(self) -> int:
@@ -128,7 +128,7 @@ def capture(
     *,
     copy: bool,
     optimizer_index: int = 0,
-    unpooled: dict[str, Any] | None = None,
+    stopped: dict[str, Any] | None = None,
 ) -> TrainingState:
     """Capture a training's state; without `copy`, CPU tensors share the live model's memory."""
     return to_cpu_state(
@@ -137,7 +137,7 @@ def capture(
         scaler.state_dict(),
         copy=copy,
         optimizer_index=optimizer_index,
-        unpooled=unpooled,
+        stopped=stopped,
     )
 
 
@@ -148,7 +148,7 @@ def to_cpu_state(
     *,
     copy: bool,
     optimizer_index: int = 0,
-    unpooled: dict[str, Any] | None = None,
+    stopped: dict[str, Any] | None = None,
 ) -> TrainingState:
     """Pack three `state_dict`s as a state."""
     tensors = {
@@ -160,7 +160,7 @@ def to_cpu_state(
         "param_groups": optimizer["param_groups"],
         "scaler": dict(scaler),
         "optimizer_index": optimizer_index,
-        "unpooled": unpooled,
+        "stopped": stopped,
     }
     return TrainingState(tensors, plain)
 
