@@ -197,7 +197,7 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
             name: round(medians[f"async_{name}"] / speed, 3) for name, speed in simulated.items()
         },
         "samples_per_s": rounded(runs),
-        "staleness_mean": {name: round(value["mean"], 2) for name, value in staleness.items()},
+        "staleness_mean": {name: round(value.mean, 2) for name, value in staleness.items()},
         "costs": asdict(costs),
         "workers": workers,
         "micro_batch_s": args.seconds,

@@ -115,10 +115,10 @@ class _SyncRun:
 
     def epoch(
         self, epoch: int, lrs: tuple[float, ...], way: str, environment: Environment
-    ) -> tuple[float, list[int]]:
+    ) -> tuple[float, tuple[int, ...]]:
         """Train one epoch; return its simulated seconds."""
         self.learner.train(epoch, 0, lrs, computed(way, environment.workers))
-        return steps_s(way, environment, epoch, len(lrs)), []
+        return steps_s(way, environment, epoch, len(lrs)), ()
 
     def accuracy(self) -> float:
         """Return the accuracy on the test split."""
@@ -163,7 +163,7 @@ class _AsyncRun:
 
     def epoch(
         self, epoch: int, lrs: tuple[float, ...], way: str, environment: Environment
-    ) -> tuple[float, list[int]]:
+    ) -> tuple[float, tuple[int, ...]]:
         """Train one epoch; return its simulated seconds and the staleness of its gradients."""
         phase = EpochPhase(f"{epoch}", epoch, 0, lrs, environment.workers, None)
         for shard in self.shards:
@@ -205,8 +205,7 @@ class _AsyncRun:
         ]
         moved = advance_buffers(self.state, buffers, len(lrs))
         self.state = assemble_state(self.state, [shard.state() for shard in self.shards], moved)
-        counts: Any = simulation.clock.staleness["counts"]
-        return epoch_s, counts
+        return epoch_s, simulation.clock.staleness.counts
 
     def accuracy(self) -> float:
         """Return the accuracy of the final state on the test split."""

@@ -160,7 +160,7 @@ class ObservedRun(TrainingRun):
     def __init__(self, resolved: ResolvedJob, learner: Learner) -> None:
         job, began_s = resolved.job, monotonic_s()
         terminal, recorder = Terminal(Console(quiet=True)), NullRecorder()
-        event_log, paths = EventLog(recorder, terminal, began_s), RunPaths(Path(job.name))
+        event_log, paths = EventLog(recorder, terminal.note, began_s), RunPaths(Path(job.name))
         checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
         super().__init__(
             resolved,

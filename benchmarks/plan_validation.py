@@ -3,13 +3,14 @@
     python -m benchmarks.plan_validation [--published] [--repetitions 2]
 
 Local: for each job, one process trains with a quarter, a half and twice the job's batch, which
-measures the terms, and two processes exchange a number and 32 MiB, as `doctor` does. From these
-alone the plan predicts the seconds of a step with 1, 2 and 4 workers and the job's own batch.
-These are measured with the product's learner in so many processes without Ray, one thread each,
-joined by gloo; synthetic images; the median over blocks of steps, of all repetitions in turn. Two
-cores are shared by 4 workers, and by anything else that runs: `load` is the mean load while a job
-was measured. Rows with clock cpu compare CPU seconds instead, those of all processes over the
-cores: other programs hardly change them, but they do not include waiting.
+measures the terms, two train with half of it, which tells how fast busy cores compute, and two
+exchange a number and 32 MiB, as `doctor` does. From these alone the plan predicts the seconds of
+a step with 1, 2 and 4 workers and the job's own batch. These are measured with the product's
+learner in so many processes without Ray, one thread each, joined by gloo; synthetic images; the
+median over blocks of steps, of all repetitions in turn. Two cores are shared by 4 workers, and by
+anything else that runs: `load` is the mean load while a job was measured. Rows with clock cpu
+compare CPU seconds instead, those of all processes over the cores: other programs hardly change
+them, but they do not include waiting.
 
 Published: ResNet-50 on ImageNet from public figures of devices and networks alone. No constant of
 the model was fitted to these rows; docs/planning.md says where each comes from. Sources:
@@ -55,7 +56,7 @@ from raytrain_opt.data.base import DataInfo
 from raytrain_opt.models import build_model
 from raytrain_opt.planning.cluster import ClusterSection
 from raytrain_opt.planning.prediction import Planner
-from raytrain_opt.planning.terms import Terms, count_work, fit_line, public_terms
+from raytrain_opt.planning.terms import MeasuredStep, Terms, count_work, fit_line, public_terms
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
 from raytrain_opt.train.learner import Learner
@@ -274,16 +275,17 @@ def job_rows(job: LocalJob, folder: str, repetitions: int) -> list[dict[str, Any
     for file, values in zip(files, synthetic_images(job.samples, SHAPE, CLASSES), strict=True):
         np.save(file, values)
     sizes = (job.batch // 4, job.batch // 2, 2 * job.batch, job.batch)
-    jobs = [local_job(files, job, size) for size in sizes]
+    jobs = {size: local_job(files, job, size) for size in sizes}
     measured: dict[tuple[int, int], list[Seconds]] = {}
     exchanges: list[list[Seconds]] = []
     loads = []
     for _ in range(repetitions):
         for workers in WORKERS:
             loads.append(os.getloadavg()[0])
-            for reply in run_ranks(workers, jobs if workers == 1 else jobs[-1:]):
+            # One worker gives the terms; two with half the batch, how fast busy cores compute.
+            own_sizes = {1: sizes, 2: (job.batch // 2, job.batch)}.get(workers, (job.batch,))
+            for reply in run_ranks(workers, [jobs[size] for size in own_sizes]):
                 exchanges += [reply["exchange"]] if workers == 2 else []
-                own_sizes = sizes[-len(reply["steps"]) :]
                 for size, blocks in zip(own_sizes, reply["steps"], strict=True):
                     measured.setdefault((workers, size), []).extend(blocks)
     rows = []
@@ -293,10 +295,14 @@ def job_rows(job: LocalJob, folder: str, repetitions: int) -> list[dict[str, Any
             median(getattr(exchange, clock) for exchange in column)
             for column in zip(*exchanges, strict=True)
         )
-        planner = local_planner(job, jobs[-1], seconds, ExchangeTimes(2, 1, number_s, tensor_s))
+        # CPU seconds of one process become those of a step where processes share cores.
+        shares = {n: max(1.0, n / CORES) if clock == "cpu" else 1.0 for n in WORKERS}
+        exchange = ExchangeTimes(2, 1, number_s, tensor_s)
+        planner = local_planner(job, jobs[job.batch], seconds, exchange)
+        half_s = shares[2] * median(seconds[2, job.batch // 2])
+        planner = planner.calibrated([MeasuredStep(2, job.batch // 2, half_s)])
         for workers in WORKERS:
-            # CPU seconds of one process become those of a step where processes share cores.
-            share = max(1.0, workers / CORES) if clock == "cpu" else 1.0
+            share = shares[workers]
             step_s = share * median(seconds[workers, job.batch])
             predicted_s, exchange_s, _ = planner.step_s(workers, job.batch)
             rows.append(
@@ -311,6 +317,7 @@ def job_rows(job: LocalJob, folder: str, repetitions: int) -> list[dict[str, Any
                     "predicted_ms": 1000 * predicted_s,
                     "error": predicted_s / step_s - 1,
                     "exchange_ms": 1000 * exchange_s,
+                    "busy": planner.terms.busy,
                     "load": mean(loads),
                 }
             )

@@ -24,6 +24,7 @@ from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone, Ss
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import alive_nodes, on_driver_node
 from raytrain_opt.data.base import DataInfo
+from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -118,7 +119,7 @@ class SspCoordinator:
             scheduler.leave(worker)
             await self._notify()
 
-    async def result(self) -> tuple[bool, TrainTotals, dict[str, object]]:
+    async def result(self) -> tuple[bool, TrainTotals, StalenessRecord]:
         """Return whether the phase is finished, its sums, and the staleness of its gradients."""
         assert self._scheduler is not None
         return self._scheduler.finished, self._scheduler.totals, self._scheduler.staleness

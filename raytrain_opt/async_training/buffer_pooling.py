@@ -25,7 +25,7 @@ def pool_buffers(workers: Sequence[BufferUpdates]) -> Values:
     total = sum(worker.batches for worker in active)
     fractions = [worker.batches / total for worker in active]
     mean = {
-        name: _weighted_sum(fractions, [w.values[name] for w in active])
+        name: np.tensordot(fractions, [w.values[name] for w in active], 1)
         for name in active[0].values
     }
     layers = {layer for worker in active for layer in worker.sampling_noise}
@@ -40,16 +40,11 @@ def _variance(
     name = f"{layer}.{_MEAN}"
     noise = [worker.sampling_noise.get(layer, 0.0) for worker in workers]
     weights = [p * (1 - s) for p, s in zip(fractions, noise, strict=True)]
-    within = _weighted_sum(weights, [worker.values[f"{layer}.{_VAR}"] for worker in workers])
-    between = _weighted_sum(fractions, [(w.values[name] - mean[name]) ** 2 for w in workers])
+    within = np.tensordot(weights, [worker.values[f"{layer}.{_VAR}"] for worker in workers], 1)
+    between = np.tensordot(fractions, [(w.values[name] - mean[name]) ** 2 for w in workers], 1)
     bias = sum(p * p * s for p, s in zip(fractions, noise, strict=True))
-    return (within + between) / (1 - bias)
-
-
-def _weighted_sum(weights: Sequence[float], values: Sequence[Value]) -> Value:
-    terms = [weight * value for weight, value in zip(weights, values, strict=True)]
-    total: Value = np.sum(terms, axis=0, dtype=np.float64)
-    return total
+    variance: Value = (within + between) / (1 - bias)
+    return variance
 
 
 def advance_buffers(

@@ -22,6 +22,7 @@ from raytrain_opt.pools.mailbox_client import answer
 from raytrain_opt.pools.protocol import TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, Predictions, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
@@ -118,7 +119,7 @@ class AsynchronousTraining:
 
     def _train_until_finished(
         self, command: MainTrain
-    ) -> tuple[list[AsyncWorkerMetrics], TrainTotals, dict[str, object]]:
+    ) -> tuple[list[AsyncWorkerMetrics], TrainTotals, StalenessRecord]:
         """Repeat the command, for workers that come back, while there is work."""
         while True:
             workers = self._wait_for_workers()
@@ -141,9 +142,7 @@ class AsynchronousTraining:
         while not (workers := self._workers.alive()):
             self._workers.raise_if_ended()
             if monotonic_s() - start_s > limit_s:
-                raise PoolError(
-                    f"no worker came back within {limit_s:.0f} s (timeouts.start_s: {limit_s:g})"
-                )
+                raise PoolError(f"no worker came back within {limit_s:g} s (timeouts.start_s)")
             time.sleep(_POLL_S)
         return workers
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.pools.commands import MainTrain
+from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -133,11 +134,11 @@ class SspScheduler:
         return set(range(size)) - {number % size for number in (*self._free, *self._claims)}
 
     @property
-    def staleness(self) -> dict[str, object]:
-        """Number of gradients by staleness, from 0, and mean and maximum: as in epochs.jsonl."""
-        counts = [self._counts[k] for k in range(max(self._counts, default=-1) + 1)]
+    def staleness(self) -> StalenessRecord:
+        """Number of gradients by staleness, from 0, and mean and maximum."""
+        counts = tuple(self._counts[k] for k in range(max(self._counts, default=-1) + 1))
         mean = sum(k * n for k, n in enumerate(counts)) / max(1, sum(counts))
-        return {"counts": counts, "mean": mean, "max": len(counts) - 1}
+        return StalenessRecord(counts=counts, mean=mean, max=len(counts) - 1)
 
     def heard(self, worker: int, now_s: float) -> None:
         """Record a sign of life."""

@@ -175,11 +175,6 @@ def gone_nodes() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if not node["Alive"]}
 
 
-def cpu_count() -> float:
-    """Return the number of cores of all nodes together."""
-    return sum(float(node["Resources"].get("CPU", 0.0)) for node in alive_nodes())
-
-
 def count_placeable(resources: Mapping[str, float], count: int, limit_s: float) -> int:
     """Return how many of `count` processes with these resources fit within `limit_s` seconds."""
     groups = [placement_group([dict(resources)]) for _ in range(count)]

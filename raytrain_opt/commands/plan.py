@@ -14,7 +14,13 @@ from raytrain_opt.execution.preflight import check_job, run_local_preflight
 from raytrain_opt.models import build_model
 from raytrain_opt.planning.cluster import ClusterSection, read_cluster
 from raytrain_opt.planning.prediction import Planner, Prediction
-from raytrain_opt.planning.terms import count_work, measured_terms, public_terms, state_bytes
+from raytrain_opt.planning.terms import (
+    count_work,
+    measured_steps,
+    measured_terms,
+    public_terms,
+    state_bytes,
+)
 from raytrain_opt.report.formatting import duration
 
 # ImageNet's validation set, as a fraction of its training set.
@@ -66,7 +72,8 @@ def _planner(
         raise JobError([Problem("--cluster", rule, cluster.kind)], "plan")
     width = 4 if job.parallel.compression == "none" else 2
     checkpoint_bytes = state_bytes(job, work.parameters)
-    return Planner(job, info, cluster, terms, width * work.parameters, checkpoint_bytes)
+    planner = Planner(job, info, cluster, terms, width * work.parameters, checkpoint_bytes)
+    return planner.calibrated(measured_steps(measured))
 
 
 def _read_info(job: Job, data: str | None) -> DataInfo:

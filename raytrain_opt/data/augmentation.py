@@ -17,7 +17,6 @@ timm: with repeated augmentation, neighbors are the same sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from raytrain_opt.config.data import BatchAugment
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.batch_reader import isolated_random_state, seed_all
-from raytrain_opt.data.sampling import Purpose, generator
+from raytrain_opt.data.sampling import Indices, Purpose, generator, sample_seed
 from raytrain_opt.errors import DataError
 
 # Fractions of the image's area, and height / width; the defaults of torchvision and timm.
@@ -54,17 +53,17 @@ class Augmentation:
         for field in ("random_erasing", "cutmix"):
             if getattr(section, field) > 0 and len(sample_shape) != 3:
                 raise DataError(f"data.augment.{field}", _NEEDS.format(_IMAGES))
-        self._policy = make_policy(section)
+        self.policy = _make_policy(section)
 
-    def apply_policy(self, images: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
-        """Return images, uint8 [N, H, W, C], each changed with its seed."""
-        if self._policy is None:
+    def apply_policy(self, images: torch.Tensor, epoch: int, keys: Indices) -> torch.Tensor:
+        """Return images, uint8 [N, H, W, C], each changed with the seed of its key."""
+        if self.policy is None:
             return images
         with isolated_random_state():
             changed = []
-            for image, seed in zip(images, seeds, strict=True):
-                seed_all(seed)
-                changed.append(self._policy(image.permute(2, 0, 1)).permute(1, 2, 0))
+            for image, key in zip(images, keys, strict=True):
+                seed_all(sample_seed(self._seed, Purpose.TRAIN_SAMPLE, epoch, key))
+                changed.append(self.policy(image.permute(2, 0, 1)).permute(1, 2, 0))
             return torch.stack(changed)
 
     def __call__(self, batch: Batch, epoch: int, step: int, rows: slice) -> Batch:
@@ -104,7 +103,7 @@ class Augmentation:
         return replace(batch, x=x)
 
 
-def make_policy(section: BatchAugment) -> Any:
+def _make_policy(section: BatchAugment) -> Any:
     """Return torchvision's transform of one uint8 image [C, H, W]; None for no policy."""
     if section.policy == "none":
         return None

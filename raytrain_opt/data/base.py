@@ -97,6 +97,10 @@ class DataInfo:
         return self.train_size // global_batch_size
 
 
+def no_op() -> None:
+    """Do nothing: the `on_copy` of data that nobody measures."""
+
+
 class TrainingData(ABC):
     """Training, validation and test split of a data set.
 
@@ -106,7 +110,7 @@ class TrainingData(ABC):
 
     info: DataInfo
     # Called for each batch between reading it and moving it to the device; probes time both.
-    on_copy: Callable[[], None]
+    on_copy: Callable[[], None] = staticmethod(no_op)
 
     @property
     def read_ahead(self) -> int:
@@ -161,13 +165,6 @@ def count_classes(
     missing = np.flatnonzero(counts == 0)
     if len(missing):
         classes = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
-        raise DataError(
-            field,
-            f"the training set has no sample of {len(missing)} of its {num_classes} classes: "
-            f"{classes}; classes are numbered from 0, without gaps",
-        )
+        rule = f"the training set has no sample of {len(missing)} of its {num_classes} classes"
+        raise DataError(field, f"{rule}: {classes}; classes are numbered from 0, without gaps")
     return tuple(counts.tolist())
-
-
-def no_op() -> None:
-    """Do nothing: the `on_copy` of data that nobody measures."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -55,8 +55,8 @@ class BatchRequest(NamedTuple):
     split: SourceSplit
     purpose: Purpose
     epoch: int
-    indices: tuple[int, ...]
-    keys: tuple[int, ...] = ()
+    indices: Sequence[int]
+    keys: Sequence[int] = ()
 
 
 class LoadedBatch(NamedTuple):
@@ -107,11 +107,8 @@ class BatchReader(Dataset[Sample]):
                 # Whatever the decoder or the user's code raised: this one sample is unreadable.
                 reason = f"{self._source.describe(request.split, index)}: {cause(error)}"
                 if not self._skip:
-                    raise DataError(
-                        self._source.field,
-                        f"{reason}; repair or remove it, or skip such samples with "
-                        "data.on_unreadable: skip",
-                    ) from error
+                    rule = "repair or remove it, or skip such samples: data.on_unreadable: skip"
+                    raise DataError(self._source.field, f"{reason}; {rule}") from error
         if not samples:
             rule = f"no sample of {request.name} can be read; the last: {reason}"
             raise DataError(self._source.field, rule)

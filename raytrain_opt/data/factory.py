@@ -58,26 +58,13 @@ def open_data(
     `hold_out` and `seed` decide which training samples form the validation split. Without
     `classification`, samples of a user's Datasets are any nesting of tensors. Raises DataError.
     """
+    settings = (hold_out, seed, device, channels_last)
     if isinstance(section, (ArraySetData, ArraysData, RayData)):
         from raytrain_opt.data.in_memory import InMemoryData
 
         arrays = cast("DatasetArrays", load_shared_data(section) if shared is None else shared)
-        return InMemoryData(
-            arrays,
-            section,
-            hold_out=hold_out,
-            seed=seed,
-            device=device,
-            channels_last=channels_last,
-        )
+        return InMemoryData(arrays, section, *settings)
     from raytrain_opt.data.loader import DataLoaderData
 
-    return DataLoaderData(
-        section,
-        cast("ImageFolderSource | None", shared),
-        hold_out=hold_out,
-        seed=seed,
-        device=device,
-        channels_last=channels_last,
-        classification=classification,
-    )
+    files = cast("ImageFolderSource | None", shared)
+    return DataLoaderData(section, *settings, files=files, classification=classification)

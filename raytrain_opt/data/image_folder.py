@@ -40,7 +40,13 @@ class ImageFolderSource:
         else:
             train = _open(section, section.train_split, "data.train_split")
             test = _open(section, section.test_split, "data.test_split")
-            _check_classes(section, train, test)
+            if train.classes != test.classes:
+                rule = (
+                    f"{section.train_split} and {section.test_split} below {section.root} must "
+                    "have the same class folders; only one of them has: "
+                    f"{_names(set(train.classes) ^ set(test.classes))}"
+                )
+                raise DataError(self.field, rule)
             self._folders = {"train": train, "test": test}
         self._size, self._random_crop = section.image_size, section.random_crop
         self.class_names = tuple(self._folders["train"].classes)
@@ -172,25 +178,12 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
 def _open(section: ImageFolderData, split: str, field: str) -> ImageFiles:
     folder = Path(section.root).expanduser() / split
     if not folder.is_dir():
-        raise DataError(
-            field,
-            f"there is no folder {folder.absolute()}; image_folder needs "
-            "data.root/<split>/<class>/<image files>, on every node",
-        )
+        rule = "image_folder needs data.root/<split>/<class>/<image files>, on every node"
+        raise DataError(field, f"there is no folder {folder.absolute()}; {rule}")
     try:
         return list_folder(folder)
     except OSError as error:
         raise DataError(field, f"{folder} has no usable images: {error}") from error
-
-
-def _check_classes(section: ImageFolderData, train: ImageFiles, test: ImageFiles) -> None:
-    if train.classes != test.classes:
-        raise DataError(
-            "data.root",
-            f"{section.train_split} and {section.test_split} below {section.root} must have the "
-            "same class folders; only one of them has: "
-            f"{_names(set(train.classes) ^ set(test.classes))}",
-        )
 
 
 def _names(classes: set[str]) -> str:

@@ -14,18 +14,11 @@ import torch
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut, RayData
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation
-from raytrain_opt.data.base import (
-    Batch,
-    DataInfo,
-    Split,
-    TrainingData,
-    count_classes,
-    no_op,
-)
+from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, count_classes
 from raytrain_opt.data.copy_stream import CopyStream
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.ray_data import WindowedRows
-from raytrain_opt.data.sampling import Indices, Purpose
+from raytrain_opt.data.sampling import Indices
 from raytrain_opt.errors import DataError
 
 # Larger data sets stay in CPU memory, so that a device has room for model and activations.
@@ -48,7 +41,6 @@ class InMemoryData(TrainingData):
         self,
         arrays: DatasetArrays,
         section: ArraySetData | ArraysData | RayData,
-        *,
         hold_out: HoldOut,
         seed: int,
         device: torch.device,
@@ -68,7 +60,6 @@ class InMemoryData(TrainingData):
             len(x), hold_out, seed, self._augment.repeats, permutation, labels
         )
         field = _LABEL_FIELDS.get(section.name, "data.name")
-        self.on_copy: Callable[[], None] = no_op
         self._seed = seed
         auto = None
         if is_image and section.normalize == "auto":
@@ -111,11 +102,8 @@ class InMemoryData(TrainingData):
             if padding or flip:
                 draws = sampling.draw_crop_flip(self._seed, epoch, step, rows, padding, flip)
                 x = transforms.crop_and_flip(x, draws, padding)
-            if self._augment.policy != "none":
-                purpose = Purpose.TRAIN_SAMPLE
-                keys = sampling.sample_keys(step, rows, global_batch_size)
-                seeds = [sampling.sample_seed(self._seed, purpose, epoch, key) for key in keys]
-                x = self._more.apply_policy(x, seeds)
+            keys = sampling.sample_keys(step, rows, global_batch_size)
+            x = self._more.apply_policy(x, epoch, keys)
             batch = Batch(self._transform(x), y, relative_size=relative_size)
             yield self._more(batch, epoch, step, rows)
 
@@ -178,9 +166,6 @@ def _resolve_augment(section: ArraySetData | ArraysData | RayData, is_image: boo
         cifar = section.name in ("cifar10", "cifar100")
         return Augment(crop_padding=4 if cifar else 0, flip=cifar)
     if not is_image and (section.augment.crop_padding or section.augment.flip):
-        raise DataError(
-            "data.augment",
-            "crop and flip need uint8 images [samples, height, width, channels], which these "
-            "arrays are not; remove data.augment",
-        )
+        rule = "crop and flip need uint8 images [samples, height, width, channels]; remove it"
+        raise DataError("data.augment", rule)
     return section.augment

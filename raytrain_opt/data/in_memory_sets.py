@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,16 +93,11 @@ def _load_torchvision(section: ArraySetData) -> DatasetArrays:
             for train in (True, False)
         ]
     except Exception as error:  # torchvision raises errors of every kind for damaged files
-        cause = (
-            "could not be downloaded"
-            if section.download
-            else "is missing or damaged; put the files there, or download them with "
-            "data.download: true"
-        )
-        raise DataError(
-            "data.name",
-            f"{section.name} in {root / folder} {cause}: {error or type(error).__name__}",
-        ) from error
+        cause = "is missing or damaged; put the files there, or set data.download: true"
+        if section.download:
+            cause = "could not be downloaded"
+        rule = f"{section.name} in {root / folder} {cause}: {error or type(error).__name__}"
+        raise DataError("data.name", rule) from error
     train, test = (
         pair(name, np.asarray(split.data), np.asarray(split.targets, dtype=np.int64))
         for name, split in zip(("train", "test"), splits, strict=True)
@@ -126,11 +122,10 @@ def _read_npy(path: str, field: str) -> NamedArray:
         with file.open("rb") as stream:
             array = np.load(stream, allow_pickle=False)
     except Exception as error:  # a damaged header can make numpy raise anything
-        raise DataError(
-            field,
-            f"{file} is not a .npy file of plain numbers (arrays of Python objects "
-            f"are refused, they can run code): {error}",
-        ) from error
+        rule = (
+            "is not a .npy file of plain numbers (Python objects are refused: they can run code)"
+        )
+        raise DataError(field, f"{file} {rule}: {error}") from error
     if not isinstance(array, np.ndarray):
         raise DataError(field, f"{file} is an .npz archive; write each array to its own .npy file")
     return NamedArray(array, field, path)
@@ -176,11 +171,9 @@ def validate_arrays(
             )
     train_x, test_x = convert_values(train[0]), convert_values(test[0])
     if train_x.shape[1:] != test_x.shape[1:] or train_x.dtype != test_x.dtype:
-        raise DataError(
-            test[0].field,
-            f"its samples are {test[0].values.dtype} {test_x.shape[1:]}, but {train[0].name} has "
-            f"{train[0].values.dtype} {train_x.shape[1:]}; both must be the same",
-        )
+        others = f"{train[0].name} has {train[0].values.dtype} {train_x.shape[1:]}"
+        rule = f"its samples are {test[0].values.dtype} {test_x.shape[1:]}, but {others}"
+        raise DataError(test[0].field, f"{rule}; both must be the same")
     labels = [np.ascontiguousarray(y.values, dtype=np.int64) for y in (train[1], test[1])]
     return DatasetArrays(train_x, labels[0], test_x, labels[1], num_classes, class_names)
 
@@ -195,12 +188,12 @@ def check_labels(array: NamedArray, num_classes: int | None = None) -> None:
         )
     if len(y) == 0:
         raise array.error("has no samples")
-    is_wrong = (y < 0) if num_classes is None else (y < 0) | (y >= num_classes)
+    limit, valid = math.inf, "0 and up"
+    if num_classes is not None:
+        limit, valid = num_classes, f"0 to {num_classes - 1} (data.num_classes)"
+    is_wrong = (y < 0) | (y >= limit)
     if is_wrong.any():
         first = int(is_wrong.argmax())
-        valid = "0 and up"
-        if num_classes is not None:
-            valid = f"0 to {num_classes - 1} (data.num_classes)"
         raise array.error(
             f"has {int(is_wrong.sum())} labels outside {valid}; the first is {y[first]}, of "
             f"sample {first}"
@@ -220,10 +213,8 @@ def convert_values(array: NamedArray) -> Array:
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return _as_images(array)
     values = np.ascontiguousarray(x, dtype=np.float32)
-    not_finite = sum(
-        int(np.count_nonzero(~np.isfinite(values[start : start + _CHUNK_SAMPLES])))
-        for start in range(0, len(values), _CHUNK_SAMPLES)
-    )
+    chunks = (values[i : i + _CHUNK_SAMPLES] for i in range(0, len(values), _CHUNK_SAMPLES))
+    not_finite = sum(int(np.count_nonzero(~np.isfinite(chunk))) for chunk in chunks)
     if not_finite:
         raise array.error(f"has {not_finite} values that are not finite (NaN or infinite)")
     return values

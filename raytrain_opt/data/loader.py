@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -16,15 +16,8 @@ from torch.utils.data import DataLoader
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import sampling, transforms
-from raytrain_opt.data.augmentation import Augmentation, make_policy
-from raytrain_opt.data.base import (
-    Batch,
-    DataInfo,
-    Split,
-    TrainingData,
-    count_classes,
-    no_op,
-)
+from raytrain_opt.data.augmentation import Augmentation
+from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, count_classes
 from raytrain_opt.data.batch_reader import (
     BatchReader,
     BatchRequest,
@@ -61,12 +54,12 @@ class DataLoaderData(TrainingData):
     def __init__(
         self,
         section: ImageFolderData | ShardsData | DatasetData,
-        files: ImageFolderSource | None = None,
-        *,
         hold_out: HoldOut,
         seed: int,
         device: torch.device,
         channels_last: bool,
+        *,
+        files: ImageFolderSource | None = None,
         classification: bool = True,
     ) -> None:
         source: ImageFolderSource | ShardSource | UserDatasetSource
@@ -112,10 +105,9 @@ class DataLoaderData(TrainingData):
             example=getattr(source, "example", None),
         )
         self._pairs = classification or not isinstance(source, UserDatasetSource)
-        self.on_copy: Callable[[], None] = no_op
         self._copies, self._section = CopyStream(device), section
-        skip, policy = section.on_unreadable == "skip", make_policy(section.augment)
-        self._reader = BatchReader(source, seed, skip, policy)
+        skip = section.on_unreadable == "skip"
+        self._reader = BatchReader(source, seed, skip, self._augment.policy)
         self._loader = _ReusedLoader(section, self._reader, device)
 
     def train_batches(
@@ -136,14 +128,13 @@ class DataLoaderData(TrainingData):
                 part = sampling.micro_batch(
                     order, step, number, num_micro_batches, global_batch_size
                 )
-                samples, rows = part.samples, part.rows
-                keys = sampling.sample_keys(step, rows, global_batch_size)
+                keys = sampling.sample_keys(step, part.rows, global_batch_size)
                 name = f"micro-batch {number} of {num_micro_batches}, step {step}, epoch {epoch}"
-                request = _request(name, "train", Purpose.TRAIN_SAMPLE, epoch, samples)
                 first = step * global_batch_size
-                self._prepare("train", order, first + rows.start, first + rows.stop)
+                self._prepare("train", order, first + part.rows.start, first + part.rows.stop)
                 requested.append((step, part))
-                yield request._replace(keys=tuple(keys.tolist()))
+                samples, purpose = part.samples.tolist(), Purpose.TRAIN_SAMPLE
+                yield BatchRequest(name, "train", purpose, epoch, samples, keys.tolist())
 
         for batch in self._batches(requests()):
             step, part = requested.popleft()
@@ -170,7 +161,7 @@ class DataLoaderData(TrainingData):
                 name = f"batch {start // batch_size} of rank {rank} of the {split} split"
                 batch = samples[start : start + batch_size]
                 self._prepare(source_split, samples, start, start + batch_size)
-                yield _request(name, source_split, purpose, 0, batch)
+                yield BatchRequest(name, source_split, purpose, 0, batch.tolist())
 
         return self._batches(requests())
 
@@ -185,7 +176,7 @@ class DataLoaderData(TrainingData):
             # Shards of a storage would all be copied.
             samples = indices[:1] if self._shards else indices[np.unique(spread)]
             self._prepare(split, samples, 0, len(samples))
-            request = _request(f"the {split} set", split, purpose, 0, samples)
+            request = BatchRequest(f"the {split} set", split, purpose, 0, samples.tolist())
             loaded = self._reader.__getitems__([request])
             if loaded.error is not None:
                 raise loaded.error
@@ -265,9 +256,7 @@ class _ReusedLoader:
             self._batches = iter(self._loader)
         while True:
             if self._batches is None or self._phase != phase:
-                raise RuntimeError(
-                    "batches of an earlier phase were read after the next one began"
-                )
+                raise RuntimeError("batches of an earlier phase were read in a later one")
             with self._explain_dead_process():
                 # No variable here may hold the iterator: close() ends it by dropping it.
                 batch = next(self._batches, None)
@@ -300,9 +289,8 @@ class _ReusedLoader:
             if not self.processes:
                 raise
             raise RuntimeError(
-                "a loader process ended unexpectedly: it was killed, or ran out of memory or of "
-                "shared memory; try fewer data.loader_workers (now "
-                f"{self.processes}): {error}"
+                "a loader process was killed, or ran out of memory or of shared memory; try fewer "
+                f"data.loader_workers (now {self.processes}): {error}"
             ) from error
 
     def close(self) -> None:
@@ -312,14 +300,13 @@ class _ReusedLoader:
         self._loader = None
 
     def _start(self) -> DataLoader[Any]:
-        workers = self.processes
         return DataLoader(
             self._reader,
             batch_sampler=self._sampler,
             collate_fn=keep_batch,
-            num_workers=workers,
-            prefetch_factor=self._section.prefetch if workers else None,
-            persistent_workers=workers > 0,
+            num_workers=self.processes,
+            prefetch_factor=self._section.prefetch if self.processes else None,
+            persistent_workers=self.processes > 0,
             pin_memory=self._device.type == "cuda",
             # Its own generator: without one the DataLoader draws from the caller's.
             generator=torch.Generator(),
@@ -334,9 +321,3 @@ class _RequestSampler:
 
     def __iter__(self) -> Iterator[list[BatchRequest]]:
         return ([request] for request in self.requests)
-
-
-def _request(
-    name: str, split: SourceSplit, purpose: Purpose, epoch: int, indices: Indices
-) -> BatchRequest:
-    return BatchRequest(name, split, purpose, epoch, tuple(indices.tolist()))

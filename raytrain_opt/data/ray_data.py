@@ -117,8 +117,8 @@ def load_ray_data(section: RayData) -> DatasetArrays:
     for split, dataset in datasets.items():
         rows[split], labels[split] = _load_split(section, split, dataset)
     num_classes = section.num_classes or int(labels["train"].values.max()) + 1
-    for split in datasets:
-        check_labels(labels[split], num_classes)
+    for of_split in labels.values():
+        check_labels(of_split, num_classes)
     train, test = rows["train"], rows["test"]
     if (train.shape[1:], train.dtype) != (test.shape[1:], test.dtype):
         rule = (

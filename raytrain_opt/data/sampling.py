@@ -87,12 +87,9 @@ def split_validation(
     """
     count = 0 if fraction == 0 else max(1, min(int(fraction * size), max_samples))
     if count >= size:
-        raise DataError(
-            "data",
-            f"the training set has {size} samples and the validation split takes {count}, "
-            "so no sample is left to train on; use more samples, or data.validation_fraction: 0 "
-            f"(now {fraction})",
-        )
+        rule = f"the validation split takes all {size} samples, so no sample is left to train on"
+        hint = f"use more samples, or data.validation_fraction: 0 (now {fraction})"
+        raise DataError("data", f"{rule}; {hint}")
     shuffled = permutation(generator(seed, Purpose.VALIDATION_SPLIT), np.arange(size))
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 
@@ -228,9 +225,8 @@ def rank_indices(split: Indices, rank: int, world_size: int) -> Indices:
     split, ValueError for a rank that does not exist.
     """
     if len(split) == 0:
-        raise DataError(
-            "data.validation_fraction", "it is 0, so there is no validation split to score on"
-        )
+        rule = "it is 0, so there is no validation split to score on"
+        raise DataError("data.validation_fraction", rule)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}")
     blocks = -(-len(split) // EVAL_BLOCK_SIZE)

@@ -20,12 +20,11 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import obstore
@@ -41,6 +40,8 @@ from raytrain_opt.errors import DataError, StorageError
 CLASSES = "classes.txt"
 # Copies and indices at a time: enough to fill a network, few enough for any storage.
 _DOWNLOADS = 8
+# So often a copy is made again that others removed before it was used.
+_ATTEMPTS = 10
 
 
 class ShardSource:
@@ -183,26 +184,22 @@ class ShardCache:
         sizes = [shard.size for shard in shards if storage.is_remote(shard.uri)]
         needed = min(2 * window * max(sizes, default=0), sum(sizes))
         if needed > self._max_bytes:
-            raise DataError(
-                "data.cache_gib",
-                f"two times data.shuffle_shards ({window}) shards of these need "
-                f"{needed / 2**30:.2f}; raise it, or shuffle fewer shards together",
-            )
+            rule = f"two times data.shuffle_shards ({window}) shards need {needed / 2**30:.2f}"
+            raise DataError("data.cache_gib", f"{rule}; raise it, or shuffle fewer together")
 
     def read_index(self, shard: Shard) -> bytes:
         """Read the file of a shard's index, or make it. Raises StorageError, OSError."""
         folder, name = storage.split(shard.uri)
         content = storage.read(folder, f"{name}.npy")
-        return self._made_index(shard) if content is None else content
-
-    def _made_index(self, shard: Shard) -> bytes:
+        if content is not None:
+            return content
         changed_ns = 0 if storage.is_remote(shard.uri) else shard.path.stat().st_mtime_ns
-        name = f"{_digest(f'{shard.path} {shard.size} {changed_ns}')}.npy"
-        content = storage.read(str(self._folder), name)
+        cache, cached = str(self._folder), _digest(f"{shard.path} {shard.size} {changed_ns}")
+        content = storage.read(cache, f"{cached}.npy")
         if content is None:
             self._copy(shard)
             content = index_bytes(make_index(shard.path, shard.uri))
-            storage.write(str(self._folder), name, content)
+            storage.write(cache, f"{cached}.npy", content)
         return content
 
     def prepare(self, now: Sequence[Shard], later: Sequence[Shard], field: str) -> None:
@@ -216,10 +213,21 @@ class ShardCache:
             try:
                 if copy is not None:
                     copy.result()
-                if storage.is_remote(shard.uri):
-                    os.utime(shard.path)  # the cache removes what was used longest ago
+                self._keep(shard)
             except (StorageError, OSError) as error:
                 raise DataError(field, str(error)) from error
+
+    def _keep(self, shard: Shard) -> None:
+        """Mark a copy as used last; copy it again if copies of others took its place meanwhile."""
+        if not storage.is_remote(shard.uri):
+            return
+        for _ in range(_ATTEMPTS):
+            with self._lock("lock"), suppress(FileNotFoundError):
+                os.utime(shard.path)  # the cache removes what was used longest ago
+                return
+            self._copy(shard)
+        rule = f"{shard.uri} was removed {_ATTEMPTS} times before it was read; raise it"
+        raise DataError("data.cache_gib", rule)
 
     def read(self, shard: Shard, position: int, size: int) -> bytes:
         """Return a part of a shard on this node. Raises DataError, OSError, ValueError."""
@@ -286,7 +294,8 @@ def make_index(path: Path, name: str) -> Indices:
                 if f".{suffix.lower()}" in IMG_EXTENSIONS:
                     images[key] = member.offset_data, member.size
                 elif suffix == "cls":
-                    labels[key] = int(_content(file, member))
+                    stream = file.extractfile(member)
+                    labels[key] = int(stream.read() if stream is not None else b"")
     except (tarfile.TarError, ValueError, EOFError) as error:
         raise ValueError(f"{name} is damaged: {error}") from error
     if images.keys() != labels.keys() or not images:
@@ -319,11 +328,6 @@ def expand_braces(pattern: str) -> list[str]:
     numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
     before, after = pattern[: match.start()], pattern[match.end() :]
     return [name for number in numbers for name in expand_braces(f"{before}{number}{after}")]
-
-
-def _content(file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    stream: IO[bytes] | None = file.extractfile(member)
-    return stream.read() if stream is not None else b""
 
 
 def _digest(text: str) -> str:

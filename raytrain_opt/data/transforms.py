@@ -174,16 +174,12 @@ def explicit_mean_std(normalize: NormalizeSetting, channels: int) -> MeanStd | N
     means, stds = normalize
     for values in (means, stds):
         if len(values) not in (1, channels):
-            raise DataError(
-                "data.normalize",
-                f"{len(values)} values for {channels} channels; write one for each channel, or "
-                "one for all: [[means], [standard deviations]]",
-            )
+            rule = "write one for each channel, or one for all: [[means], [standard deviations]]"
+            given = f"{len(values)} values for {channels} channels"
+            raise DataError("data.normalize", f"{given}; {rule}")
     if not (np.isfinite(means).all() and np.isfinite(stds).all() and min(stds) > 0):
-        raise DataError(
-            "data.normalize",
-            f"means must be finite and standard deviations above 0 (given: {normalize})",
-        )
+        rule = "means must be finite and standard deviations above 0"
+        raise DataError("data.normalize", f"{rule} (given: {normalize})")
     return means, stds
 
 

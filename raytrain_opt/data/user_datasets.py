@@ -77,22 +77,17 @@ class UserDatasetSource:
         sample = self._sample(split, index)
         checked, name = (sample[0], "x") if self._classification else (sample, "it")
         if _describe(checked) != self._expected:
-            raise self._error(
-                split,
-                index,
+            rule = (
                 f"{name} is {_describe(checked)} but the first training sample's is "
-                f"{self._expected}; all must be the same, e.g. by a resize in the Dataset",
+                f"{self._expected}; all must be the same, e.g. by a resize in the Dataset"
             )
+            raise self._error(split, index, rule)
         if not self._classification:
             return sample
         x, label = sample
         if not 0 <= label < self.num_classes:
-            raise self._error(
-                split,
-                index,
-                f"its label is {label}, outside 0 to {self.num_classes - 1}; "
-                "correct the label or data.num_classes",
-            )
+            rule = f"its label is {label}, outside 0 to {self.num_classes - 1}; "
+            raise self._error(split, index, f"{rule}correct the label or data.num_classes")
         return (x.permute(1, 2, 0).contiguous() if self.is_image else x), label
 
     def describe(self, split: SourceSplit, index: int) -> str:
@@ -100,15 +95,12 @@ class UserDatasetSource:
         return f"sample {index} of the {split} set of {self._name} cannot be read"
 
     def _check_dataset(self, split: SourceSplit) -> None:
-        dataset = self._datasets[split]
+        dataset, name = self._datasets[split], f"the {split} set of {self._name}"
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-            raise DataError(
-                "data.name",
-                f"the {split} set of {self._name} is {type(dataset).__name__}; it must "
-                "be a map-style Dataset with __len__ and __getitem__",
-            )
+            rule = "it must be a map-style Dataset with __len__ and __getitem__"
+            raise DataError(self.field, f"{name} is {type(dataset).__name__}; {rule}")
         if len(dataset) == 0:
-            raise DataError("data.name", f"the {split} set of {self._name} is empty")
+            raise DataError(self.field, f"{name} is empty")
 
     def _resolve_num_classes(self, num_classes: int | None) -> int:
         train = self._datasets["train"]
@@ -120,14 +112,12 @@ class UserDatasetSource:
             return len(train.classes)
         if not self._classification:
             return 1
-        raise DataError(
-            "data.num_classes",
-            f"the train set of {self._name} has neither num_classes nor "
-            "classes, so write the number in the job",
-        )
+        rule = "has neither num_classes nor classes, so write the number in the job"
+        raise DataError("data.num_classes", f"the train set of {self._name} {rule}")
 
     def _probe(self, skip: bool) -> Sample:
         """Return the first training sample; with `skip`, the first readable one."""
+        last = min(_MAX_TRIES, self.size("train")) - 1 if skip else 0
         index = 0
         while True:
             try:
@@ -136,7 +126,7 @@ class UserDatasetSource:
             except DataError:
                 raise
             except Exception as error:
-                if not skip or index + 1 == min(_MAX_TRIES, self.size("train")):
+                if index == last:
                     rule = f"{self.describe('train', index)}: {cause(error)}"
                     raise DataError(self.field, rule) from error
                 index += 1
@@ -153,13 +143,12 @@ class UserDatasetSource:
         if isinstance(x, np.ndarray):
             x = torch.from_numpy(np.array(x))
         if not isinstance(x, torch.Tensor):
-            raise self._error(
-                split,
-                index,
-                f"x is {type(x).__module__}.{type(x).__name__}; it must be a tensor "
-                "or numpy array (for PIL images, add a transform such as "
-                "torchvision.transforms.v2.PILToTensor())",
+            rule = (
+                f"x is {type(x).__module__}.{type(x).__name__}; it must be a tensor or numpy "
+                "array (for PIL images, add a transform such as "
+                "torchvision.transforms.v2.PILToTensor())"
             )
+            raise self._error(split, index, rule)
         return _convert(x.detach()), self._class_index(split, index, label)
 
     def _tensors(self, split: SourceSplit, index: int, sample: Any) -> Sample:
@@ -167,12 +156,11 @@ class UserDatasetSource:
 
         def convert(leaf: Any) -> torch.Tensor:
             if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float):
-                raise self._error(
-                    split,
-                    index,
+                rule = (
                     f"it contains a {type(leaf).__name__}; with a task of your own it must be a "
-                    "tensor, an array or a number, or a dict, list or tuple of these",
+                    "tensor, an array or a number, or a dict, list or tuple of these"
                 )
+                raise self._error(split, index, rule)
             tensor = torch.as_tensor(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf)
             return tensor.detach().float() if tensor.dtype == torch.float64 else tensor.detach()
 
@@ -185,12 +173,8 @@ class UserDatasetSource:
         try:
             return operator.index(label)
         except TypeError:
-            raise self._error(
-                split,
-                index,
-                f"its label is {label!r} ({type(label).__name__}); it must be an integer "
-                "class index",
-            ) from None
+            rule = f"its label is {label!r} ({type(label).__name__})"
+            raise self._error(split, index, f"{rule}; it must be an integer class index") from None
 
     def _error(self, split: SourceSplit, index: int, rule: str) -> DataError:
         return DataError("data.name", f"sample {index} of the {split} set of {self._name}: {rule}")

@@ -36,16 +36,9 @@ from raytrain_opt.train.learner_config import LearnerConfig
 class BatchSizeResult:
     """The outcome of a batch-size search."""
 
-    answer: CachedSearch
-    cached: bool  # the result of an earlier search was used
-    duration_s: float
+    batch_size: int  # samples per worker
     job: Job  # with the chosen size, the rescaled learning rate and no further search
     run_dir: str
-
-    @property
-    def batch_size(self) -> int:
-        """Samples per worker."""
-        return self.answer.batch_size
 
 
 def find_batch_size(
@@ -92,31 +85,56 @@ def _search(
     section: BatchSizeSection, session: Session, *, fresh: bool, trace: bool
 ) -> BatchSizeResult:
     """Take the cached result or probe; write the records and the job with the chosen size."""
-    started_s = monotonic_s()
-    job, use_gpu = session.job, session.plan.use_gpu
+    started_s, job = monotonic_s(), session.job
+    answer, cached = _find(section, session, fresh=fresh, trace=trace)
+    chosen = apply_batch_size(job, answer.batch_size)
+    write_text(session.paths.job, dump_job(chosen))
+    scaling = scalable_policy(job).scaling
+    size = SizeChange(before=job.global_batch_size, after=chosen.global_batch_size)
+    lr = RateChange(
+        rule=scaling.rule if scaling else section.lr_rule,
+        before=scalable_policy(resolve_lr_scaling(job)).initial,
+        after=scalable_policy(chosen).initial,
+    )
+    record = BatchSizeRecord(
+        batch_size_per_worker=answer.batch_size,
+        global_batch_size=size,
+        samples_per_s=answer.samples_per_s,
+        reason=answer.reason,
+        learning_rate=lr,
+        duration_s=monotonic_s() - started_s,
+        cached=cached,
+        probes=len(answer.probes),
+    )
+    write_record(session.paths.batch_size, record)
+    session.terminal.note(probes_table(answer.probes))
+    session.terminal.note(
+        f"batch size {answer.batch_size} per worker ({answer.samples_per_s:,.0f} samples/s): "
+        f"{answer.reason}; global_batch_size {size.before} -> {size.after}, "
+        f"learning_rate.initial {lr.before:.4g} -> {lr.after:.4g} ({lr.rule}); "
+        f"{record.probes} probes, {record.duration_s:.1f} s"
+    )
+    return BatchSizeResult(answer.batch_size, chosen, session.paths.shown)
+
+
+def _find(
+    section: BatchSizeSection, session: Session, *, fresh: bool, trace: bool
+) -> tuple[CachedSearch, bool]:
+    """Return the result of an earlier search or of a new one, and whether it is the former."""
+    use_gpu = session.plan.use_gpu
     bounds = _bounds(section, session)
     check_sampler(section, use_gpu=use_gpu)
-    cache = Cache.for_job(job, bounds, use_gpu=use_gpu)
+    cache = Cache.for_job(session.job, bounds, use_gpu=use_gpu)
     answer = None if fresh else cache.read()
-    cached = answer is not None
     if answer is None:
         answer = _probe(section, bounds, session, trace=trace)
         cache.write(answer)
-    else:
-        session.terminal.note(
-            f"batch size from an earlier search, {cache.shown}; --fresh searches again"
-        )
-        append_records(session.paths.batch_sizes, answer.probes)
-    result = BatchSizeResult(
-        answer,
-        cached=cached,
-        duration_s=monotonic_s() - started_s,
-        job=apply_batch_size(job, answer.batch_size),
-        run_dir=session.paths.shown,
+        return answer, False
+    session.terminal.note(
+        f"batch size from an earlier search, {cache.shown}; --fresh searches again"
     )
-    write_text(session.paths.job, dump_job(result.job))
-    _report(section, result, session)
-    return result
+    append_records(session.paths.batch_sizes, answer.probes)
+    return answer, True
 
 
 def _bounds(section: BatchSizeSection, session: Session) -> SizeBounds:
@@ -160,7 +178,12 @@ def _probe(
         write_text(session.paths.trace, trace_text)
     samples_per_s = records[-1].samples_per_s
     assert samples_per_s is not None  # of the check, which fitted
-    return CachedSearch(choice.batch_size, samples_per_s, choice.reason, records)
+    return CachedSearch(
+        batch_size=choice.batch_size,
+        samples_per_s=samples_per_s,
+        reason=choice.reason,
+        probes=records,
+    )
 
 
 def _actor_options(session: Session) -> dict[str, Any]:
@@ -177,30 +200,3 @@ def _actor_options(session: Session) -> dict[str, Any]:
             local=session.owns_ray, start_s=session.job.timeouts.start_s
         ),
     }
-
-
-def _report(section: BatchSizeSection, result: BatchSizeResult, session: Session) -> None:
-    """Write batch_size.json; print the table of probes and the choice."""
-    job = session.job
-    chosen, answer, scaling = result.job, result.answer, scalable_policy(job).scaling
-    rule = scaling.rule if scaling else section.lr_rule
-    before = scalable_policy(resolve_lr_scaling(job)).initial
-    after = scalable_policy(chosen).initial
-    record = BatchSizeRecord(
-        batch_size_per_worker=answer.batch_size,
-        global_batch_size=SizeChange(before=job.global_batch_size, after=chosen.global_batch_size),
-        samples_per_s=answer.samples_per_s,
-        reason=answer.reason,
-        learning_rate=RateChange(rule=rule, before=before, after=after),
-        duration_s=result.duration_s,
-        cached=result.cached,
-        probes=len(answer.probes),
-    )
-    write_record(session.paths.batch_size, record)
-    session.terminal.note(probes_table(answer.probes))
-    session.terminal.note(
-        f"batch size {answer.batch_size} per worker ({answer.samples_per_s:,.0f} samples/s): "
-        f"{answer.reason}; global_batch_size {job.global_batch_size} -> "
-        f"{chosen.global_batch_size}, learning_rate.initial {before:.4g} -> {after:.4g} "
-        f"({rule}); {len(answer.probes)} probes, {result.duration_s:.1f} s"
-    )

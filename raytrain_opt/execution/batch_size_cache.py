@@ -7,8 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import PositiveInt, TypeAdapter, ValidationError
-from pydantic import dataclasses as pydantic_dataclasses
+from pydantic import BaseModel, PositiveInt, ValidationError
 
 from raytrain_opt import storage
 from raytrain_opt.cluster.connection import alive_nodes
@@ -23,8 +22,7 @@ from raytrain_opt.search.batch_size.strategy import SizeBounds
 _FOLDER = "batch_sizes"
 
 
-@pydantic_dataclasses.dataclass(frozen=True)
-class CachedSearch:
+class CachedSearch(BaseModel):
     """The chosen size per worker, its speed in the final check, the reason, and all probes."""
 
     batch_size: PositiveInt
@@ -33,16 +31,12 @@ class CachedSearch:
     probes: list[BatchSizeProbeRecord]
 
 
-_CACHED_SEARCH = TypeAdapter(CachedSearch)
-
-
 @dataclass(frozen=True)
 class Cache:
     """The place of one result: of the same search on the same kind of machine."""
 
     storage_path: str
     name: str
-    largest: int
 
     @classmethod
     def for_job(cls, job: Job, bounds: SizeBounds, *, use_gpu: bool) -> Cache:
@@ -57,7 +51,7 @@ class Cache:
         }
         text = json.dumps(key, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        return cls(job.storage_path, f"{_FOLDER}/{digest[:20]}.json", bounds.largest)
+        return cls(job.storage_path, f"{_FOLDER}/{digest[:20]}.json")
 
     @property
     def shown(self) -> str:
@@ -70,21 +64,16 @@ class Cache:
         if content is None:
             return None
         try:
-            answer = _CACHED_SEARCH.validate_json(content)
+            return CachedSearch.model_validate_json(content)
         except ValidationError as error:
-            raise self._damaged(first_error(error)) from error
-        if answer.batch_size > self.largest:
-            raise self._damaged(f"batch_size: more than {self.largest}, the largest possible")
-        return answer
-
-    def _damaged(self, what: str) -> JobError:
-        rule = f"the cached result {self.shown} is damaged: {what}"
-        hint = "remove the file, or search again with --fresh"
-        return JobError([Problem("batch_size_search", rule, None, hint)])
+            rule = f"the cached result {self.shown} is damaged: {first_error(error)}"
+            hint = "remove the file, or search again with --fresh"
+            raise JobError([Problem("batch_size_search", rule, None, hint)]) from error
 
     def write(self, answer: CachedSearch) -> None:
         """Keep the result for later searches. Raises StorageError."""
-        storage.write(self.storage_path, self.name, _CACHED_SEARCH.dump_json(answer, indent=1))
+        content = answer.model_dump_json(indent=1).encode()
+        storage.write(self.storage_path, self.name, content)
 
 
 def device_names(use_gpu: bool) -> list[str]:

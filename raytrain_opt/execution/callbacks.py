@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import Job, TrackingSection
-from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.errors import Problem
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
 from raytrain_opt.storage import check_uri
@@ -68,17 +68,6 @@ class Callbacks:
             self._failed.add((name, method))
             text = f"callback {name}.{method} failed ({type(error).__name__}: {error})"
             self._event_log.log("callback", self._epoch, f"{text}; the run continues")
-
-
-def check_callbacks(names: Sequence[str | Callable[..., Any]]) -> list[Problem]:
-    """Return the problems of the classes that cannot be imported."""
-    problems = []
-    for i, name in enumerate(names):
-        try:
-            resolve_function(name, f"callbacks.{i}")
-        except JobError as error:
-            problems += error.problems
-    return problems
 
 
 def check_tracking(section: TrackingSection | None) -> list[Problem]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
@@ -122,7 +123,7 @@ def check_job(job: Job) -> list[Problem]:
 
 def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
     """Check the given sections, some of a job whose others have errors, as `check_job` does."""
-    from raytrain_opt.execution.callbacks import check_callbacks, check_tracking
+    from raytrain_opt.execution.callbacks import check_tracking
     from raytrain_opt.models import check_model
     from raytrain_opt.train.task import check_loss, check_task
 
@@ -134,7 +135,7 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
         "task": check_task,
         "loss": check_loss,
         "storage_path": check_uri,
-        "callbacks": check_callbacks,
+        "callbacks": _check_callbacks,
         "tracking": check_tracking,
     }
     problems = [
@@ -289,6 +290,11 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
         from raytrain_opt.async_training.weight_shard import split_parameters
 
         split_parameters(model, 1)
+
+
+def _check_callbacks(names: Sequence[str | Callable[..., Any]]) -> list[Problem]:
+    checks = (partial(resolve_function, name, f"callbacks.{i}") for i, name in enumerate(names))
+    return [problem for check in checks for problem in _problems_of(check)]
 
 
 def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:

@@ -108,7 +108,7 @@ class EpochMetrics:
     optimizer: int = 0
     train: TrainTotals | None = None
     test: EvalTotals | None = None
-    staleness: dict[str, object] | None = None
+    staleness: StalenessRecord | None = None
 
     @property
     def train_loss(self) -> float:
@@ -175,9 +175,5 @@ def epoch_record(
         duration_s=monotonic_s() - metrics.started_s,
         timings_s=dict(metrics.stopwatch.timings_s),
         noise_scale=noise,
-        staleness=(
-            None
-            if metrics.staleness is None
-            else StalenessRecord.model_validate(metrics.staleness)
-        ),
+        staleness=metrics.staleness,
     )

@@ -13,7 +13,7 @@ import ray
 from raytrain_opt.async_training.actors import ServerHandles, parameter_server
 from raytrain_opt.async_training.main_training import AsynchronousTraining
 from raytrain_opt.async_training.program import AsynchronousWorkers
-from raytrain_opt.cluster.connection import alive_nodes, count_placeable, cpu_count, on_driver_node
+from raytrain_opt.cluster.connection import count_placeable, on_driver_node, total_resources
 from raytrain_opt.cluster.metrics import RayMetrics
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.session import Session
@@ -82,7 +82,8 @@ def _start_pools(
     job, plan = resolved.job, session.plan
     # Starting a process costs ten seconds of CPU, most of it imports. With too few cores the slots
     # start first, since they take the first steps; the workers start beside the first round.
-    oversubscribed = cpu_count() < plan.slots + plan.workers
+    cores = sum(node.get("CPU", 0.0) for node in total_resources())
+    oversubscribed = cores < plan.slots + plan.workers
     launcher = start_launcher(
         local=session.owns_ray, start_s=job.timeouts.start_s, import_all=not oversubscribed
     )
@@ -124,7 +125,7 @@ def _start_pools(
             if server is None
             else AsynchronousTraining(config.learner, config.timeouts, workers, store, server),
             plan.use_gpu,
-            lambda: [node["Resources"] for node in alive_nodes()],
+            total_resources,
             plan.search_reason,
         )
         metrics = RayMetrics(session.paths.run_id)

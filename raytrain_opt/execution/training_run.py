@@ -239,7 +239,7 @@ class TrainingRun:
             self.progress, next_epoch=epoch + 1, history=history, partial_epoch=PartialEpoch()
         )
         self.recorder.epoch(record, self.steps.before(epoch + 1))
-        self.event_log.write(epoch, self.backend.pools)
+        self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
         schedule = ScheduleRecord(
             epoch=epoch,
             optimizer=name,
@@ -393,7 +393,7 @@ def open_training_run(
     job, paths, checkpoints = resolved.job, workspace.paths, workspace.checkpoints
     checkpoints.metadata = model_metadata(job.model, job.task, resolved.info)
     recorder = Recorder(paths)
-    event_log = EventLog(recorder, workspace.terminal, workspace.startup.began_s)
+    event_log = EventLog(recorder, workspace.terminal.note, workspace.startup.began_s)
     writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)
     callbacks = Callbacks(job, str(paths.local), event_log, observers)
     run = TrainingRun(resolved, backend, workspace, recorder, writer, event_log, callbacks)

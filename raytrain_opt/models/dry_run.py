@@ -46,20 +46,15 @@ def check_output(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise DataError(
-                "model",
-                f"it cannot process a batch of these data, shape {list(samples.shape)}: "
-                f"{type(error).__name__}: {error}. Choose another model.name, change model.args "
-                "or use samples of another shape.",
-            ) from error
+            rule = f"it cannot process a batch of these data, shape {list(samples.shape)}"
+            hint = "Choose another model.name, model.args or samples of another shape."
+            text = f"{rule}: {type(error).__name__}: {error}. {hint}"
+            raise DataError("model", text) from error
     shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     if shape != [_SAMPLES, num_classes]:
-        raise DataError(
-            "model",
-            f"its output for {_SAMPLES} samples must be [{_SAMPLES}, {num_classes}] (samples, "
-            f"classes of the data), but is {shape}. Change model.args, or data.num_classes if "
-            "the data have another number of classes.",
-        )
+        rule = f"its output for {_SAMPLES} samples must be [{_SAMPLES}, {num_classes}]"
+        hint = "Change model.args, or data.num_classes if that is wrong."
+        raise DataError("model", f"{rule} (samples, classes of the data), but is {shape}. {hint}")
 
 
 @contextmanager

@@ -80,12 +80,9 @@ def _torchvision(name: str, sample_shape: tuple[int, ...]) -> Callable[..., Any]
     from torchvision import models
 
     if len(sample_shape) != 3 or sample_shape[0] != 3:
-        raise DataError(
-            "model.name",
-            f"torchvision's {name} takes color images [3, height, width], but a sample of these "
-            f"data has shape {list(sample_shape)}. Built-in models take any number of channels: "
-            f"{', '.join(model_names())}.",
-        )
+        rule = f"torchvision's {name} takes color images [3, height, width]"
+        hint = f"Built-in models take any number of channels: {', '.join(model_names())}."
+        raise DataError("model.name", f"{rule}, these data have {list(sample_shape)}. {hint}")
     builder = models.get_model_builder(name)
     defaults = TORCHVISION_DEFAULTS.get(name, {})
 
@@ -107,18 +104,15 @@ def _call_user_function(
     except RaytrainOptError:
         raise
     except Exception as error:
-        raise JobError([_raised(error)]) from error
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        rule = f"the model's function raised {type(error).__name__}: {error}"
+        hint = f"at {frame.filename}:{frame.lineno}"
+        raise JobError([Problem("model.name", rule, None, hint)]) from error
     if not isinstance(model, nn.Module):
         rule = f"must return a torch.nn.Module, but returned {type(model).__name__}"
         name = getattr(function, "__qualname__", repr(function))
         raise JobError([Problem("model.name", rule, name)])
     return model
-
-
-def _raised(error: Exception) -> Problem:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    rule = f"the model's function raised {type(error).__name__}: {error}"
-    return Problem("model.name", rule, None, f"at {frame.filename}:{frame.lineno}")
 
 
 def _rejected(name: str, args: dict[str, Any], error: Exception) -> Problem:

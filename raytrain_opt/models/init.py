@@ -29,12 +29,11 @@ def he_init(model: nn.Module, classifier: nn.Linear) -> None:
 def image_shape(sample_shape: tuple[int, ...], model: str) -> tuple[int, int, int]:
     """Return `sample_shape` as (channels, height, width). Raises DataError if it is no image."""
     if len(sample_shape) != 3:
-        raise DataError(
-            "model.name",
-            f"{model} takes images of shape [channels, height, width], but a sample "
-            f"of these data has shape {list(sample_shape)}. Use images, or your own model as "
-            "package.module:function.",
+        rule = (
+            f"{model} takes images [channels, height, width], these data have {list(sample_shape)}"
         )
+        hint = "Use images, or your own model as package.module:function."
+        raise DataError("model.name", f"{rule}. {hint}")
     channels, height, width = sample_shape
     return channels, height, width
 

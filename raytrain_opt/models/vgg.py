@@ -76,12 +76,9 @@ def _vgg16(
     """Build it with `hidden` features between the linear layers. Raises DataError below 32x32."""
     shape = image_shape(sample_shape, name)
     if min(shape[1:]) < _REDUCTION:
-        raise DataError(
-            "model.name",
-            f"{name} halves images 5 times and needs at least {_REDUCTION}x{_REDUCTION} "
-            f"pixels, but these data have {shape[1]}x{shape[2]}. Use resnet8, cifar_resnet18 or "
-            "small_cnn, or larger images.",
-        )
+        rule = f"{name} halves images 5 times and needs at least {_REDUCTION}x{_REDUCTION} pixels"
+        hint = "Use resnet8, cifar_resnet18 or small_cnn, or larger images."
+        raise DataError("model.name", f"{rule}; these data have {shape[1]}x{shape[2]}. {hint}")
     require_positive("hidden", hidden)
     return Vgg16(shape, num_classes, normalize_convolutions, hidden, dropout)
 

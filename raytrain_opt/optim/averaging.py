@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# The average during a phase of training, the training's weights otherwise; without a meaning
-# during a phase of a schedule-free optimizer.
+# The average during a phase of training, the training's weights otherwise.
 _OTHER_WEIGHTS = "other_weights"
 # With auto, the part of the updates so far that the average covers at the highest rate.
 _COVERED = 0.25
@@ -68,34 +67,37 @@ def _has_modes(optimizer: Any) -> bool:
 
 @torch.no_grad()
 def _set_mode(optimizer: Any, *, train: bool) -> None:
-    groups = [g for g in optimizer.param_groups if g.get("train_mode", train) != train]
-    params = [param for group in groups for param in group["params"]]
     if _has_modes(optimizer):
-        _set_own_mode(optimizer, params, train=train)
+        # Switching to the average and back would round the weights.
+        if not train:
+            for values, param in _trained(optimizer):
+                if _OTHER_WEIGHTS not in values:
+                    values[_OTHER_WEIGHTS] = param.clone()
+        (optimizer.train if train else optimizer.eval)()
+        if train:
+            for values, param in _trained(optimizer):
+                param.copy_(values.pop(_OTHER_WEIGHTS, param))
         return
-    for group in groups:
+    for group in optimizer.param_groups:
+        if group.get("train_mode", train) == train:
+            continue
         group["train_mode"] = train
-    for param, other in _pairs(optimizer, params):
-        weights = param.clone()
-        param.copy_(other)
-        other.copy_(weights)
+        for param, other in _pairs(optimizer, group):
+            weights = param.clone()
+            param.copy_(other)
+            other.copy_(weights)
 
 
-def _set_own_mode(optimizer: Any, params: list[Tensor], *, train: bool) -> None:
-    """Let the optimizer compute the average, and keep the weights: its way back rounds."""
-    if train:
-        optimizer.train()
-        for param, weights in _pairs(optimizer, params):
-            param.copy_(weights)
-        return
-    for param in params:
-        if optimizer.state.get(param):
-            optimizer.state[param][_OTHER_WEIGHTS] = param.detach().clone()
-    optimizer.eval()
+def _trained(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Yield the parameters that were updated, each after its part of the optimizer's state."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in optimizer.state:
+                yield optimizer.state[param], param
 
 
-def _pairs(optimizer: Optimizer, params: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    for param in params:
+def _pairs(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    for param in group["params"]:
         # Not indexed: that would add an entry, which some optimizers take for their own.
         other = optimizer.state.get(param, {}).get(_OTHER_WEIGHTS)
         if other is not None:

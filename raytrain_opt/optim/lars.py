@@ -111,7 +111,7 @@ def _update_layer_by_layer(
     """Update each layer while a CPU has it in its caches, by r g with decay r d."""
     for layer, grad in enumerate(grads):
         one = slice(layer, layer + 1)
-        [r] = _trust_ratios(_norms(params[one], [grad]), group).tolist()
+        [r] = _trust_ratios(params[one], [grad], group).tolist()
         buffer = buffers[one]
         _descend(params[one], [grad * r], buffer, group, r * group["weight_decay"])
         buffers[one] = buffer
@@ -123,7 +123,7 @@ def _adapted(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -
     Each ratio is repeated for all elements of its layer: a product with one device scalar per
     tensor would launch a kernel per tensor.
     """
-    ratios = _trust_ratios(_norms(params, grads), group)
+    ratios = _trust_ratios(params, grads, group)
     adapted = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
     factors = [r.expand(g.numel()) for r, g in zip(ratios.unbind(), adapted, strict=True)]
     flat = torch.split(torch.cat(factors), [g.numel() for g in adapted])
@@ -132,14 +132,10 @@ def _adapted(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -
     return adapted
 
 
-def _norms(params: list[Tensor], grads: list[Tensor]) -> Tensor:
+def _trust_ratios(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
+    """Compute (1) to (3) for all layers, from the norms of their weights and gradients."""
     dtype = torch.promote_types(params[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(params + grads, 2, dtype))
-
-
-def _trust_ratios(norms: Tensor, group: dict[str, Any]) -> Tensor:
-    """Compute (1) to (3) for n layers. norms [2 n]: of their weights, then of their gradients."""
-    weights, gradients = norms.chunk(2)
+    weights, gradients = torch.stack(torch._foreach_norm(params + grads, 2, dtype)).chunk(2)
     denominators = torch.add(gradients, weights, alpha=group["weight_decay"]) + group["eps"]
     ratios = weights / denominators * group["trust_coefficient"]
     if group["clip"]:

@@ -28,7 +28,6 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from raytrain_opt.optim.batched import BatchedOptimizer
@@ -92,35 +91,23 @@ class RMSpropWarmup(BatchedOptimizer):
         count = self.state[group["params"][0]].setdefault("step", torch.zeros(()))
         sgd = sgd_fraction(count.item(), group["center_steps"], group["period_steps"])
         count += 1
-        for batch in self._batches(params):
-            momenta, squares = (
-                self._buffers(name, batch) for name in ("momentum_buffer", "square_avg")
-            )
-            _update(batch, [p.grad for p in batch], momenta, squares, group, sgd)
-
-
-def _update(
-    params: list[Tensor],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    squares: list[Tensor],
-    group: dict[str, Any],
-    sgd: float,
-) -> None:
-    """Update tensors of one device and type by (1) to (3), in place, in few kernels."""
-    if group["weight_decay"] != 0:
-        grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-    torch._foreach_mul_(momenta, group["momentum"])
-    rmsprop = (1.0 - sgd) * group["rmsprop_scale"]
-    if rmsprop == 0:
-        torch._foreach_add_(momenta, grads)
-    else:
-        torch._foreach_mul_(squares, group["alpha"])
-        torch._foreach_addcmul_(squares, grads, grads, value=1.0 - group["alpha"])
-        factors = list(torch._foreach_sqrt(squares))
-        torch._foreach_add_(factors, group["eps"])
-        torch._foreach_reciprocal_(factors)
-        torch._foreach_mul_(factors, rmsprop)
-        torch._foreach_add_(factors, sgd)
-        torch._foreach_addcmul_(momenta, grads, factors)
-    torch._foreach_add_(params, momenta, alpha=-group["lr"])
+        rmsprop = (1.0 - sgd) * group["rmsprop_scale"]
+        for batch in self._batches(params):  # by (1) to (3), in place, in few kernels
+            grads = [p.grad for p in batch]
+            momenta = self._buffers("momentum_buffer", batch)
+            squares = self._buffers("square_avg", batch)
+            if group["weight_decay"] != 0:
+                grads = list(torch._foreach_add(grads, batch, alpha=group["weight_decay"]))
+            torch._foreach_mul_(momenta, group["momentum"])
+            if rmsprop == 0:
+                torch._foreach_add_(momenta, grads)
+            else:
+                torch._foreach_mul_(squares, group["alpha"])
+                torch._foreach_addcmul_(squares, grads, grads, value=1.0 - group["alpha"])
+                factors = list(torch._foreach_sqrt(squares))
+                torch._foreach_add_(factors, group["eps"])
+                torch._foreach_reciprocal_(factors)
+                torch._foreach_mul_(factors, rmsprop)
+                torch._foreach_add_(factors, sgd)
+                torch._foreach_addcmul_(momenta, grads, factors)
+            torch._foreach_add_(batch, momenta, alpha=-group["lr"])

@@ -4,7 +4,8 @@
 |--------|----------------------------------------------------------------------------------|
 | B, W   | global batch, workers; each computes b = B / W samples of an update              |
 | c(b)   | seconds of an update's forward and backward pass and update (`terms`)            |
-| s      | on CPU, processes that share a core: max(1, threads of a node's workers / cores) |
+| s      | on CPU, processes that share a core: max(1, threads of a node's workers / cores), |
+|        | times `busy` with as many processes as cores, in proportion with fewer            |
 | x      | seconds of the all-reduces of an update, in m messages (`cluster`)               |
 | l(B)   | seconds in which the loaders of all nodes deliver B samples                      |
 
@@ -19,7 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
 from raytrain_opt.cluster.resources import PoolRequest, plan_pools
 from raytrain_opt.config.schema import Job
@@ -27,7 +29,7 @@ from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError, ResourcesError
 from raytrain_opt.optim.epoch_steps import epoch_steps, ramp_factor
 from raytrain_opt.planning.cluster import ClusterSection
-from raytrain_opt.planning.terms import Terms
+from raytrain_opt.planning.terms import MeasuredStep, Terms
 from raytrain_opt.search.factory import build_policy, max_candidates
 from raytrain_opt.search.policy import CandidateResult, History, Policy, TryCandidates
 
@@ -94,10 +96,17 @@ class Planner:
         search_s, search_on = self._search_s(job, job.epochs, build_policy(job, steps))
         evaluate_s = self._score_s(workers, self.info.test_size)
         training_s = math.ceil(job.epochs / job.evaluate.every_epochs) * evaluate_s
+        unsaved_s, write_s = 0.0, self.terms.checkpoint_s
         for epoch in range(1, job.epochs + 1):
             batch = global_batch_size * ramp_factor(ramp, epoch)
-            training_s += steps(epoch) * self.step_s(workers, batch)[0] + self.terms.epoch_s
-        training_s *= self.progress(global_batch_size)
+            epoch_s = steps(epoch) * self.step_s(workers, batch)[0] + self.terms.epoch_s
+            training_s, unsaved_s = training_s + epoch_s, unsaved_s + epoch_s
+            if epoch % job.checkpoint.every_epochs == 0:
+                # A checkpoint is written beside the training, which waits for the one before.
+                if epoch > job.checkpoint.every_epochs:
+                    training_s += max(0.0, write_s - unsaved_s)
+                unsaved_s = 0.0
+        training_s = training_s * self.progress(global_batch_size) + write_s
         node_hours = self.cluster.nodes_of(workers) * (search_s + training_s) / 3600
         return Prediction(
             workers,
@@ -126,6 +135,22 @@ class Planner:
         nodes, loader = self.cluster.nodes_of(workers), self.cluster.loader_samples_per_s
         load_s = global_batch_size / nodes / loader if loader else 0.0
         return max(compute_s + exchange_s - hidden_s, load_s), exchange_s, hidden_s
+
+    def calibrated(self, measured: Sequence[MeasuredStep]) -> Planner:
+        """Return the planner with `busy` from steps of several workers on nodes like the plan's.
+
+        Processes that compute at the same time share caches and memory, on CPUs so much that one
+        worker alone does not tell the speed of two.
+        """
+        factors = []
+        for workers, batch, step_s in measured:
+            busy_share = self._busy_share(workers)
+            if self.cluster.device is None and busy_share > 0:
+                slowdown = step_s / self.step_s(workers, batch)[0]
+                factors.append(1 + max(0.0, slowdown - 1) / busy_share)
+        if not factors:
+            return self
+        return replace(self, terms=replace(self.terms, busy=median(factors)))
 
     def progress(self, global_batch_size: int) -> float:
         """Return the samples that this batch needs, relative to the job's (McCandlish et al.)."""
@@ -161,7 +186,13 @@ class Planner:
             return 1.0
         cores, in_node = self.cluster.devices, workers / self.cluster.nodes_of(workers)
         threads = self.job.workers.threads or max(1, cores // math.ceil(in_node))
-        return max(1.0, in_node * threads / cores) * self.terms.threads / threads
+        busy = 1 + (self.terms.busy - 1) * self._busy_share(workers)
+        return busy * max(1.0, in_node * threads / cores) * self.terms.threads / threads
+
+    def _busy_share(self, workers: int) -> float:
+        """Return which part of a node's other cores compute for other workers."""
+        cores, in_node = self.cluster.devices, workers / self.cluster.nodes_of(workers)
+        return min(1.0, (in_node - 1) / max(1, cores - 1))
 
     def _score_s(self, workers: int, samples: int) -> float:
         return _FORWARD * samples / workers * self.terms.sample_s * self._sharing(workers)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.planning.cluster import ClusterSection
 from raytrain_opt.recording.reader import read_lines, read_text
-from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord
+from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord, SpanRecord
 from raytrain_opt.search.noise_scale import pool_noise_scales
 
 _COMPUTE_FRACTION, _MEMORY_FRACTION = 0.6, 0.8
@@ -59,6 +59,8 @@ class Terms:
     sample_bytes: float
     threads: int = 1
     epoch_s: float = 0.0
+    checkpoint_s: float = 0.0  # beside the training
+    busy: float = 1.0  # times as long with as many processes as cores, on CPU
     noise_scale: float | None = None
     source: str = "public figures"
 
@@ -104,7 +106,7 @@ def count_work(model: nn.Module, sample_shape: tuple[int, ...], num_classes: int
 
 def state_bytes(job: Job, parameters: int) -> int:
     """Return the bytes of weights, average and optimizer state, which a checkpoint holds."""
-    moments = max(2 if "Adam" in str(optimizer.name) else 1 for optimizer in job.optimizers)
+    moments = max((2 if "Adam" in str(o.name) else 1) + o.is_schedule_free for o in job.optimizers)
     return 4 * parameters * (1 + moments + (job.average is not None))
 
 
@@ -131,18 +133,18 @@ def measured_terms(run_dirs: Sequence[str], public: Terms | None, cores: int) ->
     Memory that no probe measured is that of `public`. `cores`: of a node. Raises JobError when
     the runs have neither.
     """
-    probes, epochs, points, threads = [], [], [], cores
+    probes, epochs, writes, threads = [], [], [], cores
     for run_dir in run_dirs:
         probes += read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord)
-        # The first epoch also makes connections and kernels.
-        own = read_lines(run_dir, "epochs.jsonl", EpochRecord)[1:]
-        epochs += own
+        epochs += read_lines(run_dir, "epochs.jsonl", EpochRecord)[1:]
+        spans = read_lines(run_dir, "timeline.jsonl", SpanRecord)
+        writes += [span.duration_s for span in spans if span.command == "checkpoint"]
         job = parse_job(read_text(run_dir, "job.yaml") or "", run_dir)
         threads = job.workers.threads or max(1, cores // job.workers.size)
-        if own and own[0].workers == 1:
-            size = job.global_batch_size
-            points.append((size, size / median(epoch.samples_per_s for epoch in own)))
     probes = [p for p in probes if p.samples_per_s]
+    points = [
+        (batch, step_s) for workers, batch, step_s in measured_steps(run_dirs) if workers == 1
+    ]
     points += [(p.batch_size, p.batch_size / (p.samples_per_s or 1)) for p in probes]
     if not points:
         rule = "has no probes of batch sizes (find-batch-size) and no second epoch of one worker"
@@ -159,9 +161,30 @@ def measured_terms(run_dirs: Sequence[str], public: Terms | None, cores: int) ->
         *memory,
         threads,
         median(map(_overhead_s, epochs)) if epochs else 0.0,
-        float(value) if np.isfinite(value) else None,
-        f"measured by {', '.join(run_dirs)}",
+        median(writes) if writes else 0.0,
+        noise_scale=float(value) if np.isfinite(value) else None,
+        source=f"measured by {', '.join(run_dirs)}",
     )
+
+
+class MeasuredStep(NamedTuple):
+    """Median seconds of a run's steps, communication included."""
+
+    workers: int
+    batch: int
+    step_s: float
+
+
+def measured_steps(run_dirs: Sequence[str]) -> list[MeasuredStep]:
+    """Return the steps of runs from their second epoch on: the first one also connects."""
+    steps = []
+    for run_dir in run_dirs:
+        epochs = read_lines(run_dir, "epochs.jsonl", EpochRecord)[1:]
+        if epochs:
+            batch = parse_job(read_text(run_dir, "job.yaml") or "", run_dir).global_batch_size
+            step_s = batch / median(epoch.samples_per_s for epoch in epochs)
+            steps.append(MeasuredStep(epochs[0].workers, batch, step_s))
+    return steps
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

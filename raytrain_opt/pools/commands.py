@@ -25,6 +25,7 @@ class StateRef:
     id: str
     ref: Any  # ObjectRef on Ray; the state itself in one process
     sha256: str | None = None
+    node_id: str = ""  # Ray's identity of its owner's node
 
 
 @dataclass(frozen=True)

@@ -72,12 +72,6 @@ class ResidentMailbox:
         return cast(bool, ray.get(self._actor.is_first.remote(claim)))
 
 
-def fetch_shared_data(actor: Any) -> Any:
-    """Return the in-memory data set, in memory shared with the node's other processes."""
-    [ref] = ray.get(actor.shared_data.remote())
-    return ray.get(ref)
-
-
 def report_lost(actor: Any, pool: str, index: int) -> None:
     """Tell the mailbox of a death before the restarted process joins; return when it knows."""
     ray.get(actor.lose.remote(pool, index))

@@ -18,6 +18,7 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateRef,
 )
+from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.recording.spans import Event, Span
 from raytrain_opt.results import EvalTotals, Predictions, TrainTotals
 from raytrain_opt.search.policy import CandidateResult, TryCandidates
@@ -88,7 +89,7 @@ class TrainingOutcome:
     timings_s: dict[str, float]  # of the slowest worker, by name
     workers: int  # how many finished it
     parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged
-    staleness: dict[str, object] | None = None  # of asynchronous training
+    staleness: StalenessRecord | None = None  # of asynchronous training
 
 
 class MainTraining(Protocol):

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import ray
+
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.pools.faults import Faults
-from raytrain_opt.pools.mailbox_client import fetch_shared_data
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ class ResidentConfig:
 
     def fetch_shared_data(self) -> SharedData:
         """Return the in-memory data set, if the job has one, shared with the node's processes."""
-        return cast("SharedData", fetch_shared_data(self.mailbox))
+        [ref] = ray.get(self.mailbox.shared_data.remote())
+        return cast("SharedData", ray.get(ref))
 
 
 def compute_threads(threads: int | None, residents_on_node: int) -> int:

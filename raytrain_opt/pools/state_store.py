@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import ray
 
+from raytrain_opt.cluster.connection import gone_nodes
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import (
     Command,
@@ -16,7 +17,9 @@ from raytrain_opt.pools.commands import (
     SendCandidateState,
     StateRef,
 )
-from raytrain_opt.train.state import TrainingState
+
+if TYPE_CHECKING:
+    from raytrain_opt.train.state import TrainingState
 
 # Minutes for states of many GiB over a slow network.
 _FETCH_S = 900.0
@@ -27,8 +30,11 @@ class ObjectStore:
 
     def get(self, ref: StateRef) -> TrainingState:
         """Return the state, read-only. Raises Ray's ObjectLostError if its owner died."""
+        # Connections to a node that hangs stay open; Ray would wait seven minutes for its owner.
+        if ref.node_id in gone_nodes():
+            raise ray.exceptions.ObjectLostError(ref.id, None, "")
         try:
-            return cast(TrainingState, ray.get(ref.ref, timeout=_FETCH_S))
+            return cast("TrainingState", ray.get(ref.ref, timeout=_FETCH_S))
         except ray.exceptions.GetTimeoutError as error:
             raise PoolError(
                 f"a state did not arrive within {_FETCH_S:g} s from the node that holds it (is "
@@ -36,7 +42,9 @@ class ObjectStore:
             ) from error
 
     def put(self, state_id: str, state: TrainingState) -> StateRef:
-        return StateRef(state_id, ray.put(state))
+        """Store a state on this process's node."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return StateRef(state_id, ray.put(state), node_id=node_id)
 
 
 class RayStateStore:
@@ -87,4 +95,4 @@ class RayStateStore:
         return command
 
     def _renew_ref(self, ref: StateRef) -> StateRef:
-        return replace(ref, ref=ray.put(self.get(ref)))
+        return replace(self._objects.put(ref.id, self.get(ref)), sha256=ref.sha256)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import RaytrainOptError, StorageError, printable
@@ -13,25 +12,14 @@ from raytrain_opt.recording.records import EventRecord, SpanRecord
 from raytrain_opt.recording.spans import Event, Span
 
 
-class Display(Protocol):
-    """Shows lines to the user, as a terminal does."""
-
-    def note(self, text: str) -> None:
-        """Show one line."""
-
-
-class SpanSource(Protocol):
-    """A pool, which remembers what its processes did."""
-
-    def drain_log(self) -> tuple[list[Span], list[Event]]:
-        """Return spans and events since the last call, on the clock of this process."""
-
-
 class EventLog:
-    """Timeline and events of one execution, in seconds of the run without its interruptions."""
+    """Timeline and events of one execution, in seconds of the run without its interruptions.
 
-    def __init__(self, recorder: Recorder, terminal: Display, began_s: float) -> None:
-        self._recorder, self._terminal = recorder, terminal
+    `note` shows a line to the user.
+    """
+
+    def __init__(self, recorder: Recorder, note: Callable[[str], None], began_s: float) -> None:
+        self._recorder, self._note = recorder, note
         self._run_start_s = began_s
         self._spans: list[Span] = []
 
@@ -46,7 +34,7 @@ class EventLog:
 
     def log(self, kind: str, epoch: int, text: str) -> None:
         """Show an event to the user and record it."""
-        self._terminal.note(text)
+        self._note(text)
         self._record(epoch, Event(kind=kind, text=printable(text), time_s=monotonic_s()))
 
     @contextmanager
@@ -58,11 +46,10 @@ class EventLog:
         span = Span(process="driver", command=command, start_s=start_s, duration_s=duration_s)
         self._spans.append(span)
 
-    def write(self, epoch: int, sources: Iterable[SpanSource]) -> None:
-        """Record all spans and events since the last call."""
+    def write(self, epoch: int, logs: Iterable[tuple[list[Span], list[Event]]]) -> None:
+        """Record the spans and events of the pools, and what `span` measured, until now."""
         spans, self._spans = self._spans, []
-        for source in sources:
-            new_spans, events = source.drain_log()
+        for new_spans, events in logs:
             spans += new_spans
             for event in events:
                 self._record(epoch, event)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raytrain_opt.recording.records import BatchSizeProbeRecord
-from raytrain_opt.report.formatting import count, duration, plain
+from raytrain_opt.report.formatting import count, plain
 from raytrain_opt.report.plots import (
     Cell,
     Plot,
     Table,
     color,
     draw,
+    duration_cell,
     plain_log,
     stacked_bars,
     thousands,
@@ -134,9 +135,6 @@ def _row(record: BatchSizeProbeRecord) -> list[Cell]:
         Cell(plain(record.samples_per_s_error, 3)),
         Cell("–" if busy is None else f"{busy:.0f} %"),
         Cell("–" if memory is None else f"{memory:,.0f} MiB", memory),
-        *(
-            Cell(duration(record.timings_s.get(part)), record.timings_s.get(part))
-            for part in _PARTS
-        ),
+        *(duration_cell(record.timings_s.get(part)) for part in _PARTS),
         Cell(record.reason + (f"; {record.error}" if record.error else "")),
     ]

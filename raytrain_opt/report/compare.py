@@ -7,8 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.load import flatten
-from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.report.formatting import count, duration, percent, rate
+from raytrain_opt.report.formatting import count, percent, rate
 from raytrain_opt.report.plots import (
     SERIES,
     Cell,
@@ -16,12 +15,13 @@ from raytrain_opt.report.plots import (
     Table,
     color,
     draw,
+    draw_line,
+    duration_cell,
     percent_axis,
     thousands,
 )
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.summary import RunSummary
-from raytrain_opt.results import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,21 +41,12 @@ def comparison_plots(runs: Sequence[RunRecords]) -> list[Plot]:
     metric = runs[0].metric
     if any(run.metric != metric for run in runs):
         return []
-    time = _curves(
-        "metric_over_time",
-        metric,
-        "time since the start of each run, searches included",
-        "seconds",
-        [(run.ends_s, run.epochs) for run in runs],
-    )
-    samples = _curves(
-        "metric_over_samples",
-        metric,
-        "trained samples, samples of searches included",
-        "samples",
-        [(samples_at_ends(run), run.epochs) for run in runs],
-    )
-    return [time, samples]
+    time = "time since the start of each run, searches included"
+    samples = "trained samples, samples of searches included"
+    return [
+        _curves("metric_over_time", time, "seconds", runs, [run.ends_s for run in runs]),
+        _curves("metric_over_samples", samples, "samples", runs, list(map(samples_at_ends, runs))),
+    ]
 
 
 def samples_at_ends(run: RunRecords) -> list[int]:
@@ -76,27 +67,29 @@ def samples_at_ends(run: RunRecords) -> list[int]:
 
 def _curves(
     name: str,
-    metric: Metric,
     over: str,
     unit: str,
-    curves: Sequence[tuple[Sequence[float], Sequence[EpochRecord]]],
+    runs: Sequence[RunRecords],
+    ends: Sequence[Sequence[float]],
 ) -> Plot:
+    """Plot the metric over the `ends` of the epochs of each run."""
     points = [
-        [(x, e.test_metric) for x, e in zip(*curve, strict=True) if e.test_metric is not None]
-        for curve in curves
+        [
+            (x, e.test_metric)
+            for x, e in zip(of_run, run.epochs, strict=True)
+            if e.test_metric is not None
+        ]
+        for run, of_run in zip(runs, ends, strict=True)
     ]
+    metric = runs[0].metric
     label = f"test {metric.name}"
 
     def paint(axes: Axes) -> None:
         for index, curve in enumerate(points):
-            axes.plot(
-                [x for x, _ in curve],
-                [value for _, value in curve],
-                _STYLES[index // len(SERIES) % len(_STYLES)],
-                color=color(SERIES[index % len(SERIES)]),
-                marker="." if len(curve) < 100 else "",
-                label=letter(index),
-            )
+            style = _STYLES[index // len(SERIES) % len(_STYLES)]
+            hue = color(SERIES[index % len(SERIES)])
+            marker = "." if len(curve) < 100 else ""
+            draw_line(axes, curve, style, color=hue, marker=marker, label=letter(index))
         axes.set(xlabel=unit, ylabel=label)
         thousands(axes, "x")
         if metric.is_fraction:
@@ -124,7 +117,7 @@ def summaries_table(summaries: Sequence[RunSummary]) -> Table:
             Cell(summary.name),
             Cell(f"{summary.metric.name} {summary.metric.text(summary.test_metric)}"),
             Cell(summary.metric.text(summary.best_test_metric)),
-            Cell(duration(summary.wall_s), summary.wall_s),
+            duration_cell(summary.wall_s),
             Cell(count(summary.samples_per_s), summary.samples_per_s),
             Cell(str(summary.global_batch_size)),
             Cell(f"{rate(summary.min_lr)} to {rate(summary.max_lr)}", summary.max_lr),

@@ -40,6 +40,6 @@ def count(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
-def times(number: int, noun: str, ending: str = "s") -> str:
+def times(number: int, noun: str) -> str:
     """Return `1 round`, `2 rounds`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else ending)
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

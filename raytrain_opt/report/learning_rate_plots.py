@@ -16,6 +16,7 @@ from raytrain_opt.report.plots import (
     Table,
     color,
     draw,
+    draw_line,
     percent_axis,
     plain_log,
     thin_out,
@@ -55,9 +56,8 @@ def _metric(run: RunRecords) -> Plot:
     caption += f"{_thinned(run)}Data: tables of this page."
 
     def paint(axes: Axes) -> None:
-        steps, values = _main_line(run)
         marker = "." if len(run.epochs) <= _MAX_DOTS else ""
-        axes.plot(steps, values, marker=marker, color=color("blue"), label="training")
+        draw_line(axes, _main_line(run), marker=marker, color=color("blue"), label="training")
         for winners, label, line_color, width in (
             (False, "other candidates", color("grey"), 0.9),
             (True, "winner", color("orange"), 1.5),
@@ -92,22 +92,17 @@ def _candidate_lines(run: RunRecords, *, winners: bool) -> npt.NDArray[Any]:
     return np.array(lines, float).reshape(-1, 3, 2)
 
 
-def _main_line(run: RunRecords) -> tuple[list[float], list[float]]:
+def _main_line(run: RunRecords) -> list[tuple[float, float]]:
     """Return steps and metrics of the training: of kept winners and after each epoch."""
-    steps: list[float] = []
-    values: list[float] = []
+    points: list[tuple[float, float | None]] = []
     for epoch in run.epochs:
-        points = [
+        points += [
             (run.first_step(record.epoch) + record.kept_steps, record.chosen.val_metric)
             for record in run.rounds_by_epoch.get(epoch.epoch, ())
             if record.kept_steps == record.pretrain_steps and record.chosen is not None
         ]
         points.append((run.first_step(epoch.epoch + 1), epoch.test_metric))
-        for step, value in points:
-            if value is not None:
-                steps.append(step)
-                values.append(value)
-    return steps, values
+    return [(step, value) for step, value in points if value is not None]
 
 
 def _learning_rates(run: RunRecords) -> Plot:
@@ -158,8 +153,7 @@ def rounds_table(run: RunRecords) -> Table:
         f"candidates: LR, {name}", "reason",
     )  # fmt: skip
     optimizers = {c.optimizer for record in run.rounds for c in record.candidates}
-    several = len(optimizers) > 1
-    rows = [_row(record, several=several) for record in run.rounds]
+    rows = [_row(record, several=len(optimizers) > 1) for record in run.rounds]
     caption = (
         f"All rounds with all candidates (★: winner), and {name} on the validation split. Ahead: "
         "how much better the winner is there than the best other candidate"
@@ -176,6 +170,7 @@ def _row(record: RoundRecord, *, several: bool) -> list[Cell]:
     known = [metric.score(other) for other in others if other is not None]
     ahead = None if value is None or not known else metric.score(value) - max(known)
     ahead_text = "–" if ahead is None else metric.difference(ahead).removesuffix(" points")
+    tried = (_candidate(c, metric, several=several, won=c is chosen) for c in record.candidates)
     return [
         Cell(str(record.epoch)),
         Cell(record.stage or "–"),
@@ -184,11 +179,7 @@ def _row(record: RoundRecord, *, several: bool) -> list[Cell]:
         Cell(rate(record.next_base_lr)),
         Cell(metric.text(value)),
         Cell(ahead_text, mark="low" if (ahead or 0) < 0 else ""),
-        Cell(
-            ";  ".join(
-                _candidate(c, metric, several=several, won=c is chosen) for c in record.candidates
-            )
-        ),
+        Cell(";  ".join(tried)),
         Cell(record.reason),
     ]
 

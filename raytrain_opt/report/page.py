@@ -13,33 +13,14 @@ from raytrain_opt.report.batch_size_plots import batch_size_plots, probes_table
 from raytrain_opt.report.compare import comparison_plots, differences, letter, summaries_table
 from raytrain_opt.report.formatting import count, duration, percent, plain
 from raytrain_opt.report.learning_rate_plots import learning_rate_plots, rounds_table
-from raytrain_opt.report.plots import Cell, Plot, Table
-from raytrain_opt.report.prediction_plots import (
-    Picture,
-    classes_table,
-    confusions_table,
-    mistake_pictures,
-    prediction_plots,
-    predictions_note,
-)
+from raytrain_opt.report.plots import Cell, Plot, Section, Table, duration_cell
+from raytrain_opt.report.prediction_plots import predictions_section
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.search_plot import gain_plots, search_plots
 from raytrain_opt.report.staleness_plot import staleness_plots
 from raytrain_opt.report.summary import RunSummary, summarize
-from raytrain_opt.report.time_plots import epoch_parts_plot, epochs_table, utilization_plots
-from raytrain_opt.report.timeline_plot import timeline_plot
-
-
-@dataclass(frozen=True)
-class Section:
-    """A section of the page. `note`: text above its plots; `mistakes`: pictures below them."""
-
-    name: str
-    title: str
-    plots: Sequence[Plot] = ()
-    tables: Sequence[Table] = ()
-    note: str = ""
-    mistakes: Sequence[Picture] = ()
+from raytrain_opt.report.time_plots import epoch_parts_plots, epochs_table, utilization_plots
+from raytrain_opt.report.timeline_plot import timeline_plots
 
 
 @dataclass(frozen=True)
@@ -130,12 +111,13 @@ def _tiles(summary: RunSummary) -> list[tuple[str, str, str]]:
 
 def _sections(run: RunRecords) -> list[Section]:
     learning_rate = [*search_plots(run), *learning_rate_plots(run), *gain_plots(run)]
+    time = [*timeline_plots(run), *epoch_parts_plots(run), *utilization_plots(run)]
     no_events = "" if run.events else "No process failed, and the run was not interrupted."
     return [
         Section("learning-rate", "Learning rate", learning_rate, [rounds_table(run)]),
-        _predictions(run),
+        predictions_section(run.predictions),
         Section("batch-size", "Batch size", batch_size_plots(run), [probes_table(run)]),
-        Section("time", "Time", _time_plots(run), [epochs_table(run)]),
+        Section("time", "Time", time, [epochs_table(run)]),
         Section("asynchronous", "Asynchronous training", staleness_plots(run)),
         Section(
             "failures", "Failures and recoveries", tables=[_events_table(run)], note=no_events
@@ -143,38 +125,15 @@ def _sections(run: RunRecords) -> list[Section]:
     ]
 
 
-def _predictions(run: RunRecords) -> Section:
-    record = run.predictions
-    if record is None:
-        return Section("predictions", "Predictions")
-    return Section(
-        "predictions",
-        "Predictions",
-        prediction_plots(record),
-        [classes_table(record), confusions_table(record)],
-        predictions_note(record),
-        mistake_pictures(record),
-    )
-
-
-def _time_plots(run: RunRecords) -> list[Plot]:
-    """Return no plots before the first epoch."""
-    if not run.epochs:
-        return []
-    parts = epoch_parts_plot(run)
-    # The driver writes an epoch's spans just after its record.
-    return [timeline_plot(run), parts, *utilization_plots(run)] if run.spans else [parts]
-
-
 def _events_table(run: RunRecords) -> Table:
     rows = [
         [
             Cell(event.utc),
-            Cell(duration(event.time_s), event.time_s),
+            duration_cell(event.time_s),
             Cell(str(event.epoch)),
             Cell(event.kind),
             Cell(event.text),
-            Cell(duration(event.silent_s), event.silent_s),
+            duration_cell(event.silent_s),
         ]
         for event in run.events
     ]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from raytrain_opt.report.formatting import duration
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -40,6 +42,11 @@ class Cell(NamedTuple):
     mark: str = ""
 
 
+def duration_cell(duration_s: float | None) -> Cell:
+    """Return a duration as text, sorted by its seconds."""
+    return Cell(duration(duration_s), duration_s)
+
+
 @dataclass(frozen=True)
 class Table:
     """A table. `name` is its identifier in the page; text in `wide` columns may be broken."""
@@ -62,6 +69,21 @@ class Plot:
     inline: str  # the same as part of a page
     png: bytes
     table: Table | None = None  # the data; None when a table that the caption names has them
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page. `note`: text above its plots.
+
+    `mistakes`: pictures below them, each as JPEG in base64 (None: no picture), text and remark.
+    """
+
+    name: str
+    title: str
+    plots: Sequence[Plot] = ()
+    tables: Sequence[Table] = ()
+    note: str = ""
+    mistakes: Sequence[tuple[str | None, str, str]] = ()
 
 
 def draw(
@@ -112,6 +134,11 @@ def _add_legend(axes: Axes) -> None:
     if labels:
         columns = len(labels) if len(labels) <= 4 else 3
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
+
+
+def draw_line(axes: Axes, points: Sequence[tuple[float, float]], *style: str, **line: Any) -> None:
+    """Draw a line through points (x, y); none draw nothing, but keep the label in the legend."""
+    axes.plot([x for x, _ in points], [y for _, y in points], *style, **line)
 
 
 def stacked_bars(

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.report.formatting import count, percent, times
-from raytrain_opt.report.plots import Cell, Plot, Table, color, draw, percent_axis
+from raytrain_opt.report.plots import (
+    Cell,
+    Plot,
+    Section,
+    Table,
+    color,
+    draw,
+    draw_line,
+    percent_axis,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,14 +27,6 @@ if TYPE_CHECKING:
 _MAX_CLASSES, _MAX_NUMBERS, _MAX_NAME = 30, 12, 14
 # Rows of the tables.
 _WORST_CLASSES, _CONFUSIONS = 100, 50
-
-
-class Picture(NamedTuple):
-    """A picture with text beside it. `jpeg`: in base64; None without a picture."""
-
-    jpeg: str | None
-    text: str
-    remark: str
 
 
 class _Classes:
@@ -45,20 +46,34 @@ class _Classes:
         self.confusions = [i for i in np.argsort(-self.counts, kind="stable") if not is_correct[i]]
 
 
-def predictions_note(record: PredictionsRecord) -> str:
-    """Say what the section shows."""
-    samples = sum(number for _, _, number in record.confusion)
-    return (
-        f"Predictions on the {times(samples, 'test sample')} after epoch {record.epoch}. A "
-        "prediction is the most probable class, its confidence the probability of that class."
-    )
-
-
-def prediction_plots(record: PredictionsRecord) -> list[Plot]:
-    """Plot confusions (of few classes), accuracies of the classes, and calibration."""
+def predictions_section(record: PredictionsRecord | None) -> Section:
+    """Return confusions, accuracies of classes, calibration and the most confident mistakes."""
+    name, title = "predictions", "Predictions"
+    if record is None:
+        return Section(name, title)
     classes = _Classes(record)
     matrix = [_confusion_matrix(classes)] if len(classes.names) <= _MAX_CLASSES else []
-    return [*matrix, _class_accuracies(classes), _calibration(record)]
+    note = (
+        f"Predictions on the {times(int(classes.samples.sum()), 'test sample')} after epoch "
+        f"{record.epoch}. A prediction is the most probable class, its confidence the probability "
+        "of that class."
+    )
+    mistakes = [
+        (
+            mistake.jpeg,
+            f"{classes.names[mistake.predicted]} ({percent(mistake.confidence)})",
+            f"labeled {classes.names[mistake.label]}; test sample {mistake.sample}",
+        )
+        for mistake in record.mistakes
+    ]
+    return Section(
+        name,
+        title,
+        [*matrix, _class_accuracies(classes), _calibration(record)],
+        [_classes_table(classes), _confusions_table(classes)],
+        note,
+        mistakes,
+    )
 
 
 def _confusion_matrix(classes: _Classes) -> Plot:
@@ -128,21 +143,12 @@ def _calibration(record: PredictionsRecord) -> Plot:
 
     def paint(axes: Axes) -> None:
         axes.plot([0, 1], [0, 1], color=color("soft"), linewidth=1, label="perfect")
-        axes.plot(
-            [b.confidence for b in bins],
-            [b.accuracy for b in bins],
-            "o-",
-            color=color("blue"),
-            markersize=4,
-            label="accuracy",
-        )
-        axes.bar(
-            [(i + 0.5) / len(record.calibration) for i in range(len(record.calibration))],
-            [b.samples / total for b in record.calibration],
-            0.9 / len(record.calibration),
-            color=color("grey"),
-            label="predictions",
-        )
+        points = [(b.confidence, b.accuracy) for b in bins]
+        draw_line(axes, points, "o-", color=color("blue"), markersize=4, label="accuracy")
+        width = 1 / len(record.calibration)
+        middles = [(i + 0.5) * width for i in range(len(record.calibration))]
+        fractions = [b.samples / total for b in record.calibration]
+        axes.bar(middles, fractions, 0.9 * width, color=color("grey"), label="predictions")
         axes.set(xlabel="confidence", xlim=(0, 1), ylim=(0, 1.02))
         percent_axis(axes, "x")
         percent_axis(axes)
@@ -161,9 +167,8 @@ def _calibration(record: PredictionsRecord) -> Plot:
     return draw("calibration", "Calibration", caption, paint, table)
 
 
-def classes_table(record: PredictionsRecord) -> Table:
+def _classes_table(classes: _Classes) -> Table:
     """Return the classes with the lowest accuracies."""
-    classes = _Classes(record)
     worst: dict[int, int] = {}
     for i in classes.confusions:
         worst.setdefault(int(classes.labels[i]), i)
@@ -190,9 +195,8 @@ def classes_table(record: PredictionsRecord) -> Table:
     return Table("classes", caption, columns, rows)
 
 
-def confusions_table(record: PredictionsRecord) -> Table:
+def _confusions_table(classes: _Classes) -> Table:
     """Return the most frequent confusions."""
-    classes = _Classes(record)
     rows = []
     for i in classes.confusions[:_CONFUSIONS]:
         label, number = classes.labels[i], classes.counts[i]
@@ -201,19 +205,6 @@ def confusions_table(record: PredictionsRecord) -> Table:
         rows.append([*map(Cell, names), Cell(count(number)), Cell(fraction)])
     columns = ("label", "predicted", "samples", "of the label's samples")
     return Table("confusions", "The most frequent confusions.", columns, rows)
-
-
-def mistake_pictures(record: PredictionsRecord) -> list[Picture]:
-    """Return the mistakes with the highest confidence."""
-    names = record.class_names
-    return [
-        Picture(
-            mistake.jpeg,
-            f"{names[mistake.predicted]} ({percent(mistake.confidence)})",
-            f"labeled {names[mistake.label]}; test sample {mistake.sample}",
-        )
-        for mistake in record.mistakes
-    ]
 
 
 def _name_ticks(axes: Axes, which: str, names: Sequence[str], first: float = 0.0) -> None:

@@ -15,6 +15,7 @@ from raytrain_opt.report.plots import (
     Table,
     color,
     draw,
+    draw_line,
     percent_axis,
     plain_log,
 )
@@ -37,15 +38,9 @@ def gain_plots(run: RunRecords) -> list[Plot]:
     def paint(axes: Axes) -> None:
         for index, length in enumerate(sorted({length for length, _, _ in points})):
             line = [(cost, gain) for steps, cost, gain in points if steps == length]
-            axes.plot(
-                [cost for cost, _ in line],
-                [gain for _, gain in line],
-                "o-",
-                color=color(SERIES[index % len(SERIES)]),
-                markersize=4,
-                linewidth=1,
-                label=f"candidates of {times(length, 'step')}",
-            )
+            label = f"candidates of {times(length, 'step')}"
+            hue = color(SERIES[index % len(SERIES)])
+            draw_line(axes, line, "o-", color=hue, markersize=4, linewidth=1, label=label)
         percent_axis(axes, "x")
         axes.set(xlabel="cost so far, of the training's samples", ylabel=f"gain in {metric.name}")
         if metric.is_fraction:
@@ -100,15 +95,10 @@ def search_plots(run: RunRecords) -> list[Plot]:
         highest = 1.15 * max(lowest, default=1.0)  # about there, candidates hardly trained
         for (optimizer, steps), line in lines.items():
             points = [(lr, loss) for lr, loss in line if loss <= highest]
-            axes.plot(
-                [lr for lr, _ in points],
-                [loss for _, loss in points],
-                _STYLES[min(lengths.index(steps), len(_STYLES) - 1)],
-                color=color(SERIES[optimizers.index(optimizer) % len(SERIES)]),
-                marker="o",
-                markersize=4,
-                label=optimizer if steps == lengths[0] else None,
-            )
+            style = _STYLES[min(lengths.index(steps), len(_STYLES) - 1)]
+            hue = color(SERIES[optimizers.index(optimizer) % len(SERIES)])
+            label = optimizer if steps == lengths[0] else None
+            draw_line(axes, points, style, color=hue, marker="o", markersize=4, label=label)
         if peak is not None:
             axes.axvline(peak, color=color("ink"), linewidth=1, label="chosen peak")
         plain_log(axes, "x")
@@ -143,17 +133,15 @@ def _outcomes(rounds: Sequence[RoundRecord], optimizers: Sequence[str]) -> list[
     chosen = {c.optimizer for r in rounds for c in r.candidates if c.index == winner}
     sentences = []
     for optimizer in optimizers if len(optimizers) > 1 else ():
-        steps = max(
-            r.pretrain_steps for r in rounds if optimizer in {c.optimizer for c in r.candidates}
-        )
-        points = _points(rounds, optimizer, steps)
-        trained = sum(
+        trained = [
             r.pretrain_steps for r in rounds for c in r.candidates if c.optimizer == optimizer
-        )
+        ]
+        steps = max(trained)
+        points = _points(rounds, optimizer, steps)
         lr, loss = min(points, key=lambda point: point[1], default=(None, None))
         what = "was chosen" if optimizer in chosen else f"left after {times(steps, 'step')}"
         sentences.append(
             f"{optimizer} {what}: lowest loss {plain(loss)} at {rate(lr)}, "
-            f"{times(trained, 'step')} in all."
+            f"{times(sum(trained), 'step')} in all."
         )
     return sentences

@@ -135,13 +135,10 @@ def _search_cost_sentence(run: RunRecords, search: SearchCost) -> Iterator[str]:
         if run.job["learning_rate"].get("policy", "") in ("schedule", "replay"):
             yield "No learning-rate search: the job gives the schedule."
         return
-    samples = (
-        ""
-        if search.samples is None
-        else f"{count(search.samples)} samples ({percent(search.samples_fraction, 0)} of the "
-        "training's samples) and "
-    )
-    first = run.rounds[0]
+    samples, first = "", run.rounds[0]
+    if search.samples is not None:
+        fraction = f"{percent(search.samples_fraction, 0)} of the training's samples"
+        samples = f"{count(search.samples)} samples ({fraction}) and "
     reason = f" ({first.search_reason})" if first.search_reason else ""
     yield (
         f"The learning-rate search cost {samples}{duration(search.duration_s)} "
@@ -180,7 +177,7 @@ def _found_sentence(searched: Sequence[RoundRecord], initial: float | None) -> s
 
 def _stpt_gain_sentence(rounds: Sequence[RoundRecord]) -> str:
     gains = [gain for record in rounds if (gain := _gain(record)) is not None]
-    changed = sum(_changes_rate(record) for record in rounds)
+    changed = sum(r.chosen is not None and r.chosen.multiplier != 1 for r in rounds)
     text = f"It changed the learning rate in {changed} of {times(len(rounds), 'round')}"
     if gains:
         metric, gain = rounds[0].metric, fmean(gains)
@@ -192,10 +189,6 @@ def _stpt_gain_sentence(rounds: Sequence[RoundRecord]) -> str:
         f"{text}. To see whether the gain lasts, compare with a run without a search: "
         "raytrain-opt report THIS_RUN OTHER_RUN."
     )
-
-
-def _changes_rate(record: RoundRecord) -> bool:
-    return record.chosen is not None and record.chosen.multiplier != 1
 
 
 def _gain(record: RoundRecord) -> float | None:

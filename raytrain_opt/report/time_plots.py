@@ -18,6 +18,7 @@ from raytrain_opt.report.plots import (
     Table,
     color,
     draw,
+    duration_cell,
     percent_axis,
     stacked_bars,
     thousands,
@@ -60,8 +61,10 @@ def epoch_parts(epoch: EpochRecord) -> dict[str, float]:
     return parts
 
 
-def epoch_parts_plot(run: RunRecords) -> Plot:
-    """Plot stacked bars, of many epochs means over groups. Needs an epoch."""
+def epoch_parts_plots(run: RunRecords) -> list[Plot]:
+    """Plot stacked bars, of many epochs means over groups; no plot before the first epoch."""
+    if not run.epochs:
+        return []
     parts = [epoch_parts(epoch) for epoch in run.epochs]
     startup_s = _remove_startup(run, parts)
     bars = np.array_split(range(len(parts)), min(len(parts), _MAX_BARS))
@@ -82,7 +85,7 @@ def epoch_parts_plot(run: RunRecords) -> Plot:
         axes.set(xlabel="epoch", ylabel="seconds")
         whole_numbers(axes)
 
-    return draw("time_parts", "Time of each epoch by part", caption, paint)
+    return [draw("time_parts", "Time of each epoch by part", caption, paint)]
 
 
 def _remove_startup(run: RunRecords, parts: Sequence[dict[str, float]]) -> float:
@@ -108,7 +111,6 @@ def epochs_table(run: RunRecords) -> Table:
 
 
 def _epoch_row(epoch: EpochRecord, metrics: Sequence[str]) -> list[Cell]:
-    timings_s = epoch.timings_s
     parts = ("pretrain_s", "main_train_s", "main_data_wait_s", "evaluate_s")
     return [
         Cell(str(epoch.epoch)),
@@ -117,7 +119,7 @@ def _epoch_row(epoch: EpochRecord, metrics: Sequence[str]) -> list[Cell]:
         *(Cell(Metric(name).text(epoch.test_metrics.get(name))) for name in metrics),
         Cell(count(epoch.samples_per_s)),
         Cell(f"{epoch.duration_s:.2f}"),
-        *(Cell(duration(timings_s.get(part)), timings_s.get(part)) for part in parts),
+        *(duration_cell(epoch.timings_s.get(part)) for part in parts),
     ]
 
 
@@ -132,7 +134,7 @@ class _Point(NamedTuple):
 
 def utilization_plots(run: RunRecords) -> list[Plot]:
     """Plot utilization and memory of the pools over time; none where they were not measured."""
-    points = _points(run)
+    points = _points(run) if run.epochs else []
     if not points:
         return []
     utilization_caption = (

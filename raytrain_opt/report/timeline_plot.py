@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from raytrain_opt.recording.records import SpanRecord
 from raytrain_opt.report.formatting import duration, percent
-from raytrain_opt.report.plots import Cell, Plot, Table, color, draw
+from raytrain_opt.report.plots import Cell, Plot, Table, color, draw, duration_cell
 from raytrain_opt.report.run_reader import RunRecords
 
 if TYPE_CHECKING:
@@ -41,8 +41,10 @@ _COMMANDS = {"evaluate": "score", "checkpoint": "checkpoint"}
 _WINDOW_EPOCHS, _WINDOW_SPANS, _MOST_PROCESSES = 3, 400, 40
 
 
-def timeline_plot(run: RunRecords) -> Plot:
-    """Plot some epochs in the middle of the run, with a table of all epochs. Needs a span."""
+def timeline_plots(run: RunRecords) -> list[Plot]:
+    """Plot some epochs in the middle of the run, with a table of all; no plot before the first."""
+    if not run.epochs or not run.spans:
+        return []
     spans, epochs = _window(run)
     start_s = min(span.start_s for span in spans)
     processes = sorted(_main_processes(run), key=_by_pool, reverse=True)
@@ -71,7 +73,8 @@ def timeline_plot(run: RunRecords) -> Plot:
         axes.set(xlabel="seconds", ylim=(-0.6, len(processes) - 0.4))
         axes.grid(visible=False, axis="y")
 
-    return draw("timeline", "Timeline of the processes", caption, paint, _processes_table(run))
+    table = _processes_table(run)
+    return [draw("timeline", "Timeline of the processes", caption, paint, table)]
 
 
 def _main_processes(run: RunRecords) -> set[str]:
@@ -135,7 +138,7 @@ def _processes_table(run: RunRecords) -> Table:
     for process in sorted(_main_processes(run), key=_by_pool):
         by_name = spent_s[process]
         idle = max(0.0, 1 - math.fsum(by_name.values()) / max(total_s, 1e-9))
-        times = [Cell(duration(by_name.get(name)), by_name.get(name)) for name in _COLORS]
+        times = [duration_cell(by_name.get(name)) for name in _COLORS]
         rows.append([Cell(process), *times, Cell(percent(idle))])
     caption = f"Time of each process over {duration(total_s)}, from the first command to the last."
     return Table("processes", caption, ("process", *_COLORS, "idle"), rows)

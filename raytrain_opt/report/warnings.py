@@ -111,22 +111,19 @@ def _is_within_noise(record: RoundRecord) -> bool | None:
 
 def _edge(run: RunRecords) -> Iterator[str]:
     rounds = [r for r in run.rounds if not r.stage and r.chosen is not None]
+    searched = [r for r in rounds if len(r.candidates) > 1]
     hints = {
         "lowest": "short pre-trainings favor low rates; policy stpt_horizon avoids that",
         "highest": "add higher multipliers",
     }
     for (name, hint), pick in zip(hints.items(), (min, max), strict=True):
-        wins = sum(_wins(record, pick(c.lr for c in record.candidates)) for record in rounds)
+        wins = sum(r.chosen is pick(r.candidates, key=lambda c: c.lr) for r in searched)
         if rounds and wins > _MANY * len(rounds):
             yield (
                 f"In {wins} of {times(len(rounds), 'round')}, the {name} learning rate of the "
                 f"set won: {hint}"
             )
     yield from _edge_of_peak_search(run.rounds)
-
-
-def _wins(record: RoundRecord, lr: float) -> bool:
-    return record.chosen is not None and len(record.candidates) > 1 and record.chosen.lr == lr
 
 
 def _edge_of_peak_search(rounds: Sequence[RoundRecord]) -> Iterator[str]:

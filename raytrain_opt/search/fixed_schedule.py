@@ -11,11 +11,11 @@ from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.optim.schedules import Schedule, build_schedule
-from raytrain_opt.search.policy import History, NoCandidates, TrainEpoch
+from raytrain_opt.search.policy import History, Policy, TrainEpoch
 
 
 @dataclass(frozen=True)
-class FixedSchedule(NoCandidates):
+class FixedSchedule(Policy):
     """Train at the rates of a schedule; an epoch of fewer steps covers it in larger strides."""
 
     schedule: Schedule
@@ -30,7 +30,7 @@ class FixedSchedule(NoCandidates):
 
 
 @dataclass(frozen=True)
-class PlannedSchedule(NoCandidates):
+class PlannedSchedule(Policy):
     """Train at the rates of a schedule whose length the plans of the history change."""
 
     section: SchedulePolicy
@@ -46,7 +46,7 @@ class PlannedSchedule(NoCandidates):
 
 
 @dataclass(frozen=True)
-class PlateauSchedule(NoCandidates):
+class PlateauSchedule(Policy):
     """Multiply the rates of a schedule by `gamma` each time the training loss has stopped falling.
 
     That is after more than `patience` epochs in a row without a new lowest mean loss, as torch's
@@ -70,7 +70,7 @@ class PlateauSchedule(NoCandidates):
 
 
 @dataclass(frozen=True)
-class RecordedSchedule(NoCandidates):
+class RecordedSchedule(Policy):
     """Replay a schedule.jsonl."""
 
     lrs: tuple[tuple[float, ...], ...]  # by epoch and step

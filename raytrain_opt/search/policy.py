@@ -198,16 +198,7 @@ class Policy(Protocol):
     def decide(
         self, action: TryCandidates, results: Sequence[CandidateResult], history: History
     ) -> Decision:
-        """Decide the round from the results of its candidates."""
-
-
-class NoCandidates:
-    """Base of policies that never try candidates."""
-
-    def decide(
-        self, action: TryCandidates, results: Sequence[CandidateResult], history: History
-    ) -> Decision:
-        """Raise ValueError: the driver never calls this."""
+        """Decide the round from the results of its candidates; a policy may have none."""
         raise ValueError(f"epoch {action.epoch}: this policy has no candidates")
 
 

@@ -57,12 +57,12 @@ class Parallel:
 
     def begin_phase(
         self,
+        steps: int,
         micro_batches: MicroBatches,
         scale: Scale,
         read_ahead: Callable[[], int],
-        updates: int = 0,
     ) -> None:
-        """Begin a phase, or continue a stopped one after so many updates.
+        """Begin a phase with so many steps of one batch size.
 
         Losses are multiplied by `scale`, loaders are `read_ahead` ahead.
         """
@@ -125,13 +125,13 @@ class DataParallel(Parallel):
 
     def begin_phase(
         self,
+        steps: int,
         micro_batches: MicroBatches,
         scale: Scale,
         read_ahead: Callable[[], int],
-        updates: int = 0,
     ) -> None:
         self._balance.begin_phase(micro_batches.count, read_ahead)
-        self._noise.begin_phase(micro_batches.divisor, scale, updates)
+        self._noise.begin_phase(steps, micro_batches.divisor, scale)
 
     def indices(self, update: int) -> range:
         return self._balance.indices(update)

@@ -59,7 +59,9 @@ class GradientNormMeter:
 
 
 class NoiseTracker:
-    """If enabled, measures every `MEASURE_EVERY`-th update that has at least two micro-batches.
+    """If enabled, measures every `MEASURE_EVERY`-th step that has at least two micro-batches.
+
+    It counts back from the phase's last step: one that goes on after a resume measures the same.
 
     All ranks must make the same calls. Pairs stay on the device until the phase ends; then they
     are averaged over the ranks.
@@ -68,27 +70,28 @@ class NoiseTracker:
     def __init__(self, model: nn.Module, *, enabled: bool) -> None:
         self._model, self._enabled = model, enabled
         self._world_size = dist.get_world_size()
-        self.begin_phase(0, lambda loss: loss)
+        self.begin_phase(0, 0, lambda loss: loss)
 
-    def begin_phase(self, per_worker: float, scale: Scale, updates: int = 0) -> None:
-        """Begin a phase, and drop an interrupted one, or continue one after so many updates.
+    def begin_phase(self, steps: int, per_worker: float, scale: Scale) -> None:
+        """Begin a phase with so many steps of one batch size, and drop an interrupted one.
 
         The other arguments are those of `GradientNormMeter.finish`.
         """
         self._per_worker, self._scale = per_worker, scale
         self._meter = GradientNormMeter(self._model)
-        self._updates = updates
+        self._remaining = steps
         self._pairs: list[Tensor] = []
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
         several = self._per_worker * self._world_size > 1
-        due = self._enabled and several and self._updates % MEASURE_EVERY == 0
+        counts = self._remaining > 0 and (self._remaining - 1) % MEASURE_EVERY == 0
+        due = self._enabled and several and counts
         with self._meter.micro_batch() if due else nullcontext():
             yield
         if last:
-            self._updates += 1
+            self._remaining -= 1
             if due:
                 self._pairs.append(self._meter.finish(self._per_worker, self._scale))
 

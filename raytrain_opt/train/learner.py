@@ -37,7 +37,6 @@ from raytrain_opt.optim.factory import (
 from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, TrainTotals
 from raytrain_opt.train import batch_norm
 from raytrain_opt.train.data_parallel import Parallel
-from raytrain_opt.train.gradient_noise import MEASURE_EVERY
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels, compile_model
@@ -61,7 +60,6 @@ class _Phase:
     micro_batches: MicroBatches
     tracked_before: dict[str, int]
     search: bool
-    steps_before: int  # those before a stop within the phase
     loss_sum: Tensor  # [1], float64, on the device
     steps: int = 0
     samples: int = 0
@@ -177,14 +175,16 @@ class Learner:
         set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
         averaging.use_training_weights(self.optimizer)
         parallel.forward.train()
+        batch_size = self._global_batch_size(epoch)
+        has_remainder = (first_step + len(lrs)) * batch_size > self._epoch_size
         parallel.begin_phase(
+            len(lrs) - has_remainder,
             phase.micro_batches,
             self.scaler.scale,
             lambda: self.data.read_ahead,
-            phase.steps_before,
         )
         momentum_warmup = self.config.optimizers[optimizer].momentum_warmup
-        epoch_per_step = self._global_batch_size(epoch) / self.info.train_size
+        epoch_per_step = batch_size / self.info.train_size
         batches = self.micro_batches_at(
             (first_step + update, index)
             for update in range(len(lrs))
@@ -200,7 +200,6 @@ class Learner:
         averaging.use_averaged_weights(self.optimizer)
         if phase.steps < len(lrs):
             self._stopped = {
-                "steps": phase.steps_before + phase.steps,
                 "micro_batches": phase.micro_batches.count,
                 "speeds": list(parallel.speeds),
                 "buffers": [],
@@ -214,7 +213,7 @@ class Learner:
             skipped=phase.skipped,
             duration_s=monotonic_s() - started_s,
             data_wait_s=phase.data_wait_s,
-            norms=self._gradient_norms(first_step),
+            norms=self._gradient_norms(),
         )
 
     def _train_step(self, step: int, indices: range, batches: Iterator[Batch]) -> None:
@@ -269,26 +268,20 @@ class Learner:
     def _begin_phase(
         self, epoch: int, micro_batches: MicroBatches, *, search: bool = False
     ) -> None:
-        before, steps_before = batch_norm.count_tracked_batches(self.model), 0
+        before = batch_norm.count_tracked_batches(self.model)
         stopped, self._stopped = self._stopped, None
         if stopped is not None:
-            steps_before = stopped["steps"]
             if len(stopped["speeds"]) == len(self.parallel.speeds):
                 self.parallel.speeds = stopped["speeds"]
             if batch_norm.take_own_buffers(self.model, stopped["buffers"]):
                 before = stopped["tracked_before"]
         loss_sum = torch.zeros(1, device=self.device, dtype=torch.float64)
-        self._phase = _Phase(epoch, micro_batches, before, search, steps_before, loss_sum)
+        self._phase = _Phase(epoch, micro_batches, before, search, loss_sum)
 
-    def _gradient_norms(self, first_step: int) -> GradientNorms | None:
+    def _gradient_norms(self) -> GradientNorms | None:
         """End the phase for the process group; return the norms, if any were measured."""
-        pairs, updates = self.parallel.end_phase(), self._phase.steps
-        global_batch_size = self._global_batch_size(self._phase.epoch)
-        latest = self._phase.steps_before + updates - 1
-        is_smaller = (first_step + updates) * global_batch_size > self._epoch_size
-        if is_smaller and latest % MEASURE_EVERY == 0:
-            pairs = pairs[:-1]  # of other sizes
-        return GradientNorms(self._micro_batch_size(), global_batch_size, pairs) if pairs else None
+        pairs, batch_size = self.parallel.end_phase(), self._global_batch_size(self._phase.epoch)
+        return GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
 
     def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
         """Run forward and backward of one micro-batch, with its mean loss divided by `divisor`.

@@ -136,14 +136,14 @@ def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
             rest = worker.handle(MainTrain(state, 1, steps, lrs[steps:]), ignore)
             totals = totals.plus(rest.totals)
         digest = worker.learner.state(copy=True).digest()
-        sums = (totals.steps, totals.samples, totals.loss_sum)
-        outcomes.append((digest, *sums, totals.norms and totals.norms.pairs))
+        pairs = None if totals.norms is None else totals.norms.pairs
+        outcomes.append((digest, totals.steps, totals.samples, totals.loss_sum, pairs))
     return {"stopped_after": steps, "at_once": outcomes[1], "stopped": outcomes[2]}
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
     use_threads(1)
-    gradient_noise.MEASURE_EVERY = 3
+    gradient_noise.MEASURE_EVERY = 2
     results: dict[str, Any] = {"worker": {}, "slot": {}}
     connect = distribute if world_size > 1 else Parallel
     with gloo_group(rank, world_size, folder):

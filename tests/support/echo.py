@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import ray
-
 from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
@@ -18,15 +16,17 @@ from raytrain_opt.pools.commands import (
     OnStep,
     Pretrain,
     SendCandidateState,
-    StateRef,
 )
 from raytrain_opt.pools.resident_config import ResidentConfig
+from raytrain_opt.pools.state_store import ObjectStore
 
 # Of each command.
 STEPS = 8
 # Contents of states: of the driver's, which commands start from, of one that workers trained from
 # it, and of a slot's candidate.
 DRIVERS, TRAINED, CANDIDATE = b"the driver's", b"the driver's, trained", b"a candidate's"
+# Any object can be stored, here bytes.
+STATES: Any = ObjectStore()
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,11 @@ class Echo:
             on_step(done, STEPS)
         match command:
             case SendCandidateState():
-                return StateRef("candidate", ray.put(CANDIDATE))
+                return STATES.put("candidate", CANDIDATE)
             case MainTrain():
-                trained = ray.get(command.state.ref) + b", trained"
-                return StateRef(f"{command.epoch}", ray.put(trained))
+                return STATES.put(f"{command.epoch}", STATES.get(command.state) + b", trained")
             case Pretrain() | Evaluate():
-                return Done(command.name, ray.get(command.state.ref))
+                return Done(command.name, STATES.get(command.state))
         raise ValueError("planted failure")
 
     def close(self) -> None: ...

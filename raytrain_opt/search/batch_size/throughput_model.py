@@ -60,39 +60,21 @@ def combine(measurements: Sequence[Probe]) -> list[Point]:
     If repeats differ by more than their errors, all errors are scaled to match: a probe's error
     does not include what changes between probes.
     """
-    sizes = sorted({m.batch_size for m in measurements})
-    groups = [[_point(m) for m in measurements if m.batch_size == size] for size in sizes]
-    points = [_weighted_mean(group) for group in groups]
-    scale = _disagreement(groups, points)
-    return [Point(p.batch_size, p.log_rate, p.error * scale) for p in points]
-
-
-def _point(m: Probe) -> Point:
-    if not (math.isfinite(m.samples_per_s) and m.samples_per_s > 0):
-        raise ValueError(f"batch size {m.batch_size}: samples_per_s is {m.samples_per_s}")
-    error = m.samples_per_s_error / m.samples_per_s
-    error = max(error, _MIN_ERROR) if math.isfinite(error) else _UNKNOWN_ERROR
-    return Point(m.batch_size, math.log(m.samples_per_s), error)
-
-
-def _weighted_mean(points: Sequence[Point]) -> Point:
-    weights = [p.error**-2 for p in points]
-    total = sum(weights)
-    log_rate = sum(w * p.log_rate for w, p in zip(weights, points, strict=True)) / total
-    return Point(points[0].batch_size, log_rate, total**-0.5)
-
-
-def _disagreement(groups: Sequence[Sequence[Point]], means: Sequence[Point]) -> float:
-    """Return the scatter of repeats relative to their errors; at least 1."""
-    repeats = sum(len(group) - 1 for group in groups)
-    if repeats == 0:
-        return 1.0
-    scatter = sum(
-        ((p.log_rate - mean.log_rate) / p.error) ** 2
-        for group, mean in zip(groups, means, strict=True)
-        for p in group
-    )
-    return max(1.0, math.sqrt(scatter / repeats))
+    sizes, group = np.unique([m.batch_size for m in measurements], return_inverse=True)
+    for m in measurements:
+        if not 0 < m.samples_per_s < math.inf:
+            raise ValueError(f"batch size {m.batch_size}: samples_per_s is {m.samples_per_s}")
+    rates = np.array([m.samples_per_s for m in measurements])
+    errors = np.array([m.samples_per_s_error for m in measurements]) / rates
+    errors = np.where(np.isfinite(errors), np.maximum(errors, _MIN_ERROR), _UNKNOWN_ERROR)
+    log_rates, weights = np.log(rates), errors**-2
+    totals = np.bincount(group, weights)
+    means = np.bincount(group, weights * log_rates) / totals
+    scatter = float((((log_rates - means[group]) / errors) ** 2).sum())
+    repeats = len(rates) - len(sizes)
+    scale = max(1.0, math.sqrt(scatter / repeats)) if repeats else 1.0
+    mean_errors = scale * totals**-0.5
+    return list(map(Point, sizes.tolist(), means.tolist(), mean_errors.tolist()))
 
 
 def draw_curves(points: Sequence[Point], sizes: Sequence[int]) -> Array:
@@ -102,15 +84,10 @@ def draw_curves(points: Sequence[Point], sizes: Sequence[int]) -> Array:
     largest = queried.max()
     measured_shapes, queried_shapes = _shapes(measured, largest), _shapes(queried, largest)
     fits = [
-        _fit(spread, points, measured, queried, measured_shapes, queried_shapes)
-        for spread, _ in _SPREADS
+        _fit(spread, prior, points, measured, queried, measured_shapes, queried_shapes)
+        for spread, prior in _SPREADS
     ]
-    log_weights = np.concatenate(
-        [
-            fit.log_likelihoods + math.log(prior)
-            for fit, (_, prior) in zip(fits, _SPREADS, strict=True)
-        ]
-    )
+    log_weights = np.concatenate([fit.log_weights for fit in fits])
     return _draw(fits, np.exp(log_weights - log_weights.max()))
 
 
@@ -130,13 +107,14 @@ def _shapes(sizes: Array, largest: float) -> Array:
 class _Fit:
     """The posterior for one spread of the deviation."""
 
-    log_likelihoods: Array  # [shape]
+    log_weights: Array  # [shape], of prior and likelihood
     means: Array  # [shape, size]
     root: Array  # [size, size], a Cholesky factor of the covariance
 
 
 def _fit(
     spread: float,
+    prior: float,
     points: Sequence[Point],
     measured: Array,
     queried: Array,
@@ -152,7 +130,7 @@ def _fit(
     gain = np.linalg.solve(root, _covariance(spread, measured, queried))
     covariance = _covariance(spread, queried, queried) - gain.T @ gain
     return _Fit(
-        -0.5 * (scaled**2).sum(axis=0) - float(np.log(np.diag(root)).sum()),
+        math.log(prior) - 0.5 * (scaled**2).sum(axis=0) - float(np.log(np.diag(root)).sum()),
         queried_shapes - offsets + (gain.T @ scaled).T,
         np.linalg.cholesky(covariance + _JITTER * np.eye(len(queried))),
     )

@@ -99,7 +99,9 @@ def test_a_run_uses_the_cached_result(
         resolved = search_batch_size(session, fresh=False)
     assert "--fresh" in capsys.readouterr().out
     run_dir = session.paths.local
-    assert len(read_lines(str(run_dir), "batch_size")) == len(search.answer.probes)
+    assert len(read_lines(str(run_dir), "batch_size")) == len(
+        read_lines(search.run_dir, "batch_size")
+    )
     for written in (resolved.job, load_job(run_dir / "job.yaml")):
         assert written.global_batch_size == 2 * search.batch_size
 

@@ -141,7 +141,7 @@ def test_without_staleness_each_gradient_is_a_step_of_synchronous_training(
             torch.testing.assert_close(
                 final_state.tensors[key].tensor(), tensor.tensor(), rtol=2e-3, atol=2e-4
             )
-    assert server.scheduler.staleness["max"] == 0
+    assert server.scheduler.staleness.max == 0
     learner.load(final_state)  # synchronous training continues from it, at its own settings
     assert learner.state(copy=True).plain["param_groups"] == [
         {**group, "lr": saved["lr"]}
@@ -175,7 +175,7 @@ def test_with_staleness_every_micro_batch_counts_once(
     assert server.scheduler.totals.samples == len(LRS) * 48
     assert sum(report.micro_batches for report in reports) == len(numbers)
     assert server.scheduler.finished
-    assert bound is None or server.scheduler.staleness["max"] <= bound
+    assert bound is None or server.scheduler.staleness.max <= bound
     assert [shard.version for shard in server.shards] == [len(numbers)] * 2
     for name, tensor in state.tensors.items():
         if name.endswith("num_batches_tracked"):
@@ -203,7 +203,7 @@ def test_loader_processes_claim_ahead_and_no_worker_waits_forever(bound: int) ->
     _, server, _ = asynchronous(async_job, None, state, bound)
     numbers = server.pushed
     assert sorted(numbers) == list(range(len(LRS) * WORKERS))
-    assert server.scheduler.staleness["max"] <= bound
+    assert server.scheduler.staleness.max <= bound
 
 
 def test_it_learns(digits: DatasetArrays) -> None:

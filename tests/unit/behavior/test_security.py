@@ -110,7 +110,7 @@ def test_a_terminal_and_records_get_text_without_control_characters(
 ) -> None:
     output = io.StringIO()
     recorder = Recorder(RunPaths.create(str(tmp_path), "r"))
-    log = EventLog(recorder, Terminal(Console(file=output)), 0.0)
+    log = EventLog(recorder, Terminal(Console(file=output)).note, 0.0)
     log.log("lost", 1, text)
     log.close_with(1, DataError("data", text))
     recorder.close()

@@ -108,17 +108,22 @@ def test_a_policy_changes_images_by_their_seeds(policy: str) -> None:
     images = torch.randint(0, 256, (6, 16, 12, 3), dtype=torch.uint8, generator=random)
     images = images[:1].expand(6, -1, -1, -1)
     state, augmentation = torch.get_rng_state(), new_augmentation(policy=policy)
-    changed = augmentation.apply_policy(images, range(6))
+    changed = augmentation.apply_policy(images, 0, np.arange(6))
     assert changed.shape == images.shape
     assert len({image.numpy().tobytes() for image in changed}) > 3
-    assert torch.equal(augmentation.apply_policy(images[2:4], [2, 3]), changed[2:4])
+    assert torch.equal(augmentation.apply_policy(images[2:4], 0, np.array([2, 3])), changed[2:4])
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_stronger_magnitude_changes_more() -> None:
     images = torch.arange(6 * 16 * 12 * 3).reshape(6, 16, 12, 3).to(torch.uint8)
     means = [
-        (new_augmentation(policy="rand_augment", magnitude=m).apply_policy(images, range(6)) * 1.0)
+        (
+            new_augmentation(policy="rand_augment", magnitude=m).apply_policy(
+                images, 0, np.arange(6)
+            )
+            * 1.0
+        )
         .sub(images)
         .abs()
         .mean()

@@ -286,7 +286,7 @@ def test_batches_of_an_earlier_phase_cannot_be_read() -> None:
         first = data.train_batches(0, product(range(6), range(1)), 1, 4)
         next(first)
         next(data.eval_batches("test", 0, 1, 2))
-        with pytest.raises(RuntimeError, match="earlier phase were read after the next one began"):
+        with pytest.raises(RuntimeError, match="earlier phase were read in a later one"):
             next(first)
         assert len(read_epoch(data)) == 6
 

@@ -34,7 +34,7 @@ def test_the_validation_split_depends_on_the_seed_only() -> None:
 
 
 def test_a_validation_split_that_leaves_no_training_sample_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"has 1 samples.*data\.validation_fraction: 0"):
+    with pytest.raises(DataError, match=r"all 1 samples.*data\.validation_fraction: 0"):
         sampling.split_validation(1, 0.5, 10, seed=0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -19,7 +20,7 @@ from raytrain_opt.commands.shard import write_shards
 from raytrain_opt.config.data import HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.loader import DataLoaderData
-from raytrain_opt.data.shards import expand_braces, make_index
+from raytrain_opt.data.shards import ShardCache, expand_braces, make_index
 from raytrain_opt.errors import DataError
 from tests.support.s3_server import S3Server, s3, s3_server
 
@@ -168,6 +169,32 @@ def test_a_resume_within_an_epoch_reads_the_same(local: ShardsData, workers: int
         assert torch.equal(a.y, b.y)
 
 
+def cached_bytes(cache: Path) -> int:
+    """Return the size of all copies; one in progress may be renamed meanwhile."""
+    while True:
+        try:
+            return sum(path.stat().st_size for path in cache.glob("*.t??"))
+        except FileNotFoundError:
+            continue
+
+
+def test_a_copy_that_others_removed_is_made_again(
+    image_tree: Path, tmp_path: Path, s3: S3Server
+) -> None:
+    """The processes of a node share the cache, and the next shards are copied beside the work."""
+    uri = s3.new_uri()
+    remote = section(uri, tmp_path / "cache", *pack(image_tree, uri))
+    cache = ShardCache(remote)
+    first, later = (cache.find(name) for name in sorted(expand_braces(remote.train))[:2])
+    for _ in range(2):
+        cache.prepare([first], [later], "data.train")
+        while not later.path.exists():
+            time.sleep(0.01)
+        later.path.unlink()
+        cache.prepare([later], [], "data.train")
+        assert cache.read(later, 0, 4)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_of_an_object_storage_pass_through_a_cache_of_bounded_size(
     image_tree: Path, tmp_path: Path, s3: S3Server, workers: int
@@ -184,7 +211,7 @@ def test_shards_of_an_object_storage_pass_through_a_cache_of_bounded_size(
     with open_data(remote) as data:
         data.check_samples()
         batches = [*epoch(data), *epoch(data, 2), *data.eval_batches("test", 0, 1, 4)]
-        assert sum(path.stat().st_size for path in cache.glob("*.t??")) <= limit
+        assert cached_bytes(cache) <= limit
     with open_data(section(f"{tmp_path}/shards", cache, *counts)) as data:
         expected = [*epoch(data), *epoch(data, 2), *data.eval_batches("test", 0, 1, 4)]
     assert pixels(batches) == pixels(expected)

@@ -58,7 +58,9 @@ def open_writer(paths: RunPaths) -> Iterator[OpenWriter]:
     checkpoints = Checkpoints(paths.checkpoints, CheckpointSection())
 
     def open_with(limit_s: float = 30.0) -> CheckpointWriter:
-        return CheckpointWriter(checkpoints, paths, EventLog(recorder, terminal, 0.0), limit_s)
+        return CheckpointWriter(
+            checkpoints, paths, EventLog(recorder, terminal.note, 0.0), limit_s
+        )
 
     yield open_with
     recorder.close()

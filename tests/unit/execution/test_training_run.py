@@ -83,6 +83,11 @@ JOBS: dict[str, dict[str, Any]] = {
             "search_on": "slots",
         },
     },
+    "schedule-free": {
+        "epochs": 2,
+        "optimizer": "ScheduleFreeAdamW",
+        "learning_rate": {"policy": "schedule", "shape": "constant", "initial": 0.0025},
+    },
     "optimizers": {  # the second one is chosen
         "epochs": 16,
         "global_batch_size": 128,
@@ -95,11 +100,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "schedule": {
         "epochs": 4,
         "learning_rate": {"policy": "schedule", "shape": "linear"},
-    },
-    "schedule-free": {
-        "epochs": 3,
-        "optimizer": "ScheduleFreeSGD",
-        "learning_rate": {"policy": "schedule", "shape": "constant"},
     },
 }
 MOVES = (

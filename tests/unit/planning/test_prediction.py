@@ -11,7 +11,7 @@ from raytrain_opt.data.base import DataInfo
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.planning.cluster import ClusterSection
 from raytrain_opt.planning.prediction import Planner, search_rounds
-from raytrain_opt.planning.terms import Terms
+from raytrain_opt.planning.terms import MeasuredStep, Terms
 from raytrain_opt.search.factory import build_policy
 from tests.support.small_jobs import small_job
 
@@ -55,6 +55,29 @@ def test_a_worker_with_fewer_threads_than_the_measured_one_is_slower() -> None:
     plan = planner(Terms(0, 0.01, 0, 0, threads=8), job, nodes=1, devices=8, kind="CPU")
     # Two workers have four threads each: together as fast as one with eight.
     assert plan.step_s(2, 64)[0] == pytest.approx(plan.step_s(1, 64)[0], rel=0.01)
+
+
+def test_a_measured_step_of_several_workers_tells_how_fast_busy_cores_compute() -> None:
+    job = small_job(Path(), learning_rate=FIXED, workers={"count": 2, "threads": 1})
+    plan = planner(Terms(0, 0.01, 0, 0), job, nodes=1, devices=3, kind="CPU")
+    # 0.2 s instead of 0.16 s with one other of two cores busy: half of what both would cost.
+    busy = plan.calibrated([MeasuredStep(2, 32, 0.2)])
+    assert busy.terms.busy == pytest.approx(1.5, rel=0.01)
+    slowdown = [busy.step_s(n, 96)[0] / plan.step_s(n, 96)[0] for n in (1, 2, 3, 6)]
+    assert slowdown == pytest.approx([1, 1.25, 1.5, 1.5], rel=0.01)
+    # One worker says nothing of busy cores, and GPUs share nothing.
+    assert plan.calibrated([MeasuredStep(1, 32, 9.0)]) == plan
+    on_gpus = planner(Terms(0, 0.01, 0, 0))
+    assert on_gpus.calibrated([MeasuredStep(2, 32, 9.0)]) == on_gpus
+
+
+def test_a_training_waits_for_checkpoints_that_outlast_an_epoch() -> None:
+    slow, fast = (planner(Terms(0.01, 0, 0, 0, checkpoint_s=s)) for s in (5.0, 0.5))
+    # Three epochs of 1 s: two wait for the checkpoint before them, and the end for the last.
+    assert slow.predict(1, 64).training_s == pytest.approx(1 + 5 + 5 + 5)
+    assert fast.predict(1, 64).training_s == pytest.approx(3 + 0.5)
+    rare = small_job(Path(), learning_rate=FIXED, checkpoint={"every_epochs": 3})
+    assert replace(slow, job=rare).predict(1, 64).training_s == pytest.approx(3 + 5)
 
 
 def test_loaders_limit_a_step() -> None:

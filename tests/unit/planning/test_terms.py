@@ -6,18 +6,21 @@ from typing import Any
 import pytest
 from torch import nn
 
-from raytrain_opt.config.load import dump_job
+from raytrain_opt.config.load import dump_job, load_job
 from raytrain_opt.errors import JobError
 from raytrain_opt.planning.cluster import read_cluster
 from raytrain_opt.planning.terms import (
+    MeasuredStep,
     Work,
     count_work,
     fit_line,
+    measured_steps,
     measured_terms,
     public_terms,
     state_bytes,
 )
 from raytrain_opt.recording.records import BatchSizeProbeRecord
+from tests.support import synthetic_runs
 from tests.support.small_jobs import small_job
 
 HERE = Path()
@@ -98,6 +101,24 @@ def test_probes_give_the_terms_of_time_and_memory(tmp_path: Path) -> None:
     assert (terms.fixed_bytes, terms.sample_bytes) == pytest.approx((100 * 2**20, 2**20))
     assert terms.threads == 2
     assert run_dir in terms.source
+
+
+def test_a_run_of_several_workers_gives_its_steps_and_the_time_of_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    alone = write_probes(tmp_path, {8: 0.1})
+    run_dir = str(synthetic_runs.write_run(tmp_path / "run"))
+    times = [{"samples_per_s": speed, "workers": 2} for speed in (1.0, 40.0, 32.0, 32.0)]
+    lines = [synthetic_runs.epoch_line(n, **values) for n, values in enumerate(times, 1)]
+    synthetic_runs.write_lines(tmp_path / "run" / "epochs.jsonl", lines)
+    span = synthetic_runs.span_lines(1)[0] | {"process": "driver", "command": "checkpoint"}
+    spans = [span | {"duration_s": seconds} for seconds in (0.5, 0.7, 0.9)]
+    synthetic_runs.write_lines(tmp_path / "run" / "timeline.jsonl", spans)
+    # The first epoch, which also makes connections, does not count.
+    batch = load_job(f"{run_dir}/job.yaml").global_batch_size
+    assert measured_steps([alone, run_dir]) == [MeasuredStep(2, batch, batch / 32)]
+    terms = measured_terms([alone, run_dir], None, cores=2)
+    assert (terms.compute_s(8), terms.checkpoint_s) == pytest.approx((0.1, 0.7))
 
 
 def test_a_run_that_measured_nothing_is_refused(tmp_path: Path) -> None:

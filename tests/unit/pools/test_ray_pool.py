@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import ray
 
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools import ray_pool as module
+from raytrain_opt.pools import state_store
 from raytrain_opt.pools.commands import (
     Command,
     Evaluate,
@@ -114,7 +116,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
     for name, pretended in (("put", store.put), ("get", store.get), ("wait", wait_for)):
         monkeypatch.setattr(module.ray, name, pretended)
-    monkeypatch.setattr(module, "gone_nodes", dict)
+    for user in (module, state_store):
+        monkeypatch.setattr(user, "gone_nodes", dict)
+    context = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: context)
     return store
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from ray.exceptions import ObjectLostError
 
 from raytrain_opt.pools import state_store
 from raytrain_opt.pools.commands import (
@@ -27,7 +29,17 @@ CANDIDATE = Candidate(0, 1.0, 0.1)
 
 
 class Objects(dict[str, Any]):
-    """Objects by reference, here a text; deleting one loses it."""
+    """Objects by reference, here a text; deleting one loses it. `gone`: nodes that left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone: dict[str, str] = {}
+
+    def get_runtime_context(self) -> Objects:
+        return self
+
+    def get_node_id(self) -> str:
+        return "here"
 
     def put(self, value: Any) -> str:
         ref = f"ref {len(self)}"
@@ -43,6 +55,8 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> Objects:
     objects = Objects()
     monkeypatch.setattr(state_store.ray, "put", objects.put)
     monkeypatch.setattr(state_store.ray, "get", objects.get)
+    monkeypatch.setattr(state_store.ray, "get_runtime_context", objects.get_runtime_context)
+    monkeypatch.setattr(state_store, "gone_nodes", lambda: objects.gone)
     return objects
 
 
@@ -117,8 +131,24 @@ def test_a_command_is_renewed_with_a_new_reference_to_the_same_state(
     renewed = states.renew(command_on(ref))
     [(new, value)] = [(key, value) for key, value in objects.items() if key != "other"]
     assert value == state(1)
-    assert renewed == command_on(StateRef(ref.id, new, "digest"))
+    assert renewed == command_on(StateRef(ref.id, new, "digest", "here"))
     assert renewed != command_on(ref)
+
+
+def test_a_state_of_a_node_that_left_is_lost_without_waiting_for_its_owner(
+    objects: Objects,
+) -> None:
+    """A node that hangs keeps its connections: Ray waits for minutes, although it knows."""
+    states = RayStateStore()
+    kept, other = (replace(stored(objects, number), node_id="there") for number in (1, 2))
+    states.keep(kept)
+    objects.gone["there"] = "192.0.2.1"
+    with pytest.raises(ObjectLostError):
+        states.get(other)
+    renewed = states.renew(Evaluate(kept))  # the driver has a view
+    assert isinstance(renewed, Evaluate)
+    assert renewed.state.node_id == "here"
+    assert states.get(renewed.state) == state(1)
 
 
 def test_a_command_without_a_state_stays_as_it_is(objects: Objects) -> None:

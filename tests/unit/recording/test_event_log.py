@@ -37,18 +37,7 @@ RESTART = Event(
     process="slot 1",
     silent_s=4.5,
 )
-
-
-class FakePool:
-    """Has one span and one event, until they are drained."""
-
-    def __init__(self, span: Span = SPAN) -> None:
-        self._spans = [span]
-        self._events = [RESTART]
-
-    def drain_log(self) -> tuple[list[Span], list[Event]]:
-        spans, events, self._spans, self._events = self._spans, self._events, [], []
-        return spans, events
+LOG = ([SPAN], [RESTART])
 
 
 @pytest.fixture
@@ -70,7 +59,7 @@ def recorder(paths: RunPaths) -> Iterator[Recorder]:
 
 @pytest.fixture
 def event_log(recorder: Recorder, output: io.StringIO) -> EventLog:
-    return EventLog(recorder, Terminal(Console(file=output)), BEGAN_S)
+    return EventLog(recorder, Terminal(Console(file=output)).note, BEGAN_S)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -80,9 +69,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_spans_and_events_count_from_the_beginning_of_the_run(
     event_log: EventLog, paths: RunPaths
 ) -> None:
-    pool = FakePool()
-    event_log.write(1, [pool])
-    event_log.write(2, [pool])
+    event_log.write(1, [LOG])
+    event_log.write(2, [([], [])])
     assert lines(paths.timeline) == [
         {
             "schema_version": 1,
@@ -116,7 +104,7 @@ def test_a_block_of_the_driver_is_a_span(
     monkeypatch.setattr("raytrain_opt.recording.event_log.monotonic_s", lambda: next(now))
     with event_log.span("checkpoint"):
         pass
-    event_log.write(1, [FakePool()])
+    event_log.write(1, [LOG])
     names = ("process", "command", "start_s", "duration_s")
     assert [tuple(span[name] for name in names) for span in lines(paths.timeline)] == [
         ("driver", "checkpoint", 1.0, 2.0),
@@ -128,16 +116,16 @@ def test_a_resumed_run_continues_where_its_timeline_ends(
     event_log: EventLog, recorder: Recorder, paths: RunPaths, output: io.StringIO
 ) -> None:
     """Spans after the last checkpoint are removed; events are kept."""
-    event_log.write(1, [FakePool()])
-    event_log.write(2, [FakePool(SPAN.model_copy(update={"start_s": BEGAN_S + 20}))])
+    event_log.write(1, [LOG])
+    event_log.write(2, [([SPAN.model_copy(update={"start_s": BEGAN_S + 20})], [RESTART])])
     recorder.epoch(EpochRecord.model_validate(synthetic_runs.epoch_line(1)), 1)
     synthetic_runs.write_schedule(paths.schedule, [0.1])
     assert recorder.truncate_after(0, 1) == 0
-    resumed = EventLog(recorder, Terminal(Console(file=output)), began_s=5000.0)
+    resumed = EventLog(recorder, Terminal(Console(file=output)).note, began_s=5000.0)
     resumed.resume_clock(2, "resumed after epoch 1")
-    new = EventLog(recorder, Terminal(Console(file=output)), began_s=5000.0)
+    new = EventLog(recorder, Terminal(Console(file=output)).note, began_s=5000.0)
     assert resumed.elapsed_s() - new.elapsed_s() == pytest.approx(15.0, abs=1.0)
-    resumed.write(2, [FakePool(SPAN.model_copy(update={"start_s": 5003.0}))])
+    resumed.write(2, [([SPAN.model_copy(update={"start_s": 5003.0})], [])])
     assert [(span["epoch"], span["start_s"]) for span in lines(paths.timeline)] == [
         (1, 10.0),
         (2, 18.0),

@@ -30,7 +30,6 @@ OTHER_CALLS = (
     "self._relay.exchange.remote",
     "self._relay.report.remote",
     "self._actor.is_first.remote",
-    "actor.shared_data.remote",
     "actor.lose.remote",
     "ray.get(ref)",  # the shared data, in the memory of a node
     "config.shared[0]",  # the same

@@ -115,15 +115,16 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def begin_phase(parallel: Parallel, micro_batches: int) -> None:
-    parallel.begin_phase(MicroBatches(range(micro_batches), micro_batches), identity, lambda: 0)
+def begin_phase(parallel: Parallel, micro_batches: int, steps: int = 1) -> None:
+    indices = MicroBatches(range(micro_batches), micro_batches)
+    parallel.begin_phase(steps, indices, identity, lambda: 0)
 
 
 def phase(
-    model: nn.Module, micro_batches: int, updates: int, **section: bool
+    model: nn.Module, micro_batches: int, updates: int, steps: int = 0, **section: bool
 ) -> list[list[float]]:
     parallel = distribute(model, ParallelSection(**section))
-    begin_phase(parallel, micro_batches)
+    begin_phase(parallel, micro_batches, steps or updates)
     for _ in range(updates):
         model.zero_grad()
         for index in range(micro_batches):
@@ -139,6 +140,18 @@ def test_one_update_in_ten_is_measured(updates: int, measured: int) -> None:
     assert gradient_noise.MEASURE_EVERY == 10
     expected = pytest.approx(by_hand(Net(), range(MICRO_BATCHES)), rel=1e-5)
     assert phase(Net(), MICRO_BATCHES, updates) == [expected] * measured
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("stop", "measured"), [(1, [0, 3]), (4, [0, 3]), (5, [1, 2]), (15, [2, 1])]
+)
+def test_a_phase_that_goes_on_after_a_resume_measures_the_same_steps(
+    stop: int, measured: list[int]
+) -> None:
+    """Of 25 steps the 5th, 15th and 25th."""
+    parts = (stop, 25), (25 - stop, 25 - stop)
+    assert [len(phase(Net(), MICRO_BATCHES, *part)) for part in parts] == measured
 
 
 @pytest.mark.usefixtures("group")
