@@ -198,7 +198,7 @@ def write_checkpoint(
     assert len(texts) <= 1
     rest = {
         "optimizer": optimizer_state_dict(state),
-        "optimizer_index": state.optimizer_index,
+        "optimizer_index": state.plain["optimizer_index"],
         "scaler": state.plain["scaler"],
         "stopped": state.plain["stopped"],
         "progress": progress,

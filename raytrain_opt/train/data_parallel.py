@@ -109,7 +109,12 @@ class DataParallel(Parallel):
         self._plan: BucketPlan | None = None
         self._timings: list[dict[str, object]] = []
         self._wrap_s: list[float] = []
-        self._balance = _load_balance(section, self._device)
+        world_size = dist.get_world_size()
+        self._balance = (
+            LoadBalance(section.speeds or [1.0] * world_size)
+            if section.mode == "sync" or section.speeds is not None
+            else MeasuredShares(world_size, self._device)
+        )
         self._noise = NoiseTracker(model, enabled=section.noise_scale)
         self.forward = self._wrap({}, init_sync=True)
         self._bucket_choice = self._choose_buckets()
@@ -280,10 +285,3 @@ class _NullTimer(StepTimer):
     """Measures nothing."""
 
     def mark(self) -> None: ...
-
-
-def _load_balance(section: ParallelSection, device: torch.device) -> LoadBalance:
-    world_size = dist.get_world_size()
-    if section.mode == "sync" or section.speeds is not None:
-        return LoadBalance(section.speeds or [1.0] * world_size)
-    return MeasuredShares(world_size, device)

@@ -41,7 +41,7 @@ from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels, compile_model
 from raytrain_opt.train.predictions import PredictionRecorder
-from raytrain_opt.train.state import TrainingState, capture, restore
+from raytrain_opt.train.state import TrainingState, restore, to_cpu_state
 from raytrain_opt.train.task import Classification, Task, build_task, metric_of, try_task
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
@@ -111,11 +111,11 @@ class Learner:
         return self.data.info
 
     def state(self, *, copy: bool) -> TrainingState:
-        """Capture the current state; see `train.state.capture`."""
-        return capture(
-            self.model,
-            self.optimizer,
-            self.scaler,
+        """Capture the current state; see `train.state.to_cpu_state`."""
+        return to_cpu_state(
+            self.model.state_dict(),
+            self.optimizer.state_dict(),
+            self.scaler.state_dict(),
             copy=copy,
             optimizer_index=self._optimizer_index,
             stopped=self._stopped,
@@ -123,7 +123,7 @@ class Learner:
 
     def load(self, state: TrainingState) -> None:
         """Copy a state into the model, its optimizer and the scaler."""
-        self._use_optimizer(state.optimizer_index)
+        self._use_optimizer(state.plain["optimizer_index"])
         restore(state, self.model, self.optimizer, self.scaler)
         self._stopped = state.plain["stopped"]
 
@@ -205,6 +205,8 @@ class Learner:
                 "buffers": [],
                 "tracked_before": phase.tracked_before,
             }
+        pairs = parallel.end_phase()
+        norms = GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
         [loss_sum] = phase.loss_sum.tolist()
         return TrainTotals(
             steps=phase.steps,
@@ -213,7 +215,7 @@ class Learner:
             skipped=phase.skipped,
             duration_s=monotonic_s() - started_s,
             data_wait_s=phase.data_wait_s,
-            norms=self._gradient_norms(),
+            norms=norms,
         )
 
     def _train_step(self, step: int, indices: range, batches: Iterator[Batch]) -> None:
@@ -277,11 +279,6 @@ class Learner:
                 before = stopped["tracked_before"]
         loss_sum = torch.zeros(1, device=self.device, dtype=torch.float64)
         self._phase = _Phase(epoch, micro_batches, before, search, loss_sum)
-
-    def _gradient_norms(self) -> GradientNorms | None:
-        """End the phase for the process group; return the norms, if any were measured."""
-        pairs, batch_size = self.parallel.end_phase(), self._global_batch_size(self._phase.epoch)
-        return GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
 
     def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
         """Run forward and backward of one micro-batch, with its mean loss divided by `divisor`.

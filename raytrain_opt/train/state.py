@@ -72,13 +72,9 @@ class TrainingState:
     """Everything that training continues from."""
 
     tensors: dict[str, PackedTensor]  # by dotted name
-    plain: dict[str, Any]  # `stopped`: what a phase that was stopped continues with (`Learner`)
-
-    @property
-    def optimizer_index(self) -> int:
-        """Position of the optimizer that it belongs to, among those of the job."""
-        index: int = self.plain["optimizer_index"]
-        return index
+    # Not tensors. `stopped`: what a phase that was stopped continues with (`Learner`);
+    # `optimizer_index`: position of the optimizer among those of the job.
+    plain: dict[str, Any]
 
     @property
     def nbytes(self) -> int:
@@ -127,18 +123,10 @@ def capture(
     scaler: torch.amp.GradScaler,
     *,
     copy: bool,
-    optimizer_index: int = 0,
-    stopped: dict[str, Any] | None = None,
 ) -> TrainingState:
-    """Capture a training's state; without `copy`, CPU tensors share the live model's memory."""
-    return to_cpu_state(
-        model.state_dict(),
-        optimizer.state_dict(),
-        scaler.state_dict(),
-        copy=copy,
-        optimizer_index=optimizer_index,
-        stopped=stopped,
-    )
+    """Capture a training's state; see `to_cpu_state`."""
+    states = (model.state_dict(), optimizer.state_dict(), scaler.state_dict())
+    return to_cpu_state(*states, copy=copy)
 
 
 def to_cpu_state(
@@ -150,7 +138,7 @@ def to_cpu_state(
     optimizer_index: int = 0,
     stopped: dict[str, Any] | None = None,
 ) -> TrainingState:
-    """Pack three `state_dict`s as a state."""
+    """Pack three `state_dict`s; without `copy`, CPU tensors share the live model's memory."""
     tensors = {
         name: PackedTensor.from_tensor(tensor, copy)
         for name, tensor in _named_tensors(model, optimizer)
