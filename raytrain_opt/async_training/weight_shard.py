@@ -226,6 +226,6 @@ def assemble_state(
         **start.plain,
         "optimizer_state": dict(sorted(optimizer_state.items())),
         "param_groups": parts[0].plain["param_groups"],
-        "unpooled": None,
+        "stopped": None,
     }
     return TrainingState(tensors, plain)

@@ -62,7 +62,7 @@ class Worker(CandidateTrainer):
         timings_s["data_wait_s"] = totals.data_wait_s
         timings_s["compute_s"] = totals.duration_s - totals.data_wait_s
         with stopwatch.measure("average_s"):
-            self.learner.sync_batch_norm_stats(stopped=totals.steps < total)
+            self.learner.sync_batch_norm_stats()
             totals = sum_over_ranks(totals, self.learner.device)
         self._live_id = f"{command.epoch}.{command.first_step + totals.steps}"
         with stopwatch.measure("hand_over_s"):

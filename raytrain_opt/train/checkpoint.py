@@ -198,9 +198,9 @@ def write_checkpoint(
     assert len(texts) <= 1
     rest = {
         "optimizer": optimizer_state_dict(state),
-        "optimizer_index": state.optimizer_index,
+        "optimizer_index": state.plain["optimizer_index"],
         "scaler": state.plain["scaler"],
-        "unpooled": state.plain["unpooled"],
+        "stopped": state.plain["stopped"],
         "progress": progress,
     }
     return {
@@ -267,7 +267,7 @@ def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
             rest["scaler"],
             copy=False,
             optimizer_index=rest["optimizer_index"],
-            unpooled=rest["unpooled"],
+            stopped=rest["stopped"],
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _unreadable(folder / _REST, error) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
@@ -49,6 +49,7 @@ class Parallel:
     forward: nn.Module
 
     unequal = False  # whether `parallel.mode: auto` found workers of different speeds
+    speeds: Sequence[float] = ()  # of the workers, by rank
 
     def __init__(self, model: nn.Module, section: ParallelSection) -> None:
         self.forward = model
@@ -108,11 +109,24 @@ class DataParallel(Parallel):
         self._plan: BucketPlan | None = None
         self._timings: list[dict[str, object]] = []
         self._wrap_s: list[float] = []
-        self._balance = _load_balance(section, self._device)
+        world_size = dist.get_world_size()
+        self._balance = (
+            LoadBalance(section.speeds or [1.0] * world_size)
+            if section.mode == "sync" or section.speeds is not None
+            else MeasuredShares(world_size, self._device)
+        )
         self._noise = NoiseTracker(model, enabled=section.noise_scale)
         self.forward = self._wrap({}, init_sync=True)
         self._bucket_choice = self._choose_buckets()
         next(self._bucket_choice, None)
+
+    @property
+    def speeds(self) -> Sequence[float]:
+        return self._balance.speeds
+
+    @speeds.setter
+    def speeds(self, speeds: Sequence[float]) -> None:
+        self._balance.speeds = speeds
 
     def begin_phase(
         self,
@@ -145,13 +159,13 @@ class DataParallel(Parallel):
 
     def end_phase(self) -> tuple[Pair, ...]:
         self._balance.end_phase()
-        speeds = self._balance.speeds
-        self.unequal = self._section.mode == "auto" and max(speeds) > UNEQUAL * min(speeds)
+        is_auto, speeds = self._section.mode == "auto", self.speeds
+        self.unequal = is_auto and max(speeds) > UNEQUAL * min(speeds)
         return self._noise.end_phase()
 
     def report(self) -> dict[str, object]:
         """Return the plan in use, step times (of the slowest worker) and the cost of wrapping."""
-        plan, speeds = self._plan, self._balance.speeds
+        plan, speeds = self._plan, self.speeds
         return {
             "mode": self._section.mode,
             "speeds": None
@@ -271,10 +285,3 @@ class _NullTimer(StepTimer):
     """Measures nothing."""
 
     def mark(self) -> None: ...
-
-
-def _load_balance(section: ParallelSection, device: torch.device) -> LoadBalance:
-    world_size = dist.get_world_size()
-    if section.mode == "sync" or section.speeds is not None:
-        return LoadBalance(section.speeds or [1.0] * world_size)
-    return MeasuredShares(world_size, device)

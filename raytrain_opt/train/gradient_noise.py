@@ -63,8 +63,8 @@ class NoiseTracker:
 
     Counted back from the phase's last step: a phase that goes on after a resume measures the same.
 
-    All ranks must make the same calls. Pairs stay on the device until the phase ends; then one
-    all-reduce averages them.
+    All ranks must make the same calls. Pairs stay on the device until the phase ends; then they
+    are averaged over the ranks.
     """
 
     def __init__(self, model: nn.Module, *, enabled: bool) -> None:
@@ -99,8 +99,10 @@ class NoiseTracker:
         """End the phase; return one pair per measured update, averaged over all workers."""
         if not self._pairs:
             return ()
-        pairs = torch.stack(self._pairs)
-        dist.all_reduce(pairs)
+        own = torch.stack(self._pairs)
+        of_ranks = [torch.empty_like(own) for _ in range(self._world_size)]
+        dist.all_gather(of_ranks, own)
         self._pairs = []
-        means = (pairs / self._world_size).tolist()
+        # An all-reduce may add in an order that depends on the number of pairs, so on a stop.
+        means = (sum(of_ranks, torch.zeros_like(own)) / self._world_size).tolist()
         return tuple((mean_square, square_of_mean) for mean_square, square_of_mean in means)

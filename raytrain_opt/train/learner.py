@@ -41,7 +41,7 @@ from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels, compile_model
 from raytrain_opt.train.predictions import PredictionRecorder
-from raytrain_opt.train.state import TrainingState, capture, restore
+from raytrain_opt.train.state import TrainingState, restore, to_cpu_state
 from raytrain_opt.train.task import Classification, Task, build_task, metric_of, try_task
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
@@ -102,7 +102,7 @@ class Learner:
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        self._unpooled: dict[str, Any] | None = None  # see `TrainingState`
+        self._stopped: dict[str, Any] | None = None  # see `TrainingState`
         self._begin_phase(1, MicroBatches(range(1), 1))
 
     @property
@@ -111,21 +111,21 @@ class Learner:
         return self.data.info
 
     def state(self, *, copy: bool) -> TrainingState:
-        """Capture the current state; see `train.state.capture`."""
-        return capture(
-            self.model,
-            self.optimizer,
-            self.scaler,
+        """Capture the current state; see `train.state.to_cpu_state`."""
+        return to_cpu_state(
+            self.model.state_dict(),
+            self.optimizer.state_dict(),
+            self.scaler.state_dict(),
             copy=copy,
             optimizer_index=self._optimizer_index,
-            unpooled=self._unpooled,
+            stopped=self._stopped,
         )
 
     def load(self, state: TrainingState) -> None:
         """Copy a state into the model, its optimizer and the scaler."""
-        self._use_optimizer(state.optimizer_index)
+        self._use_optimizer(state.plain["optimizer_index"])
         restore(state, self.model, self.optimizer, self.scaler)
-        self._unpooled = state.plain["unpooled"]
+        self._stopped = state.plain["stopped"]
 
     def _use_optimizer(self, index: int) -> None:
         """Let another optimizer of the job continue, without a memory of earlier steps."""
@@ -194,6 +194,15 @@ class Learner:
             set_momentum(self.optimizer, momentum_warmup, epochs_done)
             self._train_step(first_step + update, parallel.indices(update), batches)
         averaging.use_averaged_weights(self.optimizer)
+        if phase.steps < len(lrs):
+            self._stopped = {
+                "micro_batches": phase.micro_batches.count,
+                "speeds": list(parallel.speeds),
+                "buffers": [],
+                "tracked_before": phase.tracked_before,
+            }
+        pairs = parallel.end_phase()
+        norms = GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
         [loss_sum] = phase.loss_sum.tolist()
         return TrainTotals(
             steps=phase.steps,
@@ -202,7 +211,7 @@ class Learner:
             skipped=phase.skipped,
             duration_s=monotonic_s() - started_s,
             data_wait_s=phase.data_wait_s,
-            norms=self._gradient_norms(),
+            norms=norms,
         )
 
     def _train_step(self, step: int, indices: range, batches: Iterator[Batch]) -> None:
@@ -257,17 +266,15 @@ class Learner:
     def _begin_phase(
         self, epoch: int, micro_batches: MicroBatches, *, search: bool = False
     ) -> None:
-        before, unpooled = batch_norm.count_tracked_batches(self.model), self._unpooled
-        if unpooled and batch_norm.take_own_buffers(self.model, unpooled["buffers"]):
-            before = unpooled["tracked_before"]
+        before = batch_norm.count_tracked_batches(self.model)
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None:
+            if len(stopped["speeds"]) == len(self.parallel.speeds):
+                self.parallel.speeds = stopped["speeds"]
+            if batch_norm.take_own_buffers(self.model, stopped["buffers"]):
+                before = stopped["tracked_before"]
         loss_sum = torch.zeros(1, device=self.device, dtype=torch.float64)
         self._phase = _Phase(epoch, micro_batches, before, search, loss_sum)
-        self._unpooled = None
-
-    def _gradient_norms(self) -> GradientNorms | None:
-        """End the phase for the process group; return the norms, if any were measured."""
-        pairs, batch_size = self.parallel.end_phase(), self._global_batch_size(self._phase.epoch)
-        return GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
 
     def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
         """Run forward and backward of one micro-batch, with its mean loss divided by `divisor`.
@@ -316,22 +323,22 @@ class Learner:
         predictions = None if recorder is None else recorder.result(self.info.preprocessing)
         return EvalTotals(samples, named, monotonic_s() - started_s, self._metric, predictions)
 
-    def sync_batch_norm_stats(self, *, fresh: bool = False, stopped: bool = False) -> None:
+    def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
         """Give all workers the same BatchNorm statistics, after a phase of synchronous training.
 
         The statistics are combined from those of the phase or, with
         `batch_norm.recalibrate_batches`, averaged weights or `fresh`, recomputed from the epoch's
-        first batches (`train.batch_norm`). `stopped`: the phase goes on after a resume, so `state`
-        also keeps those of each worker.
+        first batches (`train.batch_norm`). If the phase was stopped, `state` also keeps those of
+        each worker.
         """
+        if self._stopped is not None:
+            self._stopped["buffers"] = batch_norm.gather_buffers(self.model)
         epoch, indices = self._phase.epoch, self._phase.micro_batches.indices
         recalibrate_batches = self.config.batch_norm.recalibrate_batches
         if (fresh or averaging.averages_weights(self.optimizer)) and self._values_per_channel:
             recalibrate_batches = recalibrate_batches or _STATISTICS_BATCHES
         if not recalibrate_batches:
             size, before = self._micro_batch_size(), self._phase.tracked_before
-            if stopped and (buffers := batch_norm.gather_buffers(self.model)):
-                self._unpooled = {"buffers": buffers, "tracked_before": before}
             batch_norm.pool_statistics(self.model, size, self._values_per_channel, before)
             return
         self._seed(f"{self.config.seed} {epoch} recalibrate {indices.start}")
@@ -363,8 +370,11 @@ class Learner:
     def _grown(self, epoch: int, micro_batches: MicroBatches) -> MicroBatches:
         """Apply the batch ramp: a larger batch has more micro-batches, or larger ones.
 
-        Workers that turned out to be of different speeds share smaller ones.
+        Workers that turned out to be of different speeds share smaller ones. A phase that was
+        stopped keeps its own.
         """
+        if self._stopped is not None:
+            return micro_batches.split(self._stopped["micro_batches"] // micro_batches.count)
         factor = self.config.balanced_split if self.parallel.unequal else 1
         if self.config.batch_ramp.grow == "accumulation":
             factor *= ramp_factor(self.config.batch_ramp.steps, epoch)

@@ -69,7 +69,6 @@ class MeasuredShares(LoadBalance):
     def __init__(self, world_size: int, device: torch.device) -> None:
         super().__init__([1.0] * world_size)
         self._device, self._timer = device, step_timer_for(device)
-        self._measured = False
 
     def begin_phase(self, count: int, read_ahead: Callable[[], int]) -> None:
         self._count, self._read_ahead = count, read_ahead
@@ -112,10 +111,9 @@ class MeasuredShares(LoadBalance):
         dist.all_reduce(message)
         times_s, read_ahead = message.tolist()
         new = [1 / second for second in times_s]
-        weight = _SMOOTHING if self._measured else 1.0
+        weight = 1.0 if set(self.speeds) == {1.0} else _SMOOTHING  # 1: not measured yet
         pairs = zip(self.speeds, new, strict=True)
         self.speeds = [(1 - weight) * old + weight * latest for old, latest in pairs]
-        self._measured = True
         return int(max(read_ahead))
 
     def _begin_measurement(self) -> None:

@@ -38,15 +38,12 @@ class PredictionRecorder(nn.Module):
         # Of a correct prediction -1, so that it comes after every mistake.
         scores = confidences.where(classes != batch.y, -1.0)
         scores, rows = scores.topk(min(MAX_MISTAKES, len(scores)))
-        self._keep_worst((scores, rows + self._samples, batch.x[rows]))
-        self._samples += batch.size
-
-    def _keep_worst(self, more: tuple[Tensor, ...]) -> None:
-        """Keep the most confident of these mistakes and of those before."""
+        worst: tuple[Tensor, ...] = (scores, rows + self._samples, batch.x[rows])
         if self._worst is not None:
-            more = tuple(torch.cat(pair) for pair in zip(self._worst, more, strict=True))
-        best = more[0].topk(min(MAX_MISTAKES, len(more[0]))).indices
-        self._worst = tuple(values[best] for values in more)
+            worst = tuple(torch.cat(pair) for pair in zip(self._worst, worst, strict=True))
+        best = worst[0].topk(min(MAX_MISTAKES, len(worst[0]))).indices
+        self._worst = tuple(values[best] for values in worst)
+        self._samples += batch.size
 
     def result(self, preprocessing: Preprocessing | None) -> Predictions | None:
         """Return all predictions, with pictures if the samples are images; None without any."""

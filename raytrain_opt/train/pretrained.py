@@ -59,18 +59,17 @@ def fit_pretrained(
         own[n].shape[1:] == pretrained[n].shape[1:] and own[n].shape[:1] == (num_classes,)
         for n in different
     )
+    unfit = set() if fits else different
     problems = [
-        _problem("are missing in the weights", set(own) - set(pretrained)),
-        _problem("are not in this network", set(pretrained) - set(own)),
-        None
-        if fits
-        else _problem(
+        *_problems("are missing in the weights", set(own) - set(pretrained)),
+        *_problems("are not in this network", set(pretrained) - set(own)),
+        *_problems(
             "have another shape",
-            {f"{n} {list(pretrained[n].shape)} for {list(own[n].shape)}" for n in different},
+            {f"{n} {list(pretrained[n].shape)} for {list(own[n].shape)}" for n in unfit},
         ),
     ]
-    if any(problems):
-        raise JobError([problem for problem in problems if problem])
+    if problems:
+        raise JobError(problems)
     return {name: tensor for name, tensor in pretrained.items() if name not in different}
 
 
@@ -90,12 +89,12 @@ def start_from_pretrained(
     return replace(state, tensors={**state.tensors, **packed}), text
 
 
-def _problem(what: str, names: set[str]) -> Problem | None:
+def _problems(what: str, names: set[str]) -> list[Problem]:
     if not names:
-        return None
+        return []
     some = sorted(names)
     more = f", and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
-    return Problem(_PATH, f"{len(some)} tensors {what}: {', '.join(some[:_SHOWN])}{more}")
+    return [Problem(_PATH, f"{len(some)} tensors {what}: {', '.join(some[:_SHOWN])}{more}")]
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

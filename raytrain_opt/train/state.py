@@ -72,13 +72,9 @@ class TrainingState:
     """Everything that training continues from."""
 
     tensors: dict[str, PackedTensor]  # by dotted name
-    plain: dict[str, Any]  # within a phase, `unpooled` has each worker's own buffers and counts
-
-    @property
-    def optimizer_index(self) -> int:
-        """Position of the optimizer that it belongs to, among those of the job."""
-        index: int = self.plain["optimizer_index"]
-        return index
+    # Not tensors. `stopped`: what a phase that was stopped continues with (`Learner`);
+    # `optimizer_index`: position of the optimizer among those of the job.
+    plain: dict[str, Any]
 
     @property
     def nbytes(self) -> int:
@@ -127,18 +123,10 @@ def capture(
     scaler: torch.amp.GradScaler,
     *,
     copy: bool,
-    optimizer_index: int = 0,
-    unpooled: dict[str, Any] | None = None,
 ) -> TrainingState:
-    """Capture a training's state; without `copy`, CPU tensors share the live model's memory."""
-    return to_cpu_state(
-        model.state_dict(),
-        optimizer.state_dict(),
-        scaler.state_dict(),
-        copy=copy,
-        optimizer_index=optimizer_index,
-        unpooled=unpooled,
-    )
+    """Capture a training's state; see `to_cpu_state`."""
+    states = (model.state_dict(), optimizer.state_dict(), scaler.state_dict())
+    return to_cpu_state(*states, copy=copy)
 
 
 def to_cpu_state(
@@ -148,9 +136,9 @@ def to_cpu_state(
     *,
     copy: bool,
     optimizer_index: int = 0,
-    unpooled: dict[str, Any] | None = None,
+    stopped: dict[str, Any] | None = None,
 ) -> TrainingState:
-    """Pack three `state_dict`s as a state."""
+    """Pack three `state_dict`s; without `copy`, CPU tensors share the live model's memory."""
     tensors = {
         name: PackedTensor.from_tensor(tensor, copy)
         for name, tensor in _named_tensors(model, optimizer)
@@ -160,7 +148,7 @@ def to_cpu_state(
         "param_groups": optimizer["param_groups"],
         "scaler": dict(scaler),
         "optimizer_index": optimizer_index,
-        "unpooled": unpooled,
+        "stopped": stopped,
     }
     return TrainingState(tensors, plain)
 

@@ -45,8 +45,7 @@ class Classification:
         """Raise JobError with the problems that `check_loss` finds."""
         from torch.nn import functional
 
-        problems = check_loss(section)
-        if problems:
+        if problems := check_loss(section):
             raise JobError(problems)
         self._is_cross_entropy = section.name == _CROSS_ENTROPY
         self._class_weights = class_weights
@@ -94,8 +93,7 @@ def check_task(section: TaskSection) -> list[Problem]:
     if name == CLASSIFICATION:
         rule = "classification has none; its loss is chosen in the section loss"
         return [Problem("task.args", rule)] if section.args else []
-    problems = _check_name(name, "task.name", CLASSIFICATION, "package.module:Class")
-    if problems:
+    if problems := _check_name(name, "task.name", CLASSIFICATION, "package.module:Class"):
         return problems
     task = resolve_function(name, "task.name")
     methods = ("training_loss", "validation_metrics")
@@ -108,8 +106,7 @@ def build_task(
     section: TaskSection, loss: LossSection, info: DataInfo, device: torch.device | str = "cpu"
 ) -> Task:
     """Create the task. Raises JobError for a wrong name, or arguments that it does not take."""
-    problems = check_task(section)
-    if problems:
+    if problems := check_task(section):
         raise JobError(problems)
     if section.is_classification:
         return Classification(loss, _class_weights(loss, info, device))

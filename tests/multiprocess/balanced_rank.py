@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
+from raytrain_opt.results import TrainTotals
 from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -103,7 +104,8 @@ def train_with_a_slow_rank(
     On a busy machine another rank may be as slow for a second: phases are trained until the last
     rank has the smallest share, at most ten.
     """
-    learner = build(world_size, {"optimizer": "SGD", "parallel": {"mode": mode}, **changes})
+    values = {"optimizer": "SGD", "parallel": {"mode": mode}, **changes}
+    learner = build(world_size, values)
     if rank == world_size - 1 > 0:
         learner.model.register_forward_pre_hook(lambda _, args: time.sleep(0.02 * len(args[0])))
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, learner.config.micro_batches)
@@ -111,15 +113,39 @@ def train_with_a_slow_rank(
     weights: list[dict[str, torch.Tensor]] = []
     smallest = False
     while len(samples) < 2 or (len(samples) < 10 and not smallest):
-        by_rank = torch.zeros(world_size, dtype=torch.int)
-        by_rank[rank] = learner.train(1, 0, (0.01,) * 7, micro_batches).samples
-        if world_size > 1:
-            dist.all_reduce(by_rank)
+        by_rank = gather_samples(learner.train(1, 0, (0.01,) * 7, micro_batches), rank, world_size)
         smallest = (by_rank <= by_rank[-1]).sum().item() == 1
         samples.append(by_rank.tolist())
         weights.append({n: t.detach().clone() for n, t in learner.model.named_parameters()})
+    start = learner.state(copy=True)
+    stopped = learner.train(1, 0, (0.01,) * 7, micro_batches, lambda done: done == 2)
+    learner.sync_batch_norm_stats()
+    state = learner.state(copy=True)
+    learner.load(start)
+    learner.train(1, 0, (0.01,) * 7, micro_batches)
+    at_once = {n: t.detach().clone() for n, t in learner.model.named_parameters()}
     learner.close()
-    return {"samples": samples, "weights": weights[1]}
+    resumed = build(world_size, values)
+    resumed.load(state)
+    rest = resumed.train(1, 2, (0.01,) * 5, micro_batches)
+    resumed.close()
+    parts = [gather_samples(totals, rank, world_size).tolist() for totals in (stopped, rest)]
+    return {
+        "samples": samples,
+        "weights": weights[1],
+        "parts": parts,
+        "at_once": at_once,
+        "resumed": {n: t.detach().clone() for n, t in resumed.model.named_parameters()},
+    }
+
+
+def gather_samples(totals: TrainTotals, rank: int, world_size: int) -> torch.Tensor:
+    """Return the samples of each rank."""
+    by_rank = torch.zeros(world_size, dtype=torch.int)
+    by_rank[rank] = totals.samples
+    if world_size > 1:
+        dist.all_reduce(by_rank)
+    return by_rank
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:

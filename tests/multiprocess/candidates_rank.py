@@ -21,6 +21,7 @@ from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import Candidate, History, TryCandidates
+from raytrain_opt.train import gradient_noise
 from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -29,6 +30,13 @@ from tests.multiprocess.rank import plain_net
 from tests.support.process_group import gloo_group
 
 WORKERS, BATCH, STEPS = 4, 64, 6
+OTHER_WEIGHTS: dict[str, dict[str, Any]] = {
+    "plain": {"average": None},
+    "schedule-free": {
+        "optimizer": "ScheduleFreeSGD",
+        "learning_rate": {"policy": "schedule", "shape": "constant"},
+    },
+}
 LRS = (0.1, 0.2, 1e-4, 1e-5)  # the second is the best
 
 
@@ -135,6 +143,7 @@ def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
 
 def main(rank: int, world_size: int, folder: Path) -> None:
     use_threads(1)
+    gradient_noise.MEASURE_EVERY = 2
     results: dict[str, Any] = {"worker": {}, "slot": {}}
     connect = distribute if world_size > 1 else Parallel
     with gloo_group(rank, world_size, folder):
@@ -146,12 +155,12 @@ def main(rank: int, world_size: int, folder: Path) -> None:
             worker = Worker(learner, rank, world_size, 0.0, states)
             results["worker"] |= work(worker, states, job)
             if work is one_round:
-                plain = LearnerConfig.from_job(make_job(model, average=None))
-                other = Learner(plain, arrays, cpu, connect)
-                results["worker"] |= {
-                    "averaged": stopped_epoch(worker, states),
-                    "plain": stopped_epoch(Worker(other, rank, world_size, 0.0, states), states),
-                }
+                results["worker"]["averaged"] = stopped_epoch(worker, states)
+                for name, sections in OTHER_WEIGHTS.items():
+                    other_config = LearnerConfig.from_job(make_job(model, **sections))
+                    other = Learner(other_config, arrays, cpu, connect)
+                    other_worker = Worker(other, rank, world_size, 0.0, states)
+                    results["worker"][name] = stopped_epoch(other_worker, states)
             if world_size == 1:
                 slot = Slot(Learner(config, arrays, cpu), 0, states, "global")
                 results["slot"] |= work(slot, states, job)

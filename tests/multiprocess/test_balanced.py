@@ -95,3 +95,19 @@ def test_measured_shares_give_equal_weights_on_all_ranks(
     if mode != "auto":  # its first phase has other micro-batches, with other dropout
         for name, expected in alone[mode]["weights"].items():
             torch.testing.assert_close(first[name], expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "loaders", "auto"])
+def test_a_stopped_phase_continues_with_its_shares_in_a_new_process(
+    ranks: list[RankResults], mode: str
+) -> None:
+    """Each sample counts once, so that only the order of additions differs."""
+    stopped, rest = ranks[0][mode]["parts"]
+    assert (sum(stopped), sum(rest)) == (2 * 64, 5 * 64)
+    assert [samples / 2 for samples in stopped] == [samples / 5 for samples in rest]
+    assert rest[-1] < max(rest)
+    for results in ranks:
+        for name, expected in results[mode]["at_once"].items():
+            torch.testing.assert_close(
+                results[mode]["resumed"][name], expected, rtol=1e-4, atol=2e-5
+            )

@@ -70,13 +70,18 @@ def test_restarted_workers_train_the_candidate_again(
         assert rank["worker"]["digest_after_restart"] == rank["worker"]["digest"]
 
 
-@pytest.mark.parametrize("weights", ["averaged", "plain"])
+@pytest.mark.parametrize("weights", ["averaged", "plain", "schedule-free"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_workers_that_are_stopped_within_an_epoch_continue_bit_for_bit(
     groups: dict[int, list[Results]], size: int, weights: str
 ) -> None:
-    """BatchNorm's statistics are computed anew for averaged weights, and pooled for others."""
+    """BatchNorm's statistics are computed anew for averaged weights, and pooled for others.
+
+    Several workers measure the noise of three steps, one of them before the stop.
+    """
     for rank in groups[size]:
         epoch = rank["worker"][weights]
         assert epoch["stopped_after"] == 2
         assert epoch["stopped"] == epoch["at_once"]
+        pairs = epoch["at_once"][-1]
+        assert pairs is None if size == 1 else len(pairs) == 3

@@ -119,6 +119,17 @@ def test_training_goes_on_as_without_an_average(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SCHEDULE_FREE])
+def test_a_look_at_the_averaged_weights_changes_no_bit_of_the_training(name: str) -> None:
+    model, other = network(), network()
+    expected = train(model, make(name, model), range(9))
+    optimizer = make(name, other)
+    trained = [step for i in range(0, 9, 3) for step in train(other, optimizer, range(i, i + 3))]
+    for one_step, other_step in zip(expected, trained, strict=True):
+        for one, two in zip(one_step, other_step, strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *SCHEDULE_FREE])
 @pytest.mark.parametrize("fresh", [True, False], ids=["into a new optimizer", "in place"])
 def test_a_saved_state_continues_bit_for_bit(name: str, fresh: bool) -> None:
     model = network()

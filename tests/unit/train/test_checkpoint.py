@@ -68,12 +68,12 @@ def test_a_checkpoint_is_read_back_bit_by_bit(tmp_path: Path, optimizer: str) ->
 
 def test_buffers_of_each_worker_are_read_back(tmp_path: Path) -> None:
     own = [{"1.running_mean": torch.rand(8), "1.num_batches_tracked": torch.tensor(7)}] * 2
-    unpooled = {"buffers": own, "tracked_before": {"1": 3}}
+    stopped = {"buffers": own, "tracked_before": {"1": 3}}
     state = trained()
-    state.plain["unpooled"] = unpooled
+    state.plain["stopped"] = stopped
     saved = open_checkpoints(tmp_path).save(3, state, PROGRESS, None)
-    back = read_checkpoint(tmp_path / saved.folder)[0].plain["unpooled"]
-    assert back["tracked_before"] == unpooled["tracked_before"]
+    back = read_checkpoint(tmp_path / saved.folder)[0].plain["stopped"]
+    assert back["tracked_before"] == stopped["tracked_before"]
     assert [set(buffers) for buffers in back["buffers"]] == [set(buffers) for buffers in own]
     assert all(torch.equal(back["buffers"][1][name], own[1][name]) for name in own[1])
 
