@@ -21,6 +21,7 @@ from raytrain_opt.config.section import (
 
 ArraySet = Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100"]
 ARRAY_SETS = get_args(ArraySet)
+DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards", "ray_data")
 
 
 class BatchAugment(Section):
@@ -206,17 +207,16 @@ class DatasetData(_LoaderSection):
     """Default: num_classes or len(classes) of the training Dataset."""
 
 
-def _data_kind(value: Any) -> str:
-    name = value if isinstance(value, str) or callable(value) else None
-    if isinstance(value, dict):
-        name = value.get("name")
-    elif name is None:
-        name = getattr(value, "name", None)
+def _data_kind(value: Any) -> str | None:
+    """Return the tag of the section that a name selects; None if it selects none."""
+    section = vars(value) if isinstance(value, _DataSection) else value
+    name = section.get("name") if isinstance(section, dict) else section
     if name in ARRAY_SETS:
         return "array_set"
-    if name in ("arrays", "image_folder", "shards", "ray_data"):
+    if name in DATA_NAMES:
         return str(name)
-    return "dataset"
+    is_missing = isinstance(section, dict) and "name" not in section
+    return None if is_missing or (isinstance(name, str) and ":" not in name) else "dataset"
 
 
 DataSection = Annotated[

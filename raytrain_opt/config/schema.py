@@ -317,17 +317,3 @@ class Job(Section):
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         return rules.broken_rules(self)
-
-
-# Sections that can be checked beyond the schema when another section of the job is wrong.
-CHECKED_SECTIONS: dict[str, Any] = {
-    "model": ModelSection,
-    "data": DataSection,
-    "learning_rate": LearningRateSection,
-    "batch_size_search": BatchSizeSection | None,
-    "optimizer": OptimizerChoiceSection,
-    "task": TaskSection,
-    "loss": LossSection,
-    "workers": WorkersSection,
-    "storage_path": str,
-}
