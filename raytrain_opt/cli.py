@@ -53,13 +53,10 @@ class _Command(click.Command):
         super().__init__(*args, **kwargs)
         self._takes_verbose = any(option.name == "verbose" for option in self.params)
         if not self._takes_verbose:
-            option = click.Option(["--verbose"], is_flag=True, help="Show tracebacks.")
-            self.params.append(option)
+            self.params.append(click.Option(["--verbose"], is_flag=True, help="Show tracebacks."))
 
     def invoke(self, ctx: click.Context) -> Any:
-        verbose = ctx.params["verbose"]
-        if not self._takes_verbose:
-            del ctx.params["verbose"]
+        verbose = ctx.params["verbose"] if self._takes_verbose else ctx.params.pop("verbose")
         try:
             return super().invoke(ctx)
         except RaytrainOptError as error:
@@ -418,26 +415,24 @@ def _load_job(job_file: str, overrides: tuple[str, ...], *, check: bool = True) 
 
 def _summary(job: Job) -> str:
     """Return the most important choices of a job, defaults included, one per line."""
-    sections = job.model_dump()
+    from raytrain_opt.config.section import function_name
+
     searched = job.batch_size_search
+    if job.workers.count == "auto":
+        split = ", divided among the free GPUs"
+    else:
+        split = f" = {job.workers.size} workers x {job.batch_size_per_worker}"
     lines = {
-        "model": sections["model"]["name"],
-        "data": sections["data"]["name"],
+        "model": function_name(job.model.name),
+        "data": function_name(job.data.name),
         "learning rate": _learning_rate(job),
         "optimizer": " or ".join(str(optimizer.name) for optimizer in job.optimizers),
         "training": f"{job.epochs} epochs, {job.precision}, seed {job.seed}",
-        "global batch": str(job.global_batch_size)
-        + _split(job)
+        "global batch": f"{job.global_batch_size}{split}"
         + (f", before the search by {searched.strategy}" if searched else ""),
         "results": job.storage_path,
     }
     return "\n".join(f"  {name:14} {text}" for name, text in lines.items())
-
-
-def _split(job: Job) -> str:
-    if job.workers.count == "auto":
-        return ", divided among the free GPUs"
-    return f" = {job.workers.size} workers x {job.batch_size_per_worker}"
 
 
 def _learning_rate(job: Job) -> str:

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -222,16 +221,11 @@ def find_runs(storage_path: str) -> list[FoundRun]:
             folder = local_path(storage_path)
             parent = str(folder)
             names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    runs = [
-        FoundRun(
-            join(parent, run_id[0]),
-            run_id["name"],
-            datetime.strptime(run_id["date"], _DATE).replace(tzinfo=UTC),
-        )
-        for run_id in map(_RUN_ID.fullmatch, names)
-        if run_id is not None
-    ]
-    return sorted(runs, key=attrgetter("started"), reverse=True)
+    runs = []
+    for run_id in filter(None, map(_RUN_ID.fullmatch, names)):
+        started = datetime.strptime(run_id["date"], _DATE).replace(tzinfo=UTC)
+        runs.append(FoundRun(join(parent, run_id[0]), run_id["name"], started))
+    return sorted(runs, key=lambda run: run.started, reverse=True)
 
 
 def _is_own(path: Path) -> bool:

@@ -186,7 +186,7 @@ def remove(storage_path: str, name: str) -> None:
             (local_path(storage_path) / name).unlink()
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file next to `path`, then move it to `path`.
 
     The file is then on the disk, also its name. Its mode follows the umask, whatever `write` does
@@ -231,11 +231,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write bytes, atomically. Raises StorageError naming the path."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(content)
-
-    write_atomic(path, write)
+    write_atomic(path, lambda temporary: temporary.write_bytes(content))
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:

@@ -26,18 +26,16 @@ _BATCH_SIZES = (1, 3)
 # Largest difference to the network's outputs, in parts of the largest output: rounding of float32
 # in another order of the same operations.
 _TOLERANCE = 1e-4
-_FILE = "metadata.json"
 
 Run = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Format:
-    """`write` turns a model into the bytes of a file, `load` these into a function again."""
+    """`convert` turns a model into the bytes of a file, and these into a function again."""
 
     suffix: str
-    write: Callable[[TrainedModel, Tensor], bytes]
-    load: Callable[[bytes, nn.Module], Run]
+    convert: Callable[[TrainedModel, Tensor], tuple[bytes, Run]]
 
 
 def export(model: TrainedModel, name: str, path: str) -> float:
@@ -50,10 +48,8 @@ def export(model: TrainedModel, name: str, path: str) -> float:
     model.task.require_classification("raytrain-opt export")
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(n, *model.sample_shape, generator=generator) for n in (2, *_BATCH_SIZES)]
-    fmt = FORMATS[name]
     try:
-        content = fmt.write(model, inputs[0])
-        exported = fmt.load(content, model.network)
+        content, exported = FORMATS[name].convert(model, inputs[0])
         difference = max(_difference(model.network, exported, x) for x in inputs)
     except ImportError as error:
         rule = f"needs packages that are not installed: {error}"
@@ -79,37 +75,27 @@ def _difference(network: nn.Module, exported: Run, x: Tensor) -> float:
     return float((output - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
 
-def _write_torch_export(model: TrainedModel, x: Tensor) -> bytes:
+def _torch_export(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
     buffer, batch = io.BytesIO(), torch.export.Dim("batch")
     program = torch.export.export(model.network, (x,), dynamic_shapes=({0: batch},))
-    torch.export.save(program, buffer, extra_files={_FILE: _text(model)})
-    return buffer.getvalue()
+    torch.export.save(program, buffer, extra_files=_extra_files(model))
+    buffer.seek(0)
+    return buffer.getvalue(), torch.export.load(buffer).module()
 
 
-def _load_torch_export(content: bytes, _: nn.Module) -> Run:
-    run: Run = torch.export.load(io.BytesIO(content)).module()
-    return run
-
-
-def _write_torchscript(model: TrainedModel, x: Tensor) -> bytes:
+def _torchscript(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         # torch recommends torch.export, which is a format of its own here.
         warnings.filterwarnings("ignore", "`torch.jit", FutureWarning)
         traced = torch.jit.trace(model.network, x)  # type: ignore[no-untyped-call]
-        torch.jit.save(traced, buffer, _extra_files={_FILE: _text(model)})
-    return buffer.getvalue()
+        torch.jit.save(traced, buffer, _extra_files=_extra_files(model))
+        buffer.seek(0)
+        return buffer.getvalue(), torch.jit.load(buffer)  # type: ignore[no-untyped-call]
 
 
-def _load_torchscript(content: bytes, _: nn.Module) -> Run:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit", FutureWarning)
-        run: Run = torch.jit.load(io.BytesIO(content))  # type: ignore[no-untyped-call]
-    return run
-
-
-def _write_onnx(model: TrainedModel, x: Tensor) -> bytes:
-    import onnxruntime  # noqa: F401 - of the check: fail before the export, which takes seconds
+def _onnx(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
+    import onnxruntime  # of the check: fail before the export, which takes seconds
 
     batch = torch.export.Dim("batch")
     program = torch.onnx.export(
@@ -124,35 +110,25 @@ def _write_onnx(model: TrainedModel, x: Tensor) -> bytes:
     assert program is not None  # with dynamo=True
     program.model.metadata_props.update(model.metadata)
     content: bytes = program.model_proto.SerializeToString()
-    return content
-
-
-def _load_onnx(content: bytes, _: nn.Module) -> Run:
-    import onnxruntime
-
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    return lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+    return content, lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
 
 
-def _write_safetensors(model: TrainedModel, _: Tensor) -> bytes:
+def _safetensors(model: TrainedModel, _: Tensor) -> tuple[bytes, Run]:
     tensors = {name: value.contiguous() for name, value in model.network.state_dict().items()}
     content: bytes = save(tensors, model.metadata)
-    return content
-
-
-def _load_safetensors(content: bytes, network: nn.Module) -> Run:
-    copy = deepcopy(network)
+    copy = deepcopy(model.network)
     copy.load_state_dict(load(content))
-    return copy
+    return content, copy
 
 
-def _text(model: TrainedModel) -> Any:
-    return model.metadata["raytrain_opt"]
+def _extra_files(model: TrainedModel) -> dict[str, Any]:
+    return {"metadata.json": model.metadata["raytrain_opt"]}
 
 
 FORMATS = {
-    "torch_export": Format("pt2", _write_torch_export, _load_torch_export),
-    "onnx": Format("onnx", _write_onnx, _load_onnx),
-    "torchscript": Format("pt", _write_torchscript, _load_torchscript),
-    "safetensors": Format("safetensors", _write_safetensors, _load_safetensors),
+    "torch_export": Format("pt2", _torch_export),
+    "onnx": Format("onnx", _onnx),
+    "torchscript": Format("pt", _torchscript),
+    "safetensors": Format("safetensors", _safetensors),
 }

@@ -259,12 +259,12 @@ def examine(section: Section, max_examined: int) -> Facts:
         channels, height, width = info.sample_shape
         return Facts(info, min(height, width), f"{width} x {height}, {channels} channels")
     source = shared if isinstance(shared, ImageFolderSource) else ShardSource(parsed)
-    samples: list[tuple[SourceSplit, int]] = [("train", i) for i in range(info.train_size)]
-    samples += [("test", i) for i in range(info.test_size)]
-    spread = np.linspace(0, len(samples) - 1, min(max_examined, len(samples))).astype(int)
+    total = info.train_size + info.test_size
+    spread = np.linspace(0, total - 1, min(max_examined, total)).astype(int)
 
     def read(i: int) -> tuple[int, int, bool] | str:
-        split, index = samples[i]
+        split: SourceSplit = "train" if i < info.train_size else "test"
+        index = i if split == "train" else i - info.train_size
         try:
             content = source.content(split, index)
             center_crop(content, 8)

@@ -45,8 +45,7 @@ def submit(job_file: str, overrides: Sequence[str], address: str | None) -> int:
     """
     load_job(job_file, overrides)
     client = connect(address)
-    arguments = ["-m", "raytrain_opt", "run", _relative_path(job_file), *_options(overrides)]
-    code, log = run_on_cluster(client, arguments)
+    code, log = run_on_cluster(client, "run", job_file, overrides)
     run_dir = find_marker(log, "run_dir")
     if run_dir is not None:
         _download(client, run_dir)
@@ -55,10 +54,7 @@ def submit(job_file: str, overrides: Sequence[str], address: str | None) -> int:
 
 def diagnose_on_cluster(job_file: str | None, overrides: Sequence[str], address: str) -> int:
     """Run `raytrain-opt doctor` on the cluster; return its exit code. Raises as `submit` does."""
-    client = connect(address)
-    job_files = [] if job_file is None else [_relative_path(job_file)]
-    arguments = ["-m", "raytrain_opt", "doctor", *job_files, *_options(overrides)]
-    return run_on_cluster(client, arguments)[0]
+    return run_on_cluster(connect(address), "doctor", job_file, overrides)[0]
 
 
 def connect(address: str | None) -> JobSubmissionClient:
@@ -66,7 +62,7 @@ def connect(address: str | None) -> JobSubmissionClient:
     url = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DASHBOARD
     if urlsplit(url).scheme not in ("http", "https"):
         rule = "must be the address of the head's dashboard, http://HOST:PORT"
-        raise JobError([_problem(rule, url)], "arguments")
+        raise _refused(rule, url)
     # Ray's client prefers this variable, and RAY_ADDRESS, to its own argument.
     os.environ["RAY_API_SERVER_ADDRESS"] = url
     token_source = _find_token()
@@ -81,23 +77,27 @@ def connect(address: str | None) -> JobSubmissionClient:
     try:
         return JobSubmissionClient(url)
     except AuthenticationError as error:
-        raise JobError([_refused_token(url, token_source)], "arguments") from error
+        raise _refused_token(url, token_source) from error
     except (ConnectionError, OSError) as error:
         rule = "no dashboard of a Ray cluster answers at this address"
         ports = f"{urlsplit(url).port or 8265}:localhost:8265"
         hint = f"forward the port: ssh -fNL {ports} USER@HEAD, or ray dashboard CLUSTER.yaml"
-        raise JobError([_problem(rule, url, hint)], "arguments") from error
+        raise _refused(rule, url, hint) from error
     except RuntimeError as error:
         rule = f"the server there is not a dashboard of this Ray version: {error}"
-        raise JobError([_problem(rule, url)], "arguments") from error
+        raise _refused(rule, url) from error
 
 
-def run_on_cluster(client: JobSubmissionClient, arguments: Sequence[str]) -> tuple[int, str]:
-    """Run `python ARGUMENTS` on the head, in a copy of this directory, and show its output.
+def run_on_cluster(
+    client: JobSubmissionClient, command: str, job_file: str | None, overrides: Sequence[str]
+) -> tuple[int, str]:
+    """Run `raytrain-opt COMMAND` on the head, in a copy of this directory, and show its output.
 
     Returns its exit code and its log. Raises ClusterError when the connection is lost.
     """
-    job_id = _start(client, arguments)
+    job_files = [] if job_file is None else [_relative_path(job_file)]
+    settings = [text for override in overrides for text in ("--set", override)]
+    job_id = _start(client, ["-m", "raytrain_opt", command, *job_files, *settings])
     print(f"submitted as {job_id}", flush=True)
     try:
         log = asyncio.run(_follow(client, job_id))
@@ -140,7 +140,11 @@ async def _follow(client: JobSubmissionClient, job_id: str, *, show: bool = True
         except (ClientError, OSError, RuntimeError) as error:  # of aiohttp, requests, and Ray
             lost_since_s = lost_since_s or monotonic_s()
             if monotonic_s() - lost_since_s > _RECONNECT_LIMIT_S:
-                raise ClusterError(_lost_text(client, job_id, error)) from error
+                raise ClusterError(
+                    f"the dashboard at {client.get_address()} has not answered for "
+                    f"{_RECONNECT_LIMIT_S:.0f} s ({error}); the job may still be running. Restore "
+                    f"the connection, then: ray job logs --follow {job_id}"
+                ) from error
         await asyncio.sleep(_POLL_S)
 
 
@@ -152,14 +156,6 @@ def _show_lines(log: str, start: int) -> int:
     lines = [line for line in log[start:end].splitlines(True) if not is_marker(line)]
     print("".join(lines), end="", flush=True)
     return end
-
-
-def _lost_text(client: JobSubmissionClient, job_id: str, error: Exception) -> str:
-    return (
-        f"the dashboard at {client.get_address()} has not answered for {_RECONNECT_LIMIT_S:.0f} s "
-        f"({error}); the job may still be running. Restore the connection, then: "
-        f"ray job logs --follow {job_id}"
-    )
 
 
 def _exit_code(client: JobSubmissionClient, job_id: str) -> int:
@@ -184,17 +180,11 @@ def _download(client: JobSubmissionClient, run_dir: str) -> None:
     log = asyncio.run(_follow(client, job_id, show=False))
     files = find_marker(log, MARKER)
     if files is None:
-        raise ClusterError(
-            f"{run_dir}: the files of the run could not be read on the cluster:\n{log}"
-        )
+        raise ClusterError(f"{run_dir}: its files could not be read on the cluster:\n{log}")
     if not files:  # the run ended before it wrote anything
         return
     paths = unpack_files(files, Path(LOCAL_RUNS) / run_id)
     print(f"downloaded: {', '.join(map(str, paths))}", flush=True)
-
-
-def _options(overrides: Sequence[str]) -> list[str]:
-    return [text for override in overrides for text in ("--set", override)]
 
 
 def _relative_path(job_file: str) -> str:
@@ -214,7 +204,7 @@ def _find_token() -> str | None:
     return str(path) if Path(path).is_file() else None
 
 
-def _refused_token(url: str, token_source: str | None) -> Problem:
+def _refused_token(url: str, token_source: str | None) -> JobError:
     mode = os.environ.get("RAY_AUTH_MODE")
     if token_source is None:
         rule = "the cluster requires a token, and none was found on this machine"
@@ -225,8 +215,8 @@ def _refused_token(url: str, token_source: str | None) -> Problem:
     else:
         rule = f"the cluster refuses the token in {token_source}"
         hint = "use the head's ~/.ray/auth_token, with which the cluster was started"
-    return _problem(rule, url, hint)
+    return _refused(rule, url, hint)
 
 
-def _problem(rule: str, address: str, hint: str | None = None) -> Problem:
-    return Problem("--address", rule, repr(address), hint)
+def _refused(rule: str, address: str, hint: str | None = None) -> JobError:
+    return JobError([Problem("--address", rule, repr(address), hint)], "arguments")

@@ -37,9 +37,7 @@ class _BatchSizeSearch(Section):
     """A probe ends when the standard error of its samples/s, relative to it, is this small."""
     max_probe_s: PositiveFloat = 10.0
     """Maximum timed duration of a probe, in seconds."""
-    utilization: UtilizationSection = Field(
-        default_factory=lambda: UtilizationSection(sampler="auto")
-    )
+    utilization: UtilizationSection = Field(default_factory=UtilizationSection)
     """How the utilization of the device is measured."""
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Discriminator, Field, Tag, field_serializer
+from pydantic import Discriminator, Field, Tag
 
 from raytrain_opt.config.section import (
     BrokenRule,
@@ -17,49 +17,38 @@ from raytrain_opt.config.section import (
     PositiveFloat,
     PositiveInt,
     Section,
-    function_name,
 )
 
-ARRAY_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100")
+ArraySet = Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100"]
+ARRAY_SETS = get_args(ArraySet)
+DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards", "ray_data")
 
 
 class BatchAugment(Section):
     """Random changes to training samples, on top of the crop and flip of image folders."""
 
-    policy: Literal["none", "rand_augment", "trivial_augment"] = Field(
-        "none", description="torchvision's RandAugment or TrivialAugmentWide, for uint8 images."
-    )
-    magnitude: Annotated[int, Field(ge=0, le=30)] = Field(
-        9, description="Strength of rand_augment."
-    )
-    random_erasing: Fraction = Field(
-        0.0, description="Probability that a box of 2 to 33 % of an image is erased."
-    )
-    mixup: Annotated[float, Field(ge=0, le=100)] = Field(
-        0.0, description="alpha of Beta(alpha, alpha), e.g. 0.2. 0: no mixup."
-    )
-    cutmix: Annotated[float, Field(ge=0, le=100)] = Field(
-        0.0,
-        description="alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps.",
-    )
-    repeats: Annotated[int, Field(ge=1, le=16)] = Field(
-        1,
-        description=(
-            "Repeated augmentation: copies of a sample in a batch, augmented differently. An "
-            "epoch keeps its length, so it has this many times fewer different samples."
-        ),
-    )
+    policy: Literal["none", "rand_augment", "trivial_augment"] = "none"
+    """torchvision's RandAugment or TrivialAugmentWide, for uint8 images."""
+    magnitude: Annotated[int, Field(ge=0, le=30)] = 9
+    """Strength of rand_augment."""
+    random_erasing: Fraction = 0.0
+    """Probability that a box of 2 to 33 % of an image is erased."""
+    mixup: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """alpha of Beta(alpha, alpha), e.g. 0.2. 0: no mixup."""
+    cutmix: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps."""
+    repeats: Annotated[int, Field(ge=1, le=16)] = 1
+    """Repeated augmentation: copies of a sample in a batch, augmented differently. An epoch keeps
+    its length, so it has this many times fewer different samples."""
 
 
 class Augment(BatchAugment):
     """Random changes to training images; applied to batches on the device for in-memory sets."""
 
-    crop_padding: NonNegativeInt = Field(
-        0,
-        le=64,
-        description="Pixels of padding before a random crop to the old size. 0: no crop.",
-    )
-    flip: bool = Field(False, description="Mirror left-right with probability 0.5.")
+    crop_padding: NonNegativeInt = Field(0, le=64)
+    """Pixels of padding before a random crop to the old size. 0: no crop."""
+    flip: bool = False
+    """Mirror left-right with probability 0.5."""
 
 
 @dataclass(frozen=True)
@@ -76,123 +65,86 @@ class HoldOut:
 
 
 class _DataSection(NamedSection):
-    validation_fraction: Fraction | None = Field(
-        None,
-        description=(
-            "Fraction of the training set held out to score candidates (the validation split): "
-            "during the whole training, or with policy stpt_horizon during the search alone. "
-            "Default: 0.1, or 0 with policies without candidates."
-        ),
-    )
-    validation_max_samples: PositiveInt = Field(
-        5000, description="Maximum size of the validation split, in samples."
-    )
-    sampler: Literal["random", "balanced"] = Field(
-        "random",
-        description=(
-            "Samples of an epoch. random: each once. balanced: equally many of each class, so "
-            "those of small classes come several times, some of large classes in later epochs."
-        ),
-    )
-    drop_last: bool = Field(
-        True,
-        description=(
-            "Leave out the samples of an epoch that do not fill a global batch; they differ from "
-            "epoch to epoch. false: they are a last, smaller update."
-        ),
-    )
-    normalize: Literal["auto", "none"] | tuple[list[float], list[float]] = Field(
-        "auto",
-        description=(
-            "auto: use the mean and standard deviation of each channel over the training set "
-            "(for image_folder those of ImageNet; float arrays are not normalized). none: do not "
-            "normalize. [[means], [deviations]]: use these, for values scaled to 0..1."
-        ),
-    )
+    validation_fraction: Fraction | None = None
+    """Fraction of the training set held out to score candidates (the validation split): during the
+    whole training, or with policy stpt_horizon during the search alone. Default: 0.1, or 0 with
+    policies without candidates."""
+    validation_max_samples: PositiveInt = 5000
+    """Maximum size of the validation split, in samples."""
+    sampler: Literal["random", "balanced"] = "random"
+    """Samples of an epoch. random: each once. balanced: equally many of each class, so those of
+    small classes come several times, some of large classes in later epochs."""
+    drop_last: bool = True
+    """Leave out the samples of an epoch that do not fill a global batch; they differ from epoch to
+    epoch. false: they are a last, smaller update."""
+    normalize: Literal["auto", "none"] | tuple[list[float], list[float]] = "auto"
+    """auto: use the mean and standard deviation of each channel over the training set (for
+    image_folder those of ImageNet; float arrays are not normalized). none: do not normalize.
+    [[means], [deviations]]: use these, for values scaled to 0..1."""
 
 
 class ArraySetData(_DataSection):
     """A public image set that fits in memory."""
 
-    loader_workers: ClassVar[int] = 0  # in-memory sets need no loader processes
-
-    name: Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100"] = Field(
-        description="digits comes with scikit-learn, the others with torchvision."
-    )
-    root: str = Field("~/.cache/raytrain_opt", description="Folder of the torchvision data sets.")
-    download: bool = Field(False, description="Download the data set if it is missing.")
-    augment: Augment | None = Field(
-        None,
-        description=(
-            "Default: crop_padding 4 and flip for CIFAR, which a section replaces; none for the "
-            "others."
-        ),
-    )
+    name: ArraySet
+    """digits comes with scikit-learn, the others with torchvision."""
+    root: str = "~/.cache/raytrain_opt"
+    """Folder of the torchvision data sets."""
+    download: bool = False
+    """Download the data set if it is missing."""
+    augment: Augment | None = None
+    """Default: crop_padding 4 and flip for CIFAR, which a section replaces; none for the
+    others."""
 
 
 class ArraysData(_DataSection):
     """Arrays of your own as .npy files: x [samples, ...] and y [samples], the class numbers."""
 
     download: ClassVar[bool] = False
-    loader_workers: ClassVar[int] = 0
 
     name: Literal["arrays"]
-    train: tuple[str, str] = Field(description="Paths of x and y of the training set.")
-    test: tuple[str, str] = Field(description="Paths of x and y of the test set.")
-    num_classes: PositiveInt | None = Field(
-        None, description="Default: the largest label of the training set plus one."
-    )
-    augment: Augment = Field(
-        default_factory=lambda: Augment(crop_padding=0, flip=False),
-        description="Only for uint8 images [samples, height, width, channels].",
-    )
+    train: tuple[str, str]
+    """Paths of x and y of the training set."""
+    test: tuple[str, str]
+    """Paths of x and y of the test set."""
+    num_classes: PositiveInt | None = None
+    """Default: the largest label of the training set plus one."""
+    augment: Augment = Field(default_factory=Augment)
+    """Only for uint8 images [samples, height, width, channels]."""
 
 
 class _LoaderSection(_DataSection):
     download: ClassVar[bool] = False
 
-    loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = Field(
-        "auto",
-        description=(
-            "Loader processes per worker and slot; 0: load in the process itself. auto: 2, and "
-            "more when loading a batch takes longer than computing one, up to its compute threads "
-            "(workers.threads)."
-        ),
-    )
-    augment: BatchAugment = Field(
-        default_factory=BatchAugment, description="Applied to samples as they are read."
-    )
-    prefetch: PositiveInt = Field(
-        2, le=100, description="Batches that each loader process prepares ahead."
-    )
-    on_unreadable: Literal["error", "skip"] = Field(
-        "error",
-        description=(
-            "A sample that cannot be read. error: stop and name it; skip: skip it and count it."
-        ),
-    )
+    loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = "auto"
+    """Loader processes per worker and slot; 0: load in the process itself. auto: 2, and more when
+    loading a batch takes longer than computing one, up to its compute threads
+    (workers.threads)."""
+    augment: BatchAugment = Field(default_factory=BatchAugment)
+    """Applied to samples as they are read."""
+    prefetch: PositiveInt = Field(2, le=100)
+    """Batches that each loader process prepares ahead."""
+    on_unreadable: Literal["error", "skip"] = "error"
+    """A sample that cannot be read. error: stop and name it; skip: skip it and count it."""
 
 
 class ImageFolderData(_LoaderSection):
     """Image files in the layout of ImageNet, root/train/<class>/*, or listed in a CSV file."""
 
     name: Literal["image_folder"]
-    root: str = Field(description="Folder of the images, at the same path on every node.")
-    labels: str | None = Field(
-        None,
-        description=(
-            "Path or URI of a CSV file with the columns file (below root), label, and split "
-            "(train or test). Default: the folders of the images are splits and labels."
-        ),
-    )
-    train_split: str = Field("train", description="Folder of the training set, below root.")
-    test_split: str = Field("val", description="Folder of the test set, below root.")
-    image_size: PositiveInt = Field(
-        224, le=4096, description="Height and width of the images given to the model, in pixels."
-    )
-    random_crop: bool = Field(
-        True, description="Train on random crops, mirrored at random; false: the center crop."
-    )
+    root: str
+    """Folder of the images, at the same path on every node."""
+    labels: str | None = None
+    """Path or URI of a CSV file with the columns file (below root), label, and split (train or
+    test). Default: the folders of the images are splits and labels."""
+    train_split: str = "train"
+    """Folder of the training set, below root."""
+    test_split: str = "val"
+    """Folder of the test set, below root."""
+    image_size: PositiveInt = Field(224, le=4096)
+    """Height and width of the images given to the model, in pixels."""
+    random_crop: bool = True
+    """Train on random crops, mirrored at random; false: the center crop."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse folders of splits beside a file that names the split of each image."""
@@ -204,95 +156,67 @@ class ShardsData(_LoaderSection):
     """Images in tar files (WebDataset format), local or in an object storage."""
 
     name: Literal["shards"]
-    train: str = Field(
-        description=(
-            "Path or URI of the training shards, {000..511} for numbers. `raytrain-opt shard` "
-            "makes shards of a folder."
-        )
-    )
-    test: str = Field(description="The shards of the test set.")
-    image_size: PositiveInt = Field(
-        224, le=4096, description="Height and width of the images given to the model, in pixels."
-    )
-    num_classes: PositiveInt | None = Field(
-        None,
-        description=(
-            "Default: the number of names in classes.txt beside the shards, else the largest "
-            "class of the training set plus one."
-        ),
-    )
-    shuffle_shards: PositiveInt = Field(
-        16, description="Shards whose samples are shuffled together, in a new order each epoch."
-    )
-    cache: str = Field(
-        "~/.cache/raytrain_opt/shards", description="Folder for copies of remote shards."
-    )
-    cache_gib: PositiveFloat = Field(
-        50.0,
-        description=(
-            "Size of the cache on each node; those used longest ago are removed. It has to hold "
-            "two times shuffle_shards."
-        ),
-    )
+    train: str
+    """Path or URI of the training shards, {000..511} for numbers. `raytrain-opt shard` makes
+    shards of a folder."""
+    test: str
+    """The shards of the test set."""
+    image_size: PositiveInt = Field(224, le=4096)
+    """Height and width of the images given to the model, in pixels."""
+    num_classes: PositiveInt | None = None
+    """Default: the number of names in classes.txt beside the shards, else the largest class of the
+    training set plus one."""
+    shuffle_shards: PositiveInt = 16
+    """Shards whose samples are shuffled together, in a new order each epoch."""
+    cache: str = "~/.cache/raytrain_opt/shards"
+    """Folder for copies of remote shards."""
+    cache_gib: PositiveFloat = 50.0
+    """Size of the cache on each node; those used longest ago are removed. It has to hold two times
+    shuffle_shards."""
 
 
 class RayData(_DataSection):
     """Ray Datasets of your own: a function returning (train, test), executed once in a run."""
 
     download: ClassVar[bool] = False
-    loader_workers: ClassVar[int] = 0
 
     name: Literal["ray_data"]
-    function: NameOrFunction = Field(description="package.module:function.")
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments of the function."
-    )
-    columns: tuple[str, str] = Field(
-        ("image", "label"), description="The columns of the samples and of their class numbers."
-    )
-    num_classes: PositiveInt | None = Field(
-        None, description="Default: the largest label of the training set plus one."
-    )
-    shuffle_rows: PositiveInt = Field(
-        2048,
-        description=(
-            "Neighboring rows that are shuffled together, in a new order each epoch. A process "
-            "holds up to three times as many in memory."
-        ),
-    )
-    augment: Augment = Field(
-        default_factory=lambda: Augment(crop_padding=0, flip=False),
-        description="Only for uint8 images [height, width, channels].",
-    )
-
-    @field_serializer("function")
-    def _serialize_function(self, function: str | Callable[..., Any]) -> str:
-        return function if isinstance(function, str) else function_name(function)
+    function: NameOrFunction
+    """package.module:function."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+    columns: tuple[str, str] = ("image", "label")
+    """The columns of the samples and of their class numbers."""
+    num_classes: PositiveInt | None = None
+    """Default: the largest label of the training set plus one."""
+    shuffle_rows: PositiveInt = 2048
+    """Neighboring rows that are shuffled together, in a new order each epoch. A process holds up
+    to three times as many in memory."""
+    augment: Augment = Field(default_factory=Augment)
+    """Only for uint8 images [height, width, channels]."""
 
 
 class DatasetData(_LoaderSection):
     """Data of your own: a function returning (train, test), torch Datasets of (x, label)."""
 
-    name: NameOrFunction = Field(description="package.module:function.")
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments of the function."
-    )
-    num_classes: PositiveInt | None = Field(
-        None, description="Default: num_classes or len(classes) of the training Dataset."
-    )
+    name: NameOrFunction
+    """package.module:function."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+    num_classes: PositiveInt | None = None
+    """Default: num_classes or len(classes) of the training Dataset."""
 
 
-def _data_kind(value: Any) -> str:
-    name = value if isinstance(value, str) or callable(value) else None
-    if isinstance(value, dict):
-        name = value.get("name")
-    elif name is None:
-        name = getattr(value, "name", None)
+def _data_kind(value: Any) -> str | None:
+    """Return the tag of the section that a name selects; None if it selects none."""
+    section = vars(value) if isinstance(value, _DataSection) else value
+    name = section.get("name") if isinstance(section, dict) else section
     if name in ARRAY_SETS:
         return "array_set"
-    if name in ("arrays", "image_folder", "shards", "ray_data"):
+    if name in DATA_NAMES:
         return str(name)
-    return "dataset"
+    is_missing = isinstance(section, dict) and "name" not in section
+    return None if is_missing or (isinstance(name, str) and ":" not in name) else "dataset"
 
 
 DataSection = Annotated[

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
+from raytrain_opt.config.data import DATA_NAMES
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import BrokenRule, BrokenRulesError
 from raytrain_opt.errors import Problem
@@ -56,13 +57,14 @@ class _LocatedError:
     """One pydantic error with its path in the YAML file.
 
     `union` is the path of a field of which this error rejects one alternative only; `section` the
-    model that holds the last key of the path.
+    model that holds the last key of the path; `kind` the type of its value.
     """
 
     error: ErrorDetails
     path: tuple[str | int, ...]
     union: tuple[str | int, ...] | None
     section: type[BaseModel] | None
+    kind: Any
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
@@ -167,15 +169,17 @@ def _unknown_key(located: _LocatedError, path: str) -> Problem:
 
 
 def _wrong_tag(located: _LocatedError, path: str) -> Problem:
-    """Report a wrong or missing key that selects the kind of section (`policy`)."""
-    context = located.error.get("ctx", {})
-    key = context["discriminator"].strip("'")
-    if located.error["type"] == "union_tag_not_found":
-        return Problem(f"{path}.{key}", "is required", None, f"one of {', '.join(_tags(located))}")
-    choices = _choices(located.error)
-    hint = nearest(context["tag"], choices)
-    rule = f"must be one of {', '.join(choices)}"
-    return Problem(f"{path}.{key}", rule, shown(located.error["input"][key]), hint)
+    """Report a wrong or missing key that selects the kind of section (`policy`, `data.name`)."""
+    section, key = located.error["input"], located.error["ctx"]["discriminator"].strip("'")
+    choices = [tag for member in union_members(located.kind) for tag in _tags_of(member)]
+    rule = f"one of {', '.join(choices)}"
+    if path == "data":
+        key, choices = "name", list(DATA_NAMES)
+        rule = f"one of {', '.join(choices)} or package.module:function"
+    if isinstance(section, dict) and key not in section:
+        return Problem(f"{path}.{key}", "is required", None, rule)
+    value = section[key] if isinstance(section, dict) else section
+    return Problem(f"{path}.{key}", f"must be {rule}", shown(value), nearest(value, choices))
 
 
 def _broken_rule(located: _LocatedError, rule: BrokenRule) -> Problem:
@@ -208,14 +212,7 @@ def _locate(error: ErrorDetails) -> _LocatedError:
             section = alternatives[0] if is_section(alternatives[0]) else None
             kind = _child_kind(alternatives[0], part)
             path = (*path, part)
-    return _LocatedError(error, path, union, section)
-
-
-def _tags(located: _LocatedError) -> list[str]:
-    kind: Any = Job
-    for part in located.path:
-        kind = _child_kind(kind, part)
-    return [tag for alternative in union_members(kind) for tag in _tags_of(alternative)]
+    return _LocatedError(error, path, union, section, kind)
 
 
 def union_members(kind: Any) -> list[Any]:

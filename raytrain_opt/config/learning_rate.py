@@ -171,7 +171,7 @@ class SchedulePolicy(Section):
     Default: the middle of the epochs after the warm-up."""
     steepness: PositiveFloat = 0.2
     """k of f(x) = k x, x in epochs; larger falls faster (arc_cotangent)."""
-    warmup: Warmup = Field(default_factory=lambda: Warmup(epochs=0, lr=None, shape="linear"))
+    warmup: Warmup = Field(default_factory=Warmup)
     """The first epochs."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:

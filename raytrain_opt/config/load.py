@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from raytrain_opt.config.data import ARRAY_SETS
 from raytrain_opt.config.error_messages import nearest, problems_of, shown
 from raytrain_opt.config.overrides import apply_overrides
-from raytrain_opt.config.schema import CHECKED_SECTIONS, Job
+from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name
 from raytrain_opt.config.yaml_loader import read_yaml, write_yaml
 from raytrain_opt.errors import JobError, Problem
 
 MAX_BYTES = 2**20
-_DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards", "ray_data")
 
 # Checks valid sections, by name, beyond the schema; see `execution.preflight.check_sections`.
 SectionCheck = Callable[[Mapping[str, Any]], list[Problem]]
@@ -117,31 +116,20 @@ def _read_text(path: Path) -> str:
 
 
 def _validate(raw: dict[str, Any]) -> Job | list[Problem]:
-    name_problem = _check_data_name(raw.get("data"))
     try:
         job = Job.model_validate(raw)
     except ValidationError as error:
-        problems = problems_of(error)
-        if name_problem is None:
-            return problems
-        # The name decides which keys the section may have: without it they cannot be checked.
-        elsewhere = [p for p in problems if p.path.split(".")[0] != "data"]
-        return [*elsewhere, name_problem]
-    if name_problem is not None:
-        return [name_problem]
+        return problems_of(error)
     return _booleans_as_numbers(raw, job.model_dump(), "") or job
 
 
 def _valid_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a wrong job that are valid by themselves."""
     sections = {}
-    for name, kind in CHECKED_SECTIONS.items():
-        if name not in raw or (name == "data" and _check_data_name(raw[name]) is not None):
-            continue
-        try:
-            sections[name] = TypeAdapter(kind).validate_python(raw[name])
-        except ValidationError:
-            continue  # reported already
+    kinds = get_type_hints(Job, include_extras=True)
+    for name in raw.keys() & Job.model_fields.keys():
+        with suppress(ValidationError):  # reported already
+            sections[name] = TypeAdapter(kinds[name]).validate_python(raw[name])
     return sections
 
 
@@ -153,21 +141,6 @@ def _add_problems(problems: list[Problem], others: list[Problem]) -> list[Proble
     return sorted(
         [*problems, *added], key=lambda problem: order.get(problem.path.split(".")[0], -1)
     )
-
-
-def _check_data_name(section: Any) -> Problem | None:
-    """Return a problem when the name is neither a known data set nor a function.
-
-    The schema accepts any text, since a user's function may have any name; but it has a colon.
-    """
-    if isinstance(section, dict) and "name" not in section:
-        hint = f"one of {', '.join(_DATA_NAMES)} or package.module:function"
-        return Problem("data.name", "is required", None, hint)
-    name = section.get("name") if isinstance(section, dict) else section
-    if not isinstance(name, str) or name in _DATA_NAMES or ":" in name:
-        return None
-    rule = f"must be one of {', '.join(_DATA_NAMES)} or package.module:function"
-    return Problem("data.name", rule, shown(name), nearest(name, list(_DATA_NAMES)))
 
 
 def _booleans_as_numbers(raw: Any, resolved: Any, path: str) -> list[Problem]:

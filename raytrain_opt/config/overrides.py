@@ -10,7 +10,7 @@ from raytrain_opt.config.yaml_loader import MAX_DEPTH, read_yaml
 from raytrain_opt.errors import JobError, Problem
 
 # A job file may hold these as a bare name: `model: resnet8`.
-_NAMED_SECTIONS = ("model", "data", "optimizer", "loss")
+_NAMED_SECTIONS = ("model", "data", "optimizer", "task", "loss")
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
@@ -23,12 +23,10 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Probl
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.strip().split(".")
-        if not equals or not all(keys):
-            rule = "an override has the form section.key=value"
-            problems.append(Problem("--set", rule, shown(override)))
-            continue
-        if len(keys) > MAX_DEPTH:
-            rule = f"a job has at most {MAX_DEPTH} levels"
+        too_deep = len(keys) > MAX_DEPTH
+        if too_deep or not equals or not all(keys):
+            form = "an override has the form section.key=value"
+            rule = f"a job has at most {MAX_DEPTH} levels" if too_deep else form
             problems.append(Problem("--set", rule, shown(override)))
             continue
         try:
@@ -36,7 +34,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Probl
         except JobError as error:
             problems += [Problem(f"--set {path}", p.rule, p.value) for p in error.problems]
         except (LookupError, TypeError) as error:
-            problems.append(Problem(f"--set {path}", str(error.args[0]), repr(text), None))
+            problems.append(Problem(f"--set {path}", str(error.args[0]), repr(text)))
     return problems
 
 
@@ -44,33 +42,24 @@ def _put(raw: dict[str, Any], keys: list[str], value: Any) -> None:
     """Write `value` at the path of `keys`."""
     container: Any = raw
     for depth, key in enumerate(keys[:-1]):
-        inner = _get(container, key, keys[:depth])
+        index = _index(container, key, keys[:depth])
+        inner = container[index] if isinstance(container, list) else container.get(index)
         if inner is None:
             inner = {}
         elif depth == 0 and key in _NAMED_SECTIONS and not isinstance(inner, dict | list):
             inner = {"name": inner}
-        _assign(container, key, inner, keys[:depth])
+        container[index] = inner
         container = inner
-    _assign(container, keys[-1], value, keys[:-1])
+    container[_index(container, keys[-1], keys[:-1])] = value
 
 
-def _get(container: Any, key: str, path: list[str]) -> Any:
-    if isinstance(container, list):
-        return container[_index(container, key, path)]
-    return container.get(key) if isinstance(container, dict) else None
-
-
-def _assign(container: Any, key: str, value: Any, path: list[str]) -> None:
-    if isinstance(container, list):
-        container[_index(container, key, path)] = value
-    elif isinstance(container, dict):
-        container[key] = value
-    else:
+def _index(container: Any, key: str, path: list[str]) -> Any:
+    """Return what selects the value of `key` in a section or a list, which is at `path`."""
+    if isinstance(container, dict):
+        return key
+    if not isinstance(container, list):
         raise TypeError(f"{'.'.join(path)} is a single value, it has no {key!r}")
-
-
-def _index(entries: list[Any], key: str, path: list[str]) -> int:
-    if not key.isdecimal() or int(key) >= len(entries):
-        last = len(entries) - 1
+    if not key.isdecimal() or int(key) >= len(container):
+        last = len(container) - 1
         raise LookupError(f"{'.'.join(path)} is a list: give an index from 0 to {last}")
     return int(key)

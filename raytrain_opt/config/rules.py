@@ -73,11 +73,8 @@ def _task_rules(job: Job) -> Iterator[BrokenRule]:
 
 def _batch_rules(job: Job) -> Iterator[BrokenRule]:
     if job.global_batch_size % job.workers.size:
-        yield (
-            "global_batch_size",
-            f"{job.global_batch_size} does not split evenly over {job.workers.size} "
-            "workers; give a multiple of workers.count",
-        )
+        rule = f"does not split evenly over {job.workers.size} workers; give a multiple of that"
+        yield "global_batch_size", rule
     if job.batch_norm.sync and job.workers.min_workers < job.workers.size:
         yield (
             "workers.count",
@@ -85,33 +82,20 @@ def _batch_rules(job: Job) -> Iterator[BrokenRule]:
             "needs all workers in each; leave one of the two out",
         )
     if job.batch_size_search is not None and job.learning_rate.policy == "replay":
-        yield (
-            "batch_size_search",
-            "a replayed schedule is valid for the batch size it was found with only; remove "
-            "the search",
-        )
+        yield "batch_size_search", "a replayed schedule belongs to the batch size of its run"
 
 
 def _rate_rules(job: Job) -> Iterator[BrokenRule]:
     warmup = job.learning_rate.warmup
     if warmup is not None and job.epochs is not None and warmup.epochs > job.epochs:
-        yield (
-            "learning_rate.warmup.epochs",
-            f"{warmup.epochs} is more than the {job.epochs} epochs of the job",
-        )
+        yield "learning_rate.warmup.epochs", f"is more than the {job.epochs} epochs of the job"
     policy = job.learning_rate.policy
     if policy in SCORING_POLICIES and job.data.validation_fraction == 0:
-        yield (
-            "data.validation_fraction",
-            f"policy {policy} scores candidates on the validation split; set it above 0",
-        )
-
+        rule = f"policy {policy} scores candidates on the validation split; set it above 0"
+        yield "data.validation_fraction", rule
     if job.learning_rate.search_on == "workers" and job.search_on == "slots":
-        yield (
-            "learning_rate.search_on",
-            "workers train candidates together, on the global batch; candidate_batch: local "
-            "and parallel.mode: async need slots",
-        )
+        rule = "candidate_batch: local and parallel.mode: async need slots"
+        yield "learning_rate.search_on", rule
     yield from _optimizer_rules(job)
 
 
@@ -137,10 +121,8 @@ def _optimizer_rules(job: Job) -> Iterator[BrokenRule]:
                 "0.0025)",
             )
         if optimizer.has_auto_weight_decay and policy not in ("stpt_horizon", "replay"):
-            yield (
-                "optimizer.args.weight_decay",
-                "auto is chosen by policy stpt_horizon; else give a number",
-            )
+            rule = "auto is chosen by policy stpt_horizon; else give a number"
+            yield "optimizer.args.weight_decay", rule
 
 
 def _ramp_rules(job: Job) -> Iterator[BrokenRule]:
@@ -151,11 +133,8 @@ def _ramp_rules(job: Job) -> Iterator[BrokenRule]:
     if job.epochs is not None and last > job.epochs:
         yield "batch_ramp.steps", f"epoch {last} is after the last epoch, {job.epochs}"
     if ramp and warmup is not None and ramp[0].epoch <= warmup.epochs:
-        yield (
-            "batch_ramp.steps",
-            f"starts in epoch {ramp[0].epoch}, within the warm-up of {warmup.epochs} "
-            "epochs; let it start later",
-        )
+        rule = f"starts in epoch {ramp[0].epoch}, within the warm-up of {warmup.epochs} epochs"
+        yield "batch_ramp.steps", rule
 
 
 def _device_rules(job: Job) -> Iterator[BrokenRule]:
@@ -164,31 +143,23 @@ def _device_rules(job: Job) -> Iterator[BrokenRule]:
         if gpus > 1 and gpus != int(gpus):
             yield f"{pool}.resources.GPU", "must be an integer above 1"
     if job.batch_norm.sync and job.workers.use_gpu is False and job.workers.size > 1:
-        yield (
-            "batch_norm.sync",
-            "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false; remove it",
-        )
+        yield "batch_norm.sync", "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false"
 
 
 def _balance_rules(job: Job) -> Iterator[BrokenRule]:
     """Yield what does not work with shares that differ from worker to worker."""
     micro_batches, workers = job.parallel.micro_batches, job.workers.size
     if micro_batches and (micro_batches % workers or job.global_batch_size % micro_batches):
-        yield (
-            "parallel.micro_batches",
-            f"{micro_batches} must be a multiple of workers.count ({workers}) that divides "
-            f"global_batch_size ({job.global_batch_size})",
-        )
+        batch = f"global_batch_size ({job.global_batch_size})"
+        rule = f"must be a multiple of workers.count ({workers}) that divides {batch}"
+        yield "parallel.micro_batches", rule
     speeds = job.parallel.speeds
     if job.workers.count == "auto" and (micro_batches or speeds):
         name = "speeds" if speeds else "micro_batches"
         yield f"parallel.{name}", "belongs to a given number of workers; set workers.count"
     elif speeds is not None and not len(speeds) == workers == job.workers.min_workers:
-        yield (
-            "parallel.speeds",
-            f"has {len(speeds)} speeds; give one for each of the {workers} workers, and no "
-            "smaller workers.count.min",
-        )
+        rule = f"give one for each of the {workers} workers, and no smaller workers.count.min"
+        yield "parallel.speeds", rule
     if job.batch_norm.sync:
         yield "batch_norm.sync", "needs equal shares, as parallel.mode: sync has"
 
@@ -200,25 +171,16 @@ def _async_rules(job: Job) -> Iterator[BrokenRule]:
     if not job.data.drop_last:
         yield "data.drop_last", "workers of parallel.mode: async need equal micro-batches"
     if job.batch_norm.recalibrate_batches:
-        yield (
-            "batch_norm.recalibrate_batches",
-            "needs all workers together, and parallel.mode is async; remove it: the running "
-            "statistics of the workers are pooled after every epoch",
-        )
+        rule = "remove it: with async the running statistics are pooled after every epoch"
+        yield "batch_norm.recalibrate_batches", rule
     if job.optimizer.name == "auto":
         yield "optimizer", "auto needs parallel.mode: sync; name one optimizer"
     if job.average is not None or job.optimizer.is_schedule_free:
         path = "optimizer.name" if job.average is None else "average"
         yield path, "averages weights that all workers share; needs parallel.mode: sync"
     if job.precision == "fp16":
-        yield (
-            "precision",
-            "fp16 scales the loss by what overflowed in the last update, which no worker "
-            "knows with parallel.mode: async; use bf16",
-        )
+        rule = "fp16 scales the loss by overflows that no worker knows with async; use bf16"
+        yield "precision", rule
     if job.workers.min_workers < job.workers.size:
-        yield (
-            "workers.count",
-            "belongs to parallel.mode: sync; with async the remaining workers continue "
-            "without a worker that died",
-        )
+        rule = "has no minimum with async: workers continue without a worker that died"
+        yield "workers.count", rule

@@ -212,7 +212,7 @@ class Job(Section):
     """Evaluate and save an average of the weights; the training continues from its own. Default:
     ema with policies stpt_horizon and replay, unless the optimizer averages itself, else null,
     which is no average."""
-    batch_norm: BatchNormSection = Field(default_factory=lambda: BatchNormSection(momentum=None))
+    batch_norm: BatchNormSection = Field(default_factory=BatchNormSection)
     """Batch normalization with several workers."""
     batch_ramp: BatchRampSection = Field(default_factory=BatchRampSection)
     """Increase the global batch at given epochs (Smith et al.). Default: never."""
@@ -317,17 +317,3 @@ class Job(Section):
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         return rules.broken_rules(self)
-
-
-# Sections that can be checked beyond the schema when another section of the job is wrong.
-CHECKED_SECTIONS: dict[str, Any] = {
-    "model": ModelSection,
-    "data": DataSection,
-    "learning_rate": LearningRateSection,
-    "batch_size_search": BatchSizeSection | None,
-    "optimizer": OptimizerChoiceSection,
-    "task": TaskSection,
-    "loss": LossSection,
-    "workers": WorkersSection,
-    "storage_path": str,
-}

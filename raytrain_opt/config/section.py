@@ -12,7 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    field_serializer,
+    PlainSerializer,
     model_validator,
 )
 
@@ -42,13 +42,20 @@ Duration = Annotated[Seconds, BeforeValidator(parse_duration)]
 # A broken rule over several fields: the path below the section, and what is wrong.
 BrokenRule = tuple[str, str]
 
-# A name, or (from Python only) the function itself.
-NameOrFunction = Annotated[str | Callable[..., Any], Field(json_schema_extra={"type": "string"})]
 
-
-def function_name(function: Callable[..., Any]) -> str:
+def function_name(function: str | Callable[..., Any]) -> str:
     """Return `package.module:function`, the form in which a job file names a function."""
+    if isinstance(function, str):
+        return function
     return f"{function.__module__}:{function.__qualname__}"
+
+
+# A name, or (from Python only) the function itself.
+NameOrFunction = Annotated[
+    str | Callable[..., Any],
+    Field(json_schema_extra={"type": "string"}),
+    PlainSerializer(function_name, str),
+]
 
 
 def is_function_name(name: object) -> bool:
@@ -60,12 +67,11 @@ class BrokenRulesError(ValueError):
     """Every rule over several fields that a section breaks, though each field alone is valid."""
 
     def __init__(self, rules: Sequence[BrokenRule]) -> None:
-        super().__init__("; ".join(f"{path}: {text}" for path, text in rules))
+        super().__init__(rules)
         self.rules = rules
 
-    def __reduce__(self) -> tuple[type[BrokenRulesError], tuple[Sequence[BrokenRule]]]:
-        """Return what another process makes the error of."""
-        return BrokenRulesError, (self.rules,)
+    def __str__(self) -> str:
+        return "; ".join(f"{path}: {text}" for path, text in self.rules)
 
 
 class Section(BaseModel):
@@ -100,7 +106,3 @@ class NamedSection(Section):
     @classmethod
     def _accept_bare_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) or callable(value) else value
-
-    @field_serializer("name", check_fields=False)
-    def _serialize_name(self, name: str | Callable[..., Any]) -> str:
-        return name if isinstance(name, str) else function_name(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from raytrain_opt.config.section import (
     BrokenRule,
@@ -29,6 +29,11 @@ _USUAL_LRS = {
 _USUAL_LR = 0.1  # of SGD with momentum, and of Muon
 
 
+def _default_args(section: dict[str, Any]) -> dict[str, Any]:
+    is_sgd = section.get("name", "SGD") == "SGD"
+    return {"momentum": 0.9, "weight_decay": 1e-4} if is_sgd else {}
+
+
 class MomentumWarmup(Section):
     """A momentum that rises linearly to that of the optimizer in the first epochs."""
 
@@ -46,7 +51,7 @@ class OptimizerSection(NamedSection):
     biases and normalization), RMSpropWarmup (Akiba et al.: RMSprop at first, then momentum SGD;
     its times are in epochs), ScheduleFreeSGD or ScheduleFreeAdamW (Defazio et al.; at a constant
     rate), or a class of your own as package.module:Class."""
-    args: dict[str, Any] = Field(default_factory=lambda: {"momentum": 0.9, "weight_decay": 1e-4})
+    args: dict[str, Any] = Field(default_factory=_default_args)
     """Keyword arguments of the optimizer, without lr. With Muon and AdamW, `weight_decay: auto`
     lets policy stpt_horizon choose the decay of each epoch by how well the network fits its
     training samples."""
@@ -110,15 +115,6 @@ class OptimizerSection(NamedSection):
         if "lr" in args:
             raise ValueError("lr is set by the learning-rate policy: use learning_rate.initial")
         return args
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_args_for_sgd_only(cls, value: Any) -> Any:
-        bare = isinstance(value, str) or callable(value)
-        section = {"name": value} if bare else value
-        if isinstance(section, dict) and section.get("name", "SGD") != "SGD":
-            return {"args": {}, **section}
-        return section
 
 
 class OptimizerChoiceSection(OptimizerSection):

@@ -93,9 +93,8 @@ def read_yaml(text: str, source: str) -> Any:
         raise JobError([_to_problem(error, text)], source) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise JobError(
-            [Problem(f"line {line}", "has a character YAML forbids")], source
-        ) from error
+        problem = Problem(f"line {line}", "has a character YAML forbids")
+        raise JobError([problem], source) from error
 
 
 def write_yaml(value: Any) -> str:

@@ -37,16 +37,12 @@ class Sampler(ABC):
 def open_sampler(
     section: UtilizationSection, *, threads: int, gpu_uuid: str | None = None
 ) -> Sampler:
-    """Open the sampler that the job requests.
+    """Open the sampler that batch_size_search.utilization requests.
 
-    Args:
-        section: batch_size_search.utilization.
-        threads: compute threads of the process; when all are busy, the CPU sampler returns 100 %.
-        gpu_uuid: UUID of the GPU on which the process trains, from torch; None without a GPU.
+    threads: compute threads of the process; when all are busy, the CPU sampler returns 100 %.
+    gpu_uuid: UUID of the GPU on which the process trains, from torch; None without a GPU.
 
-    Raises:
-        JobError: the job requests nvml without a GPU.
-        ResourcesError: NVML cannot monitor this GPU.
+    Raises JobError for nvml without a GPU, ResourcesError if NVML cannot monitor this GPU.
     """
     if section.sampler == "nvml" and gpu_uuid is None:
         rule = "must be cpu or auto when the job trains without a GPU"
@@ -136,7 +132,11 @@ class UtilizationMonitor:
             return
         if self._failure is not None:
             raise self._failure
-        self._finish()
+        if not self.samples:
+            self.samples.append(self._sampler.sample())
+        after_j = self._sampler.energy_j()
+        if after_j is not None and self._energy_before_j is not None:
+            self.energy_j = after_j - self._energy_before_j
 
     @property
     def mean_pct(self) -> float:
@@ -155,10 +155,3 @@ class UtilizationMonitor:
                 self.samples.append(self._sampler.sample())
         except Exception as error:  # noqa: BLE001 - raised at the end of the body
             self._failure = error
-
-    def _finish(self) -> None:
-        if not self.samples:
-            self.samples.append(self._sampler.sample())
-        after_j = self._sampler.energy_j()
-        if after_j is not None and self._energy_before_j is not None:
-            self.energy_j = after_j - self._energy_before_j

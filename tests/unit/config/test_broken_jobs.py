@@ -239,7 +239,7 @@ def test_all_broken_rules_of_a_section_are_reported_at_once() -> None:
 
 def test_an_unknown_data_set_hides_no_problem_elsewhere() -> None:
     reported = problems("data: {name: cifra10, root: x}", "epochs: 0")
-    assert [problem.path for problem in reported] == ["epochs", "data.name"]
+    assert [problem.path for problem in reported] == ["data.name", "epochs"]
 
 
 def test_every_entry_of_a_list_is_judged() -> None:

@@ -212,6 +212,13 @@ def test_overrides(override: str, read: Any) -> None:
         assert read(parse_job(raw, overrides=[override]))
 
 
+@pytest.mark.parametrize("section", ["model", "data", "optimizer", "task", "loss"])
+def test_an_override_enters_a_section_that_is_a_bare_name(section: str) -> None:
+    raw = {**BASE, section: "my.code:thing"}
+    job = parse_job(raw, overrides=[f"{section}.name=my.code:other"])
+    assert getattr(job, section).name == "my.code:other"
+
+
 def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
     raw = {**BASE, "workers": {"count": 1}}
     job = parse_job(raw, overrides=["workers.count=2", "workers.count=4"])
