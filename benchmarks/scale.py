@@ -68,7 +68,7 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.mailbox import Exchange, Mailbox
 from raytrain_opt.pools.mailbox_client import ResidentMailbox
 from raytrain_opt.pools.ray_pool import RayPool
-from raytrain_opt.pools.relay import Relay, relay_levels
+from raytrain_opt.pools.relay import Relay, Upstream, relay_levels
 from raytrain_opt.pools.resident import CommandLoop, describe_this_process
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.recorder import versions
@@ -113,10 +113,10 @@ class Echo:
 class EchoResident:
     """An actor whose only method is the loop of a resident process."""
 
-    def serve(self, mailbox: Any, relay_or_mailbox: Any, index: int) -> None:
+    def serve(self, mailbox: Any, upstream: Upstream, index: int) -> None:
         """Execute commands until the pool is closed."""
         resident = describe_this_process(WORKER_POOL, index)
-        client = ResidentMailbox(mailbox, relay_or_mailbox, resident)
+        client = ResidentMailbox(mailbox, upstream, resident)
         CommandLoop(client, resident, 5.0, (), 0.0, UsageMeter.for_this_process()).run(Echo())
 
 

@@ -24,7 +24,7 @@ from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.protocol import Backend, SynchronousTraining
 from raytrain_opt.pools.ray_pool import RayPool, running
-from raytrain_opt.pools.relay import FAN_OUT
+from raytrain_opt.pools.relay import relay_levels
 from raytrain_opt.pools.resident_config import ResidentConfig, SynchronousWorkers
 from raytrain_opt.pools.state_store import RayStateStore
 
@@ -90,7 +90,7 @@ def _start_pools(
     mailbox: Any = start_mailbox(session.preflight.take_shared())
     config = _resident_config(resolved, session, mailbox, server)
     residents = max(plan.workers, plan.slots)
-    if residents > FAN_OUT:
+    if relay_levels(residents):
         relays = ray.get(
             launcher.start_relays.remote(mailbox, residents), timeout=job.timeouts.start_s
         )

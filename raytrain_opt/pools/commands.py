@@ -23,7 +23,7 @@ class StateRef:
     """A reference to a training state, which the driver can store again (see `state_store`)."""
 
     id: str
-    ref: Any  # ObjectRef on Ray; the state itself in one process
+    ref: Any  # ObjectRef on Ray, or a function that fetches it; the state itself in one process
     sha256: str | None = None
     node_id: str = ""  # Ray's identity of its owner's node
 

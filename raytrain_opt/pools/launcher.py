@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import threading
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import ray
 
 from raytrain_opt.bytecode import bytecode_environment
 from raytrain_opt.cluster.ray_private import propagate_no_variables
-from raytrain_opt.pools.relay import FAN_OUT, Relay, relay_levels
+from raytrain_opt.pools.relay import FAN_OUT, Relay, Upstream, relay_levels
 
 if TYPE_CHECKING:
     from raytrain_opt.pools.resident_config import ResidentConfig
@@ -75,7 +76,7 @@ class PoolLauncher:
 
     def start_relays(
         self, mailbox: Any, residents: int, fan_out: int = FAN_OUT
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Upstream, ...]:
         """Start the relays of pools of this size (`pools.relay`); return the level to call."""
         relay = ray.remote(Relay).options(
             num_cpus=0,
@@ -84,9 +85,13 @@ class PoolLauncher:
             enable_task_events=False,
             scheduling_strategy="SPREAD",
         )
-        level: tuple[Any, ...] = (mailbox,)
+        level: tuple[Upstream, ...] = (Upstream(mailbox),)
         for count in relay_levels(residents, fan_out):
-            level = tuple(relay.remote(level[i % len(level)]) for i in range(count))
+            above, names = level, [f"raytrain_opt-{uuid4().hex}" for _ in range(count)]
+            level = tuple(
+                Upstream(relay.remote(above[i % len(above)].actor, name), name)
+                for i, name in enumerate(names)
+            )
             self._relays += level  # Ray ends an actor that only a restarted one refers to
         return level
 

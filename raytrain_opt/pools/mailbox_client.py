@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import ray
@@ -18,8 +20,12 @@ from raytrain_opt.pools.commands import (
     Report,
     Resident,
     StateLost,
+    StateRef,
     state_in,
 )
+from raytrain_opt.pools.node_socket import connect
+from raytrain_opt.pools.packed_command import unpack
+from raytrain_opt.pools.relay import Upstream
 
 _MAILBOX = "the mailbox, the process through which driver, workers and slots talk,"
 # What the mailbox answers at once takes milliseconds; minutes on a node that swaps.
@@ -39,33 +45,57 @@ def answer(ref: Any, name: str = _MAILBOX, limit_s: float = _ANSWER_S) -> Any:
 
 
 class ResidentMailbox:
-    """A resident's view, through its `relay`. Raises RayError when the mailbox has died."""
+    """A resident's view, through a relay or not. Raises RayError when the mailbox has died."""
 
-    def __init__(self, actor: Any, relay: Any, resident: Resident) -> None:
-        self._actor, self._relay, self._resident = actor, relay, resident
+    def __init__(self, actor: Any, upstream: Upstream, resident: Resident) -> None:
+        self._actor, self._upstream, self._resident = actor, upstream, resident
+        self._connection: Connection | None = None
 
     def join(self) -> tuple[int, Command]:
         """Register as ready; wait for the current command and return it with its number."""
         ray.get(self._actor.join.remote(self._resident))
-        return self._exchange(0, None)
+        return self._exchange(0, None)  # a relay that was called once listens
 
     def reply(self, number: int, value: Any, usage: Usage) -> tuple[int, Command]:
         """Send the reply to a command; wait for the next one and return it with its number."""
         failed = isinstance(value, Failure | StateLost)
         if state_in(value) is None:
             value = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
-        return self._exchange(number, Reply(self._resident.sender, number, value, failed, usage))
+        reply = Reply(self._resident.sender, number, value, failed, usage)
+        if isinstance(value, bytes) and (answer := self._exchange_on_node(number, reply)):
+            return answer
+        return self._exchange(number, reply)
 
     def _exchange(self, after: int, reply: Reply | None) -> tuple[int, Command]:
-        next_command = ray.get(self._relay.exchange.remote(self._resident.pool, after, reply))
+        actor = self._upstream.actor
+        next_command = ray.get(actor.exchange.remote(self._resident.pool, after, reply))
         return cast("tuple[int, Command]", next_command)
+
+    def _exchange_on_node(self, after: int, reply: Reply) -> tuple[int, Command] | None:
+        """Do the same over a socket; return None where no relay listens or has died meanwhile."""
+        if not self._upstream.socket_name:
+            return None
+        try:
+            self._connection = self._connection or connect(self._upstream.socket_name)
+            self._connection.send_bytes(pickle.dumps((self._resident.pool, after, reply)))
+            return unpack(self._connection.recv_bytes(), self._fetch_ref)
+        except (OSError, EOFError):
+            self._connection = None
+            return None
+
+    def _fetch_ref(self, state_id: str) -> Any:
+        """Return a reference that Ray counts. Raises ObjectLostError after a newer command."""
+        state = ray.get(self._upstream.actor.state.remote(self._resident.pool, state_id))
+        if state is None:
+            raise ray.exceptions.ObjectLostError(state_id, None, "")
+        return cast(StateRef, state).ref
 
     def report(
         self, number: int, progress: Progress | None, can_stop_before: int | None = None
     ) -> Instruction:
         """Send the progress in a command; return what this resident has to do."""
         report = Report(self._resident.sender, number, progress, can_stop_before)
-        return cast(Instruction, ray.get(self._relay.report.remote(report)))
+        return cast(Instruction, ray.get(self._upstream.actor.report.remote(report)))
 
     def is_first(self, claim: str) -> bool:
         """Return True to the first resident with this claim."""

@@ -7,23 +7,40 @@ of callers: residents call relays, these call relays above them, and a few call 
 
 A relay keeps nothing that is lost with it: its callers' calls are pending until the next command,
 and Ray repeats them when it has restarted the relay. Nothing here uses Ray.
+
+Residents on its node send it their replies over a socket (`node_socket`), for a thirtieth of the
+CPU: many processes of a node share its cores, and a command is as slow as the last of them. Ray
+does not count references that go another way, so states go as their names.
 """
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from raytrain_opt.pools.commands import Close, Command, Instruction, Reply, Report, Sender
+from raytrain_opt.pools.commands import (
+    Close,
+    Command,
+    Instruction,
+    Reply,
+    Report,
+    Sender,
+    StateRef,
+)
 from raytrain_opt.pools.mailbox import Exchange
 from raytrain_opt.pools.mailbox_state import CommandBoard
+from raytrain_opt.pools.node_socket import listen
+from raytrain_opt.pools.packed_command import PackedCommand, pack
 
-# Callers of one actor: so many calls take it some 30 ms.
+# Residents that call the mailbox itself: so many calls take it as long as a relay's detour.
+_DIRECT = 8
+# Callers of one actor: so many calls of other nodes take it some 30 ms.
 FAN_OUT = 32
 
 # How long messages wait for others to go with them. Replies that complete those of all callers do
@@ -33,17 +50,33 @@ _REPLIES_WAIT_S, _REPORTS_WAIT_S = 0.5, 2.0
 
 def relay_levels(residents: int, fan_out: int = FAN_OUT) -> list[int]:
     """Return the number of relays of each level, the one below the mailbox first; maybe none."""
-    if residents <= fan_out:
+    if residents <= min(_DIRECT, fan_out):
         return []
-    relays = ceil(residents / fan_out)
-    return [*relay_levels(relays, fan_out), relays]
+    levels = [ceil(residents / fan_out)]
+    while levels[0] > fan_out:
+        levels.insert(0, ceil(levels[0] / fan_out))
+    return levels
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """What a resident calls: the mailbox, or a relay that also listens on its node."""
+
+    actor: Any
+    socket_name: str = ""
 
 
 class Relay(Exchange):
-    """Passes messages on to `upstream`, the handle of the mailbox or of a relay above."""
+    """Passes messages on to `upstream`, the handle of the mailbox or of a relay above.
 
-    def __init__(self, upstream: Any) -> None:
+    With a `socket_name` it also listens under it, from the first call of `exchange` on.
+    """
+
+    def __init__(self, upstream: Any, socket_name: str = "") -> None:
         self._upstream = upstream
+        self._socket_name = socket_name
+        self._server: asyncio.AbstractServer | None = None
+        self._packed: dict[str, PackedCommand] = {}
         self._replies = _Outbox(upstream, _REPLIES_WAIT_S)
         self._reports = _Outbox(upstream, _REPORTS_WAIT_S)
         self._boards: dict[str, CommandBoard] = {}
@@ -61,6 +94,27 @@ class Relay(Exchange):
         while not isinstance(board.command, Close):
             board.post(*await self._upstream.next_command.remote(pool, board.number))
             self._working[pool] = 0
+
+    async def exchange(self, pool: str, after: int, reply: Reply | None) -> tuple[int, Command]:
+        if self._socket_name:
+            name, self._socket_name = self._socket_name, ""
+            self._server = await listen(name, self._answer)
+        return await super().exchange(pool, after, reply)
+
+    async def _answer(self, request: bytes) -> bytes:
+        """Do what `exchange` does, for a resident that calls over the socket."""
+        pool, after, reply = pickle.loads(request)
+        return self._pack(pool, *await super().exchange(pool, after, reply)).content
+
+    def _pack(self, pool: str, number: int, command: Command) -> PackedCommand:
+        if pool not in self._packed or self._packed[pool].number != number:
+            self._packed[pool] = pack(number, command)
+        return self._packed[pool]
+
+    async def state(self, pool: str, state_id: str) -> StateRef | None:
+        """Return a state that the pool's current command names."""
+        current = await self._board(pool).next_command(0)
+        return self._pack(pool, *current).states.get(state_id)
 
     async def next_command(self, pool: str, after: int) -> tuple[int, Command]:
         answer = await super().next_command(pool, after)

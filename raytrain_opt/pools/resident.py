@@ -68,7 +68,7 @@ def serve(
     handler = make_handler()
     resident = describe_this_process(pool, index, absent)
     try:
-        mailbox = ResidentMailbox(config.mailbox, config.relay_of(index), resident)
+        mailbox = ResidentMailbox(config.mailbox, config.upstream_of(index), resident)
         CommandLoop(
             mailbox,
             resident,

@@ -14,6 +14,7 @@ from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.pools.faults import Faults
+from raytrain_opt.pools.relay import Upstream
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
@@ -117,14 +118,15 @@ class ResidentConfig:
     run_id: str
     mailbox: Any  # handle of the Mailbox actor
     ray_storage_path: str
-    relays: tuple[Any, ...] = ()  # handles, of the level that residents call (see `relay`)
+    relays: tuple[Upstream, ...] = ()  # the level that residents call (see `relay`)
     faults: Faults = ()
     workers: WorkerProgram = field(default_factory=SynchronousWorkers)
     make_slot: Callable[[ResidentConfig, int], Handler] = make_training_slot
 
-    def relay_of(self, index: int) -> Any:
+    def upstream_of(self, index: int) -> Upstream:
         """Return the actor that this resident calls for commands."""
-        return self.relays[index % len(self.relays)] if self.relays else self.mailbox
+        relays = self.relays or (Upstream(self.mailbox),)
+        return relays[index % len(relays)]
 
     @property
     def leave_s(self) -> float:

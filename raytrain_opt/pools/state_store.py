@@ -34,7 +34,8 @@ class ObjectStore:
         if ref.node_id in gone_nodes():
             raise ray.exceptions.ObjectLostError(ref.id, None, "")
         try:
-            return cast("TrainingState", ray.get(ref.ref, timeout=_FETCH_S))
+            object_ref = ref.ref() if callable(ref.ref) else ref.ref
+            return cast("TrainingState", ray.get(object_ref, timeout=_FETCH_S))
         except ray.exceptions.GetTimeoutError as error:
             raise PoolError(
                 f"a state did not arrive within {_FETCH_S:g} s from the node that holds it (is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from raytrain_opt.cluster.ray_private import read_actors
 from raytrain_opt.pools.commands import Evaluate
 from tests.support.echo import DRIVERS, TRAINED, Done
-from tests.support.echo_pools import echo_pools
+from tests.support.echo_pools import EchoPools, echo_pools
 from tests.support.ray_leftovers import placement_groups
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
@@ -32,25 +33,41 @@ CUTS = {
 
 
 def test_workers_whose_connections_are_cut_execute_every_command_once(tmp_path: Path) -> None:
-    """They call relays, of which one dies now and then."""
     cuts = json.dumps({"CoreWorkerService.grpc_client.PushTask": CUTS})
     environment = {"RAY_testing_rpc_failure": cuts}
-    count, kills = 3, (4, 7)
-    with echo_pools(tmp_path, workers=count, worker_environment=environment, fan_out=2) as echo:
-        for epoch in range(1, 11):
-            if epoch in kills:
-                os.kill(relay_pids()[0], signal.SIGKILL)
-            if epoch % 2:
-                replies = echo.workers.command(echo.main_train(epoch))
-                assert echo.contents(replies) == dict.fromkeys(range(count), TRAINED)
-            else:
-                replies = echo.workers.command(Evaluate(echo.start))
-                assert replies == dict.fromkeys(range(count), Done("evaluate", DRIVERS))
-        spans, events = echo.workers.drain_log()
-        assert (len(spans), events) == (10 * count, [])
-        assert len(relay_pids()) == 2
+    with echo_pools(tmp_path, workers=3, worker_environment=environment) as echo:
+        execute_each_once(echo, range(10))
     assert placement_groups() == set()
+
+
+def test_workers_whose_relays_die_execute_every_command_once(tmp_path: Path) -> None:
+    """Their sockets break; Ray repeats the call when it has restarted the relay."""
+    with echo_pools(tmp_path, workers=3, fan_out=2) as echo:
+        for epochs in (range(4), range(4, 7), range(7, 10)):
+            execute_each_once(echo, epochs)
+            os.kill(relay_pids()[0], signal.SIGKILL)
+        execute_each_once(echo, range(10, 13))
+        assert len(relay_pids()) == 2
+        assert node_sockets() == 2 + 3  # of the relays, and a connection of each worker
     assert relay_pids() == []
+    while node_sockets():  # until the processes are gone
+        time.sleep(0.1)
+
+
+def node_sockets() -> int:
+    return Path("/proc/net/unix").read_text().count("@raytrain_opt-")
+
+
+def execute_each_once(echo: EchoPools, epochs: range) -> None:
+    for epoch in epochs:
+        if epoch % 2:
+            replies = echo.workers.command(echo.main_train(epoch))
+            assert echo.contents(replies) == dict.fromkeys(range(3), TRAINED)
+        else:
+            replies = echo.workers.command(Evaluate(echo.start))
+            assert replies == dict.fromkeys(range(3), Done("evaluate", DRIVERS))
+    spans, events = echo.workers.drain_log()
+    assert (len(spans), events) == (3 * len(epochs), [])
 
 
 def relay_pids() -> list[int]:

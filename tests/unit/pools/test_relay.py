@@ -87,7 +87,9 @@ async def serve(relay: Handle, index: int) -> None:
 
 
 def test_as_many_relays_as_needed_so_that_no_actor_has_more_callers_than_the_limit() -> None:
-    assert relay_levels(32, 32) == []
+    assert relay_levels(8, 32) == []
+    assert relay_levels(9, 32) == [1]
+    assert relay_levels(32, 32) == [1]
     assert relay_levels(33, 32) == [2]
     assert relay_levels(1024, 32) == [32]
     assert relay_levels(4096, 32) == [4, 128]

@@ -27,8 +27,9 @@ OTHER_PROCESSES = (
 # The same in files that the driver uses, too.
 OTHER_CALLS = (
     "self._actor.join.remote",
-    "self._relay.exchange.remote",
-    "self._relay.report.remote",
+    "actor.exchange.remote",
+    "self._upstream.actor.report.remote",
+    "self._upstream.actor.state.remote",
     "self._actor.is_first.remote",
     "actor.lose.remote",
     "ray.get(ref)",  # the shared data, in the memory of a node
