@@ -40,8 +40,10 @@ from raytrain_opt.pools.packed_command import PackedCommand, pack
 
 # Residents that call the mailbox itself: so many calls take it as long as a relay's detour.
 _DIRECT = 8
-# Callers of one actor: so many calls of other nodes take it some 30 ms.
+# Residents that call one relay: so many calls from other nodes take it some 15 ms.
 FAN_OUT = 32
+# Relays that call one actor, each twice per command; more levels would take longer.
+_FAN_OUT_OF_RELAYS = 12
 
 # How long messages wait for others to go with them. Replies that complete those of all callers do
 # not wait, so this delays a command only when a caller fails. Reports come every second.
@@ -53,8 +55,9 @@ def relay_levels(residents: int, fan_out: int = FAN_OUT) -> list[int]:
     if residents <= min(_DIRECT, fan_out):
         return []
     levels = [ceil(residents / fan_out)]
-    while levels[0] > fan_out:
-        levels.insert(0, ceil(levels[0] / fan_out))
+    fan_out_of_relays = min(_FAN_OUT_OF_RELAYS, fan_out)
+    while levels[0] > fan_out_of_relays:
+        levels.insert(0, ceil(levels[0] / fan_out_of_relays))
     return levels
 
 

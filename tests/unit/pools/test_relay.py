@@ -91,8 +91,9 @@ def test_as_many_relays_as_needed_so_that_no_actor_has_more_callers_than_the_lim
     assert relay_levels(9, 32) == [1]
     assert relay_levels(32, 32) == [1]
     assert relay_levels(33, 32) == [2]
-    assert relay_levels(1024, 32) == [32]
-    assert relay_levels(4096, 32) == [4, 128]
+    assert relay_levels(384, 32) == [12]
+    assert relay_levels(1024, 32) == [3, 32]
+    assert relay_levels(4096, 32) == [11, 128]
 
 
 @pytest.mark.parametrize("residents", [5, 64])
