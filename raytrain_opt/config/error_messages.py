@@ -17,7 +17,6 @@ from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from raytrain_opt.config.data import DATA_NAMES
-from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import BrokenRule, BrokenRulesError
 from raytrain_opt.errors import Problem
 
@@ -67,13 +66,13 @@ class _LocatedError:
     kind: Any
 
 
-def problems_of(error: ValidationError) -> list[Problem]:
+def problems_of(error: ValidationError, job: type[BaseModel]) -> list[Problem]:
     """Return one problem for each wrong field, in the order of the schema."""
     groups: dict[tuple[str | int, ...], list[_LocatedError]] = {}
     for details in error.errors(include_url=False):
         if details["type"] == "default_factory_not_called":
             continue  # a default that depends on a field with an error
-        located = _locate(details)
+        located = _locate(details, job)
         path = located.path if located.union is None else located.union
         groups.setdefault(path, []).append(located)
     return [problem for group in groups.values() for problem in _field_problems(group)]
@@ -197,9 +196,9 @@ def _value_text(value: Any, path: str) -> str | None:
     return shown(value)
 
 
-def _locate(error: ErrorDetails) -> _LocatedError:
+def _locate(error: ErrorDetails, job: type[BaseModel]) -> _LocatedError:
     """Walk the schema along pydantic's location; keep keys, drop the names of alternatives."""
-    kind: Any = Job
+    kind: Any = job
     path: tuple[str | int, ...] = ()
     union: tuple[str | int, ...] | None = None
     section: type[BaseModel] | None = None

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from raytrain_opt.config.error_messages import nearest, problems_of, shown
+from raytrain_opt.config.error_messages import nearest, shown
 from raytrain_opt.config.overrides import apply_overrides
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name
@@ -118,8 +118,8 @@ def _read_text(path: Path) -> str:
 def _validate(raw: dict[str, Any]) -> Job | list[Problem]:
     try:
         job = Job.model_validate(raw)
-    except ValidationError as error:
-        return problems_of(error)
+    except JobError as error:
+        return error.problems
     return _booleans_as_numbers(raw, job.model_dump(), "") or job
 
 

@@ -137,6 +137,16 @@ def test_a_function_alone_stands_for_its_section() -> None:
     assert job.model.name is job.data.name is job.loss.name is a_function
 
 
+def test_a_wrong_job_from_python_has_the_errors_of_a_file() -> None:
+    wrong = {**BASE, "data": "digit", "epochs": 0}
+    with pytest.raises(JobError) as from_python:
+        Job(**wrong)
+    with pytest.raises(JobError) as from_file:
+        parse_job(wrong)
+    assert paths_of(from_python.value) == ["data.name", "epochs"]
+    assert from_python.value.problems == from_file.value.problems
+
+
 def test_arguments_yaml_cannot_hold_are_named() -> None:
     job = parse_job({**BASE, "model": {"name": "resnet8", "args": {"a": [1, object()]}}})
     with pytest.raises(JobError, match=r"model\.args\.a\.1: cannot be written"):
