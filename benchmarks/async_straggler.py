@@ -37,6 +37,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from random import Random
 from statistics import median
@@ -103,9 +104,9 @@ class Sleeper:
         for _ in places:
             yield Batch(torch.empty(MICRO_BATCH_SAMPLES, 0), torch.zeros(MICRO_BATCH_SAMPLES))
 
-    def add_gradient(self, batch: Batch, place: tuple[int, int]) -> tuple[float, int]:
+    def add_gradient(self, batch: Batch, place: tuple[int, int]) -> float:
         time.sleep(self.seconds)
-        return 0.0, 0
+        return 0.0
 
     def buffers(self, batches: int) -> BufferUpdates:
         return BufferUpdates(batches, {}, {})
@@ -149,16 +150,6 @@ class SimulatedWorker:
 def throughput(args: argparse.Namespace) -> dict[str, Any]:
     """Measure both kinds of training with and without the slow worker."""
     workers: int = args.workers
-    job = Job.model_validate(
-        {
-            "model": {"name": "resnet8", "args": {"width": 64}},
-            "data": "digits",
-            "epochs": 1,
-            "global_batch_size": workers * MICRO_BATCH_SAMPLES,
-            "workers": {"count": workers},
-            "parallel": {"mode": "async", "shards": args.shards},
-        }
-    )
     cases = {
         "slow": [args.seconds] * (workers - 1) + [args.seconds * SLOWER],
         "even": [args.seconds] * workers,
@@ -167,12 +158,8 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
     staleness: dict[str, Any] = {}
     with (
         ray_session(None, verbose=False),
-        parameter_server(LearnerConfig.from_job(job), INFO, job.max_restarts) as handles,
+        worker_processes(workers, args.shards) as (actors, handles, state),
     ):
-        assert handles is not None
-        make: Any = ray.remote(SimulatedWorker).options(num_cpus=0)
-        actors = [make.remote(job, index) for index in range(workers)]
-        state = ray.put(start_state(job))
         costs = measure_costs()
         for _ in range(args.repeats):
             for name, seconds in cases.items():
@@ -185,7 +172,7 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
             runs.setdefault("without_slow", []).append(speed * workers / (workers - 1))
             print(rounded(runs), flush=True)
     medians = {name: median(values) for name, values in runs.items()}
-    size = sum(p.nbytes for p in network(job).parameters())
+    size = sum(p.nbytes for p in network(job_of(workers, args.shards)).parameters())
     simulated = {
         name: simulated_samples_per_s(seconds, args.steps, size, args.shards, costs)
         for name, seconds in cases.items()
@@ -205,6 +192,31 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
         "shards": args.shards,
         "simulated_compute": True,
     }
+
+
+def job_of(workers: int, shards: int) -> Job:
+    """Return the job whose network, shards and micro-batches the workers have."""
+    return Job.model_validate(
+        {
+            "model": {"name": "resnet8", "args": {"width": 64}},
+            "data": "digits",
+            "epochs": 1,
+            "global_batch_size": workers * MICRO_BATCH_SAMPLES,
+            "workers": {"count": workers},
+            "parallel": {"mode": "async", "shards": shards},
+        }
+    )
+
+
+@contextmanager
+def worker_processes(workers: int, shards: int) -> Iterator[tuple[list[Any], ServerHandles, Any]]:
+    """Start worker processes and shards; yield their handles and the start state."""
+    job = job_of(workers, shards)
+    with parameter_server(LearnerConfig.from_job(job), INFO, job.max_restarts) as handles:
+        assert handles is not None
+        make: Any = ray.remote(SimulatedWorker).options(num_cpus=0)
+        actors = [make.remote(job, index) for index in range(workers)]
+        yield actors, handles, ray.put(start_state(job))
 
 
 def simulated_samples_per_s(
@@ -308,10 +320,15 @@ def nodes_of(workers: int) -> int:
 
 
 def efficiency(
-    workers: int, seconds: float, gbit_per_s: float, shards: int, costs: Costs
+    workers: int,
+    seconds: float,
+    gbit_per_s: float,
+    shards: int,
+    costs: Costs,
+    megabytes: float = MEGABYTES,
 ) -> float:
     """Return the micro-batches per second and worker relative to one that only computes."""
-    size = MEGABYTES * 1e6
+    size = megabytes * 1e6
     link = Network(nodes_of(workers), shards, size, size, gbit_per_s * 1e9 / 8, costs)
     random = Random(0)
     phase = EpochPhase("1.0", 1, 0, (0.1,) * 60, workers, None)

@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from math import ceil, nan
 from statistics import fmean
+from time import process_time
 from types import TracebackType
 
 from raytrain_opt.clock import monotonic_s
@@ -55,20 +56,15 @@ def open_sampler(
 
 
 class CpuSampler(Sampler):
-    """CPU time of all threads of this process, relative to the time of its compute threads.
-
-    The system counts CPU time in ticks, mostly of 10 ms: with one thread, a sample over 50 ms is
-    accurate to 20 %, a sample over 1 s to 1 %.
-    """
+    """CPU time of all threads of this process, relative to the time of its compute threads."""
 
     def __init__(self, threads: int) -> None:
-        import psutil
-
-        self._process, self._threads = psutil.Process(), threads
+        self._threads = threads
         self.restart()
 
     def restart(self) -> None:
-        self._wall_s, self._busy_s = monotonic_s(), self._cpu_s()
+        # Not from psutil, which reads ticks of 10 ms: a short probe has had none.
+        self._wall_s, self._busy_s = monotonic_s(), process_time()
 
     def sample(self) -> float:
         """Return percent since the last call, at most 100 also when more threads are busy."""
@@ -76,10 +72,6 @@ class CpuSampler(Sampler):
         self.restart()
         available_s = (self._wall_s - wall_s) * self._threads
         return min(100.0, 100.0 * (self._busy_s - busy_s) / available_s) if available_s else 0.0
-
-    def _cpu_s(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
 
 
 class NullSampler(Sampler):

@@ -92,6 +92,7 @@ class Mailbox(Exchange):
 
     async def receive(self, messages: Sequence[Reply | Report]) -> dict[str, Instruction]:
         """Take messages of residents; late ones about an earlier command are dropped."""
+        pools = {message.sender[0] for message in messages}
         for message in messages:
             pool, index, *_ = message.sender
             state = self._pools[pool]
@@ -105,7 +106,9 @@ class Mailbox(Exchange):
                 state.log.report(index, message.progress)
             if message.can_stop_before is not None:
                 state.board.stops[index] = message.can_stop_before
-        return {pool: self._instruction(pool) for pool in {m.sender[0] for m in messages}}
+        for pool in pools:
+            self._pools[pool].board.replied.notify()
+        return {pool: self._instruction(pool) for pool in pools}
 
     def _instruction(self, pool: str) -> Instruction:
         state = self._pools[pool]
@@ -125,7 +128,6 @@ class Mailbox(Exchange):
         board.replies[index] = reply.value
         if reply.failed:
             board.failed.add(index)
-        board.replied.notify()
 
     async def is_first(self, claim: str) -> bool:
         """Return True to the first caller with this claim."""

@@ -34,7 +34,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.mailbox import Exchange
-from raytrain_opt.pools.mailbox_state import CommandBoard
+from raytrain_opt.pools.mailbox_state import RECORDED_RESIDENTS, CommandBoard
 from raytrain_opt.pools.node_socket import listen
 from raytrain_opt.pools.packed_command import PackedCommand, pack
 
@@ -166,6 +166,21 @@ class _Outbox:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._due.wait(), self._wait_s)
         async with self._one_call:  # what comes meanwhile goes with this one, too
-            messages, self._messages, self._next = [*self._messages.values()], {}, None
+            messages, self._messages, self._next = _thinned([*self._messages.values()]), {}, None
             self._due.clear()
             self.instructions |= await self._upstream.receive.remote(messages)
+
+
+def _thinned(messages: Sequence[Reply | Report]) -> list[Reply | Report]:
+    """Leave out usage that is not recorded: most of what the mailbox would have to read."""
+    others = {
+        m.sender: m.usage.duration_s
+        for m in messages
+        if isinstance(m, Reply) and m.usage and m.sender[1] >= RECORDED_RESIDENTS
+    }
+    longest = max(others, key=lambda sender: others[sender], default=None)
+    unused = others.keys() - {longest}
+    return [
+        replace(m, usage=None) if isinstance(m, Reply) and m.sender in unused else m
+        for m in messages
+    ]

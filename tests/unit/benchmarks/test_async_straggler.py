@@ -5,14 +5,19 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.async_environments import ENVIRONMENTS, WAYS, Environment
 from benchmarks.async_simulation import Costs, Network
-from benchmarks.async_straggler import efficiency
+from benchmarks.async_straggler import MICRO_BATCH_SAMPLES, Sleeper, efficiency, job_of
 from benchmarks.async_training import table, train
 from benchmarks.comparison_tasks import SYNTHETIC
+from raytrain_opt.async_training.scheduler import EpochPhase
+from raytrain_opt.async_training.weight_shard import split_parameters
+from raytrain_opt.async_training.worker_loop import AsyncTrainer
 
 
 def test_ways_are_as_fast_as_arithmetic_says() -> None:
@@ -48,6 +53,23 @@ def test_a_slow_network_and_software_make_many_workers_less_efficient() -> None:
     assert 0 < slow < fast < 1.01
     assert efficiency(16, 0.25, 100, 16, Costs(update_s=1e-8)) < fast
     assert efficiency(1, 0.25, 10, 1, Costs()) > 0.98
+
+
+def test_a_heavier_network_is_slower_over_the_same_links() -> None:
+    light, heavy = (efficiency(16, 0.25, 10, 16, Costs(), mb) for mb in (10, 200))
+    assert heavy < light
+
+
+def test_a_sleeping_learner_is_trained_by_the_real_loop() -> None:
+    learner: Any = Sleeper(job_of(1, 2), 0.0)
+    trainer = AsyncTrainer(learner, 2)
+    parts = split_parameters(learner.model, 2)
+    weights = [torch.zeros(sum(p.numel() for p in part)) for part in parts]
+    phase = EpochPhase("1.0", 1, 0, (0.1,), 1, None)
+    [batch] = learner.micro_batches_at(iter([(0, 0)]))
+    result, wires = trainer.compute(phase, 0, batch, weights)
+    assert (result.loss_sum, result.samples) == (0.0, MICRO_BATCH_SAMPLES)
+    assert len(wires) == 2
 
 
 def test_trainings_with_and_without_staleness(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from raytrain_opt.monitoring.process_usage import Usage
 from raytrain_opt.pools import relay as module
 from raytrain_opt.pools.commands import (
     Close,
@@ -209,3 +210,21 @@ def test_residents_that_are_to_stop_early_agree_through_their_relays(
                 await asyncio.sleep(0.001)
 
     play(scene)
+
+
+def test_usage_goes_up_of_recorded_residents_and_of_the_one_that_took_longest() -> None:
+    class Upstream(Mailbox):
+        received: list[Any] = []
+
+        async def receive(self, messages: Any) -> dict[str, Instruction]:
+            self.received.extend(messages)
+            return await super().receive(messages)
+
+    async def scene() -> None:
+        usages = [Usage(duration_s=float(i % 19)) for i in range(20)]
+        replies = [Reply(resident(i).sender, 1, "", usage=u) for i, u in enumerate(usages)]
+        await Relay(Handle(Upstream())).receive(replies)
+
+    play(scene)
+    assert [r.sender[1] for r in Upstream.received] == list(range(20))
+    assert [r.sender[1] for r in Upstream.received if r.usage] == [*range(16), 18]
