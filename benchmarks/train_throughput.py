@@ -1,6 +1,6 @@
 """Samples per second of the main training against a plain torchrun DDP script.
 
-    python -m benchmarks.train_throughput [--pairs 5] [--epochs 5] [--model resnet8]
+    python -m benchmarks.train_throughput [--pairs 5] [--epochs 5] [--model resnet8] [--scaling]
 
 Both sides train the same network (built by raytrain_opt.models) with the same optimizer and
 constant rate, global batch, threads per process and data: synthetic uint8 images of CIFAR's
@@ -22,7 +22,8 @@ by the same amount, otherwise a busy machine would favor it. And glibc returns t
 process' main thread has freed to the system in every step (9,000 page faults a step for the
 default model). Our workers are started with MALLOC_* settings that keep it, which torchrun does
 not. "tuned" is the other side with such settings too (then 200 faults), and with the fused SGD
-that ours has: `ratio_tuned` compares the loops alone.
+that ours has: `ratio_tuned` compares the loops alone. `scaling_*`: samples/s of all workers over
+those of one worker with the same global batch, per worker, of our side and of the tuned one.
 
 Measure on a machine with nothing else to do: beside other work, the kernel's distribution of time
 between sessions (sched_autogroup) decides more than either loop.
@@ -87,11 +88,15 @@ def main() -> None:
         ray_session(None, verbose=False, environment=variables),
     ):
         files = write_images(Path(folder), args.samples)
+        one = argparse.Namespace(**{**vars(args), "workers": 1})
         sides = {
             "ours": lambda: ours(args, files, folder),
             "plain": lambda: plain(args, files, {}),
             "tuned": lambda: plain(args, files, KEEP_FREED_MEMORY, "--fused"),
         }
+        if args.scaling:
+            sides["ours, one worker"] = lambda: ours(one, files, folder)
+            sides["tuned, one worker"] = lambda: plain(one, files, KEEP_FREED_MEMORY, "--fused")
         pairs: list[dict[str, Speed]] = []
         for pair in range(args.pairs):
             order = list(sides) if pair % 2 == 0 else list(reversed(sides))
@@ -159,6 +164,13 @@ def plain(
 def report(args: argparse.Namespace, pairs: Sequence[dict[str, Speed]]) -> dict[str, object]:
     ratios = [pair["ours"].loop / pair["plain"].loop for pair in pairs]
     tuned = [pair["ours"].loop / pair["tuned"].loop for pair in pairs]
+    scaling = {
+        f"scaling_{side}": round(
+            median(p[side].loop / p[f"{side}, one worker"].loop for p in pairs) / args.workers, 4
+        )
+        for side in ("ours", "tuned")
+        if args.scaling
+    }
     epoch_ratios = [pair["ours"].epoch / pair["plain"].epoch for pair in pairs]
     return {
         "ratio_median": round(median(ratios), 4),
@@ -167,6 +179,7 @@ def report(args: argparse.Namespace, pairs: Sequence[dict[str, Speed]]) -> dict[
         "ratio_tuned": round(median(tuned), 4),
         "ratio_tuned_range": [round(min(tuned), 4), round(max(tuned), 4)],
         "ratio_epoch_median": round(median(epoch_ratios), 4),
+        **scaling,
         "pairs": len(pairs),
         "samples_per_s_ours": [round(pair["ours"].loop, 1) for pair in pairs],
         "samples_per_s_plain": [round(pair["plain"].loop, 1) for pair in pairs],
@@ -201,6 +214,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--global-batch-size", type=int, default=128)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each worker")
+    parser.add_argument("--scaling", action="store_true", help="also with one worker")
     args = parser.parse_args()
     if args.epochs < 2 or args.pairs < 1:
         parser.error("--epochs must be at least 2 (the first is not timed), --pairs at least 1")
