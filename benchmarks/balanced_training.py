@@ -36,20 +36,21 @@ Seconds = Callable[[int], float]
 
 
 class SleepingNet(nn.Module):
-    """A network with the parameters of another one, whose forward pass is a sleep."""
+    """A network with the parameters of another one, whose forward pass takes a given time."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in parameters])
         self.seconds: Seconds = lambda _: 0.0
-        self.slept_s = 0.0
+        self.computed_s = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        seconds = self.seconds(len(x))
-        time.sleep(seconds)
-        self.slept_s += seconds
+        started_s, seconds = monotonic_s(), self.seconds(len(x))
         total = torch.stack([weight.sum() for weight in self.weights]).sum()
-        return x.flatten(1)[:, :10] + 1e-6 * total
+        output: Tensor = x.flatten(1)[:, :10] + 1e-6 * total
+        time.sleep(max(0.0, started_s + seconds - monotonic_s()))
+        self.computed_s += seconds
+        return output
 
 
 def sleeping_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
@@ -107,7 +108,7 @@ def measure(
     for ranks in zip(*by_rank, strict=True):
         duration_s = max(duration_s for duration_s, _ in ranks)
         samples_per_s = steps * workers * SAMPLES_PER_WORKER / duration_s
-        busy = sum(slept_s for _, slept_s in ranks) / (workers * duration_s)
+        busy = sum(computed_s for _, computed_s in ranks) / (workers * duration_s)
         results.append({"samples_per_s": round(samples_per_s, 1), "busy": round(busy, 3)})
     return results
 
@@ -143,9 +144,9 @@ def _rank(
         net.seconds = CASES[case](rank, workers, seconds / SAMPLES_PER_WORKER)
         _train(learner, rank, workers, 1 if mode == "sync" else WARM_UP)
         dist.barrier()
-        started_s, net.slept_s = monotonic_s(), 0.0
+        started_s, net.computed_s = monotonic_s(), 0.0
         _train(learner, rank, workers, steps)
-        results.append((monotonic_s() - started_s, net.slept_s))
+        results.append((monotonic_s() - started_s, net.computed_s))
     dist.destroy_process_group()
     return results
 
