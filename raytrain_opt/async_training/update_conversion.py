@@ -9,7 +9,9 @@ P updates must move and decay the weights as far as one step did.
 rate      lr / P. Where the size of an update does not depend on that of the gradient (Adam and its
           kin, Muon, LARS), updates by small batches are less alike, and P of them move the weights
           sqrt(P) times as far: lr / sqrt(P) and d / sqrt(P), the square-root rule of Krizhevsky
-          and of Malladi et al. 2022 (arXiv 2205.10287).
+          and of Malladi et al. 2022 (arXiv 2205.10287). With t > P, which a slow network causes,
+          also times sqrt(P / t). Zhang et al. 2016 (arXiv 1511.05950) divide by t, which cost more
+          where staleness did no harm than it gained where it did.
 momentum  stays, per update, so that its mean covers a P-th of the samples: staleness acts as more
           momentum (Mitliagkas et al., Asynchrony Begets Momentum, 2016).
 weights   Momentum moves the weights on while a gradient is computed. In a direction of curvature
@@ -21,6 +23,7 @@ weights   Momentum moves the weights on while a gradient is computed. In a direc
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 Group = dict[str, Any]
@@ -36,6 +39,11 @@ def convert(group: Group, micro_batches: int) -> Group:
     if group.get("decoupled_weight_decay") or "use_muon" in group:
         changes["weight_decay"] = group["weight_decay"] * factor
     return changes
+
+
+def stale_lr_factor(micro_batches: int, staleness: float) -> float:
+    """Return the factor of the rate while gradients are on average this stale."""
+    return 1.0 if staleness <= micro_batches else math.sqrt(micro_batches / staleness)
 
 
 def look_ahead(group: Group, staleness: float) -> float:

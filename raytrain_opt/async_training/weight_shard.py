@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt.async_training.scheduler import EpochPhase
-from raytrain_opt.async_training.update_conversion import CONVERTED, convert, look_ahead
+from raytrain_opt.async_training.update_conversion import (
+    CONVERTED,
+    convert,
+    look_ahead,
+    stale_lr_factor,
+)
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.batched import split_evenly
@@ -185,7 +190,9 @@ class WeightShard:
             return staleness
         self._gradient.buffer.copy_(gradient)
         self._last_change.copy_(self.weights.buffer)
-        set_lr(self.optimizer, self.phase.lrs[self.version // self.phase.micro_batches])
+        per_step = self.phase.micro_batches
+        lr = self.phase.lrs[self.version // per_step]
+        set_lr(self.optimizer, lr * stale_lr_factor(per_step, self._mean_staleness))
         self.optimizer.step()
         torch.sub(self.weights.buffer, self._last_change, out=self._last_change)
         self._mean_staleness += _STALENESS_WEIGHT * (staleness - self._mean_staleness)

@@ -300,3 +300,23 @@ def test_workers_compute_on_the_weights_that_momentum_will_have_reached(
     for number in range(201, 204):
         shard.apply(number, number - 3, gradient)
     torch.testing.assert_close(shard.weights.buffer, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_weights_move_less_by_gradients_that_a_slow_network_makes_stale(
+    digits: DatasetArrays,
+) -> None:
+    async_job = job(optimizer={"name": "SGD", "args": {}})
+    learner, state = trained_learner(async_job, digits)
+    [shard] = open_shards(async_job, learner.info, 1)
+
+    def change(staleness: int) -> float:
+        shard.load(state, EpochPhase("1.x", 1, 0, (0.1,) * 300, 1, None))
+        gradient = torch.zeros_like(shard.weights.buffer)
+        for number in range(200):
+            shard.apply(number, number - staleness, gradient)
+        before = shard.weights.buffer.clone()
+        shard.apply(200, 200 - staleness, gradient + 1)
+        return float((before - shard.weights.buffer).mean())
+
+    assert change(1) == pytest.approx(0.1, rel=1e-3)
+    assert change(16) == pytest.approx(0.1 / 4, rel=1e-3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.async_training.update_conversion import convert, look_ahead
+from raytrain_opt.async_training.update_conversion import convert, look_ahead, stale_lr_factor
 
 SGD = {"momentum": 0.9, "dampening": 0, "weight_decay": 0.1}
 ADAMW = {"betas": (0.9, 0.99), "weight_decay": 0.1, "decoupled_weight_decay": True}
@@ -30,6 +30,13 @@ def test_settings_of_one_of_sixteen_micro_batches(
     group: dict[str, Any], expected: dict[str, float]
 ) -> None:
     assert convert(group, 16) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("staleness", "factor"), [(0.0, 1.0), (4.0, 1.0), (16.0, 0.5)])
+def test_the_rate_falls_where_gradients_are_staler_than_workers_alone_make_them(
+    staleness: float, factor: float
+) -> None:
+    assert stale_lr_factor(4, staleness) == pytest.approx(factor)
 
 
 def test_weights_are_ahead_by_what_momentum_alone_does() -> None:
