@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +33,7 @@ import torch
 
 from benchmarks import ensemble
 from benchmarks.async_costs import measure_costs
+from benchmarks.async_simulation import Costs
 from benchmarks.async_straggler import (
     MICRO_BATCH_SAMPLES,
     WORKER_COUNTS,
@@ -56,8 +58,11 @@ SLEEP_S, STEPS, SHARDS = 1.0, 15, 2
 def main() -> None:
     args = _arguments()
     torch.set_num_threads(1)
+    with ray_session(None, verbose=False):
+        costs = measure_costs()
     result: dict[str, dict[Any, Any]] = {
-        "simulated": simulated(),
+        "costs": asdict(costs),
+        "simulated": simulated(costs),
         "measured": {count: measured(count) for count in args.workers},
         "ensemble": ensembles(args.data_root, args.seeds, args.epochs),
     }
@@ -68,14 +73,12 @@ def main() -> None:
     print(json.dumps({**result, "paper": PAPER, "machine": machine(), "versions": versions()}))
 
 
-def simulated() -> dict[str, dict[int, float]]:
+def simulated(costs: Costs) -> dict[str, dict[int, float]]:
     """Return the speedup by hardware and number of workers."""
     job = load_job(JOBS / "imagenet_cnn11_async.yaml")
     with torch.device("meta"):
         model = build_model(job.model, num_classes=1000, sample_shape=(3, 224, 224), seed=0)
     megabytes = sum(p.nbytes for p in model.parameters()) / 1e6
-    with ray_session(None, verbose=False):
-        costs = measure_costs()
     return {
         name: {
             count: round(count * efficiency(count, seconds, gbit, count, costs, megabytes), 1)

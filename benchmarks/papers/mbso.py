@@ -1,6 +1,6 @@
 """Serizawa and Tatebe: the mini-batch size for speed. What a CPU can show of it.
 
-    python -m benchmarks.papers.mbso (--quick | --full)
+    python -m benchmarks.papers.mbso (--quick | --full) [--repeats N]
 
 sweep       microseconds per image of training at batches of 10 to 500, as in the preliminary
             experiment: jobs/cifar100_vgg16_mbso.yaml with its VGG16 (one BatchNorm) and the
@@ -14,7 +14,7 @@ idle        one iteration of a ResNet-8 on patches of JPEG files at the paper's 
             as published, from a fast disk and from one that takes 10 ms per file; and with two
             loader processes, the product's default. The paper's GPU idled 1 s per iteration
 
-`--quick` has sizes of 10 to 100 and one repetition, `--full` up to 500 and three. Images are made
+`--quick` has sizes of 10 to 100 and one pass, `--full` up to 500 and three passes. Images are made
 up; times do not depend on what they show. Medians. The last line is one JSON object.
 """
 
@@ -184,8 +184,10 @@ def _arguments() -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--quick", action="store_true", help="minutes")
     size.add_argument("--full", action="store_true", help="an hour")
+    parser.add_argument("--repeats", type=int, help="passes; default 1 with --quick, else 3")
     args = parser.parse_args()
-    args.sizes, args.repeats = (SIZES, 3) if args.full else (SIZES[:4], 1)
+    args.sizes = SIZES if args.full else SIZES[:4]
+    args.repeats = args.repeats or (3 if args.full else 1)
     return args
 
 
