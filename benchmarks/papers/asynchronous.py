@@ -43,7 +43,7 @@ from benchmarks.async_straggler import (
 )
 from benchmarks.common import machine
 from benchmarks.comparison_tasks import SYNTHETIC
-from benchmarks.papers.trainings import JOBS
+from benchmarks.papers.trainings import JOBS, paper_parser
 from raytrain_opt.cluster.connection import ray_session
 from raytrain_opt.config.load import load_job
 from raytrain_opt.models import build_model
@@ -105,12 +105,7 @@ def ensembles(root: Path | None, seeds: int, epochs: int) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--quick", action="store_true", help="minutes")
-    size.add_argument("--full", action="store_true", help="a quarter of an hour")
+    parser = paper_parser(__doc__, "a quarter of an hour")
     parser.add_argument("--data-root", type=Path, help="without: a few synthetic images")
     args = parser.parse_args()
     args.workers = (1, 2, 4, 8, 16) if args.full else (1, 2)

@@ -39,7 +39,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.batch_size_common import Training, sgd_training
 from benchmarks.common import machine, synthetic_images
-from benchmarks.papers.trainings import JOBS
+from benchmarks.papers.trainings import JOBS, paper_parser
 from raytrain_opt.config.load import load_job
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.data.images import center_crop
@@ -178,12 +178,7 @@ def _write_jpegs(folder: Path) -> list[Path]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--quick", action="store_true", help="minutes")
-    size.add_argument("--full", action="store_true", help="an hour")
+    parser = paper_parser(__doc__, "a quarter of an hour")
     parser.add_argument("--repeats", type=int, help="passes; default 1 with --quick, else 3")
     args = parser.parse_args()
     args.sizes = SIZES if args.full else SIZES[:4]

@@ -165,13 +165,19 @@ def paint_lines(
     axes.set_ylabel(y)
 
 
-def _arguments(description: str) -> argparse.Namespace:
+def paper_parser(description: str | None, full: str) -> argparse.ArgumentParser:
+    """Return a parser with `--quick` and `--full`, which takes as long as `full` says."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--quick", action="store_true", help="minutes on a CPU")
-    size.add_argument("--full", action="store_true", help="hours on a CPU")
+    size.add_argument("--full", action="store_true", help=full)
+    return parser
+
+
+def _arguments(description: str) -> argparse.Namespace:
+    parser = paper_parser(description, "hours on a CPU")
     parser.add_argument("--data-root", type=Path, help="folder of the image sets")
     parser.add_argument("--seeds", type=int, help="default: 1 with --quick, else 3")
     parser.add_argument("--cache", type=Path, help="file that keeps every training")
