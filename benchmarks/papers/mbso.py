@@ -1,12 +1,14 @@
 """Serizawa and Tatebe: the mini-batch size for speed. What a CPU can show of it.
 
-    python -m benchmarks.papers.mbso (--quick | --full) [--repeats N]
+    python -m benchmarks.papers.mbso (--quick | --full) [--repeats N] [--data-root FOLDER]
 
 sweep       microseconds per image of training at batches of 10 to 500, as in the preliminary
             experiment: jobs/cifar100_vgg16_mbso.yaml with its VGG16 (one BatchNorm) and the
             ResNet of 45 convolutions (a quarter as wide), 32x32 images, probed as the product's
             search does. Of 96 to 106, where the paper's utilization jumps unexplained, every
             even size
+epoch_time  tables 5 and 6 for CIFAR-100: the product's `epoch_time_minimize` from 32 images, of at
+            most `--max-loops`: loops, size, how much shorter an epoch is than at 32 images
 networks    why VGG16 keeps a GPU busier: multiply-adds per image and per kernel call of a forward
             pass (torch's FLOP counter and profiler; a call is an operator that computes)
 idle        one iteration of a ResNet-8 on patches of JPEG files at the paper's batch of 96, split
@@ -14,8 +16,9 @@ idle        one iteration of a ResNet-8 on patches of JPEG files at the paper's 
             as published, from a fast disk and from one that takes 10 ms per file; and with two
             loader processes, the product's default. The paper's GPU idled 1 s per iteration
 
-`--quick` has sizes of 10 to 100 and one pass, `--full` up to 500 and three passes. Images are made
-up; times do not depend on what they show. Medians. The last line is one JSON object.
+`--quick` has sizes of 10 to 100 and one pass, `--full` up to 500 and three passes. With
+`--data-root` (comparison_tasks.py) the images of sweep and search are those of CIFAR-100, else
+made up: times do not depend on what they show. Medians. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.batch_size_common import Training, sgd_training
 from benchmarks.common import machine, synthetic_images
+from benchmarks.comparison_tasks import read_cifar100
 from benchmarks.papers.trainings import JOBS, paper_parser
 from raytrain_opt.config.load import load_job
 from raytrain_opt.config.schema import ModelSection
@@ -48,7 +52,7 @@ from raytrain_opt.recording.recorder import versions
 
 NETWORKS = ("vgg16_one_bn", "cifar_resnet45")
 IMAGE_SHAPE, CLASSES = (3, 32, 32), 100
-SIZES, JUMP_SIZES = (10, 20, 50, 100, 200, 500), (96, 98, 100, 102, 104, 106)
+INITIAL, SIZES, JUMP_SIZES = 32, (10, 20, 50, 100, 200, 500), (96, 98, 100, 102, 104, 106)
 JPEG_BATCH, JPEG_FILES, SLOW_FILE_S = 96, 192, 0.01
 # Operators that compute; the others of a profile are views, allocations and parts of these.
 KERNELS = ("conv2d", "linear", "batch_norm", "relu", "relu_", "max_pool2d", "add_", "mean")
@@ -74,10 +78,13 @@ class JpegFiles(Dataset[tuple[Tensor, int]]):
 def main() -> None:
     args = _arguments()
     torch.set_num_threads(1)
+    data = _images(args.data_root)
+    trainings = {name: _training(name, data) for name in NETWORKS}
     result: dict[str, dict[Any, Any]] = {
         "networks": {name: arithmetic(name) for name in NETWORKS},
-        "sweep": {name: sweep(name, args.sizes, args.repeats) for name in NETWORKS},
-        "jump": sweep("vgg16_one_bn", JUMP_SIZES, args.repeats) if args.full else {},
+        "epoch_time": {name: epoch_time(trainings[name], args.max_loops) for name in NETWORKS},
+        "sweep": {name: sweep(trainings[name], args.sizes, args.repeats) for name in NETWORKS},
+        "jump": sweep(trainings[NETWORKS[0]], JUMP_SIZES, args.repeats) if args.full else {},
         "idle": idle(args.repeats),
     }
     for name, rows in result.items():
@@ -113,9 +120,20 @@ def arithmetic(network: str) -> dict[str, float]:
     }
 
 
-def sweep(network: str, sizes: tuple[int, ...], repeats: int) -> dict[int, float]:
+def epoch_time(training: Training, max_loops: int) -> dict[str, float]:
+    """Search from 32 images as published; compare an epoch at the choice with one at the start."""
+    found = training.find("epoch_time_minimize", initial=INITIAL, max_loops=max_loops)
+    micros = sweep(training, (INITIAL, found.batch_size), 3)
+    return {
+        "loops": found.probes,
+        "batch_size": found.batch_size,
+        "shorter_pct": round(100 * (1 - micros[found.batch_size] / micros[INITIAL]), 1),
+        "search_s": round(found.seconds),
+    }
+
+
+def sweep(training: Training, sizes: tuple[int, ...], repeats: int) -> dict[int, float]:
     """Return microseconds per image by size, the median over passes in turn."""
-    training = _training(network, max(sizes))
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(repeats):
         for size in sizes:
@@ -124,14 +142,21 @@ def sweep(network: str, sizes: tuple[int, ...], repeats: int) -> dict[int, float
     return {size: round(median(values)) for size, values in times.items()}
 
 
-def _training(network: str, samples: int) -> Training:
+def _images(root: Path | None) -> TensorDataset:
+    if root is None:
+        images, labels = synthetic_images(2 * max(SIZES), IMAGE_SHAPE, CLASSES)
+    else:
+        (images, labels), _ = read_cifar100(root, IMAGE_SHAPE[1], coarse=False)
+        images = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+    return TensorDataset(torch.from_numpy(images), torch.from_numpy(labels).long())
+
+
+def _training(network: str, data: TensorDataset) -> Training:
     model = {"name": network, "args": SWEEP_ARGS[network]}
     job = load_job(JOBS / "cifar100_vgg16_mbso.yaml", [f"model={json.dumps(model)}"])
-    images, labels = synthetic_images(2 * samples, IMAGE_SHAPE, CLASSES)
-    dataset = TensorDataset(torch.from_numpy(images), torch.from_numpy(labels).long())
     settings = {"min_timed_steps": 2, "warmup_steps": 1}
     return sgd_training(
-        job.model, CLASSES, IMAGE_SHAPE, dataset, torch.device("cpu"), settings=settings
+        job.model, CLASSES, IMAGE_SHAPE, data, torch.device("cpu"), settings=settings
     )
 
 
@@ -180,6 +205,8 @@ def _write_jpegs(folder: Path) -> list[Path]:
 def _arguments() -> argparse.Namespace:
     parser = paper_parser(__doc__, "a quarter of an hour")
     parser.add_argument("--repeats", type=int, help="passes; default 1 with --quick, else 3")
+    parser.add_argument("--max-loops", type=int, default=40, help="of the published search")
+    parser.add_argument("--data-root", type=Path, help="folder of the image sets")
     args = parser.parse_args()
     args.sizes = SIZES if args.full else SIZES[:4]
     args.repeats = args.repeats or (3 if args.full else 1)
