@@ -223,12 +223,24 @@ class PeakSearch:
         )
 
 
+def hardly_trained_loss(rounds: Sequence[Decision]) -> float | None:
+    """Return the loss at a rate a decade below the best coarse one, which hardly trains.
+
+    The rounds are those of one optimizer; None without a coarse candidate that trained. Every
+    search has tried this rate, wherever it began.
+    """
+    coarse = _Trials.of(rounds, COARSE)
+    if not coarse.alive:
+        return None
+    decade = coarse.largest(TOLERANCE)
+    return coarse.loss(max((p for p in coarse.alive if p < decade), default=decade))
+
+
 def _choose_peak(trials: _Trials, rounds: Sequence[Decision]) -> PeakChoice:
     """Return the mean log rate, weighted by powers of gains; the best rate without any gain."""
-    coarse = _Trials.of(rounds, COARSE)
-    decade = coarse.largest(TOLERANCE)
-    hardly_trained = max((p for p in coarse.alive if p < decade), default=decade)
-    gains = {p: max(0.0, coarse.loss(hardly_trained) - trials.loss(p)) for p in trials.alive}
+    untrained = hardly_trained_loss(rounds)
+    assert untrained is not None
+    gains = {p: max(0.0, untrained - trials.loss(p)) for p in trials.alive}
     best = trials.largest(0.0)
     if gains[best] == 0:
         center, gains = float(best), {best: 1.0}

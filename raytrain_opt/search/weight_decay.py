@@ -13,6 +13,8 @@ that does not is slowed by it (our trials, benchmarks/RESULTS.md).
 
 from __future__ import annotations
 
+from raytrain_opt.search.optimizer_race import optimizer_of
+from raytrain_opt.search.peak_search import hardly_trained_loss
 from raytrain_opt.search.policy import History
 
 # Times 1 / (rate x decay) in a training of a network that fits its samples perfectly.
@@ -30,14 +32,7 @@ def decay_by_fit(history: History, optimizer: int, sum_of_lrs: float) -> float:
 
 
 def _untrained_loss(history: History, optimizer: int) -> float:
-    """Return the loss at the lowest rate of the search, or of the first epoch without one."""
-    tried = [
-        result
-        for decision in history.decisions
-        for result in decision.tried
-        if result.status == "ok" and result.candidate.optimizer == optimizer
-    ]
-    if not tried:
-        return history.epoch_losses[0]
-    lowest = min(tried, key=lambda result: (result.candidate.lr, result.val_loss))
-    return lowest.val_loss
+    """Return the loss of a candidate that hardly trained, or without a search of epoch 1."""
+    rounds = [r for r in history.decisions if r.tried and optimizer_of(r) == optimizer]
+    loss = hardly_trained_loss(rounds)
+    return history.epoch_losses[0] if loss is None else loss
