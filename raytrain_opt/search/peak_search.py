@@ -226,8 +226,8 @@ class PeakSearch:
 def hardly_trained_loss(rounds: Sequence[Decision]) -> float | None:
     """Return the loss at a rate a decade below the best coarse one, which hardly trains.
 
-    The rounds are those of one optimizer; None without a coarse candidate that trained. Every
-    search has tried this rate, wherever it began.
+    The rounds are those of one optimizer; None without a coarse candidate that trained. A
+    search that began some decades away has tried this rate, too.
     """
     coarse = _Trials.of(rounds, COARSE)
     if not coarse.alive:

@@ -388,7 +388,7 @@ class Learner:
         seed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed(seed)
+            torch.get_device_module(self.device).manual_seed_all(seed)
 
     def wait_for_device(self) -> None:
         """Wait until the device has finished all queued work; for measuring time."""
