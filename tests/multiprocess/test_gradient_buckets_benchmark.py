@@ -11,7 +11,9 @@ GRADIENT_BYTES = 4 * 2_542_856
 def test_a_message_takes_no_less_than_its_link_needs() -> None:
     times = measure(2, SETTING)
     assert set(times) == {(plan, link) for plan in PLANS for link in LINKS}
-    link_s = LATENCY_S + 8 * GRADIENT_BYTES / 1e9
-    # All bytes must have arrived before a step ends; `single` sends none of them earlier.
-    assert all(times[plan, "1 Gbit/s"][0] >= link_s for plan in PLANS)
-    assert times["single", "1 Gbit/s"][0] > times["single", "10 Gbit/s"][0]
+    # All bytes must have arrived before a step ends; `single` sends none of them earlier. Upper
+    # limits would test how busy this machine is.
+    for link, gbit_per_s in LINKS.items():
+        if gbit_per_s is not None:
+            link_s = LATENCY_S + 8 * GRADIENT_BYTES / (gbit_per_s * 1e9)
+            assert all(times[plan, link][0] >= link_s for plan in PLANS)
