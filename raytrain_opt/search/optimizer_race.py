@@ -110,7 +110,8 @@ def is_too_costly(step_flops: float, batch_flops: float) -> bool:
 
 def all_diverged(rounds: Sequence[Decision]) -> bool:
     """Return whether all candidates of the last round's optimizer and stage diverged."""
-    return math.isinf(_lowest_loss(_rounds_of(optimizer_of(rounds[-1]), rounds)))
+    own = _rounds_of(optimizer_of(rounds[-1]), rounds)
+    return math.isinf(_lowest_loss(own)) and not _has_stopped(own)
 
 
 def optimizer_of(decision: Decision) -> int:
@@ -120,9 +121,14 @@ def optimizer_of(decision: Decision) -> int:
 
 def _is_behind(own: Sequence[Decision], first: float) -> bool:
     """Return whether other rates would hardly bring an optimizer ahead of the first one's loss."""
-    loss = _lowest_loss(own)
-    is_fine = own[-1].stage == FINE and math.isfinite(loss)
-    return is_fine and loss > first + TOLERANCE * abs(first)
+    if own[-1].stage != FINE or all_diverged(own):
+        return False
+    return _lowest_loss(own) > first + TOLERANCE * abs(first)
+
+
+def _has_stopped(own: Sequence[Decision]) -> bool:
+    """Return whether candidates of the last stage fell behind those of another optimizer."""
+    return any(r.status == "stopped" for d in own if d.stage == own[-1].stage for r in d.tried)
 
 
 def _single(request: PeakRequest, against: str) -> PeakRequest:

@@ -90,10 +90,10 @@ class PeakChoice:
 
 @dataclass(frozen=True)
 class _Trials:
-    """The results of a stage by point: finite ones in `alive`, and the points that diverged."""
+    """The results of a stage by point: scored ones in `alive`; others diverged or stopped."""
 
     alive: dict[int, CandidateResult]
-    diverged: frozenset[int]
+    failed: frozenset[int]
 
     @classmethod
     def of(cls, rounds: Sequence[Decision], stage: str) -> _Trials:
@@ -103,7 +103,7 @@ class _Trials:
 
     @property
     def tried(self) -> frozenset[int]:
-        return self.diverged.union(self.alive)
+        return self.failed.union(self.alive)
 
     def loss(self, point: int) -> float:
         return self.alive[point].val_loss

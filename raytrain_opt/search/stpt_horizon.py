@@ -25,6 +25,7 @@ from raytrain_opt.optim.schedules import RelativeSchedule
 from raytrain_opt.search.optimizer_race import OptimizerRace, all_diverged
 from raytrain_opt.search.peak_search import (
     FEWEST_STEPS,
+    FINE,
     CandidateSteps,
     PeakRequest,
     PeakSearch,
@@ -154,6 +155,8 @@ class HorizonStpt:
             self.schedule(optimizer).compressed(request.steps),
             stage=request.stage,
             fresh_statistics=True,
+            # Coarse candidates are few steps, and also say what hardly trained weights are worth.
+            rival=_best_losses(history.decisions, request.steps) if request.stage == FINE else (),
         )
 
     def _train(self, span: EpochSpan, history: History) -> TrainEpoch:
@@ -174,3 +177,9 @@ class HorizonStpt:
             sum_of_lrs = peak * schedule.mean * span.total_steps
             weight_decay_factor = decay_by_fit(history, optimizer, sum_of_lrs)
         return TrainEpoch(span.epoch, lrs, reason, weight_decay_factor, optimizer)
+
+
+def _best_losses(rounds: Sequence[Decision], steps: int) -> tuple[float, ...]:
+    """Return the training losses of the best candidate so far of as many steps."""
+    tried = [r for d in rounds if d.steps == steps for r in d.tried if r.status == "ok"]
+    return min(tried, key=lambda result: result.val_loss).losses if tried else ()

@@ -232,6 +232,10 @@ class Learner:
         parallel.after_step()
         phase.steps += 1
 
+    def phase_sums(self) -> tuple[float, int]:
+        """Return the sum of the losses of this process's phase so far, and its samples."""
+        return self._phase.loss_sum.item(), self._phase.samples
+
     def begin_micro_batches(self, epoch: int, count: int) -> None:
         """Begin a phase in which single micro-batches are computed, in any order.
 

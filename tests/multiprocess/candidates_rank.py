@@ -81,7 +81,9 @@ def search(trainer: Slot | Worker, states: CountedStates, job: Job) -> dict[str,
         results = [reply.results]
         if dist.is_initialized():
             dist.broadcast_object_list(results, src=0)
-        tried += [(c.candidate.optimizer, c.candidate.lr, c.val_loss) for c in results[0]]
+        for result in results[0]:
+            loss = result.val_loss if result.status == "ok" else result.train_loss
+            tried.append((result.status, result.candidate.optimizer, result.candidate.lr, loss))
         history = history.after_round(policy.decide(action, results[0], history))
     latest = history.latest
     assert latest is not None

@@ -52,3 +52,29 @@ def test_a_local_candidate_trains_one_micro_batch_at_the_rate_that_belongs_to_it
     assert result.candidate.lr == LR
     assert totals.samples == STEPS * 64 * len(indices) // WORKERS
     assert ref.sha256 == expected.state(copy=True).digest()
+
+
+STEPS_OF_RACE = 8
+
+
+@pytest.mark.parametrize(
+    ("lr", "rival", "status", "steps"),
+    [
+        (LR, (), "ok", 8),
+        (1e-9, (3.0, 2.0, 1.0, 0.5), "stopped", 4),
+        (1e-9, (3.0, 3.0, 3.0, 1.0), "stopped", 6),
+        (LR, (2.31, 2.3, 2.3, 2.3), "ok", 8),
+        (1e30, (), "diverged", 2),  # looked at after steps 1, 2, 4 and 6
+    ],
+)
+def test_a_candidate_that_falls_behind_or_diverges_stops_within_its_schedule(
+    tmp_path: Path, lr: float, rival: tuple[float, ...], status: str, steps: int
+) -> None:
+    states = InProcessStates()
+    slot = Slot(open_learner(tmp_path), 0, states, None)
+    start = states.put("start", slot.learner.state(copy=True))
+    shape = (1.0,) * STEPS_OF_RACE
+    plan = TryCandidates(1, lr, "", (Candidate(0, 1.0, lr),), shape, rival=rival)
+    (result,) = slot.handle(Pretrain(start, plan, (0,)), lambda _done, _total: None).results
+    assert (result.status, result.samples) == (status, 64 * steps)
+    assert len(result.losses) == sum(step <= steps for step in (1, 2, 4, 6))
