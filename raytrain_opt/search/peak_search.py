@@ -44,7 +44,7 @@ TOLERANCE = 0.02
 _GAIN_POWER = 4
 
 # Steps of a fine candidate where the budget allows; with fewer, single rates are unreliable.
-_FINE_STEPS = 48
+_FINE_STEPS = 96
 # Steps of a coarse candidate, as a fraction of a fine one's. With fewer than the minimum there is
 # no search, because a schedule of so few steps shows nothing.
 _COARSE_FRACTION, _MIN_STEPS = 0.25, 5

@@ -201,7 +201,7 @@ def test_the_first_round_tries_full_schedules_a_decade_apart() -> None:
     action = next_round(horizon(initial=0.1), 1)
     assert rates(action) == pytest.approx([0.01, 0.1, 1.0])
     assert [c.multiplier for c in action.candidates] == pytest.approx([0.1, 1, 10])
-    assert action.lr_shape == horizon().schedule(0).compressed(15)
+    assert action.lr_shape == horizon().schedule(0).compressed(19)
     assert action.kept_steps == 0
 
 
@@ -210,8 +210,8 @@ def test_the_second_round_tries_longer_schedules_to_both_sides_of_the_best() -> 
     coarse, fine = training.rounds
     assert (coarse.stage, fine.stage) == ("coarse", "fine")
     assert rates(fine) == pytest.approx([0.0316, 0.1, 0.316], rel=0.01)
-    assert (coarse.pretrain_steps, fine.pretrain_steps) == (15, 62)
-    assert fine.lr_shape == horizon().schedule(0).compressed(62)
+    assert (coarse.pretrain_steps, fine.pretrain_steps) == (19, 76)
+    assert fine.lr_shape == horizon().schedule(0).compressed(76)
 
 
 def test_horizon_sets_how_long_the_candidates_train() -> None:
@@ -219,12 +219,12 @@ def test_horizon_sets_how_long_the_candidates_train() -> None:
     assert [action.pretrain_steps for action in training.rounds] == [62, 250]
 
 
-@pytest.mark.parametrize(("steps", "expected"), [(60, 48), (90, 48), (120, 60), (40, 40)])
-def test_candidates_have_at_least_48_steps_where_the_epoch_has_them(
+@pytest.mark.parametrize(("steps", "expected"), [(60, 60), (120, 96), (240, 120), (40, 40)])
+def test_candidates_have_at_least_96_steps_where_the_epoch_has_them(
     steps: int, expected: int
 ) -> None:
-    """Half an epoch of 60 steps is 30: with so few, single rates are unreliable."""
-    fine = trained(horizon(30, steps)).rounds[-1]
+    """Half an epoch of 120 steps is 60: with so few, single rates are unreliable."""
+    fine = trained(horizon(60, steps)).rounds[-1]
     assert (fine.stage, fine.pretrain_steps) == ("fine", expected)
 
 
@@ -357,7 +357,7 @@ def test_the_fine_grid_is_extended_too() -> None:
     fine = [action for action in training.rounds if action.stage == "fine"]
     assert len(fine) >= 2
     assert max(rates(fine[-1])) < min(rates(fine[0]))
-    assert {action.pretrain_steps for action in fine} == {62}
+    assert {action.pretrain_steps for action in fine} == {96}
 
 
 # Divergence.
@@ -446,7 +446,7 @@ def test_the_budget_is_kept(
         assert action.pretrain_steps <= policy.steps(action.epoch)
 
 
-@pytest.mark.parametrize(("epochs", "steps", "max_cost"), [(16, 96, 0.12), (90, 125, 0.04)])
+@pytest.mark.parametrize(("epochs", "steps", "max_cost"), [(16, 96, 0.15), (90, 125, 0.04)])
 def test_the_cost_of_a_typical_search(epochs: int, steps: int, max_cost: float) -> None:
     policy = horizon(epochs, steps)
     assert 0.02 < cost(trained(policy, Surface(noise=0.0)), policy) <= max_cost
