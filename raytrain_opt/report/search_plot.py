@@ -108,7 +108,7 @@ def search_plots(run: RunRecords) -> list[Plot]:
         "Validation loss of candidates after a full schedule, compressed into few steps: "
         f"{', '.join(map(str, lengths))} steps, the shortest dotted, the longest solid. Much "
         "higher losses are not shown. "
-        + " ".join(_outcomes(rounds, optimizers))
+        + " ".join(f"{name} {outcome}." for name, outcome in outcomes(rounds).items())
         + " All values are in the table of rounds."
     )
     return [draw("search", "Search before the first epoch", caption, paint)]
@@ -123,25 +123,47 @@ def _points(
         for record in rounds
         if record.pretrain_steps == steps
         for candidate in record.candidates
-        if candidate.optimizer == optimizer and candidate.val_loss is not None
+        if candidate.optimizer == optimizer and candidate.status == "ok"
+        if candidate.val_loss is not None
     )
 
 
-def _outcomes(rounds: Sequence[RoundRecord], optimizers: Sequence[str]) -> list[str]:
-    """Return a sentence for each optimizer of a race: how far it came, and with which loss."""
-    winner = rounds[-1].winner  # may be a candidate of an earlier round
-    chosen = {c.optimizer for r in rounds for c in r.candidates if c.index == winner}
-    sentences = []
-    for optimizer in optimizers if len(optimizers) > 1 else ():
-        trained = [
-            r.pretrain_steps for r in rounds for c in r.candidates if c.optimizer == optimizer
-        ]
-        steps = max(trained)
-        points = _points(rounds, optimizer, steps)
-        lr, loss = min(points, key=lambda point: point[1], default=(None, None))
-        what = "was chosen" if optimizer in chosen else f"left after {times(steps, 'step')}"
-        sentences.append(
-            f"{optimizer} {what}: lowest loss {plain(loss)} at {rate(lr)}, "
-            f"{times(sum(trained), 'step')} in all."
-        )
-    return sentences
+def outcomes(rounds: Sequence[RoundRecord]) -> dict[str, str]:
+    """Return what became of each optimizer of a race, and why; empty without a race.
+
+    The loss of one that left is compared with the lowest of those that went on, after as many
+    steps where they have candidates of that length.
+    """
+    tried: dict[tuple[str, int], list[CandidateRecord]] = {}
+    for record in rounds:
+        for candidate in record.candidates:
+            tried.setdefault((candidate.optimizer, record.pretrain_steps), []).append(candidate)
+    optimizers = list(dict.fromkeys(optimizer for optimizer, _ in tried))
+    longest = {o: max(steps for other, steps in tried if other == o) for o in optimizers}
+    winner = rounds[-1].winner if rounds else None  # perhaps a candidate of an earlier round
+    chosen = {o for (o, _), candidates in tried.items() for c in candidates if c.index == winner}
+    # Loss, rate, optimizer and steps of the best candidate of each length.
+    best = {
+        key: min((loss, lr, *key) for lr, loss in line)
+        for key in tried
+        if (line := _points(rounds, *key))
+    }
+    texts = {}
+    for optimizer, steps in longest.items() if len(optimizers) > 1 else ():
+        how = "left after" if chosen else "so far has"
+        text = "was chosen" if optimizer in chosen else f"{how} {times(steps, 'step')}"
+        if own := best.get((optimizer, steps)):
+            text += f": lowest loss {plain(own[0])} at {rate(own[1])}"
+            others = [o for o in optimizers if o in chosen or longest[o] > steps]
+            rivals = [best.get((o, steps), best.get((o, longest[o]))) for o in others]
+            if optimizer not in chosen and (rival := min(filter(None, rivals), default=None)):
+                text += f" against {plain(rival[0])} of {rival[2]}"
+                text += f" in {rival[3]} steps" if rival[3] != steps else ""
+        else:
+            of_length = f" of {steps} steps" if any(o == optimizer for o, _ in best) else ""
+            statuses = {c.status for c in tried[optimizer, steps]}
+            ends = sorted({"lost": "were lost"}.get(status, status) for status in statuses)
+            text += f": all its candidates{of_length} {' or '.join(ends)}"
+        total = sum(n * len(candidates) for (o, n), candidates in tried.items() if o == optimizer)
+        texts[optimizer] = f"{text}; {times(total, 'step')} in all"
+    return texts
