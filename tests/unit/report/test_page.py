@@ -335,17 +335,15 @@ def test_a_race_of_optimizers_is_shown_with_who_left_when_and_why(tmp_path: Path
     assert {"AdamW", "Muon", "chosen peak"} <= set(page.texts)
 
 
-def test_a_finalist_is_compared_with_the_length_that_the_other_has(tmp_path: Path) -> None:
-    page = race_page(
-        tmp_path,
-        race_line(0, "AdamW", 9),
-        race_line(3, "Muon", 9),
-        race_line(6, "AdamW", 36),
-        race_line(9, "Muon", 24, winner=9),
-    )
-    assert "AdamW left after 36 steps: lowest loss 0.5 at 0.05 against 0.05 of Muon in 24" in (
-        page.text
-    )
+def test_a_finalist_that_was_stopped_left_because_it_fell_behind(tmp_path: Path) -> None:
+    finalist, first = race_line(6, "AdamW", 36), race_line(9, "Muon", 36, winner=9)
+    for candidate in finalist["candidates"]:
+        candidate.update(status="stopped", val_loss=None, losses=[2.5, 2.4, 2.3])
+    for candidate in first["candidates"]:
+        candidate.update(losses=[2.5, 2.2, 1.9, 1.6])
+    page = race_page(tmp_path, race_line(0, "AdamW", 9), race_line(3, "Muon", 9), finalist, first)
+    why = "all its candidates of 36 steps fell behind, training loss 2.3 against 1.9 of Muon"
+    assert f"AdamW left after 18 steps: {why}; 81 steps in all." in page.text
 
 
 @pytest.mark.parametrize(
