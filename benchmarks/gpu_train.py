@@ -11,7 +11,8 @@ Cases (batch): resnet18_32 (1024), this package's cifar_resnet18 with 10 classes
 (256), torchvision's; vit_s_224 (256), torchvision's VisionTransformer of the size S/16; the last
 two with 1,000 classes. A trial on a CPU has images of 32 x 32, 10 classes and batches of 4.
 
-Variants. Loss: cross entropy with label smoothing 0.1. SGD with momentum, but for learner_lars.
+Variants. Loss: cross entropy with label smoothing 0.1. SGD with momentum, but for the
+last two variants.
   plain             a script as torchvision's references write it: float32 (TF32 where torch does
                     so by default), NCHW, torch's default SGD, the loss read after each step
   plain_tuned       what one adds by hand: cudnn.benchmark, TF32, bf16 autocast, channels_last,
@@ -21,7 +22,8 @@ Variants. Loss: cross entropy with label smoothing 0.1. SGD with momentum, but f
                     its optimizer factory and loss; `skipped` where timm is not installed
   learner           `raytrain_opt.train.learner.Learner` of a job with precision: auto
   learner_compiled  the same with compile: default
-  learner_lars      the same with optimizer: LARS
+  learner_lars      learner with optimizer: LARS
+  learner_muon      learner with optimizer: Muon; SGD's iteration is that of learner
 On a CPU nothing is compiled.
 
 The images are synthetic, uint8, and lie on the GPU; every variant crops, mirrors and normalizes
@@ -278,6 +280,7 @@ VARIANTS: dict[str, Callable[[Bench], Train]] = {
     "learner": Bench.learner,
     "learner_compiled": lambda bench: bench.learner(compile="default"),
     "learner_lars": lambda bench: bench.learner(optimizer="LARS"),
+    "learner_muon": lambda bench: bench.learner(optimizer="Muon"),
 }
 
 

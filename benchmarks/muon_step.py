@@ -1,6 +1,7 @@
 """Milliseconds of one optimizer step on the shapes of ResNet-50: Muon against others.
 
-    python -m benchmarks.muon_step [--device cuda] [--rounds 5] [--threads 1] [--torch]
+    python -m benchmarks.muon_step [--rounds 5] [--threads 1] [--torch]
+    python -m benchmarks.muon_step --device cuda --batch-size 256     on a GPU, iterations too
 
     ours         raytrain_opt.optim.Muon: 54 matrices of 21 shapes, SGD for 107 other tensors
     loop         the same with one group per tensor: every matrix computed alone
@@ -10,8 +11,8 @@
 
 Momentum 0.9, no weight decay, float32, each side on tensors of its own with constant gradients.
 On CPU ours and loop compute in float32, on a GPU in bfloat16. What the timers cover, and the
-complete iterations (on a GPU or with --iteration; target on a GPU: iteration_over_sgd at most 1.03
-with --batch-size 256), are those of benchmarks/lars_step.py, as are the other options.
+complete iterations (on a GPU or with --iteration; target of the second command: iteration_over_sgd
+at most 1.03), are those of benchmarks/lars_step.py, as are the other options.
 
 `shared_over_ours` is not measured: it is the work of the busiest of 2, 4 and 8 ranks, as a
 fraction of the work of one, by the multiplications of each matrix.

@@ -23,6 +23,7 @@ from raytrain_opt.report.plots import (
     thousands,
 )
 from raytrain_opt.report.run_reader import RunRecords
+from raytrain_opt.report.search_plot import outcomes
 from raytrain_opt.results import Metric
 
 if TYPE_CHECKING:
@@ -154,6 +155,11 @@ def rounds_table(run: RunRecords) -> Table:
     )  # fmt: skip
     optimizers = {c.optimizer for record in run.rounds for c in record.candidates}
     rows = [_row(record, several=len(optimizers) > 1) for record in run.rounds]
+    race = {n: r for n, r in enumerate(run.rounds) if r.stage and r.epoch == 1}
+    last = {r.candidates[0].optimizer: n for n, r in race.items()}
+    for optimizer, outcome in outcomes([*race.values()]).items():
+        row, reason = rows[last[optimizer]], race[last[optimizer]].reason
+        row[-1] = Cell(f"{reason}. {optimizer} {outcome}")
     caption = (
         f"All rounds with all candidates (★: winner), and {name} on the validation split. Ahead: "
         "how much better the winner is there than the best other candidate"

@@ -20,6 +20,7 @@ from raytrain_opt.report.plots import (
     plain_log,
 )
 from raytrain_opt.report.run_reader import RunRecords
+from raytrain_opt.search.policy import quarters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +68,8 @@ def _gains(run: RunRecords) -> list[tuple[int, float, float]]:
     rounds, cost_steps, points = run.rounds if training_steps else (), 0.0, []
     compared: dict[tuple[int, int], list[CandidateRecord]] = {}
     for number, record in enumerate(rounds):
-        cost_steps += len(record.candidates) * record.pretrain_steps / shares - record.kept_steps
+        trained = sum(_trained_steps(c, record.pretrain_steps) for c in record.candidates)
+        cost_steps += trained / shares - record.kept_steps
         # Before the first epoch, all rounds of a length start from the same state.
         key = (record.pretrain_steps, 0 if record.stage else number)
         measured = [c for c in record.candidates if c.val_metric is not None]
@@ -108,7 +110,7 @@ def search_plots(run: RunRecords) -> list[Plot]:
         "Validation loss of candidates after a full schedule, compressed into few steps: "
         f"{', '.join(map(str, lengths))} steps, the shortest dotted, the longest solid. Much "
         "higher losses are not shown. "
-        + " ".join(_outcomes(rounds, optimizers))
+        + " ".join(f"{name} {outcome}." for name, outcome in outcomes(rounds).items())
         + " All values are in the table of rounds."
     )
     return [draw("search", "Search before the first epoch", caption, paint)]
@@ -123,25 +125,63 @@ def _points(
         for record in rounds
         if record.pretrain_steps == steps
         for candidate in record.candidates
-        if candidate.optimizer == optimizer and candidate.val_loss is not None
+        if candidate.optimizer == optimizer and candidate.status == "ok"
+        if candidate.val_loss is not None
     )
 
 
-def _outcomes(rounds: Sequence[RoundRecord], optimizers: Sequence[str]) -> list[str]:
-    """Return a sentence for each optimizer of a race: how far it came, and with which loss."""
-    winner = rounds[-1].winner  # may be a candidate of an earlier round
-    chosen = {c.optimizer for r in rounds for c in r.candidates if c.index == winner}
-    sentences = []
-    for optimizer in optimizers if len(optimizers) > 1 else ():
-        trained = [
-            r.pretrain_steps for r in rounds for c in r.candidates if c.optimizer == optimizer
-        ]
-        steps = max(trained)
-        points = _points(rounds, optimizer, steps)
-        lr, loss = min(points, key=lambda point: point[1], default=(None, None))
-        what = "was chosen" if optimizer in chosen else f"left after {times(steps, 'step')}"
-        sentences.append(
-            f"{optimizer} {what}: lowest loss {plain(loss)} at {rate(lr)}, "
-            f"{times(sum(trained), 'step')} in all."
+def outcomes(rounds: Sequence[RoundRecord]) -> dict[str, str]:
+    """Return what became of each optimizer of a race, and why; empty without a race.
+
+    The loss of one that left is compared with the lowest of those that went on, after as many
+    steps where they have candidates of that length.
+    """
+    tried: dict[tuple[str, int], list[CandidateRecord]] = {}
+    for record in rounds:
+        for candidate in record.candidates:
+            tried.setdefault((candidate.optimizer, record.pretrain_steps), []).append(candidate)
+    optimizers = list(dict.fromkeys(optimizer for optimizer, _ in tried))
+    longest = {o: max(steps for other, steps in tried if other == o) for o in optimizers}
+    winner = rounds[-1].winner if rounds else None  # perhaps a candidate of an earlier round
+    chosen = {o for (o, _), candidates in tried.items() for c in candidates if c.index == winner}
+    best = {
+        key: min(scored, key=lambda c: c.val_loss or 0.0)
+        for key, candidates in tried.items()
+        if (scored := [c for c in candidates if c.status == "ok"])
+    }
+    texts = {}
+    for optimizer, steps in longest.items() if len(optimizers) > 1 else ():
+        candidates, own = tried[optimizer, steps], best.get((optimizer, steps))
+        went_on = [o for o in optimizers if o != optimizer and (o in chosen or longest[o] > steps)]
+        rivals = [best[o, steps] for o in went_on if (o, steps) in best]
+        rival = min(rivals, key=lambda c: c.val_loss or 0.0, default=None)
+        trained = max(_trained_steps(c, steps) for c in candidates)
+        how = "left after" if chosen else "so far has"
+        text = "was chosen" if optimizer in chosen else f"{how} {times(trained, 'step')}"
+        if own:
+            text += f": lowest loss {plain(own.val_loss)} at {rate(own.lr)}"
+            if rival and optimizer not in chosen:
+                text += f" against {plain(rival.val_loss)} of {rival.optimizer}"
+        else:
+            of_length = f" of {steps} steps" if any(o == optimizer for o, _ in best) else ""
+            text += f": all its candidates{of_length} "
+            words = {"lost": "were lost", "stopped": "fell behind"}
+            text += " or ".join(sorted({words.get(c.status, c.status) for c in candidates}))
+            stopped = [c for c in candidates if c.status == "stopped"]
+            if stopped and rival:
+                last = max(stopped, key=lambda c: len(c.losses))
+                text += f", training loss {plain(last.losses[-1])} against "
+                text += f"{plain(rival.losses[len(last.losses) - 1])} of {rival.optimizer}"
+        total = sum(
+            _trained_steps(c, n) for (o, n), all_ in tried.items() if o == optimizer for c in all_
         )
-    return sentences
+        texts[optimizer] = f"{text}; {times(total, 'step')} in all"
+    return texts
+
+
+def _trained_steps(candidate: CandidateRecord, steps: int) -> int:
+    """Return how many of its steps a candidate trained: it may have ended within its schedule."""
+    losses = candidate.losses
+    if losses and (candidate.status == "stopped" or losses[-1] is None):
+        return sorted(quarters(steps))[len(losses) - 1]
+    return steps

@@ -40,7 +40,7 @@ def test_a_trial_on_a_cpu(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     variants = trial(capsys)
-    measured = ["plain", "plain_tuned", "learner", "learner_lars"]
+    measured = ["plain", "plain_tuned", "learner", "learner_lars", "learner_muon"]
     assert [name for name, entry in variants.items() if entry["status"] == "ok"] == measured
     assert {variants[name]["status"] for name in VARIANTS.keys() - measured} == {"skipped"}
     for name in measured:

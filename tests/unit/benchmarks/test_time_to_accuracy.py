@@ -280,6 +280,42 @@ def test_the_summary_compares_with_the_better_of_two_in_each_task() -> None:
     assert summary["wrong_start"]["one"] == {"too_small": -2, "too_large": None}
 
 
+@pytest.mark.parametrize(
+    ("key", "others"),
+    [
+        ("ours_minus_everything_points", ["everything"]),
+        ("ours_minus_sgd_grid_points", ["cosine_oracle", "linear_oracle"]),
+        ("ours_minus_schedulefree_points", ["schedulefree_default", "schedulefree_oracle"]),
+    ],
+)
+def test_the_summary_compares_with_each_rival_in_the_mean_and_by_task(
+    key: str, others: list[str]
+) -> None:
+    def rows(ours: float, best: float) -> dict[str, dict[str, Any]]:
+        """The last of the rivals is the best one; a row that is not theirs is better still."""
+        accuracies = {"ours": ours, "muon_oracle": 99.0}
+        accuracies |= {name: best - n for n, name in enumerate(reversed(others))}
+        extra = {"trainings": 1.0, "reach_trainings": None}
+        return {name: {"accuracy_mean": value, **extra} for name, value in accuracies.items()}
+
+    table = {"one": rows(50, 51), "two": rows(30, 27), "without": rows(30, 0)}
+    del table["without"][others[-1]]
+    summary = rows_of.summary(table)
+    assert summary[key] == 1
+    assert summary["by_task"][key] == {"one": -1, "two": 3}
+
+
+def test_best_of_everything_is_the_best_fixed_schedule_of_all_families(setting: Setting) -> None:
+    rows = rows_of.rows(OURS)
+    units = rows["everything"].units(setting)
+    assert len({unit.key for unit in units}) == len(units) == 27
+    keys = {unit.key for unit in units}
+    for name in ("cosine_oracle", "linear_oracle", "schedulefree_oracle", "muon_oracle"):
+        assert {unit.key for unit in rows[name].units(setting)} < keys
+    results = [result(0.01 * number, validation=-number) for number in range(27)]
+    assert rows_of.outcome(rows["everything"], results, 0.0, 100)["accuracy"] == 26
+
+
 # The command.
 
 

@@ -304,16 +304,73 @@ def race_line(first: int, optimizer: str, steps: int, **changes: Any) -> dict[st
     return line
 
 
-def test_a_race_of_optimizers_is_shown_with_who_left_and_when(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", rounds=False)
-    races = [
-        race_line(0, "AdamW", 9),
+def failed(line: dict[str, Any], *statuses: str) -> dict[str, Any]:
+    """Return the round with candidates that ended so; the loss of one remains finite."""
+    for candidate, status in zip(line["candidates"], statuses, strict=True):
+        candidate["status"] = status
+    line["candidates"][0]["val_loss"] = None
+    return line
+
+
+def race_page(folder: Path, *lines: dict[str, Any]) -> Page:
+    run_dir = write_run(folder / "run", rounds=False)
+    write_lines(run_dir / "rounds.jsonl", lines)
+    return Page(Path(write_report([str(run_dir)])).read_text())
+
+
+def test_a_race_of_optimizers_is_shown_with_who_left_when_and_why(tmp_path: Path) -> None:
+    page = race_page(
+        tmp_path,
+        race_line(0, "AdamW", 9, reason="next Muon"),
         race_line(3, "Muon", 9),
-        race_line(6, "Muon", 36, winner=4, next_base_lr=0.2),
-    ]
-    write_lines(run_dir / "rounds.jsonl", races)
-    page = Page(Path(write_report([str(run_dir)])).read_text())
-    assert "AdamW left after 9 steps: lowest loss 0.5 at 0.05, 27 steps in all." in page.text
-    assert "Muon was chosen: lowest loss 0.05 at 0.05, 135 steps in all." in page.text
+        race_line(6, "Muon", 36, winner=4, next_base_lr=0.2, reason="peak 0.2"),
+    )
+    left = "left after 9 steps: lowest loss 0.5 at 0.05 against 0.05 of Muon; 27 steps in all"
+    assert f"AdamW {left}." in page.text
+    chosen = "was chosen: lowest loss 0.05 at 0.05; 135 steps in all"
+    assert f"Muon {chosen}." in page.text
+    assert f"next Muon. AdamW {left}" in page.texts
+    assert f"peak 0.2. Muon {chosen}" in page.texts
     assert "chose Muon with a peak learning rate of 0.2, against AdamW." in page.text
     assert {"AdamW", "Muon", "chosen peak"} <= set(page.texts)
+
+
+def test_a_finalist_that_was_stopped_left_because_it_fell_behind(tmp_path: Path) -> None:
+    finalist, first = race_line(6, "AdamW", 36), race_line(9, "Muon", 36, winner=9)
+    for candidate in finalist["candidates"]:
+        candidate.update(status="stopped", val_loss=None, losses=[2.5, 2.4, 2.3])
+    for candidate in first["candidates"]:
+        candidate.update(losses=[2.5, 2.2, 1.9, 1.6])
+    page = race_page(tmp_path, race_line(0, "AdamW", 9), race_line(3, "Muon", 9), finalist, first)
+    why = "all its candidates of 36 steps fell behind, training loss 2.3 against 1.9 of Muon"
+    assert f"AdamW left after 18 steps: {why}; 81 steps in all." in page.text
+
+
+@pytest.mark.parametrize(
+    ("statuses", "ends"),
+    [
+        (["diverged"] * 3, "diverged"),
+        (["lost"] * 3, "were lost"),
+        (["lost", "diverged", "diverged"], "diverged or were lost"),
+    ],
+)
+def test_an_optimizer_without_a_finite_loss_left_because_of_that(
+    tmp_path: Path, statuses: list[str], ends: str
+) -> None:
+    page = race_page(
+        tmp_path,
+        failed(race_line(0, "AdamW", 9), *statuses),
+        race_line(3, "Muon", 9),
+        race_line(6, "SGD", 9),
+        race_line(9, "Muon", 36),
+        failed(race_line(12, "SGD", 36, winner=9), *statuses),
+    )
+    all_ended = f"left after 9 steps: all its candidates {ends}; 27 steps in all"
+    assert f"AdamW {all_ended}." in page.text
+    assert f"SGD left after 36 steps: all its candidates of 36 steps {ends}; 135" in page.text
+
+
+def test_a_race_in_progress_has_nobody_who_left(tmp_path: Path) -> None:
+    page = race_page(tmp_path, race_line(0, "AdamW", 9), race_line(3, "Muon", 9))
+    assert "AdamW so far has 9 steps: lowest loss 0.5 at 0.05; 27 steps in all." in page.text
+    assert "left after" not in page.text
