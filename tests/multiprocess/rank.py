@@ -54,6 +54,8 @@ AVERAGING: dict[str, dict[str, Any]] = {
     },
 }
 
+CLIPPED = {"name": "SGD", "clip_norm": 0.05}
+
 
 def job(model: Any, batch: int = 32, workers: int = WORKERS, **changes: Any) -> Job:
     return Job.model_validate(
@@ -177,6 +179,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
                 name: train_two_phases("small_cnn", arrays, rank, world_size, **changes)
                 for name, changes in AVERAGING.items()
             },
+            "clipped": train_two_phases(plain_net, arrays, rank, world_size, optimizer=CLIPPED),
             "three_micro_batches": train_three_micro_batches(arrays, rank, world_size),
             "large_batch": train_large_batch(arrays, rank, world_size),
             "reduced": reduce_sums([rank + 1.0, 1e15 + rank], CPU),

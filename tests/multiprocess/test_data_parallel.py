@@ -47,14 +47,15 @@ def test_a_phase_repeats_from_a_loaded_state(ranks: list[RankResults], model: st
     assert once == again
 
 
+@pytest.mark.parametrize("case", ["plain", "clipped"])
 def test_one_process_with_all_micro_batches_gives_the_same_weights(
-    ranks: list[RankResults], single_process: RankResults
+    ranks: list[RankResults], single_process: RankResults, case: str
 ) -> None:
-    for name, expected in single_process["plain"]["weights"].items():
+    for name, expected in single_process[case]["weights"].items():
         for results in ranks:
-            torch.testing.assert_close(
-                results["plain"]["weights"][name], expected, rtol=0, atol=1e-5
-            )
+            torch.testing.assert_close(results[case]["weights"][name], expected, rtol=0, atol=1e-5)
+        changed = single_process["plain"]["weights"][name] - expected
+        assert (changed.abs().max() > 1e-3) == (case == "clipped")
 
 
 def test_fewer_workers_than_planned_compute_the_same_update(
