@@ -241,8 +241,9 @@ class Job(Section):
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"
     """torch.compile for the model, in its mode default or max-autotune (without CUDA graphs).
-    auto: default for models with nn.MultiheadAttention on GPUs, else off. Compiled, dropout draws
-    other random numbers."""
+    auto: on GPUs default, for models without attention from the epoch after five minutes of
+    training on; after an epoch, off again if that is not faster. On CPU off. Compiled, dropout
+    draws other random numbers."""
     workers: WorkersSection = Field(default_factory=WorkersSection)
     """The data-parallel training processes."""
     slots: SlotsSection = Field(default_factory=SlotsSection)

@@ -227,11 +227,17 @@ def _step_sentence(run: RunRecords) -> Iterator[str]:
     if step is None:
         return
     chosen = f"{step['precision']}, {step['memory_format']}, {step['optimizer']}"
+    compiled_s, eager_s = step.get("compiled_s"), step.get("eager_s")
     if step["compile"] == "off":
-        yield f"A training step: {chosen}, not compiled."
+        text = f"A training step: {chosen}, not compiled"
+        if compiled_s and eager_s:
+            text += (
+                f": forward and backward of a micro-batch took {duration(eager_s)}, and compiled, "
+                f"on trial, {duration(compiled_s)}"
+            )
+        yield f"{text}."
         return
     text = f"A training step: {chosen}, compiled ({step['compile']})"
-    compiled_s, eager_s = step.get("compiled_s"), step.get("eager_s")
     if compiled_s and eager_s:
         text += (
             f": forward and backward of a micro-batch took {duration(compiled_s)}, without "

@@ -29,7 +29,6 @@ from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.precision import COMPILE_ARGUMENTS
 from raytrain_opt.train.reductions import reduce_sums
-from raytrain_opt.train.step_choices import describe_step, time_compiled
 
 CPU = torch.device("cpu")
 LRS = (0.1, 0.05, 0.02)
@@ -477,31 +476,6 @@ def test_a_compiled_model_survives_other_states_rates_and_optimizers(
         run(trained)
     assert len(graphs) == first
     assert compiled.state(copy=False).digest() == eager.state(copy=False).digest()
-
-
-def test_timing_a_compiled_model_compiles_nothing_new_and_keeps_the_state(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    graphs = []
-
-    def count_graphs(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(inputs)
-        return graph
-
-    monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": count_graphs})
-    trained = learner(net_with_norm, compile="default", optimizer="AdamW")
-    trained.train(1, 0, LRS, all_of(2))
-    first, before = len(graphs), trained.state(copy=True).digest()
-    times = time_compiled(trained)
-    assert len(graphs) == first > 0
-    assert trained.state(copy=False).digest() == before
-    assert all(value is not None and value > 0 for value in times.values())
-    assert describe_step(trained) == {
-        "precision": "fp32",
-        "memory_format": "channels_last",
-        "compile": "default",
-        "optimizer": "fused AdamW",
-    }
 
 
 # Evaluation.
