@@ -86,8 +86,17 @@ def test_the_batches_equal_those_on_the_cpu(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(gpu.x.cpu(), cpu.x)
 
 
-def test_no_step_waits_for_the_device() -> None:
-    on_gpu = learner(CUDA)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"data": {"name": "digits", "augment": {"random_erasing": 0.5}}},
+        {"optimizer": {"name": "SGD", "clip_norm": 0.1}, "precision": "fp16"},
+    ],
+    ids=str,
+)
+def test_no_step_waits_for_the_device(changes: dict[str, Any]) -> None:
+    on_gpu = learner(CUDA, **changes)
     on_gpu.train(1, 0, [0.1] * 3, ONE)
     torch.cuda.set_sync_debug_mode("warn")
     try:
