@@ -19,7 +19,7 @@ Variants. Loss: cross entropy with label smoothing 0.1. SGD with momentum, but f
   plain_compiled    the same, and torch.compile
   timm              the step of timm's train.py with --amp --amp-dtype bfloat16 --channels-last,
                     its optimizer factory and loss; `skipped` where timm is not installed
-  learner           `raytrain_opt.train.learner.Learner` of a job with precision: auto, compile: off
+  learner           `raytrain_opt.train.learner.Learner` with precision: auto, compile: off
   learner_compiled  the same with compile: default
   learner_lars      the same with optimizer: LARS
 On a CPU nothing is compiled.
