@@ -226,7 +226,10 @@ def _step_sentence(run: RunRecords) -> Iterator[str]:
     step = parallel.get("step")
     if step is None:
         return
-    chosen = f"{step['precision']}, {step['memory_format']}, {step['optimizer']}"
+    parts = [step["precision"], *step["kernels"], step["memory_format"], step["optimizer"]]
+    if step["loader_processes"]:
+        parts.append(f"loader processes: {step['loader_processes']}")
+    chosen = ", ".join(parts)
     compiled_s, eager_s = step.get("compiled_s"), step.get("eager_s")
     if step["compile"] == "off":
         text = f"A training step: {chosen}, not compiled"

@@ -31,15 +31,19 @@ def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | 
     return _AMP_DTYPE.get(precision)
 
 
-def choose_kernels(precision: Precision, device: torch.device) -> None:
-    """Let a GPU use TF32, unless `fp32_strict`, and measure cuDNN's algorithms for each shape."""
+def choose_kernels(precision: Precision, device: torch.device) -> list[str]:
+    """Let a GPU use TF32, unless `fp32_strict`, and measure cuDNN's algorithms for each shape.
+
+    Returns what was chosen, in words; on CPU nothing.
+    """
     if device.type != "cuda":
-        return
+        return []
     number_format = "ieee" if precision == "fp32_strict" else "tf32"
     backends: Any = torch.backends  # its type information lacks some of these
     backends.cuda.matmul.fp32_precision = number_format
     backends.cudnn.conv.fp32_precision = number_format
     backends.cudnn.benchmark = True
+    return ["no TF32" if number_format == "ieee" else "TF32", "cuDNN autotuning"]
 
 
 def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> Compile:

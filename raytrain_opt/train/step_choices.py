@@ -48,7 +48,7 @@ class CompileChoice:
 
 
 def describe_step(learner: Learner) -> dict[str, object]:
-    """Return precision, memory format, mode of compiling and optimizer of the learner's steps."""
+    """Return precision, kernels, memory format, compiling, optimizer and loaders of the steps."""
     precision, optimizer = learner.config.precision, learner.optimizer
     if precision == "auto":
         precision = "fp32" if autocast_dtype("auto", learner.device) is None else "bf16"
@@ -56,11 +56,13 @@ def describe_step(learner: Learner) -> dict[str, object]:
     kinds = [kind for kind in ("fused", "foreach") if optimizer.defaults.get(kind)]
     return {
         "precision": precision,
+        "kernels": learner.kernels,
         "memory_format": "channels_last"
         if learner.config.channels_last and is_image
         else "contiguous",
         "compile": learner.compiled,
         "optimizer": " ".join([*kinds, type(optimizer).__name__]),
+        "loader_processes": learner.data.processes,
     }
 
 

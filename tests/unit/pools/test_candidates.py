@@ -41,6 +41,8 @@ class FakeLearner:
     )
     info = SimpleNamespace(sample_shape=(1,))
     compiled = "off"
+    kernels: tuple[str, ...] = ()
+    data = SimpleNamespace(processes=0)
     optimizer = torch.optim.SGD([torch.zeros(1)])
     device = torch.device("cpu")
     parallel = SimpleNamespace(report=dict)

@@ -37,15 +37,15 @@ def _restored() -> Iterator[None]:
 
 
 def test_a_gpu_uses_tf32_and_measured_convolutions() -> None:
-    choose_kernels("fp32", CUDA)
+    assert choose_kernels("fp32", CUDA) == ["TF32", "cuDNN autotuning"]
     assert settings() == ("tf32", "tf32", True)
-    choose_kernels("fp32_strict", CUDA)
+    assert choose_kernels("fp32_strict", CUDA) == ["no TF32", "cuDNN autotuning"]
     assert settings() == ("ieee", "ieee", True)
 
 
 def test_a_cpu_keeps_its_settings() -> None:
     before = settings()
-    choose_kernels("fp32_strict", CPU)
+    assert choose_kernels("fp32_strict", CPU) == []
     assert settings() == before
 
 

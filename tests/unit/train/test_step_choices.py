@@ -75,9 +75,11 @@ def test_timing_a_compiled_model_compiles_nothing_new_and_keeps_the_state(
     assert all(0 < value < math.inf for value in times_s)
     assert describe_step(trained) == {
         "precision": "fp32",
+        "kernels": [],
         "memory_format": "channels_last",
         "compile": "default",
         "optimizer": "fused AdamW",
+        "loader_processes": 0,
     }
 
 
