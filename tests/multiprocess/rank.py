@@ -130,20 +130,23 @@ def train_two_phases(
     }
 
 
-def train_three_micro_batches(arrays: DatasetArrays, rank: int, world_size: int) -> dict[str, Any]:
-    """Train with three micro-batches on two workers, one of which has two, to an epoch's end.
+def train_to_the_end_of_an_epoch(
+    arrays: DatasetArrays, rank: int, world_size: int, workers: int
+) -> dict[str, Any]:
+    """Train as `drop_last: false` does, with a micro-batch of 11 for each planned worker.
 
-    The last update has the 19 samples that do not fill a batch: 6 + 6 and 7.
+    The last update has the samples that do not fill a batch: of 33, 19 (6 + 6 and 7 on two
+    processes), of 22, 8.
     """
-    planned = job(plain_net, batch=33, workers=3)
+    planned = job(plain_net, batch=11 * workers, workers=workers)
     learner = Learner(
         LearnerConfig.from_job(planned),
         arrays,
         CPU,
         distribute if world_size > 1 else Parallel,
     )
-    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, 3)
-    first_step = learner.info.train_size // 33 - len(FIRST) + 1
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, workers)
+    first_step = learner.info.train_size // (11 * workers) - len(FIRST) + 1
     totals = learner.train(1, first_step, FIRST, micro_batches)
     weights = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
     return {"samples": totals.samples, "weights": weights}
@@ -180,7 +183,12 @@ def main(rank: int, world_size: int, folder: Path) -> None:
                 for name, changes in AVERAGING.items()
             },
             "clipped": train_two_phases(plain_net, arrays, rank, world_size, optimizer=CLIPPED),
-            "three_micro_batches": train_three_micro_batches(arrays, rank, world_size),
+            **{
+                f"{workers} planned": train_to_the_end_of_an_epoch(
+                    arrays, rank, world_size, workers
+                )
+                for workers in (2, 3)
+            },
             "large_batch": train_large_batch(arrays, rank, world_size),
             "reduced": reduce_sums([rank + 1.0, 1e15 + rank], CPU),
         }

@@ -58,18 +58,17 @@ def test_one_process_with_all_micro_batches_gives_the_same_weights(
         assert (changed.abs().max() > 1e-3) == (case == "clipped")
 
 
-def test_fewer_workers_than_planned_compute_the_same_update(
-    ranks: list[RankResults], single_process: RankResults
+@pytest.mark.parametrize(
+    ("case", "samples"),
+    [("2 planned", [5 * 11 + 4, 5 * 11 + 4]), ("3 planned", [5 * 22 + 12, 5 * 11 + 7])],
+)
+def test_the_remainder_of_an_epoch_is_one_update_on_as_many_or_fewer_workers_than_planned(
+    ranks: list[RankResults], single_process: RankResults, case: str, samples: list[int]
 ) -> None:
-    assert [results["three_micro_batches"]["samples"] for results in ranks] == [
-        5 * 22 + 12,
-        5 * 11 + 7,
-    ]
-    for name, expected in single_process["three_micro_batches"]["weights"].items():
+    assert [results[case]["samples"] for results in ranks] == samples
+    for name, expected in single_process[case]["weights"].items():
         for results in ranks:
-            torch.testing.assert_close(
-                results["three_micro_batches"]["weights"][name], expected, rtol=0, atol=1e-5
-            )
+            torch.testing.assert_close(results[case]["weights"][name], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)
