@@ -18,6 +18,7 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.step_choices import CompileChoice
 
 pytestmark = pytest.mark.gpu
 
@@ -54,6 +55,18 @@ def test_a_compiled_model_trains_as_an_eager_one(mode: str) -> None:
         for setting in ("off", mode)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_auto_keeps_what_was_measured_to_be_faster() -> None:
+    on_gpu = learner(CUDA)
+    choice = CompileChoice(on_gpu, auto=True)
+    for epoch in (1, 2):
+        on_gpu.train(epoch, 0, [0.1] * 5, ONE)
+        choice.after_phase(300.0)
+    compiled_s, eager_s = choice.times_s["compiled_s"], choice.times_s["eager_s"]
+    assert compiled_s is not None
+    assert eager_s is not None
+    assert (on_gpu.compiled == "default") == (compiled_s < eager_s)
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
