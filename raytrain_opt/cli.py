@@ -427,7 +427,7 @@ def _summary(job: Job) -> str:
         "data": function_name(job.data.name),
         "learning rate": _learning_rate(job),
         "optimizer": " or ".join(str(optimizer.name) for optimizer in job.optimizers),
-        "training": f"{job.epochs} epochs, {job.precision}, seed {job.seed}",
+        "training": f"{job.epochs} epochs, precision {job.precision}, seed {job.seed}",
         "global batch": f"{job.global_batch_size}{split}"
         + (f", before the search by {searched.strategy}" if searched else ""),
         "results": job.storage_path,

@@ -348,8 +348,6 @@ def job_text(name: str, section: Section, facts: Facts, *, gpus: int) -> str:
         f"global_batch_size: {choice.global_batch_size}  # samples of an update, over all workers",
         "# batch_size_search: {strategy: throughput_knee}  # measure it first, in about a minute",
     ]
-    if gpus:
-        lines.append("precision: auto  # bf16 on GPUs that have it")
     return "\n".join(lines) + "\n"
 
 

@@ -178,6 +178,9 @@ def _async_rules(job: Job) -> Iterator[BrokenRule]:
     if job.average is not None or job.optimizer.is_schedule_free:
         path = "optimizer.name" if job.average is None else "average"
         yield path, "averages weights that all workers share; needs parallel.mode: sync"
+    if job.optimizer.clip_norm is not None:
+        rule = "with async no gradient of a global batch exists; remove it, or use mode: sync"
+        yield "optimizer.clip_norm", rule
     if job.precision == "fp16":
         rule = "fp16 scales the loss by overflows that no worker knows with async; use bf16"
         yield "precision", rule

@@ -234,15 +234,16 @@ class Job(Section):
     """The loss to minimize in classification."""
     seed: NonNegativeInt = Field(0, lt=2**63)
     """Seed of weights, sample order, augmentation and splits."""
-    precision: Precision = "fp32"
-    """fp32: on GPUs with TF32 for matrices and convolutions, fp32_strict: without. bf16, fp16:
-    automatic mixed precision. auto: bf16 on GPUs that have it, else fp32."""
+    precision: Precision = "auto"
+    """auto: bf16 on GPUs that have it, else fp32. fp32: on GPUs with TF32 for matrices and
+    convolutions, fp32_strict: without. bf16, fp16: automatic mixed precision."""
     channels_last: bool = True
     """Use the channels_last memory format for images and convolutions."""
-    compile: Compile = "off"
+    compile: Compile = "auto"
     """torch.compile for the model, in its mode default or max-autotune (without CUDA graphs).
-    auto: default for models with nn.MultiheadAttention on GPUs, else off. Compiled, dropout draws
-    other random numbers."""
+    auto: on GPUs default, for models without attention from the epoch after five minutes of
+    training on; after an epoch, off again if that is not faster. On CPU off. Compiled, dropout
+    draws other random numbers."""
     workers: WorkersSection = Field(default_factory=WorkersSection)
     """The data-parallel training processes."""
     slots: SlotsSection = Field(default_factory=SlotsSection)

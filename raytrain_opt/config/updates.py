@@ -64,6 +64,9 @@ class OptimizerSection(NamedSection):
     aux_parameters: list[str] = Field(default_factory=list)
     """Muon only: patterns of names of further parameters that follow its second rule (`args.aux`)
     as biases, normalization and embeddings do, such as the last layer's."""
+    clip_norm: PositiveFloat | None = None
+    """Scale the gradient of each global batch down to this norm where it is larger. Default: no
+    clipping."""
 
     momentum_warmup: MomentumWarmup | None = None
     """Let the momentum rise from a lower one, for optimizers with an argument of that name,
@@ -134,7 +137,8 @@ class OptimizerChoiceSection(OptimizerSection):
         return tuple(
             choice.model_copy(
                 update={
-                    "lr_multipliers": {**choice.lr_multipliers, **shared, **choice.lr_multipliers}
+                    "lr_multipliers": {**choice.lr_multipliers, **shared, **choice.lr_multipliers},
+                    "clip_norm": choice.clip_norm or self.clip_norm,
                 }
             )
             for choice in self.candidates or _USUAL_OPTIMIZERS

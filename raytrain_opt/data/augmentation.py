@@ -27,6 +27,7 @@ import torch
 from raytrain_opt.config.data import BatchAugment
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.batch_reader import isolated_random_state, seed_all
+from raytrain_opt.data.copy_stream import send
 from raytrain_opt.data.sampling import Indices, Purpose, generator, sample_seed
 from raytrain_opt.errors import DataError
 
@@ -99,8 +100,7 @@ class Augmentation:
         in_rows = _spans(top, np.sqrt(area * ratio) * is_erased, height)
         in_columns = _spans(left, np.sqrt(area / ratio), width)
         mask = torch.from_numpy(in_rows[:, :, None] & in_columns[:, None, :])[:, None]
-        x = batch.x.masked_fill(mask.to(batch.x.device, non_blocking=True), 0)
-        return replace(batch, x=x)
+        return replace(batch, x=batch.x.masked_fill(send(mask, batch.x.device), 0))
 
 
 def _make_policy(section: BatchAugment) -> Any:

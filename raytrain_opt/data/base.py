@@ -113,6 +113,11 @@ class TrainingData(ABC):
     on_copy: Callable[[], None] = staticmethod(no_op)
 
     @property
+    def processes(self) -> int:
+        """Loader processes of the latest phase."""
+        return 0
+
+    @property
     def read_ahead(self) -> int:
         """Batches that the current iterator requests before they are needed."""
         return 0

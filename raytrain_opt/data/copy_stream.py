@@ -6,6 +6,13 @@ import torch
 from torch import Tensor
 
 
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Return a small tensor on the device; from pinned memory, so that the CPU does not wait."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 class CopyStream:
     """Copies from pinned memory, on a CUDA stream of its own.
 

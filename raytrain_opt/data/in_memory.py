@@ -15,7 +15,7 @@ from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut,
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, count_classes
-from raytrain_opt.data.copy_stream import CopyStream
+from raytrain_opt.data.copy_stream import CopyStream, send
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.ray_data import WindowedRows
 from raytrain_opt.data.sampling import Indices
@@ -147,7 +147,7 @@ class DeviceSampleStore:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x and y of the samples, gathered on the device."""
         on_copy()
-        on_device = torch.from_numpy(indices).to(self._device, non_blocking=True)
+        on_device = send(torch.from_numpy(indices), self._device)
         return self._x.index_select(0, on_device), self._y.index_select(0, on_device)
 
 

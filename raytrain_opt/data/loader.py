@@ -182,9 +182,14 @@ class DataLoaderData(TrainingData):
                 raise loaded.error
 
     @property
+    def processes(self) -> int:
+        """See `TrainingData.processes`."""
+        return self._loader.processes
+
+    @property
     def read_ahead(self) -> int:
         """See `TrainingData.read_ahead`."""
-        return self._loader.processes * self._section.prefetch
+        return self.processes * self._section.prefetch
 
     def close(self) -> None:
         """End the loader processes; a later phase would start new ones."""

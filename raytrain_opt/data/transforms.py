@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
+from raytrain_opt.data.copy_stream import send
 from raytrain_opt.data.sampling import CropFlip, Indices
 from raytrain_opt.errors import DataError
 
@@ -70,7 +71,7 @@ def crop_and_flip(images: torch.Tensor, draws: CropFlip, padding: int) -> torch.
     padded = pad(images, (0, 0, padding, padding, padding, padding))
     dtype = torch.int32 if padded.numel() < 2**31 else torch.int64
     top, left, flip = (
-        torch.from_numpy(draw)[:, None].to(device, dtype, non_blocking=True)
+        send(torch.from_numpy(draw)[:, None].to(dtype), device)
         for draw in (draws.top, draws.left, draws.flip)
     )
     across = torch.arange(width, dtype=dtype, device=device)

@@ -106,11 +106,8 @@ def _pairs(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[Tensor
 
 @torch.no_grad()
 def _update(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    # A gradient scaler does not call other optimizers for an update that it leaves out, but lets
-    # a fused one leave it out itself.
-    found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is not None and found_inf.item():
-        return
+    # An update that a gradient scaler lets a fused optimizer leave out counts, with weights that
+    # did not change: only the device knows of it, and must not be waited for.
     for group in optimizer.param_groups:
         decay = _decay(group)
         group["averaged_updates"] += 1

@@ -32,11 +32,12 @@ class Device:
     memory_gb_s: float
     link_gb_s: float  # to its node's other devices, in one direction
     network_gb_s: float  # of a node of eight
+    has_bf16: bool = True
 
 
 DEVICES = {
-    "P100": Device(16, 10.6, 21.2, 732, 80, 50),
-    "V100": Device(32, 15.7, 125, 900, 150, 50),
+    "P100": Device(16, 10.6, 21.2, 732, 80, 50, has_bf16=False),
+    "V100": Device(32, 15.7, 125, 900, 150, 50, has_bf16=False),
     "A100": Device(80, 156, 312, 2039, 300, 200),
     "H100": Device(80, 494, 989, 3350, 450, 400),
     "H200": Device(141, 494, 989, 4800, 450, 400),

@@ -112,9 +112,10 @@ def state_bytes(job: Job, parameters: int) -> int:
 
 def public_terms(job: Job, work: Work, cluster: ClusterSection) -> Terms | None:
     """Return the terms from public figures; None for CPUs, which have none here."""
-    device, is_half = cluster.device, job.precision in ("auto", "bf16", "fp16")
+    device = cluster.device
     if device is None:
         return None
+    is_half = job.precision in ("bf16", "fp16") or (job.precision == "auto" and device.has_bf16)
     activation_bytes = work.activation_bytes / (2 if is_half else 1)
     peak = 1e12 * _COMPUTE_FRACTION * (device.half if is_half else device.fp32)
     bandwidth = 1e9 * _MEMORY_FRACTION * device.memory_gb_s

@@ -13,7 +13,7 @@ from raytrain_opt.results import EvalTotals
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.reductions import sum_over_ranks
-from raytrain_opt.train.step_choices import describe_step, time_compiled
+from raytrain_opt.train.step_choices import CompileChoice, describe_step
 
 
 class Worker(CandidateTrainer):
@@ -29,7 +29,8 @@ class Worker(CandidateTrainer):
         self._connect_s = connect_s
         self._start_s: float | None = None
         self._first_step_s: float | None = None
-        self._compiling: dict[str, float | None] = {}
+        on_gpu = learner.device.type == "cuda"
+        self._compiling = CompileChoice(learner, auto=on_gpu and learner.config.compile == "auto")
         self._hasher = ThreadPoolExecutor(1)
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
@@ -67,7 +68,7 @@ class Worker(CandidateTrainer):
         self._live_id = f"{command.epoch}.{command.first_step + totals.steps}"
         with stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
-        self._time_compiled()
+        self._compiling.after_phase(totals.duration_s)
         loaded_sha256 = None if digest is None else digest.result()
         return MainTrainReply(totals, loaded_sha256, timings_s, ref, self._describe_parallel())
 
@@ -77,15 +78,8 @@ class Worker(CandidateTrainer):
             "workers": self.world_size,
             "connect_s": self._connect_s,
             "first_step_s": self._first_step_s,
-            "step": describe_step(self.learner) | self._compiling,
+            "step": describe_step(self.learner) | self._compiling.times_s,
         }
-
-    def _time_compiled(self) -> None:
-        """Find out once what compiling brings; not where the forward pass needs all workers."""
-        if self.learner.compiled == "off" or self._compiling:
-            return
-        if not self.learner.config.batch_norm.sync:
-            self._compiling = time_compiled(self.learner)
 
     def _time_first_step(self, done: int) -> None:
         """Time the run's first step: connections, kernels and caches are made in it."""

@@ -113,7 +113,39 @@ def search_plots(run: RunRecords) -> list[Plot]:
         + " ".join(f"{name} {outcome}." for name, outcome in outcomes(rounds).items())
         + " All values are in the table of rounds."
     )
-    return [draw("search", "Search before the first epoch", caption, paint)]
+    return [
+        draw("search", "Search before the first epoch", caption, paint),
+        _losses(rounds, optimizers),
+    ]
+
+
+def _losses(rounds: Sequence[RoundRecord], optimizers: Sequence[str]) -> Plot:
+    """Plot the training loss within the longest schedules of each optimizer."""
+
+    def paint(axes: Axes) -> None:
+        for index, optimizer in enumerate(optimizers):
+            own = [
+                (record.pretrain_steps, candidate)
+                for record in rounds
+                for candidate in record.candidates
+                if candidate.optimizer == optimizer
+            ]
+            longest, hue = max(steps for steps, _ in own), color(SERIES[index % len(SERIES)])
+            for number, candidate in enumerate(c for steps, c in own if steps == longest):
+                marks = zip(sorted(quarters(longest)), candidate.losses, strict=False)
+                points = [(step, loss) for step, loss in marks if loss is not None]
+                label = None if number else optimizer
+                draw_line(axes, points, "-", color=hue, linewidth=1, label=label)
+                if candidate.status != "ok":
+                    draw_line(axes, points[-1:], "x", color=hue)
+        axes.set(xlabel="steps", ylabel="training loss")
+
+    caption = (
+        "Mean training loss of each candidate's first step, and until a quarter, a half and three "
+        "quarters of its steps; the longest schedules of each optimizer. A cross: it diverged, or "
+        "was stopped because its loss had fallen less than half as far as the best one's."
+    )
+    return draw("search_losses", "Candidates: training loss", caption, paint)
 
 
 def _points(

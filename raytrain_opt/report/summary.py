@@ -226,12 +226,21 @@ def _step_sentence(run: RunRecords) -> Iterator[str]:
     step = parallel.get("step")
     if step is None:
         return
-    chosen = f"{step['precision']}, {step['memory_format']}, {step['optimizer']}"
+    parts = [step["precision"], *step["kernels"], step["memory_format"], step["optimizer"]]
+    if step["loader_processes"]:
+        parts.append(f"loader processes: {step['loader_processes']}")
+    chosen = ", ".join(parts)
+    compiled_s, eager_s = step.get("compiled_s"), step.get("eager_s")
     if step["compile"] == "off":
-        yield f"A training step: {chosen}, not compiled."
+        text = f"A training step: {chosen}, not compiled"
+        if compiled_s and eager_s:
+            text += (
+                f": forward and backward of a micro-batch took {duration(eager_s)}, and compiled, "
+                f"on trial, {duration(compiled_s)}"
+            )
+        yield f"{text}."
         return
     text = f"A training step: {chosen}, compiled ({step['compile']})"
-    compiled_s, eager_s = step.get("compiled_s"), step.get("eager_s")
     if compiled_s and eager_s:
         text += (
             f": forward and backward of a micro-batch took {duration(compiled_s)}, without "

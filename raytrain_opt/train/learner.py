@@ -43,6 +43,7 @@ from raytrain_opt.train.precision import autocast_dtype, choose_kernels, compile
 from raytrain_opt.train.predictions import PredictionRecorder
 from raytrain_opt.train.state import TrainingState, restore, to_cpu_state
 from raytrain_opt.train.task import Classification, Task, build_task, metric_of, try_task
+from raytrain_opt.train.update import update_weights
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
@@ -82,7 +83,7 @@ class Learner:
         distribute: Callable[[nn.Module, ParallelSection], Parallel] = Parallel,
     ) -> None:
         self.config, self.device = config, device
-        choose_kernels(config.precision, device)
+        self.kernels = choose_kernels(config.precision, device)
         self._autocast_dtype = autocast_dtype(config.precision, device)
         self.data: TrainingData = open_data(
             config.data,
@@ -144,6 +145,7 @@ class Learner:
         average = self.config.average
         if average is not None and not self.config.optimizers[index].is_schedule_free:
             averaging.attach_ema(self.optimizer, average.decay)
+        self.clip_norm = self.config.optimizers[index].clip_norm
         self._weight_decays = get_weight_decays(self.optimizer)
 
     def train(
@@ -227,8 +229,7 @@ class Learner:
                 phase.loss_sum += self._accumulate(batch, phase.micro_batches.divisor)
             phase.samples += batch.size
             phase.skipped += batch.skipped
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        update_weights(self.optimizer, self.scaler, self.clip_norm)
         parallel.after_step()
         phase.steps += 1
 

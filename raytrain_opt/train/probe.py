@@ -26,6 +26,7 @@ from raytrain_opt.train.gradient_noise import GradientNormMeter
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.state import capture, restore
 from raytrain_opt.train.step_timer import STEP_PARTS, step_timer_for
+from raytrain_opt.train.update import update_weights
 
 _MIB = 1024**2
 # A few evaluation steps are enough to allocate the memory that evaluation needs.
@@ -71,6 +72,7 @@ class ProbedTraining:
     scaler: torch.amp.GradScaler
     # Runs a few evaluation steps at a training batch size; only the final check calls it.
     evaluate: Callable[[int], None] = lambda _: None
+    clip_norm: float | None = None
 
 
 def probed_training(learner: Learner) -> ProbedTraining:
@@ -100,6 +102,7 @@ def probed_training(learner: Learner) -> ProbedTraining:
         learner.autocast,
         learner.scaler,
         evaluate,
+        learner.clip_norm,
     )
 
 
@@ -254,8 +257,7 @@ class _Loop:
         mark()
         training.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         mark()
-        training.scaler.step(training.optimizer)
-        training.scaler.update()
+        update_weights(training.optimizer, training.scaler, training.clip_norm)
         mark()
 
     def gradient_norms(self, batch_size: int, batches: int) -> GradientNorms:

@@ -18,6 +18,7 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.step_choices import CompileChoice
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +57,18 @@ def test_a_compiled_model_trains_as_an_eager_one(mode: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
+def test_auto_keeps_what_was_measured_to_be_faster() -> None:
+    on_gpu = learner(CUDA)
+    choice = CompileChoice(on_gpu, auto=True)
+    for epoch in (1, 2):
+        on_gpu.train(epoch, 0, [0.1] * 5, ONE)
+        choice.after_phase(300.0)
+    compiled_s, eager_s = choice.times_s["compiled_s"], choice.times_s["eager_s"]
+    assert compiled_s is not None
+    assert eager_s is not None
+    assert (on_gpu.compiled == "default") == (compiled_s < eager_s)
+
+
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_a_state_moves_bit_exactly(channels_last: bool) -> None:
     first = learner(CUDA, channels_last=channels_last)
@@ -86,8 +99,17 @@ def test_the_batches_equal_those_on_the_cpu(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(gpu.x.cpu(), cpu.x)
 
 
-def test_no_step_waits_for_the_device() -> None:
-    on_gpu = learner(CUDA)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"data": {"name": "digits", "augment": {"random_erasing": 0.5}}},
+        {"optimizer": {"name": "SGD", "clip_norm": 0.1}, "precision": "fp16"},
+    ],
+    ids=str,
+)
+def test_no_step_waits_for_the_device(changes: dict[str, Any]) -> None:
+    on_gpu = learner(CUDA, **changes)
     on_gpu.train(1, 0, [0.1] * 3, ONE)
     torch.cuda.set_sync_debug_mode("warn")
     try:

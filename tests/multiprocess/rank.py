@@ -6,6 +6,7 @@ group computes the expected results.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.reductions import reduce_sums
+from raytrain_opt.train.reductions import reduce_max, reduce_sums
 from tests.support.process_group import gloo_group
 from tests.support.small_jobs import large_batch_job
 
@@ -53,6 +54,8 @@ AVERAGING: dict[str, dict[str, Any]] = {
         "learning_rate": {"policy": "schedule", "shape": "constant"},
     },
 }
+
+CLIPPED = {"name": "SGD", "clip_norm": 0.05}
 
 
 def job(model: Any, batch: int = 32, workers: int = WORKERS, **changes: Any) -> Job:
@@ -128,20 +131,23 @@ def train_two_phases(
     }
 
 
-def train_three_micro_batches(arrays: DatasetArrays, rank: int, world_size: int) -> dict[str, Any]:
-    """Train with three micro-batches on two workers, one of which has two, to an epoch's end.
+def train_to_the_end_of_an_epoch(
+    arrays: DatasetArrays, rank: int, world_size: int, workers: int
+) -> dict[str, Any]:
+    """Train as `drop_last: false` does, with a micro-batch of 11 for each planned worker.
 
-    The last update has the 19 samples that do not fill a batch: 6 + 6 and 7.
+    The last update has the samples that do not fill a batch: of 33, 19 (6 + 6 and 7 on two
+    processes), of 22, 8.
     """
-    planned = job(plain_net, batch=33, workers=3)
+    planned = job(plain_net, batch=11 * workers, workers=workers)
     learner = Learner(
         LearnerConfig.from_job(planned),
         arrays,
         CPU,
         distribute if world_size > 1 else Parallel,
     )
-    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, 3)
-    first_step = learner.info.train_size // 33 - len(FIRST) + 1
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, workers)
+    first_step = learner.info.train_size // (11 * workers) - len(FIRST) + 1
     totals = learner.train(1, first_step, FIRST, micro_batches)
     weights = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
     return {"samples": totals.samples, "weights": weights}
@@ -177,8 +183,15 @@ def main(rank: int, world_size: int, folder: Path) -> None:
                 name: train_two_phases("small_cnn", arrays, rank, world_size, **changes)
                 for name, changes in AVERAGING.items()
             },
-            "three_micro_batches": train_three_micro_batches(arrays, rank, world_size),
+            "clipped": train_two_phases(plain_net, arrays, rank, world_size, optimizer=CLIPPED),
+            **{
+                f"{workers} planned": train_to_the_end_of_an_epoch(
+                    arrays, rank, world_size, workers
+                )
+                for workers in (2, 3)
+            },
             "large_batch": train_large_batch(arrays, rank, world_size),
             "reduced": reduce_sums([rank + 1.0, 1e15 + rank], CPU),
+            "largest": reduce_max([rank + 1.0, math.inf if rank else 0.0], CPU),
         }
     torch.save(results, folder / f"rank-{rank}.pt")

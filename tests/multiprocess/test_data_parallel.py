@@ -5,6 +5,7 @@ All phases run once, in `rank.py`; the tests read its results.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -47,28 +48,28 @@ def test_a_phase_repeats_from_a_loaded_state(ranks: list[RankResults], model: st
     assert once == again
 
 
+@pytest.mark.parametrize("case", ["plain", "clipped"])
 def test_one_process_with_all_micro_batches_gives_the_same_weights(
-    ranks: list[RankResults], single_process: RankResults
+    ranks: list[RankResults], single_process: RankResults, case: str
 ) -> None:
-    for name, expected in single_process["plain"]["weights"].items():
+    for name, expected in single_process[case]["weights"].items():
         for results in ranks:
-            torch.testing.assert_close(
-                results["plain"]["weights"][name], expected, rtol=0, atol=1e-5
-            )
+            torch.testing.assert_close(results[case]["weights"][name], expected, rtol=0, atol=1e-5)
+        changed = single_process["plain"]["weights"][name] - expected
+        assert (changed.abs().max() > 1e-3) == (case == "clipped")
 
 
-def test_fewer_workers_than_planned_compute_the_same_update(
-    ranks: list[RankResults], single_process: RankResults
+@pytest.mark.parametrize(
+    ("case", "samples"),
+    [("2 planned", [5 * 11 + 4, 5 * 11 + 4]), ("3 planned", [5 * 22 + 12, 5 * 11 + 7])],
+)
+def test_the_remainder_of_an_epoch_is_one_update_on_as_many_or_fewer_workers_than_planned(
+    ranks: list[RankResults], single_process: RankResults, case: str, samples: list[int]
 ) -> None:
-    assert [results["three_micro_batches"]["samples"] for results in ranks] == [
-        5 * 22 + 12,
-        5 * 11 + 7,
-    ]
-    for name, expected in single_process["three_micro_batches"]["weights"].items():
+    assert [results[case]["samples"] for results in ranks] == samples
+    for name, expected in single_process[case]["weights"].items():
         for results in ranks:
-            torch.testing.assert_close(
-                results["three_micro_batches"]["weights"][name], expected, rtol=0, atol=1e-5
-            )
+            torch.testing.assert_close(results[case]["weights"][name], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -128,6 +129,10 @@ def test_counters_stay_exact(ranks: list[RankResults]) -> None:
 
 def test_sums_are_over_all_ranks_in_double_precision(ranks: list[RankResults]) -> None:
     assert [results["reduced"] for results in ranks] == [[3.0, 2e15 + 1]] * 2
+
+
+def test_maxima_are_over_all_ranks(ranks: list[RankResults]) -> None:
+    assert [results["largest"] for results in ranks] == [[2.0, math.inf]] * 2
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -51,6 +51,15 @@ def test_a_trial_on_a_cpu(
     assert 1 in (variants["plain"]["ratio"], variants["plain_tuned"]["ratio"])
 
 
+def test_the_vision_transformer_trains_in_a_trial(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--device", "cpu", "--quick", "--block-s", "0.005", "--cases", "vit_s_224"]
+    benchmark.main([*options, "--variants", "plain_tuned", "learner"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    variants = report["cases"]["vit_s_224"]["variants"]
+    assert [variants[name]["status"] for name in ("plain_tuned", "learner")] == ["ok", "ok"]
+    assert variants["learner"]["ratio"] > 0
+
+
 def test_a_variant_without_enough_memory_does_not_end_the_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "are pooled after every epoch",
     ),
     ({"precision": "fp16"}, "precision", "use bf16"),
+    ({"optimizer": {"name": "SGD", "clip_norm": 1}}, "optimizer.clip_norm", "use mode: sync"),
     ({"average": {"kind": "ema"}}, "average", "needs parallel.mode: sync"),
     (
         {

@@ -21,7 +21,7 @@ def test_every_field_of_the_job_has_a_row_with_its_default() -> None:
         assert f"| `{name}` |" in reference
         assert " ".join(str(field.description).split()).split("<")[0] in reference
     assert "| `global_batch_size` | integer > 0 | required |" in reference
-    assert "| `precision` | `auto`, `fp32`, `fp32_strict`, `bf16`, `fp16` | `fp32` |" in reference
+    assert "| `precision` | `auto`, `fp32`, `fp32_strict`, `bf16`, `fp16` | `auto` |" in reference
     assert "| `data.validation_max_samples` | integer > 0 | `5000` |" in reference
 
 

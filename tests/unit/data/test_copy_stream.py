@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_opt.data.copy_stream import CopyStream
+from raytrain_opt.data.copy_stream import CopyStream, send
 
 CUDA = torch.device("cuda")
 
@@ -63,3 +63,11 @@ def test_the_training_stream_waits_for_the_copies_and_keeps_their_memory(
 def test_on_cpu_nothing_is_copied() -> None:
     x = torch.ones(2)
     assert CopyStream(torch.device("cpu")).copy(x)[0] is x
+
+
+def test_a_small_tensor_is_sent_from_pinned_memory() -> None:
+    log: list[str] = []
+    small = FakeTensor(log)
+    assert send(small, CUDA) is small  # type: ignore[arg-type,comparison-overlap]
+    assert log == ["pin", "copy"]
+    assert torch.equal(send(torch.ones(2), torch.device("cpu")), torch.ones(2))

@@ -253,6 +253,7 @@ def test_loader_processes_are_added_until_they_keep_up_within_the_threads(
                 time.sleep(0.002)
     assert [len(p) for p in pids] == [2, expected, expected]
     assert pids[1] == pids[2]
+    assert data.processes == expected
 
 
 def test_loader_processes_that_keep_up_stay(monkeypatch: pytest.MonkeyPatch) -> None:

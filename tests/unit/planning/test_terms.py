@@ -44,12 +44,23 @@ def test_half_precision_halves_the_traffic_and_uses_the_faster_units() -> None:
     job = small_job(HERE)
     full = public_terms(job, WORK, cluster)
     half = public_terms(job.model_copy(update={"precision": "fp16"}), WORK, cluster)
+    assert job.precision == "auto"  # a V100 has no bf16
     assert full is not None
     assert half is not None
     assert full.sample_s == pytest.approx(1e9 / (0.6 * 15.7e12) + 5e6 / (0.8 * 900e9))
     assert half.sample_s == pytest.approx(1e9 / (0.6 * 125e12) + 2.5e6 / (0.8 * 900e9))
     assert half.sample_bytes == full.sample_bytes / 2
     assert half.update_s == full.update_s > 100 * 10e-6
+
+
+@pytest.mark.parametrize(("kind", "is_half"), [("P100", False), ("V100", False), ("A100", True)])
+def test_auto_is_half_precision_where_a_device_has_bf16(kind: str, is_half: bool) -> None:
+    cluster = read_cluster(f"1x8x{kind}")
+    auto, half = (
+        public_terms(small_job(HERE, precision=precision), WORK, cluster)
+        for precision in ("auto", "bf16")
+    )
+    assert (auto == half) == is_half
 
 
 def test_cpus_have_no_public_figures() -> None:

@@ -32,9 +32,17 @@ class FakeState:
 class FakeLearner:
     """A learner that trains to the loss `lr`; its allocator caches what each phase has used."""
 
-    config = SimpleNamespace(micro_batches=1, precision="fp32", channels_last=False)
+    config = SimpleNamespace(
+        micro_batches=1,
+        precision="fp32",
+        channels_last=False,
+        compile="off",
+        batch_norm=SimpleNamespace(sync=False),
+    )
     info = SimpleNamespace(sample_shape=(1,))
     compiled = "off"
+    kernels: tuple[str, ...] = ()
+    data = SimpleNamespace(processes=0)
     optimizer = torch.optim.SGD([torch.zeros(1)])
     device = torch.device("cpu")
     parallel = SimpleNamespace(report=dict)

@@ -105,7 +105,20 @@ def test_the_batch_size_and_the_noise_scale_are_explained(run_dir: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({}, "A training step: bf16, channels_last, fused SGD, not compiled."),
+        (
+            {},
+            "A training step: bf16, TF32, cuDNN autotuning, channels_last, fused SGD, not "
+            "compiled.",
+        ),
+        (
+            {"precision": "fp32", "kernels": [], "loader_processes": 4},
+            "A training step: fp32, channels_last, fused SGD, loader processes: 4, not compiled.",
+        ),
+        (
+            {"compiled_s": 0.03, "eager_s": 0.02},
+            "not compiled: forward and backward of a micro-batch took 20 ms, and compiled, on "
+            "trial, 30 ms.",
+        ),
         (
             {"compile": "default", "compiled_s": 0.02, "eager_s": 0.03},
             "compiled (default): forward and backward of a micro-batch took 20 ms, without "

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import nn
 
 from raytrain_opt.config.load import dump_job, parse_job
@@ -29,21 +30,22 @@ def settings() -> tuple[Any, ...]:
 def _restored() -> Iterator[None]:
     backends: Any = torch.backends
     before = settings()
-    yield
+    with torch._dynamo.config.patch(suppress_errors=False):
+        yield
     backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision = before[:2]
     backends.cudnn.benchmark = before[2]
 
 
 def test_a_gpu_uses_tf32_and_measured_convolutions() -> None:
-    choose_kernels("fp32", CUDA)
+    assert choose_kernels("fp32", CUDA) == ["TF32", "cuDNN autotuning"]
     assert settings() == ("tf32", "tf32", True)
-    choose_kernels("fp32_strict", CUDA)
+    assert choose_kernels("fp32_strict", CUDA) == ["no TF32", "cuDNN autotuning"]
     assert settings() == ("ieee", "ieee", True)
 
 
 def test_a_cpu_keeps_its_settings() -> None:
     before = settings()
-    choose_kernels("fp32_strict", CPU)
+    assert choose_kernels("fp32_strict", CPU) == []
     assert settings() == before
 
 
@@ -62,11 +64,27 @@ def test_named_precisions_hold_on_every_device() -> None:
         assert autocast_dtype("fp32_strict", device) is None
 
 
+def build(name: str) -> nn.Module:
+    """Build a network of torchvision or timm without memory for its weights."""
+    library, _, model = name.rpartition(":")
+    with torch.device("meta"):
+        if library:
+            return pytest.importorskip(library).create_model(model)
+        return torchvision.models.get_model(model)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "beit_base_patch16_224"])
+def test_auto_knows_the_transformers_of_timm(name: str) -> None:
+    assert compile_model("auto", build(f"timm:{name}"), CUDA) == "default"
+
+
 @pytest.mark.parametrize(
     ("setting", "model", "device", "compiled"),
     [
         ("auto", nn.Sequential(nn.MultiheadAttention(4, 1)), CUDA, True),
         ("auto", nn.Sequential(nn.MultiheadAttention(4, 1)), CPU, False),
+        ("auto", build("swin_t"), CUDA, True),
+        ("auto", build("resnet18"), CUDA, False),
         ("auto", nn.Linear(2, 2), CUDA, False),
         ("off", nn.MultiheadAttention(4, 1), CUDA, False),
         ("default", nn.Linear(2, 2), CPU, True),
@@ -76,8 +94,12 @@ def test_named_precisions_hold_on_every_device() -> None:
 def test_auto_compiles_transformers_on_a_gpu(
     setting: Compile, model: nn.Module, device: torch.device, compiled: bool
 ) -> None:
-    compile_model(setting, model, device)
+    assert compile_model(setting, model, device) == (
+        "off" if not compiled else "default" if setting == "auto" else setting
+    )
     assert (model._compiled_call_impl is not None) == compiled
+    compile_model("off", model, device)
+    assert model._compiled_call_impl is None
 
 
 def test_off_in_a_job_file_is_not_false() -> None:

@@ -189,9 +189,11 @@ def test_frozen_patterns_are_checked() -> None:
 
 
 def test_multipliers_of_auto_hold_for_all_its_optimizers(tmp_path: Path) -> None:
-    own = {"name": "AdamW", "lr_multipliers": {"0.*": 0.5}}
-    optimizer = {"name": "auto", "candidates": ["SGD", own], "lr_multipliers": {"11.*": 4}}
+    own = {"name": "AdamW", "lr_multipliers": {"0.*": 0.5}, "clip_norm": 0.5}
+    shared = {"lr_multipliers": {"11.*": 4}, "clip_norm": 1.0}
+    optimizer = {"name": "auto", "candidates": ["SGD", own], **shared}
     horizon = {"learning_rate": {"policy": "stpt_horizon"}, "optimizer": optimizer}
     sgd, adamw = job(tmp_path, {}, **horizon).optimizers
     assert sgd.lr_multipliers == {"11.*": 4}
     assert adamw.lr_multipliers == {"0.*": 0.5, "11.*": 4}
+    assert (sgd.clip_norm, adamw.clip_norm) == (1.0, 0.5)

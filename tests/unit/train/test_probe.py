@@ -324,3 +324,16 @@ def test_the_error_of_few_steps_is_between_the_prior_and_their_own() -> None:
 def test_the_error_of_many_steps_is_their_own() -> None:
     many = list(np.random.default_rng(0).normal(10, 1, 10_000))
     assert mean_and_error(many)[1] == pytest.approx(0.01, rel=0.03)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_a_probe_clips_as_the_training_does(clip_norm: float | None) -> None:
+    training, norms = probed(clip_norm=clip_norm), []
+
+    def record(*_: Any) -> None:
+        gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    training.optimizer.register_step_pre_hook(record)
+    measure(training, 4, SECTION, sampler())
+    assert (max(norms) < 0.1001) == (clip_norm is not None)

@@ -1,0 +1,68 @@
+"""One process of `test_compile`: a run with torch's own compiler, and one that continues it.
+
+The first process also trains eagerly, and leaves the state after two steps for the second.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain_opt.config.schema import Compile, Job
+from raytrain_opt.data import load_shared_data
+from raytrain_opt.train.data_parallel import use_threads
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
+
+TWO = MicroBatches(range(2), 2)
+LRS = (0.1, 0.05)
+
+
+def net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    features = 4 * sample_shape[1] * sample_shape[2]
+    return nn.Sequential(
+        nn.Conv2d(sample_shape[0], 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(features, num_classes),
+    )
+
+
+def learner(setting: Compile) -> Learner:
+    values = {
+        "model": net,
+        "data": "digits",
+        "epochs": 1,
+        "global_batch_size": 32,
+        "optimizer": {"name": "SGD", "clip_norm": 1.0},
+        "compile": setting,
+    }
+    job = Job.model_validate(values)
+    return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
+
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    use_threads(1)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.parent / "cache")
+    middle, compiled = folder.parent / "middle.pkl", learner("default")
+    results: dict[str, Any] = {}
+    if middle.is_file():
+        compiled.load(pickle.loads(middle.read_bytes()))
+    else:
+        for trained in (learner("off"), compiled):
+            results[trained.compiled] = {
+                "loss": trained.train(1, 0, LRS, TWO).loss,
+                "weights": [p.detach().clone() for p in trained.model.parameters()],
+            }
+        middle.write_bytes(pickle.dumps(compiled.state(copy=True)))
+    compiled.train(1, 2, LRS, TWO)
+    results["end"] = compiled.state(copy=True).digest()
+    results["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch.save(results, folder / f"rank-{rank}.pt")
