@@ -344,6 +344,7 @@ def test_a_finalist_that_was_stopped_left_because_it_fell_behind(tmp_path: Path)
     page = race_page(tmp_path, race_line(0, "AdamW", 9), race_line(3, "Muon", 9), finalist, first)
     why = "all its candidates of 36 steps fell behind, training loss 2.3 against 1.9 of Muon"
     assert f"AdamW left after 18 steps: {why}; 81 steps in all." in page.text
+    assert "Candidates: training loss" in page.text
 
 
 @pytest.mark.parametrize(
