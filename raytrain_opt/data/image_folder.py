@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 import os
+import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from io import StringIO
+from contextlib import suppress
+from hashlib import blake2b
+from io import BytesIO, StringIO
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
@@ -21,6 +25,11 @@ from raytrain_opt.errors import DataError, StorageError
 
 # Of the CSV file.
 COLUMNS = ("file", "label", "split")
+_CACHE = "~/.cache/raytrain_opt/files"
+# Fewer are listed in a moment, and many small folders are soon gone.
+_MIN_CACHED_FILES = 10_000
+# A folder that changes twice within the resolution of its time has one time for both: 2 s on FAT.
+_TIME_RESOLUTION_NS = 2_000_000_000
 
 
 class ImageFolderSource:
@@ -86,22 +95,32 @@ class ImageFiles:
     once, in Ray's object store.
     """
 
-    def __init__(self, classes: Sequence[str], files: Iterable[tuple[str, int]]) -> None:
-        self.classes = classes
+    def __init__(
+        self,
+        classes: Sequence[str],
+        paths: npt.NDArray[np.uint8],
+        ends: Indices,
+        labels: Indices,
+    ) -> None:
+        self.classes, self.paths, self.ends, self.labels = classes, paths, ends, labels
+
+    @classmethod
+    def of(cls, classes: Sequence[str], files: Iterable[tuple[str, int]]) -> ImageFiles:
+        """Return these paths and numbers of classes as arrays."""
         paths, ends, labels = bytearray(), array("q"), array("q")
         for path, label in files:
             paths += os.fsencode(path)
             ends.append(len(paths))
             labels.append(label)
-        self._paths = np.frombuffer(paths, np.uint8)
-        self._ends, self.labels = np.asarray(ends, np.int64), np.asarray(labels, np.int64)
+        path_bytes = np.frombuffer(paths, np.uint8)
+        return cls(classes, path_bytes, np.asarray(ends), np.asarray(labels))
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     def __getitem__(self, index: int) -> tuple[str, int]:
-        start = self._ends[index - 1] if index else 0
-        path = self._paths[start : self._ends[index]].tobytes()
+        start = self.ends[index - 1] if index else 0
+        path = self.paths[start : self.ends[index]].tobytes()
         return os.fsdecode(path), int(self.labels[index])
 
 
@@ -109,27 +128,87 @@ def list_folder(folder: Path) -> ImageFiles:
     """List files and classes of a folder, in the order of torchvision's ImageFolder.
 
     Links are followed, but not those to a folder within a class, which may lead back to itself
-    and repeat all files. Raises OSError.
+    and repeat all files. A long list is kept in the user's cache folder, with the time at which
+    each directory last changed, and used until one of them has changed. Raises OSError.
     """
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    folder = folder.absolute()
+    key = blake2b(os.fsencode(f"{folder} {IMG_EXTENSIONS}"), digest_size=12).hexdigest()
+    kept = _read_list(f"{key}.npz")
+    if kept is not None:
+        return kept
+    started_ns = time.time_ns()
     classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     if not classes:
         raise FileNotFoundError("it has no folder of a class")
-    pairs = ((path, i) for i, name in enumerate(classes) for path in image_paths(folder / name))
-    files = ImageFiles(classes, pairs)
+    directories = [str(folder)]
+    pairs = (
+        (path, i)
+        for i, name in enumerate(classes)
+        for path in image_paths(folder / name, directories)
+    )
+    files = ImageFiles.of(classes, pairs)
     counts = np.bincount(files.labels, minlength=len(classes))
     if not counts.all():
         raise FileNotFoundError(f"class {classes[int(counts.argmin())]} has no image file")
+    changed_ns = _changed_ns(directories)
+    is_settled = changed_ns.max() < started_ns - _TIME_RESOLUTION_NS
+    if len(files) >= _MIN_CACHED_FILES and is_settled and not _is_fuse(folder):
+        _keep_list(f"{key}.npz", files, directories, changed_ns)
     return files
 
 
-def image_paths(folder: Path) -> Iterator[str]:
-    """Yield the image files below a folder, sorted, by their suffix."""
+def image_paths(folder: Path, directories: list[str] | None = None) -> Iterator[str]:
+    """Yield the image files below a folder, sorted, by their suffix; append its `directories`."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     for directory, _, files in sorted(os.walk(folder)):
+        if directories is not None:
+            directories.append(directory)
         for file in sorted(files):
             if file.lower().endswith(IMG_EXTENSIONS):
                 yield f"{directory}/{file}"
+
+
+def _keep_list(name: str, files: ImageFiles, directories: list[str], changed_ns: Indices) -> None:
+    names = (
+        np.frombuffer(os.fsencode("\0".join(n)), np.uint8) for n in (files.classes, directories)
+    )
+    stream = BytesIO()
+    np.savez(stream, *names, changed_ns, files.paths, files.ends, files.labels)
+    with suppress(StorageError):  # without it, the next run lists the files again
+        storage.write(_CACHE, name, stream.getvalue())
+
+
+def _read_list(name: str) -> ImageFiles | None:
+    """Return a list that was kept, unless a directory has changed or the list is damaged."""
+    try:
+        path = Path(_CACHE).expanduser() / name
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            classes, directories, changed_ns, paths, ends, labels = (file[k] for k in file.files)
+        names = [os.fsdecode(part.tobytes()).split("\0") for part in (classes, directories)]
+        is_current = np.array_equal(_changed_ns(names[1]), changed_ns)
+    except Exception:  # noqa: BLE001 - whatever numpy raises for a damaged file
+        return None
+    return ImageFiles(names[0], paths, ends, labels) if is_current else None
+
+
+def _changed_ns(directories: Sequence[str]) -> Indices:
+    """Return when each directory changed; programs that unpack or copy set its other time back."""
+    return np.array([os.stat(directory).st_ctime_ns for directory in directories])
+
+
+def _is_fuse(folder: Path) -> bool:
+    """Return whether a program serves the folder's file system.
+
+    Those of object storages do not know when a directory changed.
+    """
+    mounts, device = Path("/proc/self/mountinfo"), folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    lines = mounts.read_text().splitlines() if mounts.exists() else []
+    kinds = [line.partition(" - ")[2] for line in lines if line.split()[2] == number]
+    return any(kind.startswith("fuse") for kind in kinds)
 
 
 def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, ImageFiles]:
@@ -169,7 +248,7 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
     if unknown := {label for _, label in files["test"]} - numbers.keys():
         raise error(f"has labels that only test files have: {_names(unknown)}")
     train, test = (
-        ImageFiles(classes, ((file, numbers[label]) for file, label in files[split]))
+        ImageFiles.of(classes, ((file, numbers[label]) for file, label in files[split]))
         for split in ("train", "test")
     )
     return {"train": train, "test": test}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import time
@@ -23,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchvision.datasets import ImageFolder
 
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
-from raytrain_opt.data import load_shared_data, open_data
+from raytrain_opt.data import image_folder, load_shared_data, open_data
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.image_folder import ImageFolderSource, list_folder
 from raytrain_opt.data.loader import DataLoaderData
@@ -404,6 +405,71 @@ def test_files_are_those_of_torchvisions_image_folder(image_tree: Path) -> None:
     expected, files = ImageFolder(train), list_folder(train)
     assert files.classes == expected.classes
     assert [files[i] for i in range(len(files))] == expected.samples
+
+
+@pytest.fixture
+def kept_list(image_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The list of the tree's training images in the user's cache folder, made long ago."""
+    (image_tree / "train" / os.fsdecode(b"caf\xe9")).mkdir()
+    shutil.copy(image_tree / "train/cat/0.png", image_tree / "train" / os.fsdecode(b"caf\xe9"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(image_folder, "_MIN_CACHED_FILES", 1)
+    monkeypatch.setattr(image_folder, "_TIME_RESOLUTION_NS", -(10**18))
+    list_folder(image_tree / "train")
+    [path] = (tmp_path / "home/.cache/raytrain_opt/files").iterdir()
+    return path
+
+
+def test_a_folder_that_did_not_change_is_listed_once(
+    image_tree: Path, kept_list: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ImageFolder(image_tree / "train")
+    monkeypatch.setattr(os, "walk", lambda _: pytest.fail("the files were listed again"))
+    files = list_folder(image_tree / "train")
+    assert files.classes == expected.classes
+    assert [files[i] for i in range(len(files))] == expected.samples
+
+
+def test_a_folder_with_a_new_file_is_listed_again(image_tree: Path, kept_list: Path) -> None:
+    before, folder = len(list_folder(image_tree / "train")), image_tree / "train/cat"
+    times = folder.stat()
+    shutil.copy(folder / "0.png", folder / "new.png")
+    os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))  # as tar does
+    assert len(list_folder(image_tree / "train")) == before + 1
+
+
+@pytest.mark.parametrize("kept", [b"", b"no archive", b"PK\3\4"])
+def test_a_damaged_list_is_made_again(image_tree: Path, kept_list: Path, kept: bytes) -> None:
+    content = kept_list.read_bytes()
+    kept_list.write_bytes(kept or content[:-1])
+    assert len(list_folder(image_tree / "train")) == 21
+    assert kept_list.read_bytes() == content
+
+
+def test_a_folder_that_changed_a_moment_ago_is_listed_again(
+    image_tree: Path, kept_list: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may change again without another time."""
+    kept_list.unlink()
+    monkeypatch.setattr(image_folder, "_TIME_RESOLUTION_NS", 10**18)
+    list_folder(image_tree / "train")
+    assert not kept_list.exists()
+
+
+def test_the_times_of_file_systems_of_programs_are_not_trusted(
+    image_tree: Path, kept_list: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_list.unlink()
+    mounts = re.sub(r" - \S+", " - fuse.gcsfuse", Path("/proc/self/mountinfo").read_text())
+    monkeypatch.setattr(Path, "read_text", lambda _: mounts)
+    list_folder(image_tree / "train")
+    assert not kept_list.exists()
+
+
+def test_lists_need_no_cache_folder(image_tree: Path, kept_list: Path) -> None:
+    shutil.rmtree(kept_list.parent)
+    kept_list.parent.write_text("a file")
+    assert len(list_folder(image_tree / "train")) == 21
 
 
 def test_a_link_to_its_own_folder_repeats_no_file(image_tree: Path) -> None:
