@@ -10,8 +10,8 @@ from raytrain_opt.recording.records import RoundRecord
 from raytrain_opt.report.formatting import count, duration, percent, plain, rate, times
 from raytrain_opt.report.run_reader import RunRecords
 
-# Below this, more loader processes hardly change the time of an epoch.
-_MAX_DATA_WAIT = 0.10
+# Below this, no advice shortens an epoch by much.
+_MAX_DATA_WAIT = 0.03
 # Standard errors of the difference between two accuracies: about 95 % confidence.
 _CLEAR_DIFFERENCE = 2.0
 # Fraction of rounds from which a finding is more than a coincidence.
@@ -76,12 +76,20 @@ def _diverged(run: RunRecords) -> Iterator[str]:
 
 def _data_wait(run: RunRecords) -> Iterator[str]:
     fraction = data_wait_fraction(run)
-    if fraction is not None and fraction > _MAX_DATA_WAIT:
-        yield (
-            f"Workers waited for data in {percent(fraction, 0)} of the main training's time: "
-            "use data.loader_workers: auto, more cores per worker, smaller image files or faster "
-            "storage"
+    if fraction is None or fraction <= _MAX_DATA_WAIT:
+        return
+    loaders = run.job["data"].get("loader_workers")
+    advice = f"data.loader_workers: auto (now {loaders}) adds loader processes until they keep up"
+    if loaders == "auto":
+        advice = (
+            "data.loader_workers: auto starts at most one loader process for each of "
+            "workers.threads. If decoding is slow, use smaller image files, or more cores for "
+            "each worker; if storage is slow, a larger number of data.loader_workers"
         )
+    elif loaders is None:  # data in memory and Ray Datasets
+        advice = "the workers prepare these data themselves; less in data.augment helps"
+    waited = f"Workers waited for data in {percent(fraction, 0)} of the main training's time"
+    yield f"{waited}: {advice}"
 
 
 def _noise(run: RunRecords) -> Iterator[str]:

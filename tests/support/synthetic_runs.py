@@ -63,14 +63,14 @@ def evaluation(value: float | None, loss: float = 0.6) -> dict[str, Any]:
 
 
 def epoch_line(epoch: int, **changes: Any) -> dict[str, Any]:
-    """Return an epoch of 0.2 s pre-training and 1.2 s main training, 0.06 s of it waiting."""
+    """Return an epoch of 0.2 s pre-training and 1.2 s main training, 0.02 s of it waiting."""
     parts = {
         "pretrain_s": 0.2,
         "longest_slot_s": 0.18,
         "take_state_s": 0.05,
         "main_train_s": 1.2,
         "main_compute_s": 1.0,
-        "main_data_wait_s": 0.06,
+        "main_data_wait_s": 0.02,
         "main_load_s": 0.05,
         "main_average_s": 0.02,
         "main_hand_over_s": 0.03,
@@ -147,8 +147,8 @@ def span_lines(epoch: int) -> list[dict[str, Any]]:
     worker = {"command": "main_train", "start_s": start_s + 0.3, "duration_s": 1.2} | used
     worker["timings_s"] = {
         "load_s": 0.05,
-        "data_wait_s": 0.06,
-        "compute_s": 0.94,
+        "data_wait_s": 0.02,
+        "compute_s": 0.98,
         "average_s": 0.02,
     }
     test = {"command": "evaluate", "start_s": start_s + 1.6, "duration_s": 0.1, "timings_s": {}}

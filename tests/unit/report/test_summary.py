@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_the_numbers_of_a_finished_run(run_dir: Path) -> None:
         2,
     )
     assert (summary.min_lr, summary.max_lr) == (0.1, pytest.approx(0.12))
-    assert summary.data_wait_fraction == pytest.approx(0.06)
+    assert summary.data_wait_fraction == pytest.approx(0.02)
     assert summary.warnings == ()
 
 
@@ -226,7 +227,7 @@ def test_a_warning_is_given(run_dir: Path, change: Callable[[Path], None], messa
 @pytest.mark.parametrize(
     "change",
     [
-        epochs(timings_s={"main_compute_s": 1.0, "main_data_wait_s": 0.09}),
+        epochs(timings_s={"main_compute_s": 1.0, "main_data_wait_s": 0.03}),
         # The winner is clearly better in half of the rounds.
         rounds([close_round(1), close_round(2), round_line(3), round_line(4)]),
         rounds([round_line(1, 0), round_line(2, 2), round_line(3), round_line(4)]),
@@ -238,6 +239,26 @@ def test_a_warning_is_given(run_dir: Path, change: Callable[[Path], None], messa
 def test_no_warning_without_a_reason(run_dir: Path, change: Callable[[Path], None]) -> None:
     change(run_dir)
     assert summary_of(run_dir).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("data", "advice"),
+    [
+        ({"name": "image_folder", "root": "r", "loader_workers": "auto"}, "If decoding is slow,"),
+        (
+            {"name": "image_folder", "root": "r", "loader_workers": 4},
+            "loader_workers: auto (now 4)",
+        ),
+        ({"name": "digits"}, "less in data.augment"),
+    ],
+)
+def test_advice_on_waiting_for_data_fits_the_job(
+    run_dir: Path, data: dict[str, Any], advice: str
+) -> None:
+    epochs(timings_s=SLOW)(run_dir)
+    run = read_run(str(run_dir))
+    [warning] = summarize(replace(run, job={**run.job, "data": data})).warnings
+    assert advice in warning
 
 
 def test_an_unfinished_run_has_a_summary(tmp_path: Path) -> None:
