@@ -258,7 +258,8 @@ def examine(section: Section, max_examined: int) -> Facts:
             raise DataError("data.train.0", f"has samples {list(info.sample_shape)}; {rule}")
         channels, height, width = info.sample_shape
         return Facts(info, min(height, width), f"{width} x {height}, {channels} channels")
-    source = shared if isinstance(shared, ImageFolderSource) else ShardSource(parsed)
+    assert isinstance(shared, ImageFolderSource | ShardSource)
+    source = shared
     total = info.train_size + info.test_size
     spread = np.linspace(0, total - 1, min(max_examined, total)).astype(int)
 

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData, RayData
+from raytrain_opt.config.data import (
+    ArraysData,
+    ArraySetData,
+    ImageFolderData,
+    RayData,
+    ShardsData,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -16,13 +22,14 @@ if TYPE_CHECKING:
     from raytrain_opt.data.base import TrainingData
     from raytrain_opt.data.image_folder import ImageFolderSource
     from raytrain_opt.data.in_memory_sets import DatasetArrays
+    from raytrain_opt.data.shards import ShardSource
 
 # What the driver reads once for all processes.
-SharedData: TypeAlias = "DatasetArrays | ImageFolderSource | None"
+SharedData: TypeAlias = "DatasetArrays | ImageFolderSource | ShardSource | None"
 
 
 def load_shared_data(section: DataSection) -> SharedData:
-    """Read what the driver shares with all processes: arrays, Ray Datasets, or image files' names.
+    """Read what the driver shares: arrays, Ray Datasets, image files' names or shards' indices.
 
     A thousand processes that each walked the folders of images would read a shared file system a
     thousand times. None for a user's Datasets. Raises DataError.
@@ -35,6 +42,10 @@ def load_shared_data(section: DataSection) -> SharedData:
         from raytrain_opt.data.image_folder import ImageFolderSource
 
         return ImageFolderSource(section)
+    if isinstance(section, ShardsData):
+        from raytrain_opt.data.shards import ShardSource
+
+        return ShardSource(section)
     if isinstance(section, RayData):
         from raytrain_opt.data.ray_data import load_ray_data
 
@@ -66,5 +77,5 @@ def open_data(
         return InMemoryData(arrays, section, *settings)
     from raytrain_opt.data.loader import DataLoaderData
 
-    files = cast("ImageFolderSource | None", shared)
+    files = cast("ImageFolderSource | ShardSource | None", shared)
     return DataLoaderData(section, *settings, files=files, classification=classification)

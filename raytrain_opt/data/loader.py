@@ -46,8 +46,8 @@ _SPARE = 1.25
 class DataLoaderData(TrainingData):
     """`TrainingData` over samples that are read one at a time: image files, a user's Datasets.
 
-    `files`: the images, if they are listed already. Without `classification`, samples of a user's
-    Datasets are any nesting of tensors. Raises DataError for wrong folders, Datasets
+    `files`: the images or shards, if they are listed already. Without `classification`, samples
+    of a user's Datasets are any nesting of tensors. Raises DataError for wrong folders, Datasets
     or settings.
     """
 
@@ -59,17 +59,17 @@ class DataLoaderData(TrainingData):
         device: torch.device,
         channels_last: bool,
         *,
-        files: ImageFolderSource | None = None,
+        files: ImageFolderSource | ShardSource | None = None,
         classification: bool = True,
     ) -> None:
         source: ImageFolderSource | ShardSource | UserDatasetSource
-        self._shards: ShardSource | None = None
         if isinstance(section, ImageFolderData):
             source = files or ImageFolderSource(section)
         elif isinstance(section, ShardsData):
-            source = self._shards = ShardSource(section)
+            source = files or ShardSource(section)
         else:
             source = UserDatasetSource(section, seed, classification=classification)
+        self._shards = source if isinstance(source, ShardSource) else None
         shape = source.sample_shape
         preprocessing = transforms.resolve_preprocessing(
             section.normalize,

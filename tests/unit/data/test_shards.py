@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tarfile
 import threading
 import time
@@ -18,9 +19,10 @@ import torch
 
 from raytrain_opt.commands.shard import write_shards
 from raytrain_opt.config.data import HoldOut, ImageFolderData, ShardsData
+from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.loader import DataLoaderData
-from raytrain_opt.data.shards import ShardCache, expand_braces, make_index
+from raytrain_opt.data.shards import ShardCache, ShardSource, expand_braces, make_index
 from raytrain_opt.errors import DataError
 from tests.support.s3_server import S3Server, s3, s3_server
 
@@ -32,7 +34,9 @@ SHARD_BYTES = 2600
 
 @contextmanager
 def open_data(
-    section: ShardsData | ImageFolderData, hold_out: float = 0.0
+    section: ShardsData | ImageFolderData,
+    hold_out: float = 0.0,
+    files: ShardSource | None = None,
 ) -> Iterator[DataLoaderData]:
     data = DataLoaderData(
         section,
@@ -40,6 +44,7 @@ def open_data(
         seed=0,
         device=torch.device("cpu"),
         channels_last=False,
+        files=files,
     )
     try:
         yield data
@@ -216,6 +221,22 @@ def test_shards_of_an_object_storage_pass_through_a_cache_of_bounded_size(
         expected = [*epoch(data), *epoch(data, 2), *data.eval_batches("test", 0, 1, 4)]
     assert pixels(batches) == pixels(expected)
     assert all(torch.equal(a.y, b.y) for a, b in zip(batches, expected, strict=True))
+
+
+def test_the_driver_reads_the_indices_for_all_nodes_and_each_has_its_own_cache(
+    image_tree: Path, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = s3.new_uri()
+    remote = section(uri, Path("~/cache"), *pack(image_tree, uri))
+    monkeypatch.setenv("HOME", str(tmp_path / "driver"))
+    with open_data(remote) as data:
+        expected = pixels(epoch(data))
+    shared = pickle.dumps(load_shared_data(remote))
+    monkeypatch.setenv("HOME", str(tmp_path / "node"))
+    monkeypatch.setattr(ShardCache, "read_index", lambda *_: pytest.fail("read again"))
+    with open_data(remote, files=pickle.loads(shared)) as data:
+        assert pixels(epoch(data)) == expected
+    assert len(list((tmp_path / "node" / "cache").glob("*.tar"))) >= 6
 
 
 def test_a_cache_that_is_too_small_is_refused(
