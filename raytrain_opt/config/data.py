@@ -34,7 +34,8 @@ class BatchAugment(Section):
     random_erasing: Fraction = 0.0
     """Probability that a box of 2 to 33 % of an image is erased."""
     mixup: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """alpha of Beta(alpha, alpha), e.g. 0.2. 0: no mixup."""
+    """alpha of Beta(alpha, alpha), e.g. 0.2. 0: no mixup. A sample is mixed with one of its own
+    micro-batch, so results differ with the number of workers."""
     cutmix: Annotated[float, Field(ge=0, le=100)] = 0.0
     """alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps."""
     repeats: Annotated[int, Field(ge=1, le=16)] = 1

@@ -11,7 +11,8 @@
 
 Sources: Cubuk et al., RandAugment, 2020; Müller and Hutter, TrivialAugment, 2021; Zhong et al.,
 Random Erasing, 2020; Zhang et al., mixup, 2018; Yun et al., CutMix, 2019. The reverse order as in
-timm: with repeated augmentation, neighbors are the same sample.
+timm: with repeated augmentation, neighbors are the same sample. Of the micro-batch, not the global
+batch: x' would have to be read on another worker too. So pairs differ with the number of workers.
 """
 
 from __future__ import annotations
