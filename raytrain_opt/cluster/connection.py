@@ -19,6 +19,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster import fork_client
 from raytrain_opt.cluster.fork_server import fork_server
 from raytrain_opt.cluster.ray_private import (
+    LOCAL_SETTINGS,
     available_resources_per_node,
     in_own_process_groups,
     loopback_only,
@@ -121,7 +122,7 @@ def _local_node(environment: Mapping[str, str], *, log_monitor: bool) -> Iterato
     would cost every process half a second, and Ray's waiting processes could not be used.
     """
     saved = dict(os.environ)
-    os.environ.update(environment)
+    os.environ.update({**LOCAL_SETTINGS, **saved, **environment})
     try:
         with (
             loopback_only(),

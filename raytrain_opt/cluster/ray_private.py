@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray._private import ray_constants, services
 from ray._private.client_mode_hook import client_mode_wrap
 from ray._private.node import Node
@@ -29,6 +31,15 @@ if TYPE_CHECKING:
 # occupy every core, that costs them throughput. No Ray Dataset is handed to the trainer, and
 # `cluster.actor_tree` removes the placement groups.
 UNUSED_TRAIN_CALLBACKS = frozenset({"DatasetsCallback", "PlacementGroupCleanerCallback"})
+
+# Of a Ray with one node, no autoscaler and no dashboard: how often it reads the demand for nodes
+# and looks after transfers between nodes, and that it keeps no list of tasks. A tenth less wakes;
+# none of these finds a process or node that died.
+LOCAL_SETTINGS = {
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",
+    "RAY_object_manager_timer_freq_ms": "1000",
+    "RAY_task_events_report_interval_ms": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -214,9 +225,10 @@ def remove_placement_group_by_id(group_id: str) -> None:
 def run_without_helpers(trainer: DataParallelTrainer) -> None:
     """Let `trainer.fit` run its controller in the calling process, without helper processes.
 
-    Those of `UNUSED_TRAIN_CALLBACKS`, and Ray Train's coordinator of requests to the autoscaler:
-    the workers' placement group requests the same. Each of these processes costs 2 to 5 s of CPU
-    at the start of a run. Should Ray rename what this replaces, training works, with the helpers.
+    Those of `UNUSED_TRAIN_CALLBACKS`, Ray Train's coordinator of requests to the autoscaler (the
+    workers' placement group requests the same), and its barrier of `ray.train.report`, which no
+    worker here calls. Each of these processes costs 2 to 5 s of CPU at the start of a run. Should
+    Ray rename what this replaces, training works, with the helpers.
     """
     create = getattr(trainer, "_create_default_callbacks", None)
     if create is None or not hasattr(trainer, "_initialize_and_run_controller"):
@@ -232,12 +244,36 @@ def run_without_helpers(trainer: DataParallelTrainer) -> None:
 
 def _run_controller_here(*, scaling_policy: Any, **arguments: Any) -> Any:
     from ray.train.v2._internal.execution.controller import TrainController
+    from ray.train.v2._internal.execution.worker_group import state, worker_group
 
     scaling_policy.after_controller_start = _do_nothing
     scaling_policy._maybe_send_resource_request = _do_nothing
     controller: Any = TrainController(scaling_policy=scaling_policy, **arguments)
-    asyncio.run(controller.run())
+    with ExitStack() as stack:
+        if hasattr(worker_group, "SynchronizationActor") and hasattr(
+            state, "_shutdown_sync_actor"
+        ):
+            stack.enter_context(_replaced(worker_group, "SynchronizationActor", NoBarrier()))
+            stack.enter_context(_replaced(state, "_shutdown_sync_actor", _do_nothing))
+        asyncio.run(controller.run())
     return controller.get_result()
+
+
+class NoBarrier:
+    """Takes the place of Ray Train's `SynchronizationActor`: its class, and its handle."""
+
+    def options(self, **_: Any) -> NoBarrier:
+        """Return what `remote` is called on."""
+        return self
+
+    def remote(self, **_: Any) -> NoBarrier:
+        """Return what the workers get."""
+        return self
+
+    @property
+    def reset(self) -> SimpleNamespace:
+        """The method that the controller calls before it replaces one worker."""
+        return SimpleNamespace(remote=partial(ray.put, None))
 
 
 def propagate_no_variables() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import re
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy
+from ray.train.v2._internal.execution.worker_group import state as worker_group_state
+from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -145,6 +148,18 @@ def test_ray_train_runs_a_controller_that_can_run_in_any_process() -> None:
         assert callable(getattr(ScalingPolicy, name))
 
 
+def test_ray_train_starts_a_barrier_that_is_replaced() -> None:
+    """And calls nothing else of it, unless `ray.train.report` or preemption notices are used."""
+    source = inspect.getsource(worker_group)
+    created = r"SynchronizationActor\.options\(.*?\)\.remote\(\s*timeout_s="
+    assert re.search(created, source, re.DOTALL)
+    called = set(re.findall(r"sync_actor\.(\w+)\.remote", source))
+    assert called == {"reset", "set_required_ranks"}
+    assert "_shutdown_sync_actor(self.sync_actor)" in inspect.getsource(worker_group_state)
+    barrier = pickle.loads(pickle.dumps(ray_private.NoBarrier()))  # as the workers get it
+    assert barrier.options(label_selector={}).remote(timeout_s=1) is barrier
+
+
 def test_a_local_node_starts_without_helper_processes() -> None:
     names = ("start_api_server", "start_monitor", "start_log_monitor")
     before = [getattr(Node, name) for name in names]
@@ -154,6 +169,11 @@ def test_a_local_node_starts_without_helper_processes() -> None:
     assert [getattr(Node, name) for name in names] == before
     source = inspect.getsource(Node)
     assert all(f"self.{name}(" in source for name in names)
+
+
+def test_ray_has_the_settings_of_a_local_node() -> None:
+    program = Path(services.RAYLET_EXECUTABLE).read_bytes()
+    assert [name for name in ray_private.LOCAL_SETTINGS if name.encode() not in program] == []
 
 
 def test_no_other_module_uses_what_ray_does_not_document() -> None:
