@@ -7,12 +7,17 @@ group computes the expected results.
 from __future__ import annotations
 
 import math
+from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from raytrain_opt.commands.shard import write_shards
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
@@ -153,6 +158,45 @@ def train_to_the_end_of_an_epoch(
     return {"samples": totals.samples, "weights": weights}
 
 
+def train_from_shards(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """Train an epoch of 3 updates of 8 samples and one of 6 from shards; again, with a stop.
+
+    Who continues has read the shards anew, as a resumed run does.
+    """
+    random = np.random.default_rng(0)
+    for split, count in (("train", 30), ("val", 2)):
+        for i in range(count):
+            file = folder / f"images-{rank}" / split / "ab"[i % 2] / f"{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(random.integers(0, 256, (16, 16, 3), np.uint8)).save(file)
+    patterns = write_shards(
+        folder / f"images-{rank}", str(folder / f"shards-{rank}"), 5000, lambda _: None
+    )
+    data = {"name": "shards", "train": patterns[0], "test": patterns[1], "image_size": 8}
+    data |= {"shuffle_shards": 2, "cache": str(folder / "cache"), "loader_workers": 1}
+    schedule = {"policy": "schedule", "shape": "constant"}
+    planned = job(plain_net, 8, data=data | {"drop_last": False}, learning_rate=schedule)
+    samples, states = [], []
+    for first, stop in ((0, 4), (0, 2), (2, 4)):
+        connect = distribute if world_size > 1 else Parallel
+        learner = Learner(
+            LearnerConfig.from_job(planned), load_shared_data(planned.data), CPU, connect
+        )
+        if first:
+            learner.load(states[-1])
+        micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, WORKERS)
+        rates = (0.1,) * (4 - first)
+        totals = learner.train(1, first, rates, micro_batches, on_step=partial(eq, stop - first))
+        samples.append(totals.samples)
+        states.append(learner.state(copy=True))
+        learner.close()
+    return {
+        "digests": [state.digest() for state in states],
+        "samples": samples,
+        "weights": {name: p.detach().clone() for name, p in learner.model.named_parameters()},
+    }
+
+
 def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict[str, Any]:
     """Train three epochs with all parts for large batches together, and evaluate."""
     large = resolve_lr_scaling(large_batch_job(Path()))
@@ -190,6 +234,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
                 )
                 for workers in (2, 3)
             },
+            "shards": train_from_shards(folder, rank, world_size),
             "large_batch": train_large_batch(arrays, rank, world_size),
             "reduced": reduce_sums([rank + 1.0, 1e15 + rank], CPU),
             "largest": reduce_max([rank + 1.0, math.inf if rank else 0.0], CPU),

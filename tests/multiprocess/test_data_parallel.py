@@ -72,6 +72,19 @@ def test_the_remainder_of_an_epoch_is_one_update_on_as_many_or_fewer_workers_tha
             torch.testing.assert_close(results[case]["weights"][name], expected, rtol=0, atol=1e-5)
 
 
+def test_a_stop_within_an_epoch_of_shards_changes_no_bit(
+    ranks: list[RankResults], single_process: RankResults
+) -> None:
+    """The epoch ends with a smaller update, as `drop_last: false` wants."""
+    shards = [results["shards"] for results in (*ranks, single_process)]
+    for undisturbed, stopped, resumed in (part["digests"] for part in shards):
+        assert undisturbed == resumed != stopped
+    assert [part["samples"] for part in shards] == [[15, 8, 7], [15, 8, 7], [30, 16, 14]]
+    assert shards[0]["digests"] == shards[1]["digests"]
+    for name, expected in shards[2]["weights"].items():
+        torch.testing.assert_close(shards[0]["weights"][name], expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_each_rank_computes_half_of_the_batch(
     ranks: list[RankResults], single_process: RankResults, model: str
