@@ -139,6 +139,7 @@ resnet8 = partial(_resnet, "resnet8", BasicBlock, (1, 1, 1), width=16)
 # Table 1 with a 3x3 stem: 11,173,962 and 23,520,842 parameters.
 cifar_resnet18 = partial(_resnet, "cifar_resnet18", BasicBlock, (2, 2, 2, 2), width=64)
 cifar_resnet50 = partial(_resnet, "cifar_resnet50", Bottleneck, (3, 4, 6, 3), width=64)
-# Serizawa and Tatebe report 45 convolutions in blocks of three, which the 16 blocks of ResNet-50
-# do not have; which block is missing is our reading. 22,403,658 parameters.
+# Serizawa and Tatebe report 45 convolutions in blocks of three: 15 blocks, where ResNet-50 has 16;
+# which block is missing is our reading. With the stem and four projections, 50 convolutions and
+# 22,403,658 parameters.
 cifar_resnet45 = partial(_resnet, "cifar_resnet45", Bottleneck, (3, 4, 5, 3), width=64)
