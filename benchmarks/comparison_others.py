@@ -6,6 +6,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count, product
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.in_process import Outcome, Point, open_learner, train_in_process
+from benchmarks.in_process import Outcome, open_learner, train_in_process
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.config.schema import Job
@@ -41,7 +42,7 @@ def train_after_lr_find(job: Job, by: str) -> Outcome:
     outcome.samples += samples
     outcome.seconds += seconds
     outcome.curve = [
-        Point(point.samples + samples, point.seconds + seconds, point.accuracy)
+        replace(point, samples=point.samples + samples, seconds=point.seconds + seconds)
         for point in outcome.curve
     ]
     return outcome

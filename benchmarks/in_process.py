@@ -19,6 +19,7 @@ from rich.console import Console
 
 from benchmarks.unrecorded import NullCheckpoints, NullRecorder
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.data import ArraysData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.driver import train
@@ -51,12 +52,13 @@ class Point:
     """A measurement after an epoch.
 
     `samples`: trained so far, those of the search included. `seconds`: spent so far, without the
-    evaluation of the test split. `accuracy`: on a part of the test split.
+    evaluation of the test split. `accuracy`, `loss`: on a part of the test split.
     """
 
     samples: int
     seconds: float
     accuracy: float
+    loss: float = math.nan
 
 
 @dataclass
@@ -64,11 +66,13 @@ class Outcome:
     """The result of one training.
 
     `accuracy`: on the full test split after the last epoch; if the training diverged, that of
-    guessing. `search_samples`: samples beyond those behind the final weights.
+    guessing. `search_samples`: samples beyond those behind the final weights. `train_accuracy`: on
+    all training images without augmentation, where it is asked for.
     """
 
     accuracy: float = math.nan
     validation_accuracy: float = math.nan
+    train_accuracy: float = math.nan
     samples: int = 0
     search_samples: int = 0
     seconds: float = 0.0
@@ -88,19 +92,35 @@ def open_learner(job: Job) -> Learner:
     return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
 
 
-def train_in_process(job: Job) -> Outcome:
-    """Train the job; a training that diverges has an outcome, too."""
+def train_in_process(job: Job, *, on_training_images: bool = False) -> Outcome:
+    """Train the job; a training that diverges has an outcome, too.
+
+    on_training_images: also measure the final accuracy on them; the data are arrays.
+    """
     resolved = run_preflight(job).resolved
     assert resolved is not None  # no batch size is to be searched
     learner = open_learner(resolved.job)
     run = ObservedRun(resolved, learner)
     try:
         train(run)
+        if on_training_images:
+            run.reporter.outcome.train_accuracy = _accuracy_on_training_images(job, learner)
     except DivergedError as error:
         run.reporter.give_up(str(error))
     finally:
         learner.close()
     return run.finish()
+
+
+def _accuracy_on_training_images(job: Job, trained: Learner) -> float:
+    assert isinstance(job.data, ArraysData)
+    data = job.data.model_copy(update={"test": job.data.train})
+    learner = open_learner(job.model_copy(update={"data": data}))
+    try:
+        learner.model.load_state_dict(trained.model.state_dict())
+        return learner.evaluate("test").means["accuracy"]
+    finally:
+        learner.close()
 
 
 class Reporter:
@@ -124,17 +144,12 @@ class Reporter:
         self.reporting_s += monotonic_s() - began_s
 
     def look(self, samples: int, epoch: int) -> None:
-        """Evaluate a part of the test split after an epoch, and all of it after the last.
-
-        Nothing in the first quarter of the training, which never is as accurate as the end.
-        """
-        epochs, spent_s = self.epochs, self.seconds()
-        if 4 * epoch < epochs:
-            return
+        """Evaluate a part of the test split after an epoch, and all of it after the last."""
+        spent_s = self.seconds()
         with self.pause():
-            accuracy = self.learner.evaluate("test", 0, self._parts).means["accuracy"]
-            self.outcome.curve.append(Point(samples, spent_s, accuracy))
-            if epoch == epochs:
+            part = self.learner.evaluate("test", 0, self._parts)
+            self.outcome.curve.append(Point(samples, spent_s, part.means["accuracy"], part.loss))
+            if epoch == self.epochs:
                 self.outcome.accuracy = self.learner.evaluate("test").means["accuracy"]
                 if self.learner.info.validation_size:
                     validation = self.learner.evaluate("validation")

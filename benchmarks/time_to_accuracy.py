@@ -49,10 +49,9 @@ count. `wall_seconds`: training, searching and scoring in one process of one thr
 another, without the start of processes (except Ray Tune's for its trials), imports, building the
 network, reading data, and evaluating on the test split. `reach_*`: the same until the first epoch
 that is as good as the final one of the cosine from the customary rate with the same seed, on a
-part of the test split of about 2,500 images that is evaluated after each epoch but those of the
-first quarter of the training: a noisy measure; means over the `reached` seeds. Where one of
-several trainings is chosen, the others are counted first; for a search on Ray Tune, everything
-that ran before.
+part of the test split of about 2,500 images that is evaluated after each epoch: a noisy measure;
+means over the `reached` seeds. Where one of several trainings is chosen, the others are counted
+first; for a search on Ray Tune, everything that ran before.
 
 `summary`: differences in points and `ours_samples_ratio` (trainings of ours), means over the
 tasks, then by task. The oracle is the better of the cosine's and the linear's.

@@ -106,7 +106,6 @@ def ensembles(root: Path | None, seeds: int, epochs: int) -> dict[str, Any]:
 
 def _arguments() -> argparse.Namespace:
     parser = paper_parser(__doc__, "a quarter of an hour")
-    parser.add_argument("--data-root", type=Path, help="without: a few synthetic images")
     args = parser.parse_args()
     args.workers = (1, 2, 4, 8, 16) if args.full else (1, 2)
     args.seeds, args.epochs = (3, 24) if args.full else (2, 8)

@@ -207,7 +207,6 @@ def _arguments() -> argparse.Namespace:
     parser = paper_parser(__doc__, "a quarter of an hour")
     parser.add_argument("--repeats", type=int, help="passes; default 1 with --quick, else 3")
     parser.add_argument("--max-loops", type=int, default=40, help="of the published search")
-    parser.add_argument("--data-root", type=Path, help="folder of the image sets")
     args = parser.parse_args()
     args.sizes = SIZES if args.full else SIZES[:4]
     args.repeats = args.repeats or (3 if args.full else 1)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import machine
+from benchmarks.common import finite, machine
 from benchmarks.comparison_tasks import Task
 from benchmarks.comparison_units import Cache, Result
 from benchmarks.in_process import train_in_process
@@ -64,8 +64,7 @@ class Training:
             "precision=fp32",
             "average=null",
             "batch_size_search=null",
-            # Only the last epoch: evaluations would take as long as a small training.
-            f"evaluate.every_epochs={self.epochs}",
+            "evaluate.every_epochs=1",
         )
         return resolve_lr_scaling(load_job(JOBS / self.file, [*scale, *self.overrides]))
 
@@ -90,7 +89,7 @@ def train_missing(trainings: Iterable[Training], cache: Cache, root: Path, folde
             continue
         began_s = monotonic_s()
         data = training.task.prepare(root, folder)
-        result = train_in_process(training.job(data)).to_json()
+        result = train_in_process(training.job(data), on_training_images=True).to_json()
         cache.add(training, result)
         print(
             f"{training.row}, batch {training.batch}, seed {training.seed}: "
@@ -101,27 +100,46 @@ def train_missing(trainings: Iterable[Training], cache: Cache, root: Path, folde
 
 
 def accuracies(trainings: Sequence[Training], cache: Cache) -> dict[str, Any]:
-    """Return mean, lowest and highest test accuracy in percent, over the seeds in the cache."""
+    """Return mean, lowest and highest test accuracy in percent, over the seeds in the cache.
+
+    `gap`: accuracy on the training images minus that, the mean. `noise_scale`: the highest rate
+    times training images, divided by the samples of an update (Smith and Le, without momentum).
+    """
     results: list[Result] = [cache[training] for training in trainings if training in cache]
     if not results:
         return {"seeds": 0}
     values = [100 * result["accuracy"] for result in results]
+    gaps = [100 * (result["train_accuracy"] - result["accuracy"]) for result in results]
+    peak_lr, first = results[0]["peak_lr"], trainings[0]
     return {
         "seeds": len(values),
+        **low_mean_high(values),
+        "gap": round(mean(gaps), 2),
+        "peak_lr": round(peak_lr, 4),
+        "noise_scale": round(peak_lr * first.task.train / first.batch, 2),
+        "diverged": sum(bool(result["diverged"]) for result in results),
+    }
+
+
+def low_mean_high(values: Sequence[float]) -> dict[str, float]:
+    """Return mean, lowest and highest value."""
+    return {
         "mean": round(mean(values), 2),
         "min": round(min(values), 2),
         "max": round(max(values), 2),
-        "peak_lr": round(results[0]["peak_lr"], 4),
-        "diverged": sum(bool(result["diverged"]) for result in results),
     }
 
 
 def run_paper(
     description: str,
     plan: Callable[[argparse.Namespace], list[Training]],
-    paint: Callable[[Any, Cache], None] | None = None,
+    paint: Callable[[Any, Cache], None],
+    paper: Mapping[str, str],
 ) -> None:
-    """Parse the command line, train what is missing, print the rows and one JSON object."""
+    """Parse the command line, train what is missing, print the rows and one JSON object.
+
+    paper: what the paper has for a row; most rows are not in it.
+    """
     args = _arguments(description)
     cache, planned = Cache(args.merge, args.cache), list(dict.fromkeys(plan(args)))
     if not args.cached:
@@ -131,20 +149,28 @@ def run_paper(
     for training in planned:
         groups.setdefault((training.row, training.batch), []).append(training)
     rows = [
-        {"row": row, "batch": batch, **accuracies(of_row, cache)}
+        {"row": row, "batch": batch, "paper": paper.get(row), **accuracies(of_row, cache)}
         for (row, batch), of_row in groups.items()
     ]
+    print(
+        "row              batch  test accuracy, %        train - test  rate     noise scale  paper"
+    )
     for row in rows:
         if row["seeds"]:
             print(
-                f"{row['row']:16} {row['batch']:5}  {row['mean']:6.2f} % "
-                f"({row['min']:.2f} to {row['max']:.2f}, {row['seeds']} seeds, "
-                f"rate {row['peak_lr']:g}, {row['diverged']} diverged)"
+                f"{row['row']:16} {row['batch']:5}  {row['mean']:5.2f} "
+                f"({row['min']:5.2f} to {row['max']:5.2f}, {row['seeds']})  {row['gap']:8.2f}    "
+                f"{row['peak_lr']:7g}  {row['noise_scale']:7g}    {row['paper'] or '-'}"
+                + (f"  {row['diverged']} diverged" if row["diverged"] else "")
             )
-    if args.plot is not None and paint is not None:
-        plot = draw(args.plot.stem, "", "", lambda axes: paint(axes, cache))
-        args.plot.write_bytes(plot.png)
-    print(json.dumps({"rows": rows, "machine": machine(), "versions": versions()}))
+    write_plot(args.plot, lambda axes: paint(axes, cache))
+    print(json.dumps(finite({"rows": rows, "machine": machine(), "versions": versions()})))
+
+
+def write_plot(file: Path | None, paint: Callable[[Any], None]) -> None:
+    """Write a figure as PNG if a file is given."""
+    if file is not None:
+        file.write_bytes(draw(file.stem, "", "", paint).png)
 
 
 def paint_lines(
@@ -173,17 +199,17 @@ def paper_parser(description: str | None, full: str) -> argparse.ArgumentParser:
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--quick", action="store_true", help="minutes on a CPU")
     size.add_argument("--full", action="store_true", help=full)
+    parser.add_argument("--data-root", type=Path, help="folder of the image sets")
+    parser.add_argument("--plot", type=Path, help="write a figure, a PNG file")
     return parser
 
 
 def _arguments(description: str) -> argparse.Namespace:
     parser = paper_parser(description, "hours on a CPU")
-    parser.add_argument("--data-root", type=Path, help="folder of the image sets")
     parser.add_argument("--seeds", type=int, help="default: 1 with --quick, else 3")
     parser.add_argument("--cache", type=Path, help="file that keeps every training")
     parser.add_argument("--merge", type=Path, nargs="+", default=[], help="more such files")
     parser.add_argument("--cached", action="store_true", help="show the cache, train nothing")
-    parser.add_argument("--plot", type=Path, help="write a figure, a PNG file")
     args = parser.parse_args()
     args.seeds = args.seeds or (1 if args.quick else 3)
     if args.data_root is None and not args.cached:
