@@ -57,7 +57,8 @@ class Run(Protocol[State]):
     def train_epoch(self, state: State, action: TrainEpoch) -> tuple[State, float]:
         """Train the rest of the epoch on all workers; return the new state and the mean loss.
 
-        Raises DivergedError if that loss is not finite.
+        With `plateau_on: val_metric`, the negative score in place of the loss. Raises
+        DivergedError if the loss is not finite.
         """
 
     def evaluate(self, state: State, epoch: int) -> None:

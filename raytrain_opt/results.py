@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+# What is evaluated.
+Split = Literal["validation", "test"]
+
 
 @dataclass(frozen=True)
 class GradientNorms:

@@ -23,7 +23,7 @@ from raytrain_opt.pools.protocol import TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import StalenessRecord
-from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, Predictions, TrainTotals
+from raytrain_opt.results import AsyncWorkerMetrics, EvalTotals, Predictions, Split, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
 
@@ -91,12 +91,12 @@ class AsynchronousTraining:
             staleness,
         )
 
-    def evaluate(self, state: StateRef) -> EvalTotals:
-        """Evaluate on the test split; when a worker dies, the others start again."""
+    def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:
+        """Evaluate on the split; when a worker dies, the others start again."""
         while True:
             workers = self._wait_for_workers()
             replies: dict[int, EvalTotals] = self._workers.command(
-                Evaluate(state, workers), workers
+                Evaluate(state, split, workers), workers
             )
             if len(replies) == len(workers):
                 return _add([replies[worker] for worker in workers])

@@ -49,7 +49,7 @@ class AsyncWorker(LearnerHandler):
         if self.index not in command.workers:  # it came back after the others had begun
             return None
         part, parts = command.workers.index(self.index), len(command.workers)
-        return self._evaluate_part(command.state, part, parts, on_step)
+        return self._evaluate_part(command, part, parts, on_step)
 
 
 class RemoteServer:

@@ -69,7 +69,7 @@ class _DataSection(NamedSection):
     validation_fraction: Fraction | None = None
     """Fraction of the training set held out to score candidates (the validation split): during the
     whole training, or with policy stpt_horizon during the search alone. Default: 0.1, or 0 with
-    policies without candidates."""
+    policies without candidates that do not follow it (`learning_rate.plateau_on`)."""
     validation_max_samples: PositiveInt = 5000
     """Maximum size of the validation split, in samples."""
     sampler: Literal["random", "balanced"] = "random"

@@ -162,8 +162,11 @@ class SchedulePolicy(Section):
     milestones: list[PositiveInt] = Field(default_factory=list)
     """Epochs after which the rate is multiplied (multistep)."""
     patience: PositiveInt = 4
-    """The rate drops after more epochs in a row than this without a new lowest mean training loss
+    """The rate drops after more epochs in a row than this without a new best value of `plateau_on`
     (plateau)."""
+    plateau_on: Literal["train_loss", "val_metric"] = "train_loss"
+    """train_loss: the mean training loss of an epoch; val_metric: the task's metric, such as
+    accuracy, on the validation split, which is then held out (plateau)."""
     power: PositiveFloat = 2.0
     """Exponent (polynomial)."""
     half_epoch: PositiveFloat | None = None
@@ -182,6 +185,8 @@ class SchedulePolicy(Section):
             yield "milestones", "must increase"
         if self.half_epoch is not None and self.half_epoch <= self.warmup.epochs:
             yield "half_epoch", f"is within the warm-up of {self.warmup.epochs} epochs"
+        if self.plateau_on == "val_metric" and self.shape != "plateau":
+            yield "plateau_on", "is for shape plateau only"
 
 
 class ReplayPolicy(Section):

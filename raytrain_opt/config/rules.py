@@ -12,7 +12,12 @@ from raytrain_opt.config.section import BrokenRule
 if TYPE_CHECKING:
     from raytrain_opt.config.schema import Job
 
-SCORING_POLICIES = ("stpt", "stpt_horizon")
+
+def needs_validation(job: Job) -> bool:
+    """Return whether the job decides by the validation split."""
+    section = job.learning_rate
+    follows = getattr(section, "plateau_on", "") == "val_metric"
+    return follows or section.policy in ("stpt", "stpt_horizon")
 
 
 def broken_rules(job: Job) -> Iterator[BrokenRule]:
@@ -89,9 +94,8 @@ def _rate_rules(job: Job) -> Iterator[BrokenRule]:
     warmup = job.learning_rate.warmup
     if warmup is not None and job.epochs is not None and warmup.epochs > job.epochs:
         yield "learning_rate.warmup.epochs", f"is more than the {job.epochs} epochs of the job"
-    policy = job.learning_rate.policy
-    if policy in SCORING_POLICIES and job.data.validation_fraction == 0:
-        rule = f"policy {policy} scores candidates on the validation split; set it above 0"
+    if needs_validation(job) and job.data.validation_fraction == 0:
+        rule = f"policy {job.learning_rate.policy} decides by the validation split; set it above 0"
         yield "data.validation_fraction", rule
     if job.learning_rate.search_on == "workers" and job.search_on == "slots":
         rule = "candidate_batch: local and parallel.mode: async need slots"

@@ -323,12 +323,12 @@ class Job(Section):
 
     @property
     def hold_out(self) -> HoldOut:
-        """The validation split: a tenth where a policy scores candidates, unless the job says."""
-        policy, data = self.learning_rate.policy, self.data
+        """The validation split: a tenth where a policy decides by it, unless the job says."""
+        data = self.data
         fraction = data.validation_fraction
         if fraction is None:
-            fraction = 0.1 if policy in rules.SCORING_POLICIES else 0.0
-        only_in_search = policy == "stpt_horizon"
+            fraction = 0.1 if rules.needs_validation(self) else 0.0
+        only_in_search = self.learning_rate.policy == "stpt_horizon"
         return HoldOut(fraction, data.validation_max_samples, only_in_search)
 
     @property

@@ -10,7 +10,7 @@ May import config, errors and random_state; torch inside functions where the dri
 without it.
 """
 
-from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData
+from raytrain_opt.data.base import Batch, DataInfo, TrainingData
 from raytrain_opt.data.factory import load_shared_data, open_data
 
-__all__ = ["Batch", "DataInfo", "Split", "TrainingData", "load_shared_data", "open_data"]
+__all__ = ["Batch", "DataInfo", "TrainingData", "load_shared_data", "open_data"]

@@ -10,20 +10,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.data.nesting import leaves
 from raytrain_opt.errors import DataError
+from raytrain_opt.results import Split
 
 if TYPE_CHECKING:
     import torch
 
     from raytrain_opt.data.transforms import Preprocessing
-
-Split = Literal["validation", "test"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,13 @@ import torch
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut, RayData
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation
-from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, count_classes
+from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes
 from raytrain_opt.data.copy_stream import CopyStream, send
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.ray_data import WindowedRows
 from raytrain_opt.data.sampling import Indices
 from raytrain_opt.errors import DataError
+from raytrain_opt.results import Split
 
 # Larger data sets stay in CPU memory, so that a device has room for model and activations.
 _MAX_BYTES_ON_DEVICE = 2 * 1024**3

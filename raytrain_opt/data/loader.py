@@ -17,7 +17,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation
-from raytrain_opt.data.base import Batch, DataInfo, Split, TrainingData, count_classes
+from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes
 from raytrain_opt.data.batch_reader import (
     BatchReader,
     BatchRequest,
@@ -32,6 +32,7 @@ from raytrain_opt.data.sampling import Indices, Purpose
 from raytrain_opt.data.shards import ShardSource
 from raytrain_opt.data.user_datasets import UserDatasetSource
 from raytrain_opt.errors import DataError
+from raytrain_opt.results import Split
 
 # Samples of each set that are read before a run; more would cost seconds with large images.
 _CHECKED_SAMPLES = 16

@@ -194,7 +194,19 @@ class TrainingRun:
             self._add_main_training(command, outcome)
             if self._stop.error is not None:
                 self._save_step(outcome.state)
-        return outcome.state, self._epoch.train_loss
+        return outcome.state, self._followed_loss(outcome.state)
+
+    def _followed_loss(self, state: StateRef) -> float:
+        """Return the mean training loss, or the negative score that a plateau follows."""
+        if getattr(self.job.learning_rate, "plateau_on", "") != "val_metric":
+            return self._epoch.train_loss
+        try:
+            with self._epoch.stopwatch.measure("evaluate_s"):
+                scored = self.backend.main_training.evaluate(state, "validation")
+        except KeyboardInterrupt:
+            self._save_step(state)
+            raise
+        return -scored.metric.score(scored.means[scored.metric.name])
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
         self._report_worker_count(command.epoch, outcome.workers)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from raytrain_opt.errors import RaytrainOptError, ResidentError
 from raytrain_opt.monitoring.process_usage import Usage
-from raytrain_opt.results import TrainTotals
+from raytrain_opt.results import Split, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 
 WORKER_POOL, SLOT_POOL = "worker", "slot"
@@ -81,7 +81,7 @@ class MainTrain:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Ask workers to evaluate `state` on the test split, each on its part.
+    """Ask workers to evaluate `state` on a split, each on its part.
 
     The reply has the totals over all workers, or, where they form no process group, of a part;
     `workers` are those who take part then.
@@ -89,6 +89,7 @@ class Evaluate:
 
     name: ClassVar[str] = "evaluate"
     state: StateRef
+    split: Split = "test"
     workers: tuple[int, ...] = ()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytrain_opt.pools.commands import Command, OnStep, SendInitialState, StateRef
+from raytrain_opt.pools.commands import Command, Evaluate, OnStep, SendInitialState, StateRef
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import EvalTotals
 from raytrain_opt.train.learner import Learner
@@ -49,7 +49,9 @@ class LearnerHandler:
     def _load_into_learner(self, ref: StateRef) -> None:
         self.learner.load(self.states.get(ref))
 
-    def _evaluate_part(self, ref: StateRef, part: int, parts: int, on_step: OnStep) -> EvalTotals:
-        """Evaluate one of `parts` parts of the test split."""
-        self._load(ref)
-        return self.learner.evaluate("test", part, parts, on_step)
+    def _evaluate_part(
+        self, command: Evaluate, part: int, parts: int, on_step: OnStep
+    ) -> EvalTotals:
+        """Evaluate one of `parts` parts of the split."""
+        self._load(command.state)
+        return self.learner.evaluate(command.split, part, parts, on_step)

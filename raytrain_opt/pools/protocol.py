@@ -20,7 +20,7 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.recording.spans import Event, Span
-from raytrain_opt.results import EvalTotals, Predictions, TrainTotals
+from raytrain_opt.results import EvalTotals, Predictions, Split, TrainTotals
 from raytrain_opt.search.policy import CandidateResult, TryCandidates
 from raytrain_opt.train.state import TrainingState
 
@@ -98,8 +98,8 @@ class MainTraining(Protocol):
     def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
         """Train the steps of the command. `check`: compute digests of the loaded states."""
 
-    def evaluate(self, state: StateRef) -> EvalTotals:
-        """Evaluate on the test split, each sample once."""
+    def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:
+        """Evaluate on the split, each sample once."""
 
 
 def slowest(timings: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -132,8 +132,8 @@ class SynchronousTraining:
             first.parallel,
         )
 
-    def evaluate(self, state: StateRef) -> EvalTotals:
-        replies: dict[int, EvalTotals] = self._workers.command(Evaluate(state))
+    def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:
+        replies: dict[int, EvalTotals] = self._workers.command(Evaluate(state, split))
         parts = [totals.predictions for _, totals in sorted(replies.items())]
         return replace(replies[0], predictions=Predictions.join(parts))
 

@@ -91,5 +91,5 @@ class Worker(CandidateTrainer):
                 self._start_s = monotonic_s()
 
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals:
-        totals = self._evaluate_part(command.state, self.index, self.world_size, on_step)
+        totals = self._evaluate_part(command, self.index, self.world_size, on_step)
         return sum_over_ranks(totals, self.learner.device)

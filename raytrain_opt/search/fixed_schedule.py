@@ -47,9 +47,9 @@ class PlannedSchedule(Policy):
 
 @dataclass(frozen=True)
 class PlateauSchedule(Policy):
-    """Multiply the rates of a schedule by `gamma` each time the training loss has stopped falling.
+    """Multiply the rates of a schedule by `gamma` each time the losses have stopped falling.
 
-    That is after more than `patience` epochs in a row without a new lowest mean loss, as torch's
+    That is after more than `patience` epochs in a row without a new lowest one, as torch's
     ReduceLROnPlateau does with a threshold of 0.
     """
 

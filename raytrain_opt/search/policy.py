@@ -186,7 +186,8 @@ class History:
     """Everything a policy may depend on."""
 
     decisions: tuple[Decision, ...] = ()
-    epoch_losses: tuple[float, ...] = ()  # mean training loss of each finished epoch
+    # Of each finished epoch: mean training loss, or the negative score that a plateau follows.
+    epoch_losses: tuple[float, ...] = ()
     plans: tuple[EpochSpan, ...] = ()  # of `train_for`, before each epoch and after each round
 
     def after_round(self, decision: Decision) -> History:
@@ -194,7 +195,7 @@ class History:
         return replace(self, decisions=(*self.decisions, decision))
 
     def after_epoch(self, loss: float) -> History:
-        """Return the history with the mean training loss of one more epoch."""
+        """Return the history with the loss of one more epoch."""
         return replace(self, epoch_losses=(*self.epoch_losses, loss))
 
     def after_plan(self, plan: EpochSpan) -> History:

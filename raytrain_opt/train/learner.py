@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import TrainingData, open_data
-from raytrain_opt.data.base import Batch, DataInfo, Split
+from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.data.factory import SharedData
 from raytrain_opt.models import build_model
 from raytrain_opt.optim import averaging
@@ -34,7 +34,7 @@ from raytrain_opt.optim.factory import (
     set_momentum,
     set_weight_decays,
 )
-from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, TrainTotals
+from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, Split, TrainTotals
 from raytrain_opt.train import batch_norm
 from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.learner_config import LearnerConfig

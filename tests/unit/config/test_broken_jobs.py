@@ -205,6 +205,17 @@ def test_only_the_policy_that_searches_chooses_an_optimizer() -> None:
     assert "stpt_horizon" in problem.rule
 
 
+def test_a_plateau_of_the_validation_metric_needs_a_validation_split() -> None:
+    plateau = "learning_rate: {policy: schedule, shape: plateau, plateau_on: val_metric}"
+    [problem] = problems(plateau, "data: {name: digits, validation_fraction: 0}")
+    assert problem.path == "data.validation_fraction"
+
+
+def test_only_a_plateau_follows_a_value() -> None:
+    [problem] = problems("learning_rate: {policy: schedule, plateau_on: val_metric}")
+    assert problem.path == "learning_rate.plateau_on"
+
+
 def test_all_broken_rules_between_sections_are_reported_at_once() -> None:
     reported = problems(
         "workers: {count: 3, use_gpu: false, resources: {GPU: 1.5}}",

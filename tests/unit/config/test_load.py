@@ -98,6 +98,11 @@ def test_a_validation_split_is_held_out_where_candidates_are_scored(
     assert job.hold_out == expected
 
 
+def test_a_validation_split_is_held_out_where_a_plateau_follows_it() -> None:
+    section = {"policy": "schedule", "shape": "plateau", "plateau_on": "val_metric"}
+    assert parse_job({**BASE, "learning_rate": section}).hold_out == HoldOut(0.1)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

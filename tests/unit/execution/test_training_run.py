@@ -37,6 +37,8 @@ from raytrain_opt.pools.protocol import Backend, SynchronousTraining
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
 from raytrain_opt.search.factory import build_policy, max_candidates
+from raytrain_opt.search.fixed_schedule import PlateauSchedule
+from raytrain_opt.search.policy import History, TrainEpoch
 from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.learner import Learner
@@ -100,6 +102,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "schedule": {
         "epochs": 4,
         "learning_rate": {"policy": "schedule", "shape": "linear"},
+    },
+    "plateau": {
+        "epochs": 4,
+        "learning_rate": {
+            "policy": "schedule",
+            "shape": "plateau",
+            "plateau_on": "val_metric",
+            "patience": 1,
+        },
     },
 }
 MOVES = (
@@ -543,3 +554,23 @@ def test_a_peak_search_keeps_no_sample(tmp_path: Path) -> None:
     rounds = outcome(paths)["rounds"]
     steps = sum(len(line["candidates"]) * line["pretrain_steps"] for line in rounds)
     assert outcome(paths)["samples"][0] == steps * job.global_batch_size
+
+
+def test_a_plateau_follows_the_accuracy_on_the_validation_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[tuple[float, ...]] = []
+    decide = PlateauSchedule.next
+
+    def spy(policy: PlateauSchedule, epoch: int, history: History) -> TrainEpoch:
+        followed.append(history.epoch_losses)
+        return decide(policy, epoch, history)
+
+    monkeypatch.setattr(PlateauSchedule, "next", spy)
+    job = tiny_job(tmp_path, **JOBS["plateau"])
+    execute(job, RunPaths.create(str(tmp_path), "run"), never)
+    size = open_learner(job).info.validation_size
+    assert len(followed[-1]) == job.epochs - 1
+    for loss in followed[-1]:  # a negative fraction of the samples
+        assert -1 <= loss < 0
+        assert loss * size == pytest.approx(round(loss * size))
