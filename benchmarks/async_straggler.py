@@ -71,7 +71,7 @@ INFO = DataInfo(10, (3, 32, 32), 10_000, 10_000, 0, 0)
 WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 48)
 GBIT_PER_S = (10, 25, 100)
 MICRO_BATCHES_S = (0.025, 0.05, 0.1, 0.25)
-MEGABYTES, WORKERS_PER_NODE = 100, 3
+BYTES, WORKERS_PER_NODE = 1e8, 3
 
 
 def balanced(args: argparse.Namespace) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
     staleness: dict[str, Any] = {}
     with (
         ray_session(None, verbose=False),
-        worker_processes(workers, args.shards) as (actors, handles, state),
+        worker_processes(job_of(workers, args.shards)) as (actors, handles, state),
     ):
         costs = measure_costs()
         for _ in range(args.repeats):
@@ -209,13 +209,12 @@ def job_of(workers: int, shards: int) -> Job:
 
 
 @contextmanager
-def worker_processes(workers: int, shards: int) -> Iterator[tuple[list[Any], ServerHandles, Any]]:
-    """Start worker processes and shards; yield their handles and the start state."""
-    job = job_of(workers, shards)
+def worker_processes(job: Job) -> Iterator[tuple[list[Any], ServerHandles, Any]]:
+    """Start the job's worker processes and shards; yield their handles and the start state."""
     with parameter_server(LearnerConfig.from_job(job), INFO, job.max_restarts) as handles:
         assert handles is not None
         make: Any = ray.remote(SimulatedWorker).options(num_cpus=0)
-        actors = [make.remote(job, index) for index in range(workers)]
+        actors = [make.remote(job, index) for index in range(job.workers.size)]
         yield actors, handles, ray.put(start_state(job))
 
 
@@ -325,12 +324,14 @@ def efficiency(
     gbit_per_s: float,
     shards: int,
     costs: Costs,
-    megabytes: float = MEGABYTES,
+    weight_bytes: float = BYTES,
+    gradient_bytes: float = BYTES,
+    seed: int = 0,
 ) -> float:
     """Return the micro-batches per second and worker relative to one that only computes."""
-    size = megabytes * 1e6
-    link = Network(nodes_of(workers), shards, size, size, gbit_per_s * 1e9 / 8, costs)
-    random = Random(0)
+    bytes_per_s = gbit_per_s * 1e9 / 8
+    link = Network(nodes_of(workers), shards, weight_bytes, gradient_bytes, bytes_per_s, costs)
+    random = Random(seed)
     phase = EpochPhase("1.0", 1, 0, (0.1,) * 60, workers, None)
     # Workers of exactly equal speed would fetch and push at the same moments.
     run = Simulation(

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+JOBS = Path(__file__).parents[1] / "jobs"
+
 
 def machine() -> dict[str, object]:
     """Return this machine's processor and cores, and the name of its GPU if it has one."""

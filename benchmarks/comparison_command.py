@@ -17,9 +17,16 @@ from raytrain_opt.clock import monotonic_s
 
 
 def command(
-    description: str, tasks: Mapping[str, Task], rows: Sequence[str]
+    description: str,
+    tasks: Mapping[str, Task],
+    rows: Sequence[str],
+    *,
+    size_required: bool = False,
 ) -> argparse.ArgumentParser:
-    """Return a parser with the options of every comparison; `parse` reads them."""
+    """Return a parser with the options of every comparison; `parse` reads them.
+
+    size_required: one of `--quick` and `--full` has to be given.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data-root", type=Path, help="folder of the image sets")
     parser.add_argument("--tasks", nargs="+", choices=[*tasks, SYNTHETIC.name])
@@ -34,9 +41,9 @@ def command(
     parser.add_argument(
         "--merge", type=Path, nargs="+", default=[], help="more such files, read only"
     )
-    size = parser.add_mutually_exclusive_group()
+    size = parser.add_mutually_exclusive_group(required=size_required)
     size.add_argument("--quick", action="store_true", help="a smaller run")
-    size.add_argument("--full", action="store_true", help="the default")
+    size.add_argument("--full", action="store_true", help="the complete run")
     return parser
 
 
@@ -88,12 +95,13 @@ def run_comparison(
     args: argparse.Namespace,
     compare: Callable[[argparse.Namespace, Path], dict[str, Any]],
     print_tables: Callable[[dict[str, Any]], None],
-) -> None:
+) -> dict[str, Any]:
     """Compare with data in a temporary folder; print tables, and one JSON object last."""
     with tempfile.TemporaryDirectory() as folder:
         result = compare(args, Path(folder))
     print_tables(result["tasks"])
     print(json.dumps(finite(result)))
+    return result
 
 
 def compute_missing(cache: Cache, units: Sequence[Unit], processes: int) -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
+from benchmarks.common import JOBS
 from benchmarks.comparison_tasks import OPTIMIZERS
 from benchmarks.comparison_units import Result, Setting, Unit
+from raytrain_opt.config.load import load_job
 
 # Factors of the optimizer's customary rate; 1 is among them, so that training is computed once.
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -21,11 +23,11 @@ SCHEDULEFREE_ADAMW_GRID = (1.0, 4.0)
 MUON_GRID = (0.5, 1.0, 2.0, 4.0)
 WARMUP = 0.1
 WRONG_START_FACTOR = 100.0
-# Yamada et al., table 1: 200 of 2,500 iterations of pre-training; 4 of 40 epochs at 0.005.
-STPT_LR = 0.1
+# Yamada et al., table 1: 200 of 2,500 iterations of pre-training; 4 of 40 epochs of warm-up. Rates
+# and the rest of the setting are those of the job.
+STPT_FILE = "imagenet_resnet50_stpt_mix.yaml"
 STPT_ALPHA = 200 / 2500
 STPT_WARMUP_FRACTION = 4 / 40
-STPT_WARMUP_LR = 0.005
 
 Units = Callable[[Setting], list[Unit]]
 # Return the index of the result that counts, of the results of a row's units.
@@ -119,24 +121,19 @@ def _ours(setting: Setting, section: Mapping[str, Any]) -> Unit:
     return Unit(f"ours{start}", "train", setting, section, optimizer=setting.optimizer)
 
 
-def published_stpt(setting: Setting, candidates: str, alpha: float) -> dict[str, Any]:
-    """Return the learning_rate section of STPT in the paper's setting (table 1)."""
-    warmup = {
-        "epochs": round(STPT_WARMUP_FRACTION * setting.epochs),
-        "lr": STPT_WARMUP_LR,
-        "shape": "constant",
-    }
-    return {
-        "policy": "stpt",
-        "initial": STPT_LR,
-        "candidates": candidates,
-        "alpha": alpha,
-        "warmup": warmup,
-    }
+def published_stpt(setting: Setting, *overrides: str, file: str = STPT_FILE) -> dict[str, Any]:
+    """Return the learning_rate section of the paper's job for this length, with the overrides."""
+    length = (
+        f"epochs={setting.epochs}",
+        f"learning_rate.alpha={STPT_ALPHA}",
+        f"learning_rate.warmup.epochs={round(STPT_WARMUP_FRACTION * setting.epochs)}",
+    )
+    job = load_job(JOBS / file, [*length, *overrides])
+    return job.learning_rate.model_dump(mode="json", exclude_unset=True)
 
 
 def _stpt(setting: Setting) -> Unit:
-    section = published_stpt(setting, "mix", STPT_ALPHA)
+    section = published_stpt(setting)
     return Unit("stpt", "train", setting, section, optimizer=_of_schedules(setting))
 
 

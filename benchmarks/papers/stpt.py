@@ -1,16 +1,17 @@
 """The experiments of the STPT paper at small scale, on CPU.
 
     python -m benchmarks.papers.stpt --data-root FOLDER (--quick | --full) [--cache FILE]
-        [--tasks T ...] [--rows R ...] [--seeds 3] [--first-seed 0] [--epochs 40] [--scale 1]
+        [--tasks T ...] [--rows R ...] [--seeds 5] [--first-seed 0] [--epochs 40] [--scale 1]
+        [--plot FILE]
 
-Yamada et al. train ResNet-50 on ImageNet for 40 epochs of 2,500 iterations. Here: ResNet-8 on
-the tasks of comparison_tasks.py (which also describes FOLDER), by default the 20 coarse labels of
+Yamada et al. train ResNet-50 on ImageNet for 40 epochs of 2,500 iterations. Here: ResNet-8 on the
+tasks of comparison_tasks.py (which also describes FOLDER), by default the 20 coarse labels of
 CIFAR-100 at 16 x 16, with a batch size that gives 40 short epochs several iterations each. The
-rest is the paper's: the product's policy stpt, scored by accuracy; initial rate 0.1, 4 of 40
-epochs of warm-up at 0.005, momentum 0.9 (and weight decay 5e-4, which the paper does not
-mention); a candidate trains on the full global batch. Candidates are scored on a validation split
-of the training images; accuracies are those on the test split. A seed sets weights, order,
-augmentation and the split of the training images.
+rest is the paper's, from jobs/imagenet_resnet50_stpt_mix.yaml: policy stpt, scored by accuracy;
+initial rate 0.1, 4 of 40 epochs of warm-up at 0.005, momentum 0.9 (and weight decay 5e-4, which
+the paper does not mention); a candidate trains on the full global batch. Candidates are scored on
+a validation split of the training images; accuracies are those on the test split. A seed sets
+weights, order, augmentation and the split of the training images.
 
 Rows (stpt_rows.py):
 
@@ -19,8 +20,10 @@ alpha_8 .. alpha_100    pre-training of 8, 25, 50 and 100 % of an epoch with the
 narrow, middle, wide    the sets of section 3.3, alpha 8 %
 mix                     warm-up, narrow, middle, wide: table 4, boundaries scaled to the epochs
 reference               0.1, divided by 10 on plateaus, no warm-up: the product's `shape: plateau`,
-                        when the training loss has had no new lowest value for more than a tenth
-                        of the epochs in a row (the paper: when accuracy saturates, no rule given)
+                        when the accuracy on the validation split has had no new best value for
+                        more than a tenth of the epochs in a row (the paper: when accuracy
+                        saturates, no rule given); `reference_loss`: no new lowest training loss
+cifar_job               Mix at the rate of jobs/cifar100_resnet50_stpt.yaml, 0.0125 for 32 images
 local                   Mix with `candidate_batch: local`, as the paper describes it: 8 workers,
                         a candidate trains on the share of one of them
 adam, adagrad, lars     Mix with these optimizers, the paper's future work, from their usual rates
@@ -50,9 +53,10 @@ samples or in worker time: 1 - (1 + 7 alpha) / 8, 80.5 % for 8 % (`in_turn`). Bo
 nothing (`side_by_side`), since an epoch with a search then has as many iterations as one without;
 but those of its round take longer wherever a candidate computes the global batch alone.
 
-`--cache FILE`, `--merge FILE ...` and processes: as in time_to_accuracy. On 2 cores everything
-takes about 25 minutes, `--quick` (1 seed, fewer and shorter epochs: nothing can be decided) less
-than 3. The last line is one JSON object.
+`--cache FILE`, `--merge FILE ...` and processes: as in time_to_accuracy. On 2 quiet cores
+everything (five seeds) takes about an hour, `--quick` (1 seed, fewer and shorter epochs: nothing
+can be decided) less than 3 minutes. `--plot FILE` draws the accuracy by epoch (figures 5 and 7).
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -88,17 +92,20 @@ from benchmarks.papers.stpt_rows import (
     row_of,
     saving_claims,
 )
+from benchmarks.papers.trainings import write_plot
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.recording.recorder import versions
 
 # So that 8 % of an epoch are several iterations.
 PAPER_TASKS = {task.name: replace(task, batch=min(task.batch, 64)) for task in TASKS.values()}
-FULL = {"tasks": ["cifar100_coarse_16"], "seeds": 3, "epochs": 40, "scale": 1.0}
+FULL = {"tasks": ["cifar100_coarse_16"], "seeds": 5, "epochs": 40, "scale": 1.0}
 QUICK = {"tasks": ["cifar100_coarse_16"], "seeds": 1, "epochs": 10, "scale": 0.5}
 
 
 def main() -> None:
-    run_comparison(_arguments(), repeat, print_tables)
+    args = _arguments()
+    result = run_comparison(args, repeat, print_tables)
+    write_plot(args.plot, lambda axes: _paint(axes, result["tasks"][args.tasks[0].name]["rows"]))
 
 
 def repeat(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -218,8 +225,19 @@ def _claim_cells(claim: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _paint(axes: Any, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    for name in (REFERENCE, "narrow", "middle", "wide", "mix"):
+        if name in rows:
+            curve = rows[name]["curve"]
+            axes.plot(range(1, len(curve) + 1), curve, label=name)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("test accuracy, %")
+
+
 def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = command("The paper's experiments at small scale.", PAPER_TASKS, list(paper_rows()))
+    about = "The paper's experiments at small scale."
+    parser = command(about, PAPER_TASKS, list(paper_rows()), size_required=True)
+    parser.add_argument("--plot", type=Path, help="write a figure, a PNG file")
     return parse(parser, argv, PAPER_TASKS, FULL, QUICK)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from benchmarks.comparison_rows import (
     STPT_ALPHA,
-    STPT_LR,
     STPT_WARMUP_FRACTION,
     Row,
     outcome,
@@ -30,6 +29,8 @@ PATIENCE = 1 / 10  # of the epochs
 
 REFERENCE = "reference"
 PAPER_WORKERS = 8
+# VGG16's job has the same rates.
+CIFAR_FILE = "cifar100_resnet50_stpt.yaml"
 # Its candidates all train complete epochs: the savings are measured against it.
 ALL_RATES = "alpha_100"
 
@@ -45,6 +46,8 @@ PAPER = {
     "mix": 66.2,
     REFERENCE: 61.4,
     # Not in the paper.
+    "reference_loss": math.nan,
+    "cifar_job": math.nan,
     "local": math.nan,
     "adam": math.nan,
     "adagrad": math.nan,
@@ -59,15 +62,17 @@ Rows = Mapping[str, Mapping[str, Any]]
 def paper_rows() -> dict[str, Row]:
     """Return all rows by name."""
     return {
-        "alpha_8": _searched("alpha 8 %", "alpha_study", STPT_ALPHA),
+        "alpha_8": _searched("alpha 8 %", "alpha_study"),
         "alpha_25": _searched("alpha 25 %", "alpha_study", 0.25),
         "alpha_50": _searched("alpha 50 %", "alpha_study", 0.5),
         "alpha_100": _searched("alpha 100 %", "alpha_study", 1.0),
-        "narrow": _searched("narrow", "narrow", STPT_ALPHA),
-        "middle": _searched("middle", "middle", STPT_ALPHA),
-        "wide": _searched("wide", "wide", STPT_ALPHA),
-        "mix": _searched("Mix", "mix", STPT_ALPHA),
-        REFERENCE: Row("reference", lambda s: [_reference(s)]),
+        "narrow": _searched("narrow", "narrow"),
+        "middle": _searched("middle", "middle"),
+        "wide": _searched("wide", "wide"),
+        "mix": _searched("Mix", "mix"),
+        REFERENCE: Row("reference", lambda s: [_reference(s, "val_metric")]),
+        "reference_loss": Row("reference by loss", lambda s: [_reference(s, "train_loss")]),
+        "cifar_job": Row("Mix, the CIFAR jobs", lambda s: [_cifar_job(s)]),
         "local": Row("Mix, candidates on one worker's share", lambda s: [_local(s)]),
         "adam": _with_optimizer("Adam", 0.001),
         "adagrad": _with_optimizer("Adagrad", 0.01),
@@ -75,31 +80,43 @@ def paper_rows() -> dict[str, Row]:
     }
 
 
-def _searched(title: str, candidates: str, alpha: float) -> Row:
+def _searched(title: str, candidates: str, alpha: float = STPT_ALPHA) -> Row:
+    overrides = (f"learning_rate.candidates={candidates}", f"learning_rate.alpha={alpha}")
+
     def units(setting: Setting) -> list[Unit]:
-        return [Unit(title, "train", setting, published_stpt(setting, candidates, alpha))]
+        return [Unit(title, "train", setting, published_stpt(setting, *overrides))]
 
     return Row(title, units)
 
 
 def _local(setting: Setting) -> Unit:
-    section = published_stpt(setting, "mix", STPT_ALPHA) | {"candidate_batch": "local"}
+    section = published_stpt(setting, "learning_rate.candidate_batch=local")
     return Unit("local", "train", setting, section, {"workers": PAPER_WORKERS})
 
 
 def _with_optimizer(name: str, lr: float) -> Row:
+    overrides = (f"learning_rate.initial={lr}", f"learning_rate.warmup.lr={lr / 20}")
+
     def units(setting: Setting) -> list[Unit]:
-        section = published_stpt(setting, "mix", STPT_ALPHA)
-        section |= {"initial": lr, "warmup": {**section["warmup"], "lr": lr / 20}}
+        section = published_stpt(setting, *overrides)
         return [Unit(name, "train", setting, section, optimizer=name)]
 
     return Row(f"Mix with {name}", units)
 
 
-def _reference(setting: Setting) -> Unit:
+def _cifar_job(setting: Setting) -> Unit:
+    # Its rate is for 32 images.
+    rate = published_stpt(setting, file=CIFAR_FILE)["initial"] * setting.task.batch / 32
+    section = published_stpt(setting, f"learning_rate.initial={rate}", file=CIFAR_FILE)
+    return Unit("cifar_job", "train", setting, section)
+
+
+def _reference(setting: Setting, plateau_on: str) -> Unit:
     patience = max(1, round(PATIENCE * setting.epochs))
-    section = {"policy": "schedule", "shape": "plateau", "initial": STPT_LR, "patience": patience}
-    return Unit("reference", "train", setting, section)
+    rate = published_stpt(setting)["initial"]
+    plateau = f"shape: plateau, plateau_on: {plateau_on}, patience: {patience}, initial: {rate}"
+    section = published_stpt(setting, f"learning_rate={{policy: schedule, {plateau}}}")
+    return Unit(f"reference by {plateau_on}", "train", setting, section)
 
 
 def _warmup_epochs(setting: Setting) -> int:
@@ -167,6 +184,7 @@ def row_of(
         "highest_mean": round(mean(highest), 3),
         "highest": [round(h, 3) for h in highest],
         "last_lrs": [_last_lr(result) for result in results],
+        "curve": _mean_curve(results),
         "search_fraction": round(mean(c.lost / max(c.warmup + c.main, 1) for c in iterations), 4),
         "iterations": round(mean(c.warmup + c.in_turn for c in iterations), 1),
         "iterations_side_by_side": round(mean(c.warmup + c.side_by_side for c in iterations), 1),
@@ -175,6 +193,12 @@ def row_of(
 
 def _curve_accuracies(result: Result) -> list[float]:
     return [] if result["diverged"] else [point["accuracy"] for point in result["curve"]]
+
+
+def _mean_curve(results: Sequence[Result]) -> list[float]:
+    """Return the mean accuracy, in percent, after each epoch."""
+    curves = [_curve_accuracies(result) for result in results]
+    return [round(100 * mean(values), 2) for values in zip(*curves, strict=False)]
 
 
 def _last_lr(result: Result) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import finite, machine
+from benchmarks.common import JOBS, finite, machine
 from benchmarks.comparison_tasks import Task
 from benchmarks.comparison_units import Cache, Result
 from benchmarks.in_process import train_in_process
@@ -29,8 +29,6 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.execution.rescale import resolve_lr_scaling
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.report.plots import draw
-
-JOBS = Path(__file__).parents[2] / "jobs"
 
 
 @dataclass(frozen=True)
@@ -191,21 +189,28 @@ def paint_lines(
     axes.set_ylabel(y)
 
 
-def paper_parser(description: str | None, full: str) -> argparse.ArgumentParser:
-    """Return a parser with `--quick` and `--full`, which takes as long as `full` says."""
+def paper_parser(
+    description: str | None, full: str, *, required: bool = True
+) -> argparse.ArgumentParser:
+    """Return a parser with `--quick`, `--full`, which takes as long as `full` says, and files.
+
+    required: whether `--data-root` is.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--quick", action="store_true", help="minutes on a CPU")
     size.add_argument("--full", action="store_true", help=full)
-    parser.add_argument("--data-root", type=Path, help="folder of the image sets")
+    parser.add_argument(
+        "--data-root", type=Path, required=required, help="folder of the image sets"
+    )
     parser.add_argument("--plot", type=Path, help="write a figure, a PNG file")
     return parser
 
 
 def _arguments(description: str) -> argparse.Namespace:
-    parser = paper_parser(description, "hours on a CPU")
+    parser = paper_parser(description, "hours on a CPU", required=False)
     parser.add_argument("--seeds", type=int, help="default: 1 with --quick, else 3")
     parser.add_argument("--cache", type=Path, help="file that keeps every training")
     parser.add_argument("--merge", type=Path, nargs="+", default=[], help="more such files")

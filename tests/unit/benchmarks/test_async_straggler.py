@@ -56,7 +56,7 @@ def test_a_slow_network_and_software_make_many_workers_less_efficient() -> None:
 
 
 def test_a_heavier_network_is_slower_over_the_same_links() -> None:
-    light, heavy = (efficiency(16, 0.25, 10, 16, Costs(), mb) for mb in (10, 200))
+    light, heavy = (efficiency(16, 0.25, 10, 16, Costs(), size, size) for size in (1e7, 2e8))
     assert heavy < light
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import comparison_command
-from benchmarks.comparison_rows import STPT_ALPHA, published_stpt
+from benchmarks.common import JOBS
+from benchmarks.comparison_rows import STPT_ALPHA, STPT_FILE, published_stpt
 from benchmarks.comparison_tasks import SYNTHETIC
 from benchmarks.comparison_units import Result, Setting, Unit, compute
 from benchmarks.papers import stpt as benchmark
@@ -21,6 +23,7 @@ from raytrain_opt.config.load import load_job
 from raytrain_opt.config.schema import Job
 
 EPOCHS = 10
+BATCH_64 = replace(SYNTHETIC, batch=64)
 STEPS = SYNTHETIC.train // SYNTHETIC.batch
 SEARCHES = EPOCHS - 1
 
@@ -83,12 +86,20 @@ def test_local_candidates_train_on_the_share_of_one_of_eight_workers(setting: Se
     assert result["search_samples"] == SEARCHES * 7 * 4
 
 
-def test_the_setting_is_that_of_the_job() -> None:
-    section = load_job("jobs/imagenet_resnet50_stpt_mix.yaml").learning_rate.model_dump()
-    full_size = Setting(SYNTHETIC, 0, 40, {})
-    published = published_stpt(full_size, "mix", section["alpha"])
-    assert published.items() <= section.items()
+def test_the_setting_at_full_size_is_that_of_the_job() -> None:
+    section = load_job(JOBS / STPT_FILE).learning_rate.model_dump(exclude_unset=True)
+    published = published_stpt(Setting(SYNTHETIC, 0, 40, {}))
+    assert published == section | {"alpha": STPT_ALPHA}
     assert section["alpha"] / 2500 == STPT_ALPHA
+
+
+def test_the_row_of_the_cifar_jobs_scales_their_rate(setting: Setting) -> None:
+    files = ("cifar100_resnet50_stpt.yaml", "cifar100_vgg16_stpt.yaml")
+    resnet, vgg = (load_job(JOBS / file).learning_rate for file in files)
+    assert resnet == vgg
+    [unit] = rows_of.paper_rows()["cifar_job"].units(replace(setting, task=BATCH_64))
+    assert unit.learning_rate["initial"] == 2 * vgg.initial
+    assert unit.learning_rate["candidates"] == "mix"
 
 
 # Claims.
@@ -170,14 +181,14 @@ def test_the_command_on_synthetic_data(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(comparison_command, "compute_all", computed_here)
-    arguments = ["--tasks", "synthetic", "--epochs", "1", "--seeds", "1"]
+    arguments = ["--quick", "--tasks", "synthetic", "--epochs", "1", "--seeds", "1"]
     monkeypatch.setattr(sys, "argv", ["stpt.py", *arguments])
     benchmark.main()
     output = capsys.readouterr().out
     result = json.loads(output.splitlines()[-1])["tasks"]["synthetic"]
     assert result["rows"].keys() == rows_of.PAPER.keys() == rows_of.paper_rows().keys()
     fractions = {name: row["search_fraction"] for name, row in result["rows"].items()}
-    assert fractions["reference"] == 0
+    assert fractions["reference"] == fractions["reference_loss"] == 0
     # One, two, four and eight of eight iterations; the winner's are no search.
     assert [fractions[name] for name in rows_of.ALPHAS] == [0.875, 1.75, 3.5, 7]
     assert all(row["trainings"] == 1 + fractions[name] for name, row in result["rows"].items())
@@ -190,5 +201,5 @@ def test_the_command_on_synthetic_data(
 
 def test_real_tasks_need_their_data(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        benchmark._arguments([])
+        benchmark._arguments(["--full"])
     assert "--data-root" in capsys.readouterr().err
