@@ -1,0 +1,115 @@
+"""What a CPU can show of the batch-size paper: settings, files, searches and traces."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from benchmarks.common import JOBS
+from benchmarks.papers import mbso
+from raytrain_opt.config.load import load_job
+from raytrain_opt.results import Probe
+
+IMAGES = 8
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Write a set like Imagenette's, and the files of it."""
+    root = tmp_path_factory.mktemp("root")
+    random, blob, ends = np.random.default_rng(0), b"", []
+    for _ in range(IMAGES):
+        content = io.BytesIO()
+        Image.fromarray(random.integers(0, 256, (24, 24, 3), np.uint8)).save(content, "JPEG")
+        blob += content.getvalue()
+        ends.append(len(blob))
+    (root / "small").mkdir()
+    labels = np.arange(IMAGES) % 2
+    np.savez(
+        root / "small" / "imagenette224_small.npz",
+        train_blob=np.frombuffer(blob, np.uint8),
+        train_ends=ends,
+        train_y=labels,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mbso, "JPEG_FILES", IMAGES)
+        yield mbso.write_jpegs(root, root / "imagenet")
+
+
+@pytest.fixture(scope="module")
+def probed(files: Path) -> mbso.Probed:
+    return mbso.Probed(mbso.PATTERNS[3], {"root": str(files), **mbso._CENTER_CROPS})
+
+
+def test_the_files_have_the_size_of_imagenets(files: Path) -> None:
+    paths = sorted(files.glob("train/*/*.jpg"))
+    assert len(paths) == IMAGES
+    assert {path.parent.name for path in paths} == {"0", "1"}
+    contents = [io.BytesIO(path.read_bytes()) for path in paths]
+    assert {Image.open(content).size for content in contents} == {(500, 375)}
+
+
+def test_sections_come_from_the_job(probed: mbso.Probed) -> None:
+    job = load_job(JOBS / mbso.IMAGENET)
+    assert (probed.job.optimizer, probed.job.learning_rate) == (job.optimizer, job.learning_rate)
+    assert job.batch_size_search is not None
+    assert probed.job.batch_size_search is not None
+    ours, theirs = (
+        section.model_dump(exclude={"utilization"})
+        for section in (probed.job.batch_size_search, job.batch_size_search)
+    )
+    assert ours == theirs
+    assert probed.learner.info.sample_shape == (3, 224, 224)
+
+
+def test_a_search_takes_the_published_steps(
+    probed: mbso.Probed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The positive step grows by one a loop: 32, 34, 37, 41."""
+    data = probed.learner.data
+    monkeypatch.setattr(data, "info", replace(data.info, train_size=1000))
+    monkeypatch.setattr(
+        mbso.Probed, "probe", lambda _self, size, _job: Probe(size, "ok", samples_per_s=size)
+    )
+    probes = probed.search("epoch_time_minimize", 32, 4)
+    assert [probe.batch_size for probe in probes[:4]] == [32, 34, 37, 41]
+    assert mbso._shorter_pct(probes) == pytest.approx(100 * (1 - 32 / probes[-1].batch_size), 0.01)
+
+
+def test_a_slow_disk_delays_every_file(
+    probed: mbso.Probed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with mbso.slow_files(0.01):
+        batches = probed.learner.data.train_batches(1, [(0, 0)], 1, 4)
+        assert len(next(batches).y) == 4
+    assert waits == [0.01] * 4
+
+
+def test_the_pause_of_a_trace_is_the_longest_time_without_computing() -> None:
+    def event(name: str, start: int, duration: int) -> dict[str, object]:
+        return {"cat": "cpu_op", "name": name, "ts": start, "dur": duration}
+
+    events = [
+        event("aten::conv2d", 0, 10_000),
+        event("aten::permute", 400_000, 10_000),  # while files are read
+        event("aten::convolution_backward", 610_000, 10_000),
+        event("aten::conv2d", 621_000, 10_000),
+        event("aten::conv2d", 831_000, 10_000),
+    ]
+    assert mbso.pause_ms({"traceEvents": events}, steps=3) == pytest.approx((600 + 200) / 2)
+
+
+def test_the_networks_have_the_papers_convolutions() -> None:
+    counted = [mbso.arithmetic(load_job(JOBS / p.file, p.overrides)) for p in mbso.PATTERNS[:2]]
+    # 45 in blocks, one in the stem, four in projections.
+    assert [row["convolutions"] for row in counted] == [13, 50]
+    assert counted[0]["millions_per_call"] > counted[1]["millions_per_call"]
