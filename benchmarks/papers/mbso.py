@@ -123,11 +123,12 @@ class Probed:
     """A job on a learner of one thread, whose batch size is searched."""
 
     def __init__(self, pattern: Pattern, data: Mapping[str, Any], *overrides: str) -> None:
-        """`data`: fields of the job's data section, all of them for in-memory sets."""
-        name = {} if "name" in data else {"name": "image_folder"}
-        section = json.dumps({**name, **data})
+        """`data`: fields in place of those of the job's data section, or another section."""
+        file = JOBS / pattern.file
+        fields = {} if "name" in data else load_job(file).data.model_dump(exclude_unset=True)
+        section = json.dumps({**fields, **data})
         settings = (*ONE_THREAD, *pattern.overrides, f"data={section}", *overrides)
-        self.job = load_job(JOBS / pattern.file, settings)
+        self.job = load_job(file, settings)
         self.learner = open_learner(self.job)
 
     def probe(self, size: int, job: Job | None = None, trace: Path | None = None) -> Probe:
@@ -210,7 +211,7 @@ def searches(
     rows: dict[str, dict[str, Any]] = {}
     for pattern in PATTERNS:
         on_files = pattern.file == IMAGENET
-        probed = Probed(pattern, {"root": str(files), **_CENTER_CROPS} if on_files else cifar)
+        probed = Probed(pattern, {"root": str(files)} if on_files else cifar)
         usage: Any = "needs a GPU, or a CPU with full-size networks"
         if not on_files:
             first = int(pattern.usage[1])
@@ -260,16 +261,12 @@ def arithmetic(job: Job) -> dict[str, float]:
     }
 
 
-# The files are read as published (random_crop: false, no loader processes), at the job's size.
-_CENTER_CROPS = {"random_crop": False, "loader_workers": 0, "validation_fraction": 0}
-
-
 def idle(
     cifar: Mapping[str, Any], files: Path, repeats: int, traces: Path
 ) -> dict[str, dict[str, Any]]:
     """Return the milliseconds of each part of an iteration, by the way of reading the images."""
     traces.mkdir(parents=True, exist_ok=True)
-    jpegs = {"root": str(files), **_CENTER_CROPS}
+    jpegs = {"root": str(files)}
     ways = {
         "CIFAR-100": (PATTERNS[0], cifar, 0.0),
         "ImageNet": (PATTERNS[3], jpegs, 0.0),

@@ -146,6 +146,9 @@ class ImageFolderData(_LoaderSection):
     """Height and width of the images given to the model, in pixels."""
     random_crop: bool = True
     """Train on random crops, mirrored at random; false: the center crop."""
+    color_only: bool = False
+    """Leave out gray images, whose files have one channel; the header of each file is read at the
+    start. false: they become RGB."""
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse folders of splits beside a file that names the split of each image."""

@@ -63,8 +63,8 @@ class ModelSection(NamedSection):
 
     name: NameOrFunction
     """resnet8, cifar_resnet18, cifar_resnet45, cifar_resnet50, vgg16_bn, vgg16_one_bn (for small
-    images), small_cnn, a classification model of torchvision by its name there, or a function of
-    your own as package.module:function."""
+    images), resnet45 (for large ones), small_cnn, a classification model of torchvision by its
+    name there, or a function of your own as package.module:function."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
     weights: str | None = None

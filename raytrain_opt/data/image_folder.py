@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
@@ -30,6 +31,8 @@ _CACHE = "~/.cache/raytrain_opt/files"
 _MIN_CACHED_FILES = 10_000
 # A folder that changes twice within the resolution of its time has one time for both: 2 s on FAT.
 _TIME_RESOLUTION_NS = 2_000_000_000
+# Pillow's modes of images without colors.
+_GRAY_MODES = ("1", "L", "LA", "I", "I;16", "F")
 
 
 class ImageFolderSource:
@@ -57,6 +60,8 @@ class ImageFolderSource:
                 )
                 raise DataError(self.field, rule)
             self._folders = {"train": train, "test": test}
+        if section.color_only:
+            self._folders = {split: _in_color(files) for split, files in self._folders.items()}
         self._size, self._random_crop = section.image_size, section.random_crop
         self.class_names = tuple(self._folders["train"].classes)
         self.num_classes = len(self.class_names)
@@ -157,6 +162,19 @@ def list_folder(folder: Path) -> ImageFiles:
     if len(files) >= _MIN_CACHED_FILES and is_settled and not _is_fuse(folder):
         _keep_list(f"{key}.npz", files, directories, changed_ns)
     return files
+
+
+def _in_color(files: ImageFiles) -> ImageFiles:
+    every = (files[index] for index in range(len(files)))
+    return ImageFiles.of(files.classes, (file for file in every if _has_colors(file[0])))
+
+
+def _has_colors(path: str) -> bool:
+    try:
+        with Image.open(path) as image:  # reads the header only
+            return image.mode not in _GRAY_MODES
+    except OSError:  # a damaged file is reported, or skipped, when it is read
+        return True
 
 
 def image_paths(folder: Path, directories: list[str] | None = None) -> Iterator[str]:

@@ -13,6 +13,7 @@ _BUILTIN_MODULES = {
     "cifar_resnet45": "resnet",
     "cifar_resnet50": "resnet",
     "resnet8": "resnet",
+    "resnet45": "resnet",
     "small_cnn": "small_cnn",
     "vgg16_bn": "vgg",
     "vgg16_one_bn": "vgg",

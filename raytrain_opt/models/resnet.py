@@ -18,6 +18,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from raytrain_opt.errors import DataError
 from raytrain_opt.models.init import he_init, image_shape, require_positive
 
 
@@ -143,3 +144,14 @@ cifar_resnet50 = partial(_resnet, "cifar_resnet50", Bottleneck, (3, 4, 6, 3), wi
 # which block is missing is our reading. With the stem and four projections, 50 convolutions and
 # 22,403,658 parameters.
 cifar_resnet45 = partial(_resnet, "cifar_resnet45", Bottleneck, (3, 4, 5, 3), width=64)
+
+
+def resnet45(*, num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build it with the stem for ImageNet: torchvision's ResNet-50 without one block."""
+    from torchvision.models.resnet import Bottleneck as ImageNetBottleneck
+    from torchvision.models.resnet import ResNet as ImageNetResNet
+
+    if image_shape(sample_shape, "resnet45")[0] != 3:
+        raise DataError("model", "resnet45 takes images of 3 channels; use cifar_resnet45")
+    model: nn.Module = ImageNetResNet(ImageNetBottleneck, [3, 4, 5, 3], num_classes=num_classes)
+    return model

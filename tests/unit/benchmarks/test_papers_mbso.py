@@ -14,6 +14,7 @@ from PIL import Image
 
 from benchmarks.common import JOBS
 from benchmarks.papers import mbso
+from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.config.load import load_job
 from raytrain_opt.results import Probe
 
@@ -45,7 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def probed(files: Path) -> mbso.Probed:
-    return mbso.Probed(mbso.PATTERNS[3], {"root": str(files), **mbso._CENTER_CROPS})
+    return mbso.Probed(mbso.PATTERNS[3], {"root": str(files)})
 
 
 def test_the_files_have_the_size_of_imagenets(files: Path) -> None:
@@ -66,6 +67,9 @@ def test_sections_come_from_the_job(probed: mbso.Probed) -> None:
         for section in (probed.job.batch_size_search, job.batch_size_search)
     )
     assert ours == theirs
+    assert isinstance(job.data, ImageFolderData)
+    assert isinstance(probed.job.data, ImageFolderData)
+    assert probed.job.data == job.data.model_copy(update={"root": probed.job.data.root})
     assert probed.learner.info.sample_shape == (3, 224, 224)
 
 

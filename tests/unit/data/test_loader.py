@@ -513,6 +513,16 @@ def test_grayscale_becomes_rgb(image_tree: Path) -> None:
     assert torch.equal(dog[1], dog[2])
 
 
+def test_gray_images_are_left_out_where_the_job_wants_colors(image_tree: Path) -> None:
+    (image_tree / "train" / "cat" / "0.png").write_bytes(b"damaged")
+    every, colored = (
+        ImageFolderSource(folder_section(image_tree, color_only=only)) for only in (False, True)
+    )
+    assert (every.size("train"), every.size("test")) == (20, 6)
+    assert (colored.size("train"), colored.size("test")) == (19, 5)
+    assert colored.labels.tolist() == [0] * 10 + [1] * 9  # a damaged file is found when it is read
+
+
 def test_training_images_are_random_crops(image_tree: Path) -> None:
     with open_section(folder_section(image_tree)) as data:
         first, second = (concatenate(read_epoch(data, number))[0] for number in (0, 1))

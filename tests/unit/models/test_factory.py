@@ -80,6 +80,7 @@ def test_small_models_can_memorize_a_batch(name: str) -> None:
         ("resnet8", 78_042),
         ("cifar_resnet18", 11_173_962),
         ("cifar_resnet45", 22_403_658),
+        ("resnet45", 22_411_338),
         ("cifar_resnet50", 23_520_842),
         ("vgg16_bn", 14_987_722),
         ("vgg16_one_bn", 14_983_498),
@@ -104,8 +105,9 @@ def test_resnets_equal_torchvisions_with_a_3x3_stem(name: str) -> None:
     torch.testing.assert_close(model(images), reference(images))
 
 
-def test_the_papers_resnet_has_45_convolutions_in_blocks_of_three() -> None:
-    names = [n for n, m in build("cifar_resnet45").named_modules() if isinstance(m, nn.Conv2d)]
+@pytest.mark.parametrize("name", ["cifar_resnet45", "resnet45"])
+def test_the_papers_resnet_has_45_convolutions_in_blocks_of_three(name: str) -> None:
+    names = [n for n, m in build(name).named_modules() if isinstance(m, nn.Conv2d)]
     assert len([name for name in names if ".conv" in name]) == 45
 
 
