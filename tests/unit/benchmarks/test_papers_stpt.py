@@ -181,7 +181,7 @@ def test_the_command_on_synthetic_data(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(comparison_command, "compute_all", computed_here)
-    arguments = ["--quick", "--tasks", "synthetic", "--epochs", "1", "--seeds", "1"]
+    arguments = ["--full", "--tasks", "synthetic", "--epochs", "1", "--seeds", "1"]
     monkeypatch.setattr(sys, "argv", ["stpt.py", *arguments])
     benchmark.main()
     output = capsys.readouterr().out
