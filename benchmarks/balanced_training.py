@@ -153,7 +153,7 @@ def _rank(
 
 def _train(learner: Learner, rank: int, workers: int, steps: int) -> None:
     """Train in phases of as many steps as an epoch of this small data set has."""
-    micro_batches = MicroBatches.for_rank(rank, [1.0] * workers, learner.config.micro_batches)
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * workers, workers)
     in_epoch = learner.info.steps_per_epoch(learner.config.global_batch_size)
     for first in range(0, steps, in_epoch):
         learner.train(1, 0, [0.01] * min(steps - first, in_epoch), micro_batches)

@@ -225,13 +225,14 @@ class ParallelSection(Section):
     mode: Literal["sync", "balanced", "auto", "async"] = "sync"
     """sync: all workers take each step together (DDP). balanced: as sync, but faster workers
     compute more micro-batches of each step, in proportion to their measured speeds. auto: sync,
-    from the next round or epoch on balanced if the measured speeds differ by more than 5 %. async:
-    each worker pulls weights and pushes gradients on its own, and each gradient is an update when
-    it arrives (parameter server)."""
+    from the next round or epoch on balanced if that saves more than 5 % of a step at the measured
+    speeds. async: each worker pulls weights and pushes gradients on its own, and each gradient is
+    an update when it arrives (parameter server)."""
     micro_batches: PositiveInt | None = None
     """balanced, auto only: micro-batches that a global batch is split into, a multiple of
     workers.count. BatchNorm normalizes each. Default: at most 16 per worker, of at least 8
-    samples."""
+    samples; where measured speeds would cost more than 5 % of a step with them, fewer, or
+    smaller ones of at least 4 samples, from the next round or epoch on."""
     speeds: list[PositiveFloat] | None = None
     """balanced only: relative speeds of the workers, by rank, in place of measured ones, such as
     [1, 1, 1, 0.25]. The training is then repeatable to the bit."""

@@ -251,7 +251,7 @@ def _check_last_updates(job: Job, info: DataInfo) -> None:
     """Refuse a last update with less than two samples in a micro-batch (BatchNorm, DDP)."""
     from raytrain_opt.train.learner_config import LearnerConfig
 
-    split = 1 if job.parallel.mode == "sync" else LearnerConfig.from_job(job).balanced_split
+    split = LearnerConfig.from_job(job).finest_split
     for factor in (1, *(step.factor for step in job.batch_ramp.steps)):
         accumulated = factor if job.batch_ramp.grow == "accumulation" else 1
         parts = job.workers.size * split * accumulated

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import cast
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import DivergedError, PoolError
@@ -37,6 +38,7 @@ from raytrain_opt.search.policy import (
 )
 from raytrain_opt.search.time_budget import Pace
 from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
+from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.trained_model import model_metadata
 
@@ -69,6 +71,7 @@ class TrainingRun:
         self._workers_ready = False
         self._in_round = False  # candidates are trained
         self._workers_at_work = backend.workers.size
+        self._imbalance_reported = False
         for pool in backend.pools:
             pool.on_wait = self._on_wait
 
@@ -212,6 +215,7 @@ class TrainingRun:
         self._report_worker_count(command.epoch, outcome.workers)
         self.backend.states.keep(outcome.state)
         self.parallel = outcome.parallel
+        self._report_imbalance(command.epoch)
         self._epoch.add(command, outcome)
         samples = outcome.totals.samples + outcome.totals.skipped
         self.progress = self.progress.add_samples(kept=samples)
@@ -355,6 +359,14 @@ class TrainingRun:
                 f"epoch {epoch}: running on {workers} of {self.backend.workers.size} workers; "
                 "global batch size unchanged",
             )
+
+    def _report_imbalance(self, epoch: int) -> None:
+        """Warn once, where measured speeds show that micro-batches are too coarse."""
+        speeds = cast("list[float] | None", self.parallel.get("speeds"))
+        text = LearnerConfig.from_job(self.job).imbalance(speeds) if speeds else None
+        if text is not None and not self._imbalance_reported:
+            self.event_log.log("imbalance", epoch, f"epoch {epoch}: {text}")
+            self._imbalance_reported = True
 
     def _round_record(
         self, action: TryCandidates, decision: Decision, winner_sha256: str | None

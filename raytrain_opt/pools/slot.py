@@ -192,9 +192,8 @@ class Slot(CandidateTrainer):
     def __init__(
         self, learner: Learner, index: int, states: States, candidate_batch: CandidateBatch | None
     ) -> None:
-        count = learner.config.micro_batches
-        computed = count // learner.config.worker_count if candidate_batch == "local" else count
-        indices = range(computed)
+        count = learner.config.worker_count
+        indices = range(1 if candidate_batch == "local" else count)
         super().__init__(learner, index, states, MicroBatches(indices, count))
 
     def _lrs(self, plan: TryCandidates, candidate: Candidate) -> Sequence[float]:

@@ -23,7 +23,7 @@ class Worker(CandidateTrainer):
         self, learner: Learner, rank: int, world_size: int, connect_s: float, states: States
     ) -> None:
         micro_batches = MicroBatches.for_rank(
-            rank, [1.0] * world_size, learner.config.micro_batches
+            rank, [1.0] * world_size, learner.config.worker_count
         )
         super().__init__(learner, rank, states, micro_batches, world_size)
         self._connect_s = connect_s

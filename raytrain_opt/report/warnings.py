@@ -60,7 +60,7 @@ def _failures(run: RunRecords) -> Iterator[str]:
             f"{duration(sum(silent_s.values()))} passed between the last sign of life and the "
             "restart; the interrupted commands were repeated from the same state"
         )
-    for kind in ("lost", "fewer"):
+    for kind in ("lost", "fewer", "imbalance"):
         yield from (event.text for event in run.events if event.kind == kind)
 
 

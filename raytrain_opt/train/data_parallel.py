@@ -22,7 +22,7 @@ from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.train.gradient_buckets import BackwardOrder, BucketPlan, fastest, plan_buckets
 from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
-from raytrain_opt.train.load_balance import UNEQUAL, LoadBalance, MeasuredShares
+from raytrain_opt.train.load_balance import LoadBalance, MeasuredShares
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.step_timer import StepTimer, step_timer_for
 
@@ -48,7 +48,6 @@ class Parallel:
     distributed = False
     forward: nn.Module
 
-    unequal = False  # whether `parallel.mode: auto` found workers of different speeds
     speeds: Sequence[float] = ()  # of the workers, by rank
 
     def __init__(self, model: nn.Module, section: ParallelSection) -> None:
@@ -159,8 +158,6 @@ class DataParallel(Parallel):
 
     def end_phase(self) -> tuple[Pair, ...]:
         self._balance.end_phase()
-        is_auto, speeds = self._section.mode == "auto", self.speeds
-        self.unequal = is_auto and max(speeds) > UNEQUAL * min(speeds)
         return self._noise.end_phase()
 
     def report(self) -> dict[str, object]:

@@ -104,6 +104,7 @@ class Learner:
         self._build_optimizer(0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         self._stopped: dict[str, Any] | None = None  # see `TrainingState`
+        self._split = 1  # micro-batches per worker of the latest phase, before the batch ramp
         self._begin_phase(1, MicroBatches(range(1), 1))
 
     @property
@@ -373,17 +374,18 @@ class Learner:
         return self.config.global_batch_size * ramp_factor(self.config.batch_ramp.steps, epoch)
 
     def _grown(self, epoch: int, micro_batches: MicroBatches) -> MicroBatches:
-        """Apply the batch ramp: a larger batch has more micro-batches, or larger ones.
+        """Split the workers' parts of a global batch, one for each, into their micro-batches.
 
-        Workers that turned out to be of different speeds share smaller ones. A phase that was
-        stopped keeps its own.
+        Workers of different speeds share smaller ones. With the batch ramp, a larger batch has
+        more micro-batches, or larger ones. A phase that was stopped keeps its own.
         """
-        if self._stopped is not None:
-            return micro_batches.split(self._stopped["micro_batches"] // micro_batches.count)
-        factor = self.config.balanced_split if self.parallel.unequal else 1
-        if self.config.batch_ramp.grow == "accumulation":
-            factor *= ramp_factor(self.config.batch_ramp.steps, epoch)
-        return micro_batches.split(factor)
+        ramp, grows = self.config.batch_ramp, self.config.batch_ramp.grow == "accumulation"
+        factor = ramp_factor(ramp.steps, epoch) if grows else 1
+        if self._stopped is None:
+            self._split = self.config.split(self.parallel.speeds, self._split)
+        else:
+            self._split = self._stopped["micro_batches"] // (micro_batches.count * factor)
+        return micro_batches.split(self._split * factor)
 
     def _seed(self, text: str) -> None:
         """Seed torch from a text, the same in every process (unlike `hash`).

@@ -23,8 +23,6 @@ from raytrain_opt.train.step_timer import step_timer_for
 MEASURE_EVERY = 5
 # Weight of the latest measurement: a slow second must not change the shares of a minute.
 _SMOOTHING = 0.5
-# Smaller differences are noise, and not worth smaller micro-batches.
-UNEQUAL = 1.05
 
 
 class LoadBalance:

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Of a step's time: a smaller gain is noise of the measured speeds.
+WORTH = 0.05
+# BatchNorm normalizes each micro-batch: below 8 samples its noise costs more than exact shares
+# gain, unless workers differ so that only smaller ones share a step.
+_USUAL_SPLIT, _USUAL_SAMPLES, _MIN_SAMPLES = 16, 8, 4
+
 
 @dataclass(frozen=True)
 class MicroBatches:
@@ -54,3 +60,45 @@ def split_by_speed(count: int, speeds: Sequence[float]) -> list[int]:
         last_done = max(workers, key=lambda w: (shares[w] > 1, shares[w] / speeds[w]))
         shares[last_done] -= 1
     return shares
+
+
+def sharing_cost(count: int, speeds: Sequence[float]) -> float:
+    """Return the fraction of a step's time that whole micro-batches cost over exact shares."""
+    shares = split_by_speed(count, speeds)
+    longest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
+    return longest * sum(speeds) / count - 1
+
+
+def time_saved(count: int, finer: int, speeds: Sequence[float]) -> float:
+    """Return the fraction of a step's time that `finer` micro-batches save over `count`."""
+    return 1 - (1 + sharing_cost(finer, speeds)) / (1 + sharing_cost(count, speeds))
+
+
+def possible_splits(samples: int) -> list[int]:
+    """Return into how many micro-batches of at least 4 a share of `samples` samples can be cut."""
+    return [n for n in range(1, samples // _MIN_SAMPLES + 1) if samples % n == 0] or [1]
+
+
+def choose_split(samples: int, workers: int, speeds: Sequence[float], present: int = 1) -> int:
+    """Return the number of micro-batches for each of `workers` equal shares of `samples` samples.
+
+    Usually as many as possible, at most 16 of at least 8 samples. If these cost more than
+    `WORTH`, fewer, or more of at least 4. A `present` number above 1 stays if it is as good.
+    """
+    splits = possible_splits(samples)
+    large = [n for n in splits if n <= _USUAL_SPLIT and samples >= n * _USUAL_SAMPLES]
+    usual = max(large, default=1)
+    if not speeds:
+        return usual
+    coarser = [n for n in reversed(splits) if n < usual]
+    finer = [n for n in splits if n > usual]
+    preferred = ([present] if present > 1 else []) + [usual, *coarser, *finer]
+
+    def cost(split: int) -> float:
+        return sharing_cost(split * workers, speeds)
+
+    good = next((n for n in preferred if cost(n) <= WORTH), None)
+    if good is not None:
+        return good
+    lowest = min(map(cost, preferred))
+    return next(n for n in preferred if cost(n) <= lowest + WORTH)

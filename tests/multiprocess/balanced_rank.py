@@ -70,7 +70,7 @@ def build(world_size: int, changes: dict[str, Any]) -> Learner:
 
 def train(learner: Learner, rank: int, world_size: int) -> dict[str, Any]:
     """Train in both epochs, once and again from the state between them."""
-    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, learner.config.micro_batches)
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, world_size)
     totals = learner.train(1, 0, LRS, micro_batches)
     learner.sync_batch_norm_stats()
     middle = learner.state(copy=True)
@@ -108,7 +108,7 @@ def train_with_a_slow_rank(
     learner = build(world_size, values)
     if rank == world_size - 1 > 0:
         learner.model.register_forward_pre_hook(lambda _, args: time.sleep(0.02 * len(args[0])))
-    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, learner.config.micro_batches)
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, world_size)
     samples: list[list[int]] = []
     weights: list[dict[str, torch.Tensor]] = []
     smallest = False

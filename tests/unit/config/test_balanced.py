@@ -62,18 +62,55 @@ def test_batch_norm_of_all_workers_needs_equal_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "batch", "micro_batches"),
+    ("parallel", "batch", "split"),
     [
-        ({"mode": "sync"}, 48, 2),
-        ({"mode": "auto"}, 48, 2),
-        ({"mode": "balanced"}, 48, 6),  # of 8 samples
-        ({"mode": "balanced"}, 2 * 512, 32),  # 16 per worker
-        ({"mode": "balanced"}, 14, 2),  # too few samples to share
-        ({"mode": "balanced", "micro_batches": 12}, 48, 12),
+        ({"mode": "sync"}, 48, 1),
+        ({"mode": "auto"}, 48, 1),
+        ({"mode": "balanced"}, 48, 3),  # of 8 samples
+        ({"mode": "balanced"}, 2 * 512, 16),
+        ({"mode": "balanced"}, 14, 1),  # too few samples to share
+        ({"mode": "balanced", "micro_batches": 12}, 48, 6),
+        ({"mode": "balanced", "speeds": [1, 0.6]}, 48, 4),  # 3 would cost 7 %, 4 nothing
     ],
 )
 def test_a_global_batch_is_cut_as_finely_as_its_workers_need(
-    parallel: dict[str, Any], batch: int, micro_batches: int
+    parallel: dict[str, Any], batch: int, split: int
 ) -> None:
-    job = parse_job({**GOOD, "global_batch_size": batch, "parallel": parallel})
-    assert LearnerConfig.from_job(job).micro_batches == micro_batches
+    assert _config(batch, parallel).split((), 1) == split
+
+
+@pytest.mark.parametrize(
+    ("speeds", "present", "split"),
+    [
+        ([1, 1, 1, 1], 1, 1),
+        ([1, 1, 1, 0.943], 1, 1),  # a ratio of 1.06, but 4.5 % at most to be saved
+        ([1, 1, 1, 0.9], 1, 1),  # 17 of 64 micro-batches in place of 16 / 0.9: 4.4 % less
+        ([1, 1, 1, 0.85], 1, 16),  # in place of 16 / 0.85: 9.7 % less
+        ([1, 1, 1, 0.9], 16, 16),
+        ([1, 1, 1, 1], 16, 1),
+    ],
+)
+def test_auto_balances_where_that_saves_more_than_a_twentieth_of_a_step(
+    speeds: list[float], present: int, split: int
+) -> None:
+    """And ends where nothing is left to save, so that it does not turn back and forth."""
+    config = _config(4 * 128, {"mode": "auto"}, workers=4)
+    assert config.split(speeds, present) == split
+
+
+def test_workers_that_cannot_share_their_samples_are_reported_with_what_to_change() -> None:
+    speeds = [1, 1, 1, 0.6]
+    assert _config(4 * 32, {"mode": "balanced"}, workers=4).imbalance(speeds) is None
+    text = _config(4 * 31, {"mode": "balanced"}, workers=4).imbalance(speeds)
+    assert text is not None
+    assert "takes 50% longer" in text
+    assert "such as 128," in text
+    given = {"mode": "balanced", "micro_batches": 16}
+    text = _config(4 * 32, given, workers=4).imbalance(speeds)
+    assert text is not None
+    assert "raise parallel.micro_batches" in text
+
+
+def _config(batch: int, parallel: dict[str, Any], workers: int = 2) -> LearnerConfig:
+    values = {"global_batch_size": batch, "parallel": parallel, "workers": {"count": workers}}
+    return LearnerConfig.from_job(parse_job({**GOOD, **values}))

@@ -22,6 +22,7 @@ from raytrain_opt.driver import run
 from raytrain_opt.errors import DivergedError, JobError, RecordError
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
+from raytrain_opt.train.data_parallel import Parallel
 from tests.support.small_jobs import large_batch_job, read_lines, small_job, without_times
 from tests.support.synthetic_runs import write_schedule
 
@@ -50,6 +51,18 @@ def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(
     assert {"result.json", "report.html", "schedule.jsonl", "checkpoints", "tensorboard"} < files
     assert (Path(result.run_dir) / "checkpoints" / "epoch-0002").is_dir()
     assert result.summary["hardware"]["workers"] == result.summary["hardware"]["slots"] == 1
+
+
+def test_workers_that_cannot_share_a_step_are_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Parallel, "report", lambda _: {"speeds": [1.0, 0.3]})
+    parallel = {"mode": "balanced", "micro_batches": 2}
+    result = run(tiny_job(tmp_path, parallel=parallel), in_process=True)
+    [event] = read_lines(result.run_dir, "events")
+    assert (event["kind"], event["epoch"]) == ("imbalance", 1)
+    assert "speeds 1.00, 0.30 cannot share a step well" in event["text"]
+    assert "raise parallel.micro_batches" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_training_that_is_too_short_for_a_search_says_so(

@@ -33,7 +33,7 @@ class FakeLearner:
     """A learner that trains to the loss `lr`; its allocator caches what each phase has used."""
 
     config = SimpleNamespace(
-        micro_batches=1,
+        worker_count=1,
         precision="fp32",
         channels_last=False,
         compile="off",
