@@ -42,10 +42,11 @@ _MAX_CONCURRENCY = 10_000
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a restarted shard needs: phase, micro-batches `done`, pickled snapshot, start state."""
+    """What a restarted shard needs: phase, micro-batches, pickled snapshot, start state."""
 
     phase: EpochPhase
     done: set[int]
+    dropped: set[int]
     snapshot: bytes | None
     boxed_state: list[Any]
 
@@ -113,10 +114,11 @@ class SspCoordinator:
         """Free what a lost worker had claimed; from now on the shards drop what it still sends."""
         self._claims.pop(worker, None)
         scheduler = self._scheduler
-        if scheduler is not None and (numbers := scheduler.claimed_by(worker)):
-            phase = scheduler.phase.id
-            await asyncio.gather(*[shard.drop.remote(phase, numbers) for shard in self._shards])
+        if scheduler is not None:
+            # First: a micro-batch that only some shards have dropped yet must not count as done.
             scheduler.leave(worker)
+            phase, dropped = scheduler.phase.id, scheduler.dropped
+            await asyncio.gather(*[shard.drop.remote(phase, dropped) for shard in self._shards])
             await self._notify()
 
     async def result(self) -> tuple[bool, TrainTotals, StalenessRecord]:
@@ -135,7 +137,10 @@ class SspCoordinator:
         if self._scheduler is None:
             return None
         _, snapshot = self._snapshots.get(shard, (0, None))
-        return Recovery(self._scheduler.phase, self._scheduler.done_numbers, snapshot, self._start)
+        scheduler = self._scheduler
+        return Recovery(
+            scheduler.phase, scheduler.done_numbers, scheduler.dropped, snapshot, self._start
+        )
 
     def _of(self, phase: str) -> SspScheduler | None:
         scheduler = self._scheduler
@@ -188,7 +193,7 @@ class WeightShardActor:
         else:
             state, applied = pickle.loads(recovery.snapshot)
         # Old weights at the current version: the updates in between are lost for this shard.
-        self._shard.load(state, recovery.phase, applied | recovery.done)
+        self._shard.load(state, recovery.phase, applied | recovery.done, recovery.dropped)
         self._phase, self._lost_updates = recovery.phase.id, len(recovery.done - applied)
 
     def load(self, phase: EpochPhase, boxed_state: list[Any]) -> None:
@@ -210,7 +215,7 @@ class WeightShardActor:
             self._coordinator.keep.remote(phase, self._index, shard.version, snapshot)
         return staleness
 
-    def drop(self, phase: str, numbers: list[int]) -> None:
+    def drop(self, phase: str, numbers: set[int]) -> None:
         """Ignore gradients of these micro-batches from now on."""
         if phase == self._phase:
             self._shard.drop(numbers)

@@ -108,6 +108,7 @@ class SspScheduler:
     phase: EpochPhase
     version: int = 0
     totals: TrainTotals = TrainTotals(0, 0, 0.0, 0, 0.0, 0.0)
+    dropped: set[int] = field(default_factory=set)  # numbers that have been given anew
     _free: list[int] = field(init=False)
     _claims: dict[int, int] = field(default_factory=dict)  # micro-batch -> worker
     _begun: dict[int, int] = field(default_factory=dict)  # micro-batch -> version of its weights
@@ -159,16 +160,13 @@ class SspScheduler:
         self._claims[number] = worker
         return number
 
-    def claimed_by(self, worker: int) -> list[int]:
-        """Return the micro-batches that the worker has claimed and not done."""
-        return [number for number, owner in self._claims.items() if owner == worker]
-
     def leave(self, worker: int) -> None:
         """Free what a worker that died or restarted had not done, for others."""
         self._workers.pop(worker, None)
-        for number in self.claimed_by(worker):
+        for number in [number for number, owner in self._claims.items() if owner == worker]:
             del self._claims[number]
             self._begun.pop(number, None)
+            self.dropped.add(number)
             heapq.heappush(self._free, number + self.phase.size)
 
     def owns(self, worker: int, number: int) -> bool:

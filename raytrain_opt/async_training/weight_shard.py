@@ -147,8 +147,14 @@ class WeightShard:
         """Number of updates in this phase."""
         return len(self.applied)
 
-    def load(self, state: TrainingState, phase: EpochPhase, applied: Collection[int] = ()) -> None:
-        """Begin a phase, or continue it after the micro-batches `applied`.
+    def load(
+        self,
+        state: TrainingState,
+        phase: EpochPhase,
+        applied: Collection[int] = (),
+        dropped: Collection[int] = (),
+    ) -> None:
+        """Begin a phase, or continue it after the micro-batches `applied`, without `dropped`.
 
         The state, of the training or of this shard, has its tensors and their optimizer state.
         """
@@ -162,7 +168,7 @@ class WeightShard:
             if "weight_decay" in group:
                 group["weight_decay"] *= phase.weight_decay_factor
         self.phase, self.applied = phase, set(applied)
-        self._dropped = set[int]()
+        self._dropped = set(dropped)
         self._last_change.zero_()
 
     def _own(self, state: TrainingState) -> TrainingState:

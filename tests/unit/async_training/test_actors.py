@@ -87,6 +87,24 @@ def test_the_micro_batch_of_a_worker_that_left_is_computed_by_another() -> None:
     run(test)
 
 
+def test_a_micro_batch_that_shards_are_dropping_does_not_count_as_done() -> None:
+    """The worker, which was only slow, reports it while its loss is told to the shards."""
+
+    async def test(coordinator: SspCoordinator) -> None:
+        async def drop(phase: str, numbers: set[int]) -> None:
+            assert (phase, numbers) == (PHASE.id, {0})
+            await coordinator.done(PHASE.id, 0, done(0))
+
+        await coordinator.begin(PHASE, [SimpleNamespace(drop=SimpleNamespace(remote=drop))], [])
+        number = await coordinator.claim(PHASE.id, 0, 1)
+        await coordinator.begin_micro_batch(PHASE.id, 0, 0, 0)
+        await coordinator.leave(0)
+        _, totals, _ = await coordinator.result()
+        assert (number, totals.samples) == (0, 0)
+
+    run(test)
+
+
 def test_a_silent_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr(actors, "monotonic_s", lambda: now_s[0])
@@ -121,7 +139,7 @@ def test_a_call_that_ray_repeats_after_a_cut_connection_has_its_effect_once() ->
         await coordinator.keep(PHASE.id, 0, 2, NEW)
         await coordinator.keep(PHASE.id, 0, 1, OLD)
         recovery = await coordinator.recover(0)
-        assert recovery == Recovery(PHASE, {1}, NEW, [])
+        assert recovery == Recovery(PHASE, {1}, set(), NEW, [])
         await coordinator.leave(0)  # restarted: it numbers its requests anew
         claimed = [await coordinator.claim(PHASE.id, 0, request) for request in range(1, 9)]
         assert claimed == [2, 3, 4, 5, 6, 7, 8, None]  # 8: the first micro-batch again
@@ -169,13 +187,13 @@ def test_messages_about_another_phase_change_nothing() -> None:
 def test_a_restarted_shard_gets_its_latest_snapshot_of_the_phase() -> None:
     async def test(coordinator: SspCoordinator) -> None:
         await coordinator.keep("0.9", 1, 2, OLD)
-        assert await coordinator.recover(1) == Recovery(PHASE, set(), None, [])
+        assert await coordinator.recover(1) == Recovery(PHASE, set(), set(), None, [])
         await coordinator.keep(PHASE.id, 1, 2, NEW)
-        assert await coordinator.recover(1) == Recovery(PHASE, set(), NEW, [])
-        assert await coordinator.recover(0) == Recovery(PHASE, set(), None, [])
+        assert await coordinator.recover(1) == Recovery(PHASE, set(), set(), NEW, [])
+        assert await coordinator.recover(0) == Recovery(PHASE, set(), set(), None, [])
         later = EpochPhase("2.4", 2, 0, (0.1,) * 4, micro_batches=2, bound=0)
         await coordinator.begin(later, [], [])
-        assert await coordinator.recover(1) == Recovery(later, set(), None, [])
+        assert await coordinator.recover(1) == Recovery(later, set(), set(), None, [])
 
     run(test)
 
@@ -280,7 +298,7 @@ def test_a_restarted_shard_continues_from_its_snapshot_at_the_current_version(
 def test_a_late_gradient_of_a_worker_that_was_taken_for_dead_changes_no_weight(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """It arrives before that of the worker which computes the micro-batch anew, or after it."""
+    """Whether before or after that of the worker in its place, or at a shard that restarted."""
     cluster = make_cluster()
     phase = EpochPhase("1.2", 1, 0, (0.1,) * 2, micro_batches=1, bound=None)
 
@@ -290,10 +308,12 @@ def test_a_late_gradient_of_a_worker_that_was_taken_for_dead_changes_no_weight(
         first = cluster.claim.remote(phase.id, 0, 1)
         cluster.begin_micro_batch.remote(phase.id, 0, first, 0)
         cluster.leave.remote(0)
+        if late == "restarted":
+            shard = cluster.shard()
         for request in (1, 2):
             number = cluster.claim.remote(phase.id, 1, request)
             cluster.begin_micro_batch.remote(phase.id, 1, number, 0)
-            if late == "before":
+            if late in ("before", "restarted"):
                 shard.apply(phase.id, first, 0, np.zeros_like(gradient))
             shard.apply(phase.id, number, 0, gradient)
             if late == "after":
@@ -301,4 +321,4 @@ def test_a_late_gradient_of_a_worker_that_was_taken_for_dead_changes_no_weight(
             cluster.done.remote(phase.id, 1, done(number))
         return shard.collect()[0].digest()
 
-    assert trained("before") == trained("after") == trained("never")
+    assert trained("before") == trained("after") == trained("restarted") == trained("never")

@@ -129,8 +129,8 @@ def test_claims_of_a_dead_worker_go_to_others_and_its_late_gradient_is_ignored(
     assert [scheduler.claim(0, 0.0), scheduler.claim(1, 0.0)] == [0, 1]
     scheduler.begin(0, 0, 0, 0.0)
     scheduler.begin(1, 1, 0, 0.0)
-    assert scheduler.claimed_by(0) == [0]
     scheduler.leave(0)
+    assert scheduler.dropped == {0}
     assert scheduler.claim(successor, 1.0) == 2  # the first of two, once more
     assert scheduler.phase.index_of(2) == scheduler.phase.index_of(0)
     scheduler.begin(successor, 2, 0, 1.0)
