@@ -51,6 +51,8 @@ def look_ahead(group: Group, staleness: float) -> float:
     if "weight_lr_power" in group:  # schedule-free: its beta is a place between two averages
         return 0.0
     momentum: float = group.get("momentum") or group.get("betas", (0.0,))[0]
+    if group.get("aux") == "adamw" and not group["use_muon"]:
+        momentum = group["betas"][0]
     return float(momentum * (1 - momentum**staleness) / (1 - momentum))
 
 

@@ -211,8 +211,16 @@ class WeightShard:
 
     def weights_ahead(self) -> Tensor:
         """Return the flat weights that workers compute on (see `update_conversion`)."""
-        factor = look_ahead(self.optimizer.param_groups[0], self._mean_staleness)
-        return self.weights.buffer + factor * self._last_change
+        factors = {
+            id(parameter): look_ahead(group, self._mean_staleness)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        ahead, sizes = self.weights.buffer.clone(), [p.numel() for p in self.parameters]
+        parts = zip(torch.split(ahead, sizes), torch.split(self._last_change, sizes), strict=True)
+        for parameter, (part, change) in zip(self.parameters, parts, strict=True):
+            part.add_(change, alpha=factors.get(id(parameter), 0.0))
+        return ahead
 
     def state(self) -> TrainingState:
         """Return this shard's tensors and optimizer state, in memory of their own."""

@@ -302,6 +302,29 @@ def test_workers_compute_on_the_weights_that_momentum_will_have_reached(
     torch.testing.assert_close(shard.weights.buffer, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_each_parameter_is_ahead_by_the_momentum_of_its_own_group(digits: DatasetArrays) -> None:
+    """Muon has 0.6, and what is not for Muon follows AdamW, with 0.9."""
+    async_job = job(optimizer={"name": "Muon", "args": {"aux": "adamw"}})
+    learner, state = trained_learner(async_job, digits)
+    [shard] = open_shards(async_job, learner.info, 1)
+    shard.load(state, EpochPhase("1.x", 1, 0, LRS, 1, None))
+    before = shard.weights.buffer.clone()
+    shard.apply(0, -60, torch.ones_like(before))  # a running mean of 3 updates
+    ahead = shard.weights_ahead() - shard.weights.buffer
+    change, sizes = shard.weights.buffer - before, [p.numel() for p in shard.parameters]
+    momentum = {
+        parameter: 0.6 if group["use_muon"] else 0.9
+        for group in shard.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert set(momentum.values()) == {0.6, 0.9}
+    parts = zip(change.split(sizes), ahead.split(sizes), strict=True)
+    for parameter, (changed, moved) in zip(shard.parameters, parts, strict=True):
+        m = momentum[parameter]
+        expected = (m + m**2 + m**3) * changed
+        torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6)
+
+
 def test_the_weights_move_less_by_gradients_that_a_slow_network_makes_stale(
     digits: DatasetArrays,
 ) -> None:

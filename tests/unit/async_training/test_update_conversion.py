@@ -42,5 +42,7 @@ def test_the_rate_falls_where_gradients_are_staler_than_workers_alone_make_them(
 def test_weights_are_ahead_by_what_momentum_alone_does() -> None:
     assert look_ahead(SGD, 3) == pytest.approx(0.9 + 0.81 + 0.729)
     assert look_ahead(ADAMW, 1) == pytest.approx(0.9)
+    assert look_ahead({**MUON, "use_muon": False}, 1) == pytest.approx(0.6)
+    assert look_ahead({**MUON, "use_muon": False, "aux": "adamw"}, 1) == pytest.approx(0.9)
     assert look_ahead({"momentum": 0.0}, 3) == look_ahead({}, 3) == 0.0
     assert look_ahead({**SGD, "weight_lr_power": 2.0}, 3) == 0.0  # schedule-free
