@@ -6,7 +6,8 @@ sync            each step waits for the slowest worker, and for the all-reduce
 without slow    sync without the last worker, which is the slow one; the others' shares grow
 backup          a step ends with the gradients of the fastest workers but one, the last is lost
                 (Chen et al. 2016, arXiv 1604.00981); a worker that is late begins with the others
-balanced        4 micro-batches per worker, split in proportion to the workers' speeds
+balanced        the product's number of micro-batches for 48 samples per worker and the workers'
+                speeds, shared in proportion to these
 async           each gradient is an update
 """
 
@@ -20,10 +21,11 @@ from random import Random
 
 from benchmarks.async_simulation import Network, NoNetwork, Seconds, Simulation
 from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
-from raytrain_opt.train.micro_batches import split_by_speed
+from raytrain_opt.train.micro_batches import choose_split, split_by_speed
 
 WAYS = ("sync", "without slow", "backup", "balanced", "async")
 _SPEED_STEPS = 400
+_SAMPLES_PER_WORKER = 48
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,16 @@ class Environment:
             return base * random.uniform(0.95, 1.05)
 
         return seconds
+
+    @property
+    def speeds(self) -> list[float]:
+        """The mean speeds of the workers."""
+        return [1.0] * (self.workers - 1) + [1 / self.slower]
+
+    @property
+    def split(self) -> int:
+        """Micro-batches per worker that balanced workers share."""
+        return choose_split(_SAMPLES_PER_WORKER, self.workers, self.speeds)
 
     def network(self) -> Network | NoNetwork:
         """Return a node and a shard for each worker."""
@@ -105,10 +117,10 @@ def _step_s(way: str, environment: Environment, seconds: Seconds) -> float:
         case "backup":
             compute_s = sorted(seconds(worker) for worker in range(workers))[-2]
         case _:
-            speeds = [1.0] * (workers - 1) + [1 / environment.slower]
-            shares = split_by_speed(4 * workers, speeds)
+            split = environment.split
+            shares = split_by_speed(split * workers, environment.speeds)
             compute_s = max(
-                sum(seconds(worker) / 4 for _ in range(share))
+                sum(seconds(worker) / split for _ in range(share))
                 for worker, share in enumerate(shares)
             )
     return compute_s + environment.all_reduce_s(workers)

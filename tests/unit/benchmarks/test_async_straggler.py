@@ -13,7 +13,7 @@ import torch
 from benchmarks.async_environments import ENVIRONMENTS, WAYS, Environment
 from benchmarks.async_simulation import Costs, Network
 from benchmarks.async_straggler import MICRO_BATCH_SAMPLES, Sleeper, efficiency, job_of
-from benchmarks.async_training import table, train
+from benchmarks.async_training import Training, table, train
 from benchmarks.comparison_tasks import SYNTHETIC
 from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.async_training.weight_shard import split_parameters
@@ -75,18 +75,29 @@ def test_a_sleeping_learner_is_trained_by_the_real_loop() -> None:
 def test_trainings_with_and_without_staleness(tmp_path: Path) -> None:
     task = replace(SYNTHETIC, train=240, batch=48)
     data = task.prepare(Path(), tmp_path)
-    results = {
-        way: train(task, data, way, Environment("slow", 4, slower=4.0), 2, 0) for way in WAYS
-    }
+    slow = Environment("slow", 4, slower=4.0)
+    results = {way: train(Training(task, way, slow, 8, 0), data) for way in WAYS}
     assert [results[way]["staleness_max"] for way in WAYS[:-1]] == [0] * 4
     assert results["async"]["staleness_mean"] > 2
-    assert results["async"]["simulated_s"] < results["sync"]["simulated_s"] / 2
     for result in results.values():
         assert result["accuracy"] > 20
 
 
 def test_the_table_has_every_way_at_equal_epochs_and_at_equal_time() -> None:
-    plans = list(table(Namespace(epochs=8, environments=list(ENVIRONMENTS))))
+    plans = list(table(Namespace(environments=list(ENVIRONMENTS)), 120))
     assert len(plans) == 2 * len(WAYS) * len(ENVIRONMENTS)
-    [long] = {epochs for way, place, epochs in plans if way == "async" and place.slower > 1} - {8}
-    assert long in (6, 7)  # in the time of 8 epochs of four equal workers
+    steps = {
+        (place.name, way): count
+        for (way, place, count) in plans[1::2]  # in the time of 120 of four equal workers
+    }
+    assert steps["one slow worker", "async"] == pytest.approx(120 * 3.25 / 4, rel=0.06)
+    assert steps["one slow worker", "sync"] == pytest.approx(120 / 4, rel=0.06)
+    assert steps["slow network", "balanced"] == pytest.approx(steps["slow network", "sync"], abs=2)
+
+
+def test_trainings_that_differ_in_what_they_compute_have_different_keys() -> None:
+    """Times change what asynchronous workers compute, and the shares of balanced ones."""
+    places = [make(4) for make in ENVIRONMENTS.values()]
+    keys = {way: {Training(SYNTHETIC, way, place, 8, 0).key for place in places} for way in WAYS}
+    assert [len(keys[way]) for way in WAYS] == [1, 1, 1, 2, 4]
+    assert len(set().union(*keys.values())) == 9
