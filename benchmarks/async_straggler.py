@@ -2,8 +2,7 @@
 
     python -m benchmarks.async_straggler [--repeats 2] [--parts ...]
 
-Three parts; the JSON object of the last line holds the keys of each. (What accuracy is reached is
-measured by async_training.py.)
+Four parts; the JSON object of the last line holds the keys of each.
 
 balanced     `parallel.mode: balanced` against `sync` with the product's learner, 4 workers and
              sleeps in place of computing (balanced_training.py): samples/s with one worker 4 x
@@ -27,6 +26,8 @@ scaling      up to 48 simulated workers on a simulated network, scheduled by the
              `efficiency_at_48` by seconds of a micro-batch, with and without these costs, and a
              table over bandwidths. Three workers per node, 100 MB of weights (ResNet-50), without
              variation.
+table        accuracy of every way in every environment: part `table` of async_training.py, whose
+             options follow, at least `--data-root FOLDER`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from typing import Any
 import ray
 import torch
 
+from benchmarks import async_training
 from benchmarks.async_costs import measure_costs
 from benchmarks.async_simulation import Costs, Network, Simulation
 from benchmarks.balanced_training import measure
@@ -341,7 +343,8 @@ def efficiency(
 
 
 def main() -> None:
-    args = _arguments()
+    args, rest = _arguments()
+    table = "table" in args.parts and async_training.arguments([*rest, "--parts", "table"])
     result: dict[str, Any] = {}
     if "balanced" in args.parts:
         result |= balanced(args)
@@ -349,12 +352,15 @@ def main() -> None:
         result |= throughput(args)
     if "scaling" in args.parts:
         result |= scaling(args)
+    if table:
+        result["table"] = async_training.rows(table)
     print(json.dumps({**result, "machine": machine(), "versions": versions()}))
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments, and those of the part `table`."""
     parser = argparse.ArgumentParser(description="Asynchronous against synchronous training.")
-    names = ("balanced", "throughput", "scaling")
+    names = ("balanced", "throughput", "scaling", "table")
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--workers", type=int, default=WORKERS)
@@ -363,7 +369,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--balanced-steps", type=int, default=20)
     parser.add_argument("--share-s", type=float, default=1.0, help="of an equal share of a step")
     parser.add_argument("--shards", type=int, default=2)
-    return parser.parse_args()
+    args, rest = parser.parse_known_args()
+    if rest and "table" not in args.parts:
+        parser.error(f"only for the part table: {' '.join(rest)}")
+    return args, rest
 
 
 if __name__ == "__main__":
