@@ -28,6 +28,12 @@ CPU = torch.device("cpu")
 MICRO_BATCHES = 8
 LRS = (0.02,) * 3
 SPEEDS = {1: [1.0], 2: [1.0, 3.0], 4: [1.0, 5.0, 1.5, 3.0]}
+# Other shares of the same micro-batches: of the first rank only, of the last one, equal ones.
+OTHER_SPEEDS: dict[int, dict[str, list[float]]] = {
+    1: {},
+    2: {"most first": [9.0, 1.0], "most last": [1.0, 9.0], "equal": [1.0, 1.0]},
+    4: {"most first": [9, 1, 1, 1], "most last": [1, 2, 1, 9], "equal": [1.0] * 4},
+}
 STATISTICS = ("0.running_mean", "0.running_var", "0.num_batches_tracked")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"optimizer": "SGD"},
@@ -68,9 +74,11 @@ def build(world_size: int, changes: dict[str, Any]) -> Learner:
     return Learner(config, load_shared_data(config.data), CPU, connect)
 
 
-def train(learner: Learner, rank: int, world_size: int) -> dict[str, Any]:
-    """Train in both epochs, once and again from the state between them."""
-    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, world_size)
+def train(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """Train in both epochs; the second one again, and again with a stop and a new learner."""
+    learner = build(world_size, changes)
+    count = world_size if learner.config.parallel.mode == "balanced" else MICRO_BATCHES
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, count)
     totals = learner.train(1, 0, LRS, micro_batches)
     learner.sync_batch_norm_stats()
     middle = learner.state(copy=True)
@@ -80,11 +88,21 @@ def train(learner: Learner, rank: int, world_size: int) -> dict[str, Any]:
         grown = learner.train(2, 0, LRS, micro_batches)
         learner.sync_batch_norm_stats()
         digests.append(learner.state(copy=True).digest())
+    weights = {n: t.detach().clone() for n, t in learner.model.named_parameters()}
+    learner.load(middle)
+    learner.train(2, 0, LRS, micro_batches, lambda done: done == 1)
+    learner.sync_batch_norm_stats()
+    resumed = build(world_size, changes)
+    resumed.load(learner.state(copy=True))
+    resumed.train(2, 1, LRS[1:], micro_batches)
+    resumed.sync_batch_norm_stats()
     norms = grown.norms
     return {
         "samples": [totals.samples, grown.samples],
         "digests": digests,
-        "weights": {n: t.detach().clone() for n, t in learner.model.named_parameters()},
+        "weights": weights,
+        "resumed": {n: t.detach().clone() for n, t in resumed.model.named_parameters()},
+        "resumed_digest": resumed.state(copy=True).digest(),
         "statistics": {n: middle.tensors[f"model.{n}"].tensor() for n in STATISTICS},
         "norms": torch.tensor(norms.pairs) if norms is not None else None,
     }
@@ -155,7 +173,12 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         for name, changes in OPTIMIZERS.items():
             speeds = {"speeds": SPEEDS[world_size]}
             parallel = {"parallel": {**changes.get("parallel", {}), **speeds}}
-            results[name] = train(build(world_size, {**changes, **parallel}), rank, world_size)
+            results[name] = train(rank, world_size, {**changes, **parallel})
+        for name, others in OTHER_SPEEDS[world_size].items():
+            shares = {**OPTIMIZERS["SGD"], "parallel": {"speeds": others}}
+            results[name] = train(rank, world_size, shares)
+        sync = {**OPTIMIZERS["SGD"], "parallel": {"mode": "sync", "micro_batches": None}}
+        results["sync"] = train(rank, world_size, sync)
         for mode in ("balanced", "auto"):
             results[mode] = train_with_a_slow_rank(mode, rank, world_size)
         data = {"name": images, "num_classes": 10, "normalize": "none", "loader_workers": 2}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.multiprocess.balanced_rank import LRS, OPTIMIZERS
+from tests.multiprocess.balanced_rank import LRS, OPTIMIZERS, OTHER_SPEEDS
 from tests.support.process_group import run_ranks
 
 RANKS = "tests.multiprocess.balanced_rank"
@@ -63,16 +63,45 @@ def test_each_rank_computes_its_share(ranks: list[RankResults]) -> None:
         assert samples == [8 * len(LRS) * number for number in micro_batches]
 
 
-def test_the_noise_scale_counts_every_micro_batch_once(
-    ranks: list[RankResults], alone: RankResults
+@pytest.mark.parametrize("case", OTHER_SPEEDS[4])
+def test_any_shares_give_the_weights_of_synchronous_training(
+    ranks: list[RankResults], alone: RankResults, case: str
+) -> None:
+    samples = [results[case]["samples"][0] for results in ranks]
+    assert (len(set(samples)) == 1) == (case == "equal")
+    for results in ranks:
+        for name, weights in results[case]["weights"].items():
+            for expected in (results["sync"]["weights"], alone["sync"]["weights"]):
+                torch.testing.assert_close(weights, expected[name], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_given_speeds_continue_in_a_new_learner_with_the_same_bits(
+    ranks: list[RankResults], case: str
+) -> None:
+    """In the middle of an epoch; of more than two ranks, a new DDP may add in another order."""
+    tolerance = 1e-2 if case == "bf16" else 2e-5
+    for results in ranks:
+        if len(ranks) == 2:
+            assert results[case]["resumed_digest"] == results[case]["digests"][0]
+        for name, expected in results[case]["weights"].items():
+            resumed = results[case]["resumed"][name]
+            torch.testing.assert_close(resumed, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", ["SGD", *OTHER_SPEEDS[4]])
+def test_the_noise_scale_is_that_of_synchronous_training(
+    ranks: list[RankResults], alone: RankResults, case: str
 ) -> None:
     """One process measures none; the ranks' pairs are the same whatever their shares are."""
     assert alone["SGD"]["norms"] is None
-    first, *others = (results["SGD"]["norms"] for results in ranks)
-    mean_square, square_of_mean = first[0]
-    assert mean_square > square_of_mean > 0
-    for other in others:
-        assert torch.equal(first, other)
+    for results in ranks:
+        mean_square, square_of_mean = results[case]["norms"][0]
+        assert mean_square > square_of_mean > 0
+        assert torch.equal(results[case]["norms"], ranks[0][case]["norms"])
+        torch.testing.assert_close(
+            results[case]["norms"], results["sync"]["norms"], rtol=1e-4, atol=0
+        )
 
 
 @pytest.mark.parametrize("mode", ["balanced", "loaders", "auto"])
