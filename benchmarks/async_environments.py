@@ -102,25 +102,25 @@ def steps_s(way: str, environment: Environment, seed: int, steps: int) -> float:
             environment.network(),
             lambda _, number: MicroBatchDone(number, 0.0, 0, 0),
         ).run()
-    return sum(_step_s(way, environment, seconds) for _ in range(steps))
+    all_reduce_s = environment.all_reduce_s(workers - (way == "without slow"))
+    return sum(compute_s(way, environment, seconds) + all_reduce_s for _ in range(steps))
 
 
-def _step_s(way: str, environment: Environment, seconds: Seconds) -> float:
+def compute_s(way: str, environment: Environment, seconds: Seconds) -> float:
+    """Return the time in which the gradients of a step are computed, with a common update."""
     workers = environment.workers
     match way:
         case "sync":
-            compute_s = max(seconds(worker) for worker in range(workers))
+            return max(seconds(worker) for worker in range(workers))
         case "without slow":
             share = workers / (workers - 1)
-            compute_s = max(share * seconds(worker) for worker in range(workers - 1))
-            workers -= 1
+            return max(share * seconds(worker) for worker in range(workers - 1))
         case "backup":
-            compute_s = sorted(seconds(worker) for worker in range(workers))[-2]
+            return sorted(seconds(worker) for worker in range(workers))[-2]
         case _:
             split = environment.split
             shares = split_by_speed(split * workers, environment.speeds)
-            compute_s = max(
+            return max(
                 sum(seconds(worker) / split for _ in range(share))
                 for worker, share in enumerate(shares)
             )
-    return compute_s + environment.all_reduce_s(workers)

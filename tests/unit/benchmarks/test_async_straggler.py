@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.async_environments import ENVIRONMENTS, WAYS, Environment
+from benchmarks.async_map import MICRO_BATCH_CALL_S, markdown, step_s
 from benchmarks.async_simulation import Costs, Network
 from benchmarks.async_straggler import MICRO_BATCH_SAMPLES, Sleeper, efficiency, job_of
 from benchmarks.async_training import Training, table, train
@@ -29,23 +32,46 @@ def test_ways_are_as_fast_as_arithmetic_says() -> None:
     assert Environment("equal", 4).speed("async") == pytest.approx(1.0, rel=0.06)
 
 
+def happen(link: Network, *starts: Callable[[Callable[[float], None]], None]) -> list[float]:
+    """Return when what is started ends, in this order."""
+    times: dict[int, float] = {}
+    for number, start in enumerate(starts):
+        start(partial(times.__setitem__, number))
+    while len(times) < len(starts):
+        link.clock.step()
+    return [times[number] for number in range(len(starts))]
+
+
 def test_a_link_carries_no_more_than_it_can() -> None:
     link = Network(2, 1, weight_bytes=100.0, gradient_bytes=100.0, bytes_per_s=50.0)
-    assert link.pull(0, 0, 1.0) == 1.0  # the shard is on its node
-    assert link.pull(1, 0, 1.0) == 3.0
-    assert link.pull(3, 0, 1.5) == 3.0  # its node has this version
-    assert link.pull(1, 1, 1.0) == 5.0
-    assert link.push(1, 0.0) == pytest.approx(2.0, rel=1e-6)
-    assert link.push(1, 0.0) == pytest.approx(4.0, rel=1e-6)
+    assert happen(
+        link,
+        partial(link.pull, 0, 0, 1.0),  # the shard is on its node
+        partial(link.pull, 1, 0, 1.0),
+        partial(link.pull, 3, 0, 1.5),  # its node has this version
+        partial(link.pull, 1, 1, 1.0),
+        partial(link.push, 1, 1.0),
+        partial(link.push, 1, 1.0),
+    ) == [1.0, 3.0, 3.0, 5.0, 3.0, 5.0]
 
 
 def test_a_shard_makes_one_update_after_the_other() -> None:
     costs = Costs(update_s=0.5, publish_s=0.25, call_s=1.0)
     link = Network(1, 2, weight_bytes=8.0, gradient_bytes=8.0, bytes_per_s=1.0, costs=costs)
-    assert link.push(0, 0.0) == 3.0  # 4 bytes in each shard, and the call
-    assert link.push(0, 0.0) == 5.0
-    assert link.pull(0, 2, 0.0) == 6.0
-    assert link.pull(0, 2, 0.0) == 6.0  # published once
+    assert happen(
+        link,
+        partial(link.pull, 0, 2, 0.0),  # 4 bytes in each shard, and the call
+        partial(link.pull, 0, 2, 0.0),  # published once
+        partial(link.push, 0, 0.0),
+        partial(link.push, 0, 0.0),
+    ) == [2.0, 2.0, 4.0, 6.0]
+
+
+def test_a_shard_does_not_wait_for_a_gradient_that_is_on_its_way() -> None:
+    costs = Costs(update_s=0.01, publish_s=0.01)
+    link = Network(2, 1, weight_bytes=100.0, gradient_bytes=100.0, bytes_per_s=10.0, costs=costs)
+    pushed_s, pulled_s = happen(link, partial(link.push, 1, 0.0), partial(link.pull, 0, 0, 0.0))
+    assert (pushed_s, pulled_s) == (11.0, 1.0)
 
 
 def test_a_slow_network_and_software_make_many_workers_less_efficient() -> None:
@@ -53,6 +79,25 @@ def test_a_slow_network_and_software_make_many_workers_less_efficient() -> None:
     assert 0 < slow < fast < 1.01
     assert efficiency(16, 0.25, 100, 16, Costs(update_s=1e-8)) < fast
     assert efficiency(1, 0.25, 10, 1, Costs()) > 0.98
+
+
+def test_the_map_adds_up_computing_messages_and_software() -> None:
+    place, costs = ENVIRONMENTS["one slow worker"](4), Costs(update_s=1e-9)
+    sent_s = 2 * (1 / 2) * 100e6 / 0.125e9  # two nodes, 1 Gbit/s
+    sync_s = step_s("sync", place, 1.0, 1, costs)
+    assert sync_s == pytest.approx(4.0 + sent_s - 2 / 3 + 0.1, rel=0.02)
+    calls_s = (place.split - 1) * MICRO_BATCH_CALL_S
+    balanced_s = step_s("balanced", place, 1.0, 1, costs)
+    assert balanced_s == pytest.approx(5 / 4 + sent_s - 1 / 6 + 0.1 + calls_s, rel=0.05)
+    assert step_s("async", place, 1.0, 10, costs) < sync_s / 2
+
+
+def test_the_map_marks_the_fastest_mode_where_it_gains() -> None:
+    head = {"kind": "jitter", "gbit_per_s": 10, "workers": 4}
+    gains = [(0.9, 1.04), (1.2, 0.9), (1.2, 1.34), (1.0, 1.0)]
+    table = markdown([{**head, "balanced": b, "async": a} for b, a in gains])
+    row = "| jitter | 10 | 4 | 0.9 / 1.0 | **1.2** / 0.9 | 1.2 / **1.3** | 1.0 / 1.0 |"
+    assert table.endswith(row)
 
 
 def test_a_heavier_network_is_slower_over_the_same_links() -> None:
