@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.async_costs import measure_costs
 from benchmarks.async_environments import ENVIRONMENTS, Environment, compute_s
 from benchmarks.async_simulation import Costs, Network, Simulation
-from benchmarks.async_straggler import MEGABYTES, micro_batch_done, nodes_of
+from benchmarks.async_straggler import BYTES, micro_batch_done, nodes_of
 from benchmarks.common import machine
 from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.cluster.connection import ray_session
@@ -43,7 +43,7 @@ WORTH = 1.05
 
 def step_s(way: str, place: Environment, seconds: float, gbit_per_s: float, costs: Costs) -> float:
     """Return the mean time of a step, whose equal share takes `seconds` of a worker of speed 1."""
-    clock, size, nodes = place.clock(0), MEGABYTES * 1e6, nodes_of(place.workers)
+    clock, size, nodes = place.clock(0), BYTES, nodes_of(place.workers)
     bytes_per_s = gbit_per_s * 1e9 / 8
     if way == "async":
         phase = EpochPhase("1.0", 1, 0, (0.1,) * STEPS, place.workers, None)
