@@ -115,7 +115,7 @@ def test_max_candidates(epochs: int, section: dict[str, Any], expected: int) -> 
 
 
 def test_a_horizon_aware_search_needs_the_split_that_it_scores_on() -> None:
-    with pytest.raises(JobError, match="stpt_horizon scores candidates on the validation split"):
+    with pytest.raises(JobError, match="stpt_horizon decides by the validation split"):
         Job.model_validate(
             {
                 "model": "small_cnn",
