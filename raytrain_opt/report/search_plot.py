@@ -138,6 +138,9 @@ def _losses(rounds: Sequence[RoundRecord], optimizers: Sequence[str]) -> Plot:
                 draw_line(axes, points, "-", color=hue, linewidth=1, label=label)
                 if candidate.status != "ok":
                     draw_line(axes, points[-1:], "x", color=hue)
+        first = [c.losses[0] or 0.0 for r in rounds for c in r.candidates if c.losses]
+        if first:
+            axes.set_ylim(0, 1.5 * max(first))  # rates that are too high go far above
         axes.set(xlabel="steps", ylabel="training loss")
 
     caption = (
