@@ -277,9 +277,9 @@ class _ReusedLoader:
         """Start more loader processes if those of `loader_workers: auto` are too slow."""
         if self._section.loader_workers != "auto" or len(self._load_s) < _MEASURED_BATCHES:
             return
-        # A GPU computes while this process goes on, so `compute_s` may be less than it takes: more
-        # processes are started than needed, up to the limit. To know better, every step would
-        # have to wait for the GPU.
+        # A GPU computes while this process continues, so `compute_s` may be less than it takes:
+        # more processes are started than needed, up to the limit. To know better, every step
+        # would have to wait for the GPU.
         load_s, compute_s = sum(self._load_s), sum(self._compute_s)
         self._load_s, self._compute_s = [], []
         limit = torch.get_num_threads()

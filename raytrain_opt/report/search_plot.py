@@ -166,7 +166,7 @@ def _points(
 
 
 def outcomes(rounds: Sequence[RoundRecord]) -> dict[str, str]:
-    """Return what became of each optimizer of a race, and why; empty without a race.
+    """Return the outcome of each optimizer of a race, with the reason; empty without a race.
 
     The loss of one that left is compared with the lowest of those that went on, after as many
     steps where they have candidates of that length.

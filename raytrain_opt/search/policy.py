@@ -245,7 +245,8 @@ def falls_behind(losses: Sequence[float], rival: Sequence[float]) -> bool:
 
     Both saw the same batches from the same weights. From half of the steps on, a candidate stops
     whose training loss has fallen by less than half as far as its rival's: such a candidate has
-    no weight in the choice of the peak (`peak_search`), and loses against another optimizer.
+    hardly any weight in the choice of the peak (the fourth power of its gain, `peak_search`), and
+    loses against another optimizer.
     """
     if not is_finite(losses[-1]):
         return True
