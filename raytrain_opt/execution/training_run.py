@@ -176,28 +176,34 @@ class TrainingRun:
             self.terminal.note(f"epoch 1: {action.reason}")
         # The last epoch of a time may be shorter: it trains on the last batches of its order.
         first_step = self.steps(action.epoch) - len(action.lrs)
-        done = self._epoch.train.steps if self._epoch.train else 0  # by an interrupted execution
         if not self._epoch.lrs:
             self.backend.workers.grow()
-        command = MainTrain(
-            state,
-            action.epoch,
-            first_step + done,
-            action.lrs[done:],
-            action.weight_decay_factor,
-            action.optimizer,
-        )
         # Asynchronous workers have no common step to stop at: they are interrupted.
         is_sync = self.job.parallel.mode != "async"
         with self._stop.deferred(self.job.timeouts.stop_s) if is_sync else nullcontext():
-            with self._epoch.stopwatch.measure("main_train_s"):
-                outcome = self.backend.main_training.train(
-                    command, check=self._epoch.round_record is not None
+            while True:
+                # By an interrupted execution, or before a worker died.
+                done = self._epoch.train.steps if self._epoch.train else 0
+                command = MainTrain(
+                    state,
+                    action.epoch,
+                    first_step + done,
+                    action.lrs[done:],
+                    action.weight_decay_factor,
+                    action.optimizer,
                 )
-            self._add_main_training(command, outcome)
+                with self._epoch.stopwatch.measure("main_train_s"):
+                    outcome = self.backend.main_training.train(
+                        command, check=self._epoch.round_record is not None
+                    )
+                self._add_main_training(command, outcome)
+                state = outcome.state
+                if outcome.totals.steps == len(command.lrs) or self._stop.error is not None:
+                    break
+                self._report_death(command, outcome)
             if self._stop.error is not None:
-                self._save_step(outcome.state)
-        return outcome.state, self._followed_loss(outcome.state)
+                self._save_step(state)
+        return state, self._followed_loss(state)
 
     def _followed_loss(self, state: StateRef) -> float:
         """Return the mean training loss, or the negative score that a plateau follows."""
@@ -359,6 +365,15 @@ class TrainingRun:
                 f"epoch {epoch}: running on {workers} of {self.backend.workers.size} workers; "
                 "global batch size unchanged",
             )
+
+    def _report_death(self, command: MainTrain, outcome: TrainingOutcome) -> None:
+        step, steps = command.first_step + outcome.totals.steps, self.steps(command.epoch)
+        self.event_log.log(
+            "continued",
+            command.epoch,
+            f"epoch {command.epoch}: a worker died; training continues after step {step} of "
+            f"{steps}, which another worker still had",
+        )
 
     def _report_imbalance(self, epoch: int) -> None:
         """Warn once, where measured speeds show that micro-batches are too coarse."""

@@ -125,7 +125,7 @@ class MainTrainReply:
     totals: TrainTotals  # over all workers
     loaded_sha256: str | None  # of the state it began with; None if that was its own
     timings_s: dict[str, float]
-    state: StateRef | None  # from rank 0
+    state: StateRef | None  # from rank 0; after a death, from those that have it
     parallel: dict[str, object] = field(default_factory=dict)  # how gradients were exchanged
 
 
@@ -198,7 +198,7 @@ class Reply:
     sender: Sender
     number: int
     value: Any  # pickled, unless it has a reference to a state, which Ray has to count
-    failed: bool = False  # it is a Failure or StateLost
+    failed: bool = False  # it is a Failure or StateLost, or ends the command after a part of it
     usage: Usage | None = None
 
 

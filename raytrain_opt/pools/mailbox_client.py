@@ -66,6 +66,11 @@ class ResidentMailbox:
             return answer
         return self._exchange(number, reply)
 
+    def send_part(self, number: int, value: Any) -> None:
+        """Send a reply for a part of a command; the driver waits for no other."""
+        reply = Reply(self._resident.sender, number, value, failed=True)
+        ray.get(self._upstream.actor.receive.remote([reply]))
+
     def _exchange(self, after: int, reply: Reply | None) -> tuple[int, Command]:
         actor = self._upstream.actor
         next_command = ray.get(actor.exchange.remote(self._resident.pool, after, reply))

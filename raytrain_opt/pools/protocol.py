@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import (
@@ -118,18 +118,22 @@ class SynchronousTraining:
         self._workers = workers
 
     def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
-        """Train the steps on all workers. Digests cost no time: workers hash while they train."""
+        """Train the steps on all workers. Digests cost no time: workers hash while they train.
+
+        Where a worker died, the outcome may be that of the steps before (`Worker`).
+        """
         by_rank: dict[int, MainTrainReply] = self._workers.command(command)
         replies = [reply for _, reply in sorted(by_rank.items())]
-        first = replies[0]
-        assert first.state is not None  # rank 0 sends the state
+        # One that had its last gradients before the death may be a step further.
+        last = max((r for r in replies if r.state), key=lambda reply: reply.totals.steps)
+        assert last.state is not None
         return TrainingOutcome(
-            first.state,
-            first.totals,
+            last.state,
+            last.totals,
             tuple(reply.loaded_sha256 for reply in replies),
             slowest([{**r.timings_s, "compute_s": r.totals.duration_s} for r in replies]),
-            len(replies),
-            first.parallel,
+            cast(int, last.parallel["workers"]),
+            last.parallel,
         )
 
     def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:

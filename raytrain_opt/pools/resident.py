@@ -51,6 +51,9 @@ class Handler(Protocol):
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Execute the command and return the reply. Call `on_step(done, total)` before a step."""
 
+    def steps_before_failure(self, command: Command) -> object:
+        """Return a reply for the part of a command done before a peer died; None to repeat it."""
+
     def close(self) -> None:
         """Release what outlives a function call, such as loader processes."""
 
@@ -141,8 +144,11 @@ class CommandLoop:
                 if self._closed.is_set():  # the others left first, and a collective broke
                     return
                 if isinstance(error, RuntimeError):  # what collectives raise
+                    lost_connection = _is_lost_connection(error)
+                    if lost_connection and (part := handler.steps_before_failure(command)):
+                        self.mailbox.send_part(number, part)
                     self._closed.wait(self.peer_failure_grace_s)
-                    if _is_lost_connection(error) and not self._closed.is_set():
+                    if lost_connection and not self._closed.is_set():
                         raise  # nobody died: let Ray start the process group anew
                 reply = to_failure(error)
             usage = self.meter.end(getattr(reply, "timings_s", {}))

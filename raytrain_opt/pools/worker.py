@@ -42,6 +42,23 @@ class Worker(CandidateTrainer):
 
         return super().handle(command, before_step)
 
+    def steps_before_failure(self, command: Command) -> MainTrainReply | None:
+        """Return the steps of a main training that were done before another worker died.
+
+        Only where repeating them would not give the same bits anyway. The first rank has their
+        state, and the second one, in case it was the first that died.
+        """
+        learner = self.learner
+        if not isinstance(command, MainTrain) or self.index > 1 or learner.parallel.repeatable:
+            return None
+        totals = learner.end_broken_phase()
+        if totals is None or totals.steps == len(command.lrs):
+            return None
+        stopwatch = Stopwatch()
+        with stopwatch.measure("hand_over_s"):
+            ref = self._send_state(f"{command.epoch}.{command.first_step + totals.steps}")
+        return MainTrainReply(totals, None, stopwatch.timings_s, ref, self._describe_parallel())
+
     def _main_train(self, command: MainTrain, on_step: OnStep) -> MainTrainReply:
         stopwatch = Stopwatch()
         timings_s, total = stopwatch.timings_s, len(command.lrs)

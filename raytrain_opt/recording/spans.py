@@ -41,6 +41,7 @@ class Event(BaseModel):
     kind: str = Field(
         description=(
             "`restarted` (a process), `lost` (a slot, for good), `fewer` or `more` (workers), "
+            "`continued` (after a worker died, within an epoch), "
             "`imbalance` (micro-batches too coarse for the workers' speeds), "
             "`storage` (refused copies, then took one), `resumed`, `interrupted`, `failed`."
         )

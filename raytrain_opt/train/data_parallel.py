@@ -47,6 +47,7 @@ class Parallel:
 
     distributed = False
     forward: nn.Module
+    repeatable = True  # the same steps from the same state give the same bits
 
     speeds: Sequence[float] = ()  # of the workers, by rank
 
@@ -126,6 +127,10 @@ class DataParallel(Parallel):
     @speeds.setter
     def speeds(self, speeds: Sequence[float]) -> None:
         self._balance.speeds = speeds
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        return not isinstance(self._balance, MeasuredShares)
 
     def begin_phase(
         self,

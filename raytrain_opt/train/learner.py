@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import islice, product
@@ -66,6 +66,8 @@ class _Phase:
     samples: int = 0
     skipped: int = 0
     data_wait_s: float = 0.0
+    started_s: float = field(default_factory=monotonic_s)
+    updating: bool = False  # the weights are between two steps
 
 
 class Learner:
@@ -171,7 +173,6 @@ class Learner:
         With averaging, the model has the averaged weights afterwards; `sync_batch_norm_stats`
         takes the statistics that belong to them.
         """
-        started_s = monotonic_s()
         self._begin_phase(epoch, self._grown(epoch, micro_batches), search=search)
         phase, parallel, batch_size = self._phase, self.parallel, self._global_batch_size(epoch)
         self._use_optimizer(optimizer)
@@ -198,23 +199,30 @@ class Learner:
             self._train_step(first_step + update, parallel.indices(update), batches)
         averaging.use_averaged_weights(self.optimizer)
         if phase.steps < len(lrs):
-            self._stopped = {
-                "micro_batches": phase.micro_batches.count,
-                "speeds": list(parallel.speeds),
-                "buffers": [],
-                "tracked_before": phase.tracked_before,
-            }
+            self._stop_phase()
         pairs = parallel.end_phase()
         norms = GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
+        return replace(self._totals(), norms=norms)
+
+    def _stop_phase(self) -> None:
+        """Note what the phase continues with."""
+        self._stopped = {
+            "micro_batches": self._phase.micro_batches.count,
+            "speeds": list(self.parallel.speeds),
+            "buffers": [],
+            "tracked_before": self._phase.tracked_before,
+        }
+
+    def _totals(self) -> TrainTotals:
+        phase = self._phase
         [loss_sum] = phase.loss_sum.tolist()
         return TrainTotals(
             steps=phase.steps,
             samples=phase.samples,
             loss_sum=loss_sum,
             skipped=phase.skipped,
-            duration_s=monotonic_s() - started_s,
+            duration_s=monotonic_s() - phase.started_s,
             data_wait_s=phase.data_wait_s,
-            norms=norms,
         )
 
     def _train_step(self, step: int, indices: range, batches: Iterator[Batch]) -> None:
@@ -230,9 +238,27 @@ class Learner:
                 phase.loss_sum += self._accumulate(batch, phase.micro_batches.divisor)
             phase.samples += batch.size
             phase.skipped += batch.skipped
+        phase.updating = True
         update_weights(self.optimizer, self.scaler, self.clip_norm)
+        phase.steps, phase.updating = phase.steps + 1, False
         parallel.after_step()
-        phase.steps += 1
+
+    def end_broken_phase(self) -> TrainTotals | None:
+        """End a phase that broke because another process died; the learner keeps its last step.
+
+        Returns the totals of all workers as far as this one can know them: its mean loss counts
+        for all samples. The BatchNorm statistics are this worker's. Returns None if no step is
+        done, or if the exchange broke between two halves of an update.
+        """
+        phase = self._phase
+        if phase.updating or not phase.steps:
+            return None
+        averaging.use_averaged_weights(self.optimizer)
+        self._stop_phase()
+        own, samples = self._totals(), phase.steps * self._global_batch_size(phase.epoch)
+        skipped = round(samples * own.skipped / (own.samples + own.skipped))
+        used = samples - skipped
+        return replace(own, samples=used, skipped=skipped, loss_sum=own.loss * used)
 
     def phase_sums(self) -> tuple[float, int]:
         """Return the sum of the losses of this process's phase so far, and its samples."""

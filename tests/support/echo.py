@@ -55,6 +55,8 @@ class Echo:
                 return Done(command.name, STATES.get(command.state))
         raise ValueError("planted failure")
 
+    def steps_before_failure(self, _: Command) -> None: ...
+
     def close(self) -> None: ...
 
 

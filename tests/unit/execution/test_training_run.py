@@ -31,7 +31,7 @@ from raytrain_opt.execution.training_run import TrainingRun, open_training_run
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools import in_process
-from raytrain_opt.pools.commands import Command, Pretrain, Progress
+from raytrain_opt.pools.commands import Command, MainTrain, OnStep, Pretrain, Progress
 from raytrain_opt.pools.in_process import InProcessPool, in_process_backend
 from raytrain_opt.pools.protocol import Backend, SynchronousTraining
 from raytrain_opt.pools.slot import Slot
@@ -378,6 +378,28 @@ def test_residents_that_die_in_every_command_change_no_number(
     paths = RunPaths.create(str(tmp_path), "killed")
     assert execute(uninterrupted.job, paths, never, chance).finished
     assert outcome(paths) == uninterrupted.outcome
+
+
+def test_a_run_continues_from_the_steps_that_were_done_before_a_death(
+    uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first main training of each epoch ends in the middle, as where a worker had died."""
+    handle, broken = Worker.handle, set[int]()
+
+    def handle_first_half(worker: Worker, command: Command, on_step: OnStep) -> Any:
+        if not isinstance(command, MainTrain) or command.epoch in broken:
+            return handle(worker, command, on_step)
+        broken.add(command.epoch)
+        return handle(
+            worker, command, lambda done, total: on_step(done, total) or done == total // 2
+        )
+
+    monkeypatch.setattr(Worker, "handle", handle_first_half)
+    paths = RunPaths.create(str(tmp_path), "run")
+    process = execute(uninterrupted.job, paths, never)
+    assert outcome(paths) == uninterrupted.outcome
+    output = " ".join(process.output.split())
+    assert output.count("a worker died; training continues after step") == len(broken) > 1
 
 
 def test_the_output_says_where_a_run_resumes(tmp_path: Path) -> None:

@@ -66,6 +66,10 @@ class FakeMailbox:
         self.replies.append(value)
         return self._next()
 
+    def send_part(self, number: int, value: Any) -> None:
+        assert number == self.number
+        self.replies.append(value)
+
     def _next(self) -> tuple[int, Command]:
         self.number += 1
         return self.number, self.commands.popleft() if self.commands else Close()
@@ -119,6 +123,9 @@ class Echo:
     def handle(self, command: Command, on_step: OnStep) -> Any:
         self.act(command, on_step)
         return command.name
+
+    def steps_before_failure(self, command: Command) -> object:
+        return f"part of {command.name}" if isinstance(command, MainTrain) else None
 
     def close(self) -> None: ...
 
@@ -238,7 +245,10 @@ def test_a_mailbox_that_cannot_be_reached_has_not_died() -> None:
 
 
 def test_a_lost_connection_between_workers_ends_the_process_not_the_run() -> None:
-    """Ray then starts the group anew, and the command is repeated; other errors are replies."""
+    """Ray then starts the group anew, and the command is repeated; other errors are replies.
+
+    What a worker has of the command, it sends before.
+    """
     text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:1"
 
     def act(_c: Command, _s: OnStep) -> None:
@@ -248,6 +258,10 @@ def test_a_lost_connection_between_workers_ends_the_process_not_the_run() -> Non
     with pytest.raises(RuntimeError, match="Read error"):
         run(Echo(act), mailbox=mailbox)
     assert mailbox.replies == []
+    mailbox = FakeMailbox(deque([MainTrain(StateRef("1", None), 1, 0, (0.1,))]))
+    with pytest.raises(RuntimeError, match="Read error"):
+        run(Echo(act), mailbox=mailbox)
+    assert mailbox.replies == ["part of main_train"]
     text = "shapes cannot be multiplied"
     [failure] = run(Echo(act), EVALUATE).replies
     assert "shapes cannot be multiplied" in str(failure.error)
