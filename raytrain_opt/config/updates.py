@@ -256,6 +256,11 @@ class ParallelSection(Section):
     that the workers compute anyway; the result says how many more samples a larger batch would
     need. Needs two workers."""
 
+    @property
+    def measures_shares(self) -> bool:
+        """Whether the workers' shares follow measured speeds, so that no two runs are equal."""
+        return self.mode in ("balanced", "auto") and self.speeds is None
+
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse settings of another mode, which would have no effect."""
         for name, modes in _MODES.items():

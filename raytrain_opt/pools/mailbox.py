@@ -29,6 +29,7 @@ from raytrain_opt.pools.commands import (
     Reply,
     Report,
     Resident,
+    Sender,
 )
 from raytrain_opt.pools.mailbox_state import CommandBoard, PoolState
 from raytrain_opt.recording.spans import Event, Span
@@ -128,6 +129,19 @@ class Mailbox(Exchange):
         board.replies[index] = reply.value
         if reply.failed:
             board.failed.add(index)
+
+    async def begin_hand_over(self, sender: Sender, number: int) -> None:
+        """Expect a part of this command from a worker whose peer died."""
+        self._board(sender[0]).begin_hand_over(sender, number)
+
+    async def cancel_hand_over(self, sender: Sender) -> None:
+        """Expect none."""
+        self._board(sender[0]).cancel_hand_over(sender)
+
+    async def handed_over(self, pool: str) -> None:
+        """Return when the driver has what residents of the pool are handing over."""
+        board = self._board(pool)
+        await board.posted.wait_for(lambda: not board.handing_over)
 
     async def is_first(self, claim: str) -> bool:
         """Return True to the first caller with this claim."""

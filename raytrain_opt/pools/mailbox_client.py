@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -66,10 +67,18 @@ class ResidentMailbox:
             return answer
         return self._exchange(number, reply)
 
-    def send_part(self, number: int, value: Any) -> None:
-        """Send a reply for a part of a command; the driver waits for no other."""
-        reply = Reply(self._resident.sender, number, value, failed=True)
-        ray.get(self._upstream.actor.receive.remote([reply]))
+    def hand_over(self, number: int, make_part: Callable[[], object]) -> None:
+        """Send a reply for a part of a command, if there is one; the driver waits for no other.
+
+        Ray Train, which is about to end this process, waits for it (`launch_workers`).
+        """
+        sender = self._resident.sender
+        answer(self._actor.begin_hand_over.remote(sender, number))
+        if part := make_part():
+            reply = Reply(sender, number, part, failed=True)
+            answer(self._upstream.actor.receive.remote([reply]))
+        else:
+            answer(self._actor.cancel_hand_over.remote(sender))
 
     def _exchange(self, after: int, reply: Reply | None) -> tuple[int, Command]:
         actor = self._upstream.actor

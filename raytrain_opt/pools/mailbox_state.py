@@ -85,6 +85,7 @@ class CommandBoard:
     failed: set[int] = field(default_factory=set)  # who could not execute it
     stopping: bool = False  # before its last step
     stops: dict[int, int] = field(default_factory=dict)  # before which step each one can stop
+    handing_over: set[Sender] = field(default_factory=set)  # after the death of another
     posted: Signal = field(default_factory=Signal)
     replied: Signal = field(default_factory=Signal)
 
@@ -94,9 +95,20 @@ class CommandBoard:
             return False
         self.number, self.command, self.replies, self.failed = number, command, {}, set()
         self.stopping, self.stops = False, {}
+        self.handing_over.clear()
         self.posted.notify()
         self.replied.notify()
         return True
+
+    def begin_hand_over(self, sender: Sender, number: int) -> None:
+        """Expect a part of this command until the next one is posted."""
+        if number == self.number:
+            self.handing_over.add(sender)
+
+    def cancel_hand_over(self, sender: Sender) -> None:
+        """Expect no part of this resident any more."""
+        self.handing_over.discard(sender)
+        self.posted.notify()
 
     def remove_reply(self, index: int) -> None:
         """Expect another reply of this resident."""

@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -145,8 +146,9 @@ class CommandLoop:
                     return
                 if isinstance(error, RuntimeError):  # what collectives raise
                     lost_connection = _is_lost_connection(error)
-                    if lost_connection and (part := handler.steps_before_failure(command)):
-                        self.mailbox.send_part(number, part)
+                    if lost_connection:
+                        part = partial(handler.steps_before_failure, command)
+                        self.mailbox.hand_over(number, part)
                     self._closed.wait(self.peer_failure_grace_s)
                     if lost_connection and not self._closed.is_set():
                         raise  # nobody died: let Ray start the process group anew

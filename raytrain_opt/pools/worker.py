@@ -48,10 +48,10 @@ class Worker(CandidateTrainer):
         Only where repeating them would not give the same bits anyway. The first rank has their
         state, and the second one, in case it was the first that died.
         """
-        learner = self.learner
-        if not isinstance(command, MainTrain) or self.index > 1 or learner.parallel.repeatable:
+        repeatable = not self.learner.config.parallel.measures_shares
+        if not isinstance(command, MainTrain) or self.index > 1 or repeatable:
             return None
-        totals = learner.end_broken_phase()
+        totals = self.learner.end_broken_phase()
         if totals is None or totals.steps == len(command.lrs):
             return None
         stopwatch = Stopwatch()

@@ -47,7 +47,6 @@ class Parallel:
 
     distributed = False
     forward: nn.Module
-    repeatable = True  # the same steps from the same state give the same bits
 
     speeds: Sequence[float] = ()  # of the workers, by rank
 
@@ -111,9 +110,9 @@ class DataParallel(Parallel):
         self._wrap_s: list[float] = []
         world_size = dist.get_world_size()
         self._balance = (
-            LoadBalance(section.speeds or [1.0] * world_size)
-            if section.mode == "sync" or section.speeds is not None
-            else MeasuredShares(world_size, self._device)
+            MeasuredShares(world_size, self._device)
+            if section.measures_shares
+            else LoadBalance(section.speeds or [1.0] * world_size)
         )
         self._noise = NoiseTracker(model, enabled=section.noise_scale)
         self.forward = self._wrap({}, init_sync=True)
@@ -127,10 +126,6 @@ class DataParallel(Parallel):
     @speeds.setter
     def speeds(self, speeds: Sequence[float]) -> None:
         self._balance.speeds = speeds
-
-    @property
-    def repeatable(self) -> bool:  # type: ignore[override]
-        return not isinstance(self._balance, MeasuredShares)
 
     def begin_phase(
         self,

@@ -51,7 +51,7 @@ def train_alone(case: str) -> dict[str, Any]:
 def lose_the_last_rank(case: str, rank: int, world_size: int) -> dict[str, Any]:
     """Train until the last rank leaves within a step; return what the others still have."""
     learner = build(world_size, OPTIMIZERS[case])
-    assert not learner.parallel.repeatable
+    assert learner.config.parallel.measures_shares
     assert learner.end_broken_phase() is None
 
     def on_step(done: int) -> None:

@@ -66,9 +66,10 @@ class FakeMailbox:
         self.replies.append(value)
         return self._next()
 
-    def send_part(self, number: int, value: Any) -> None:
+    def hand_over(self, number: int, make_part: Callable[[], object]) -> None:
         assert number == self.number
-        self.replies.append(value)
+        if part := make_part():
+            self.replies.append(part)
 
     def _next(self) -> tuple[int, Command]:
         self.number += 1
