@@ -174,36 +174,39 @@ class TrainingRun:
         self._show_phase(action.epoch, "main train")
         if action.epoch == 1 and not self.history.decisions and max_candidates(self.job):
             self.terminal.note(f"epoch 1: {action.reason}")
-        # The last epoch of a time may be shorter: it trains on the last batches of its order.
-        first_step = self.steps(action.epoch) - len(action.lrs)
         if not self._epoch.lrs:
             self.backend.workers.grow()
         # Asynchronous workers have no common step to stop at: they are interrupted.
         is_sync = self.job.parallel.mode != "async"
         with self._stop.deferred(self.job.timeouts.stop_s) if is_sync else nullcontext():
-            while True:
-                # By an interrupted execution, or before a worker died.
-                done = self._epoch.train.steps if self._epoch.train else 0
-                command = MainTrain(
-                    state,
-                    action.epoch,
-                    first_step + done,
-                    action.lrs[done:],
-                    action.weight_decay_factor,
-                    action.optimizer,
-                )
-                with self._epoch.stopwatch.measure("main_train_s"):
-                    outcome = self.backend.main_training.train(
-                        command, check=self._epoch.round_record is not None
-                    )
-                self._add_main_training(command, outcome)
-                state = outcome.state
-                if outcome.totals.steps == len(command.lrs) or self._stop.error is not None:
-                    break
-                self._report_death(command, outcome)
+            state = self._train_steps_left(state, action)
             if self._stop.error is not None:
                 self._save_step(state)
         return state, self._followed_loss(state)
+
+    def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
+        """Train the steps that no interrupted execution did; continue after a death."""
+        # The last epoch of a time may be shorter: it trains on the last batches of its order.
+        first_step = self.steps(action.epoch) - len(action.lrs)
+        while True:
+            done = self._epoch.train.steps if self._epoch.train else 0
+            command = MainTrain(
+                state,
+                action.epoch,
+                first_step + done,
+                action.lrs[done:],
+                action.weight_decay_factor,
+                action.optimizer,
+            )
+            with self._epoch.stopwatch.measure("main_train_s"):
+                outcome = self.backend.main_training.train(
+                    command, check=self._epoch.round_record is not None
+                )
+            self._add_main_training(command, outcome)
+            state = outcome.state
+            if outcome.totals.steps == len(command.lrs) or self._stop.error is not None:
+                return state
+            self._report_death(command, outcome)
 
     def _followed_loss(self, state: StateRef) -> float:
         """Return the mean training loss, or the negative score that a plateau follows."""

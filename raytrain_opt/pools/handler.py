@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from raytrain_opt.pools.commands import Command, Evaluate, OnStep, SendInitialState, StateRef
@@ -24,8 +25,8 @@ class LearnerHandler:
         finally:
             self.learner.release_memory()
 
-    def steps_before_failure(self, _: Command) -> object:
-        """Return nothing: what is repeated gives the same bits."""
+    def steps_before_failure(self, _: Command) -> Callable[[], object] | None:
+        """Return None: what is repeated gives the same bits."""
         return None
 
     def close(self) -> None:

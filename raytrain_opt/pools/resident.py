@@ -7,7 +7,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -52,8 +51,8 @@ class Handler(Protocol):
     def handle(self, command: Command, on_step: OnStep) -> Any:
         """Execute the command and return the reply. Call `on_step(done, total)` before a step."""
 
-    def steps_before_failure(self, command: Command) -> object:
-        """Return a reply for the part of a command done before a peer died; None to repeat it."""
+    def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
+        """Return what makes a reply for the steps done before a peer died; None to repeat all."""
 
     def close(self) -> None:
         """Release what outlives a function call, such as loader processes."""
@@ -146,9 +145,8 @@ class CommandLoop:
                     return
                 if isinstance(error, RuntimeError):  # what collectives raise
                     lost_connection = _is_lost_connection(error)
-                    if lost_connection:
-                        part = partial(handler.steps_before_failure, command)
-                        self.mailbox.hand_over(number, part)
+                    if lost_connection and (make := handler.steps_before_failure(command)):
+                        self.mailbox.hand_over(number, make)
                     self._closed.wait(self.peer_failure_grace_s)
                     if lost_connection and not self._closed.is_set():
                         raise  # nobody died: let Ray start the process group anew

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
@@ -42,15 +44,18 @@ class Worker(CandidateTrainer):
 
         return super().handle(command, before_step)
 
-    def steps_before_failure(self, command: Command) -> MainTrainReply | None:
-        """Return the steps of a main training that were done before another worker died.
+    def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
+        """Return what makes the reply for the steps of a main training before another one died.
 
-        Only where repeating them would not give the same bits anyway. The first rank has their
+        Only where repeating them would not give the same bits anyway. The first rank sends their
         state, and the second one, in case it was the first that died.
         """
-        repeatable = not self.learner.config.parallel.measures_shares
-        if not isinstance(command, MainTrain) or self.index > 1 or repeatable:
-            return None
+        measured = self.learner.config.parallel.measures_shares
+        if isinstance(command, MainTrain) and measured and self.index < 2:
+            return partial(self._reply_for_steps_done, command)
+        return None
+
+    def _reply_for_steps_done(self, command: MainTrain) -> MainTrainReply | None:
         totals = self.learner.end_broken_phase()
         if totals is None or totals.steps == len(command.lrs):
             return None

@@ -58,7 +58,8 @@ def _failures(run: RunRecords) -> Iterator[str]:
         yield (
             f"{times(len(restarts), 'restart')} of processes: {names}. About "
             f"{duration(sum(silent_s.values()))} passed between the last sign of life and the "
-            "restart; the interrupted commands were repeated from the same state, or as said below"
+            "restart; the interrupted commands were repeated from the same state, or continued "
+            "as listed below"
         )
     for kind in ("continued", "lost", "fewer", "imbalance"):
         yield from (event.text for event in run.events if event.kind == kind)

@@ -125,8 +125,8 @@ class Echo:
         self.act(command, on_step)
         return command.name
 
-    def steps_before_failure(self, command: Command) -> object:
-        return f"part of {command.name}" if isinstance(command, MainTrain) else None
+    def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
+        return (lambda: f"part of {command.name}") if isinstance(command, MainTrain) else None
 
     def close(self) -> None: ...
 
