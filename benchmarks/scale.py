@@ -106,6 +106,9 @@ class Echo:
         on_step(1, STEPS)
         return REPLY
 
+    def steps_before_failure(self, _: Command) -> None:
+        """Have nothing to hand over."""
+
     def close(self) -> None:
         """Do nothing."""
 
