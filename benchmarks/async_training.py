@@ -16,9 +16,10 @@ table    4 workers: every way in every environment, at equal epochs and at equal
 
 Two tasks, `--tasks`: ResNet-8 of width 8 on 2,880 images of Fashion-MNIST at 14 x 14, and of
 CIFAR-100's 20 coarse labels at 16 x 16; batch 192, momentum SGD with weight decay 5e-4, an epoch
-of warm-up, then linear decay from 0.1 to 0. Accuracy on all 10,000 test images, with statistics of
-batch normalization from the final weights and the same 1,920 images for every way: one learner in
-place of P would update running ones P times as often. `--cache FILE` keeps every training.
+of warm-up, then linear decay from `--peak-lr` (0.1) to 0. Accuracy on all 10,000 test images, with
+statistics of batch normalization from the final weights and the same 1,920 images for every way:
+one learner in place of P would update running ones P times as often. `--cache FILE` keeps every
+training.
 """
 
 from __future__ import annotations
@@ -61,13 +62,17 @@ TASKS = {
     "fashion": Task("fashion_mnist_14", "fashion_mnist", 14, 2880, 192, batch=192),
     "cifar": Task("cifar100_coarse_16", "cifar100_coarse", 16, 2880, 192, batch=192),
 }
-SCHEDULE = {
-    "policy": "schedule",
-    "shape": "linear",
-    "initial": 0.1,
-    "final": 0.0,
-    "warmup": {"epochs": 1, "lr": 0.01, "shape": "linear"},
-}
+
+
+def schedule_section(peak_lr: float) -> dict[str, Any]:
+    """Return an epoch of warm-up and linear decay."""
+    return {
+        "policy": "schedule",
+        "shape": "linear",
+        "initial": peak_lr,
+        "final": 0.0,
+        "warmup": {"epochs": 1, "lr": peak_lr / 10, "shape": "linear"},
+    }
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Training:
     steps: int
     seed: int
     optimizer: str = "SGD"
+    peak_lr: float = 0.1
 
     @property
     def key(self) -> str:
@@ -90,7 +96,8 @@ class Training:
         place: object = asdict(self.environment)
         if self.way != "async":
             place = str(computed(self.way, self.environment))
-        inputs = [asdict(self.task), self.way, place, self.steps, self.seed, self.optimizer]
+        setting = [self.steps, self.seed, self.optimizer, self.peak_lr]
+        inputs = [asdict(self.task), self.way, place, *setting]
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -105,13 +112,14 @@ def train(training: Training, data: dict[str, Any]) -> Result:
     task, environment, way = training.task, training.environment, training.way
     per_epoch = task.train // task.batch
     epochs = training.steps / per_epoch
+    section = schedule_section(training.peak_lr)
     job = Job.model_validate(
         {
             **task.job(
                 data,
                 math.ceil(epochs),
                 training.seed,
-                SCHEDULE,
+                section,
                 training.optimizer,
                 holds_out=False,
             ),
@@ -121,7 +129,7 @@ def train(training: Training, data: dict[str, Any]) -> Result:
         }
     )
     run: _AsyncRun | _SyncRun = (_AsyncRun if way == "async" else _SyncRun)(job)
-    policy = SchedulePolicy.model_validate(SCHEDULE)
+    policy = SchedulePolicy.model_validate(section)
     schedule = build_schedule(policy, epochs=epochs, steps_per_epoch=per_epoch)
     lrs = tuple(schedule.lr(step) for step in range(training.steps))
     counts = Counter[int]()
@@ -284,7 +292,9 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             for way, place, count in (p for part in args.parts for p in PARTS[part](args, steps)):
                 results = []
                 for seed in args.seeds:
-                    training = Training(task, way, place, count, seed, args.optimizer)
+                    training = Training(
+                        task, way, place, count, seed, args.optimizer, args.peak_lr
+                    )
                     if training not in cache:
                         cache.add(training, train(training, data))
                     results.append(cache[training])
@@ -326,6 +336,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--optimizer", default="SGD")
+    parser.add_argument("--peak-lr", type=float, default=0.1)
     return parser.parse_args(argv)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.async_training import SCHEDULE
+from benchmarks.async_training import schedule_section
 from benchmarks.common import machine
 from benchmarks.comparison_tasks import SYNTHETIC, Task
 from raytrain_opt import Job
@@ -41,7 +41,7 @@ def train(
     task: Task, data: dict[str, Any], epochs: int, seed: int, kept: int
 ) -> list[Predictions]:
     """Train once; return the predictions after each of the last `kept` epochs."""
-    values = task.job(data, epochs, seed, SCHEDULE, holds_out=False)
+    values = task.job(data, epochs, seed, schedule_section(0.1), holds_out=False)
     job = Job.model_validate({**values, "average": None})
     learner = Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
     policy = build_policy(job, epoch_steps(learner.info.train_size, job.global_batch_size))
