@@ -44,6 +44,10 @@ from raytrain_opt.search.weight_decay import decay_by_fit
 # Of several optimizers, each starts at its usual rate times initial / this, SGD's usual rate.
 _SGD_LR = 0.1
 
+# Of fewer steps, the losses of a quarter are noise and those of a lower rate have hardly begun to
+# fall: with 19, the best rate was stopped in two of six searches (benchmarks/RESULTS.md).
+_FEWEST_COMPARED = 24
+
 
 @dataclass(frozen=True)
 class HorizonStpt:
@@ -155,8 +159,7 @@ class HorizonStpt:
             self.schedule(optimizer).compressed(request.steps),
             stage=request.stage,
             fresh_statistics=True,
-            # Coarse candidates are few steps, and also say what hardly trained weights are worth.
-            rival=_best_losses(history.decisions, request.steps) if request.stage == FINE else (),
+            rival=_rival(history.decisions, request),
         )
 
     def _train(self, span: EpochSpan, history: History) -> TrainEpoch:
@@ -179,7 +182,12 @@ class HorizonStpt:
         return TrainEpoch(span.epoch, lrs, reason, weight_decay_factor, optimizer)
 
 
-def _best_losses(rounds: Sequence[Decision], steps: int) -> tuple[float, ...]:
-    """Return the training losses of the best candidate so far of as many steps."""
-    tried = [r for d in rounds if d.steps == steps for r in d.tried if r.status == "ok"]
+def _rival(rounds: Sequence[Decision], request: PeakRequest) -> tuple[float, ...]:
+    """Return the training losses of the best candidate so far of as many steps, if enough.
+
+    Coarse candidates also say what hardly trained weights are worth, so none of them stops.
+    """
+    if request.stage != FINE or request.steps < _FEWEST_COMPARED:
+        return ()
+    tried = [r for d in rounds if d.steps == request.steps for r in d.tried if r.status == "ok"]
     return min(tried, key=lambda result: result.val_loss).losses if tried else ()

@@ -157,6 +157,21 @@ def test_the_second_leaves_when_its_candidate_is_stopped_within_its_schedule() -
     )
 
 
+def test_candidates_of_few_steps_train_to_the_end_of_their_schedule() -> None:
+    few = replace(policy(max_search_cost=0.2), steps=EpochSteps(24))
+    history, fine = History(), []
+    while isinstance(action := few.next(1, history), TryCandidates):
+        if action.stage == "fine":
+            fine.append((action.pretrain_steps, action.rival))
+        results = [
+            replace(Optimizer(0.4, 1.9).result(c, action.pretrain_steps), losses=(2.5, 2.4, 2.3))
+            for c in action.candidates
+        ]
+        history = history.after_round(few.decide(action, results, history))
+    assert len(fine) > 1
+    assert all(steps < 24 and rival == () for steps, rival in fine)
+
+
 def test_one_that_is_only_ahead_early_loses_to_one_that_is_ahead_later() -> None:
     """SGD has the lower loss after the coarse stage, Muon after the fine one."""
     losses = {index: Optimizer(o.best_lr, 9.0) for index, o in USUAL.items()}
