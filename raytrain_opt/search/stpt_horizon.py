@@ -46,7 +46,7 @@ _SGD_LR = 0.1
 
 # Of fewer steps, the losses of a quarter are noise and those of a lower rate have hardly begun to
 # fall: with 19, the best rate was stopped in two of six searches (benchmarks/RESULTS.md).
-_FEWEST_COMPARED = 24
+FEWEST_COMPARED = 24
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _rival(rounds: Sequence[Decision], request: PeakRequest) -> tuple[float, ...
 
     Coarse candidates also say what hardly trained weights are worth, so none of them stops.
     """
-    if request.stage != FINE or request.steps < _FEWEST_COMPARED:
+    if request.stage != FINE or request.steps < FEWEST_COMPARED:
         return ()
     tried = [r for d in rounds if d.steps == request.steps for r in d.tried if r.status == "ok"]
     return min(tried, key=lambda result: result.val_loss).losses if tried else ()
