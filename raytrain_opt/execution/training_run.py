@@ -185,7 +185,10 @@ class TrainingRun:
         return state, self._followed_loss(state)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
-        """Train the steps that no interrupted execution did; continue after a death."""
+        """Train the steps of the epoch that are not done yet.
+
+        An interrupted execution did some of them, or the workers before one of them died.
+        """
         # The last epoch of a time may be shorter: it trains on the last batches of its order.
         first_step = self.steps(action.epoch) - len(action.lrs)
         while True:
@@ -374,8 +377,8 @@ class TrainingRun:
         self.event_log.log(
             "continued",
             command.epoch,
-            f"epoch {command.epoch}: a worker died; training continues after step {step} of "
-            f"{steps}, which another worker still had",
+            f"epoch {command.epoch}: a worker died or was cut off; training continues after step "
+            f"{step} of {steps}, which another worker still had",
         )
 
     def _report_imbalance(self, epoch: int) -> None:
