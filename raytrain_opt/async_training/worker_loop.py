@@ -6,11 +6,11 @@ weights of the next are fetched, as late as possible, so that they are as new as
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 from typing import Protocol
 
 import torch
@@ -156,21 +156,27 @@ def _push(
 
 
 class WeightPrefetcher:
-    """Fetches the weights of the next micro-batch while the current one is computed."""
+    """Fetches the weights of the next micro-batch while the current one is computed.
+
+    It expects this one to take as long as the last one, and fetches at its end if it is shorter.
+    """
 
     def __init__(self, server: ParameterServer, thread: ThreadPoolExecutor) -> None:
         self._server, self._thread = server, thread
         self._fetched: Future[Weights] | None = None
+        self._computed = Event()
         self._start_s = self._compute_s = self._pull_s = 0.0
 
     def begin(self) -> None:
         """Note that the computation of a micro-batch begins."""
         self._start_s = monotonic_s()
         delay_s = self._compute_s - _PREFETCH_FACTOR * self._pull_s
+        self._computed.clear()
         self._fetched = self._thread.submit(self._fetch, delay_s)
 
     def end(self) -> None:
         """Note that the computation is done."""
+        self._computed.set()
         self._compute_s = monotonic_s() - self._start_s
 
     def take(self) -> Weights:
@@ -179,7 +185,7 @@ class WeightPrefetcher:
         return self._fetch(0.0) if fetched is None else fetched.result()
 
     def _fetch(self, delay_s: float) -> Weights:
-        time.sleep(max(0.0, delay_s))
+        self._computed.wait(delay_s)
         start_s = monotonic_s()
         weights = self._server.pull()
         self._pull_s = monotonic_s() - start_s

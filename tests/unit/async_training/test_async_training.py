@@ -5,6 +5,7 @@ process; with it, every micro-batch counts once.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from raytrain_opt import Job
+from raytrain_opt.async_training import worker_loop
 from raytrain_opt.async_training.buffer_pooling import advance_buffers
 from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.async_training.update_conversion import convert
-from raytrain_opt.async_training.weight_shard import assemble_state, split_parameters
-from raytrain_opt.async_training.worker_loop import AsyncTrainer
+from raytrain_opt.async_training.weight_shard import Weights, assemble_state, split_parameters
+from raytrain_opt.async_training.worker_loop import AsyncTrainer, WeightPrefetcher
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
@@ -343,3 +345,26 @@ def test_the_weights_move_less_by_gradients_that_a_slow_network_makes_stale(
 
     assert change(1) == pytest.approx(0.1, rel=1e-3)
     assert change(16) == pytest.approx(0.1 / 4, rel=1e-3)
+
+
+def test_weights_are_fetched_at_the_end_of_a_micro_batch_that_is_shorter_than_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first takes an hour, so the weights of the third are due an hour after the second's."""
+
+    class Server:
+        def pull(self) -> Weights:
+            return Weights(7, ())
+
+    now_s = [0.0]
+    monkeypatch.setattr(worker_loop, "monotonic_s", lambda: now_s[0])
+    server: Any = Server()
+    with ThreadPoolExecutor(1) as thread:
+        prefetcher = WeightPrefetcher(server, thread)
+        prefetcher.begin()
+        now_s[0] = 3600.0
+        prefetcher.end()
+        assert prefetcher.take().version == 7
+        prefetcher.begin()
+        prefetcher.end()
+        assert prefetcher.take().version == 7  # at once
