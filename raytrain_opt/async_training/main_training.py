@@ -12,6 +12,7 @@ import ray
 
 from raytrain_opt.async_training.actors import ServerHandles
 from raytrain_opt.async_training.buffer_pooling import advance_buffers
+from raytrain_opt.async_training.granularity import Granularity
 from raytrain_opt.async_training.scheduler import EpochPhase, epoch_phase
 from raytrain_opt.async_training.weight_shard import assemble_state
 from raytrain_opt.clock import Stopwatch, monotonic_s
@@ -44,9 +45,11 @@ class AsynchronousTraining:
     ) -> None:
         self._config, self._timeouts = config, timeouts
         self._workers, self._states, self._server = workers, states, server
+        self._granularity = Granularity(config.async_splits)
 
     def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
         stopwatch = Stopwatch()
+        command = replace(command, split=self._granularity.split)
         phase = epoch_phase(self._config, command)
         with stopwatch.measure("load_s"):
             command = self._begin(phase, command)
@@ -73,10 +76,12 @@ class AsynchronousTraining:
             duration_s=timings_s["compute_s"],
             data_wait_s=timings_s["data_wait_s"],
         )
+        self._granularity.measured(totals.samples / totals.duration_s)
         parallel: dict[str, object] = {
             "mode": "async",
             "workers": len(metrics),
             "micro_batches": [worker.micro_batches for worker in metrics],
+            "micro_batches_per_step": phase.micro_batches,
             "shards": len(self._server.shards),
             "compression": self._config.parallel.compression,
             "lost_updates": lost_updates,

@@ -3,9 +3,9 @@
 Pure: no processes, no clock.
 
 Asynchronous data parallelism (Sato): every gradient is an update, made when it arrives. Each step
-of an epoch is split into P micro-batches, P the number of workers; any worker claims the next one,
-so fast workers compute more. `update_conversion` says what the rate, momentum and weight decay of
-a step are for one of its micro-batches.
+of an epoch is split into a multiple of P micro-batches, P the number of workers; any worker claims
+the next one, so fast workers compute more. `granularity` chooses how many, and `update_conversion`
+says what the rate, momentum and weight decay of a step are for one of them.
 
     u        updates done so far, the version of the weights
     q        version of the weights that a micro-batch's gradient is computed on
@@ -72,7 +72,7 @@ def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
         epoch=command.epoch,
         first_step=command.first_step,
         lrs=command.lrs,
-        micro_batches=config.worker_count * factor,
+        micro_batches=config.worker_count * command.split * factor,
         bound=config.parallel.staleness_bound,
         weight_decay_factor=command.weight_decay_factor,
     )

@@ -12,6 +12,8 @@ from raytrain_opt.config.section import BrokenRule
 if TYPE_CHECKING:
     from raytrain_opt.config.schema import Job
 
+_NEEDS_COUNT = "belongs to a given number of workers; set workers.count"
+
 
 def needs_validation(job: Job) -> bool:
     """Return whether the job decides by the validation split."""
@@ -35,6 +37,7 @@ def broken_rules(job: Job) -> Iterator[BrokenRule]:
         yield from _async_rules(job)
     elif job.parallel.mode != "sync":
         yield from _balance_rules(job)
+    yield from _micro_batch_rules(job)
 
 
 def _time_rules(job: Job) -> Iterator[BrokenRule]:
@@ -150,17 +153,22 @@ def _device_rules(job: Job) -> Iterator[BrokenRule]:
         yield "batch_norm.sync", "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false"
 
 
-def _balance_rules(job: Job) -> Iterator[BrokenRule]:
-    """Yield what does not work with shares that differ from worker to worker."""
+def _micro_batch_rules(job: Job) -> Iterator[BrokenRule]:
+    """Yield why the micro-batches do not share a global batch."""
     micro_batches, workers = job.parallel.micro_batches, job.workers.size
     if micro_batches and (micro_batches % workers or job.global_batch_size % micro_batches):
         batch = f"global_batch_size ({job.global_batch_size})"
         rule = f"must be a multiple of workers.count ({workers}) that divides {batch}"
         yield "parallel.micro_batches", rule
-    speeds = job.parallel.speeds
-    if job.workers.count == "auto" and (micro_batches or speeds):
-        name = "speeds" if speeds else "micro_batches"
-        yield f"parallel.{name}", "belongs to a given number of workers; set workers.count"
+    if micro_batches and job.workers.count == "auto":
+        yield "parallel.micro_batches", _NEEDS_COUNT
+
+
+def _balance_rules(job: Job) -> Iterator[BrokenRule]:
+    """Yield what does not work with shares that differ from worker to worker."""
+    speeds, workers = job.parallel.speeds, job.workers.size
+    if job.workers.count == "auto" and speeds:
+        yield "parallel.speeds", _NEEDS_COUNT
     elif speeds is not None and not len(speeds) == workers == job.workers.min_workers:
         rule = f"give one for each of the {workers} workers, and no smaller workers.count.min"
         yield "parallel.speeds", rule
@@ -182,6 +190,8 @@ def _async_rules(job: Job) -> Iterator[BrokenRule]:
     if job.average is not None or job.optimizer.is_schedule_free:
         path = "optimizer.name" if job.average is None else "average"
         yield path, "averages weights that all workers share; needs parallel.mode: sync"
+    if job.optimizer.name == "RMSpropWarmup":
+        yield "optimizer.name", "counts updates, of which a step has several with async"
     if job.optimizer.clip_norm is not None:
         rule = "with async no gradient of a global batch exists; remove it, or use mode: sync"
         yield "optimizer.clip_norm", rule

@@ -229,10 +229,11 @@ class ParallelSection(Section):
     speeds. async: each worker pulls weights and pushes gradients on its own, and each gradient is
     an update when it arrives (parameter server)."""
     micro_batches: PositiveInt | None = None
-    """balanced, auto only: micro-batches that a global batch is split into, a multiple of
+    """balanced, auto, async only: micro-batches that a global batch is split into, a multiple of
     workers.count. BatchNorm normalizes each. Default: at most 16 per worker, of at least 8
-    samples; where measured speeds would cost more than 5 % of a step with them, fewer, or
-    smaller ones of at least 4 samples, from the next round or epoch on."""
+    samples. balanced and auto: where measured speeds would cost more than 5 % of a step with
+    them, fewer, or smaller ones of at least 4 samples, from the next round or epoch on. async: one
+    per worker in the first epoch, then twice as many in each, until that trains 10 % slower."""
     speeds: list[PositiveFloat] | None = None
     """balanced only: relative speeds of the workers, by rank, in place of measured ones, such as
     [1, 1, 1, 0.25]. The training is then repeatable to the bit."""
@@ -271,7 +272,7 @@ class ParallelSection(Section):
 
 _MODES = {
     "gradient_buckets": ("sync", "balanced", "auto"),
-    "micro_batches": ("balanced", "auto"),
+    "micro_batches": ("balanced", "auto", "async"),
     "speeds": ("balanced",),
     **dict.fromkeys(("staleness_bound", "shards", "snapshot_every"), ("async",)),
 }

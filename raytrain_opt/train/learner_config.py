@@ -26,6 +26,7 @@ from raytrain_opt.results import EVAL_BLOCK_SIZE
 from raytrain_opt.train.micro_batches import (
     WORTH,
     choose_split,
+    doubling_splits,
     possible_splits,
     sharing_cost,
     time_saved,
@@ -101,6 +102,13 @@ class LearnerConfig:
             return split
         saved = time_saved(workers, workers * split, speeds) if speeds else 0.0
         return split if saved > (0.0 if present > 1 else WORTH) else 1
+
+    @property
+    def async_splits(self) -> list[int]:
+        """The micro-batches per worker and step, from few to many, that `async` may have."""
+        if self.parallel.micro_batches is not None:
+            return [self.parallel.micro_batches // self.worker_count]
+        return doubling_splits(self.batch_size_per_worker)
 
     def imbalance(self, speeds: Sequence[float]) -> str | None:
         """Return a warning if micro-batches cannot share a step between these speeds."""

@@ -79,15 +79,27 @@ def possible_splits(samples: int) -> list[int]:
     return [n for n in range(1, samples // _MIN_SAMPLES + 1) if samples % n == 0] or [1]
 
 
+def usual_split(samples: int) -> int:
+    """Return into how many micro-batches a share can be cut, at most 16 of at least 8 samples."""
+    finest = min(_USUAL_SPLIT, samples // _USUAL_SAMPLES)
+    return max((n for n in possible_splits(samples) if n <= finest), default=1)
+
+
+def doubling_splits(samples: int) -> list[int]:
+    """Return splits from 1 to `usual_split`, each but the last at least twice the one before."""
+    finest, splits = usual_split(samples), [1]
+    while larger := [n for n in possible_splits(samples) if 2 * splits[-1] <= n < finest]:
+        splits.append(larger[0])
+    return splits if splits[-1] == finest else [*splits, finest]
+
+
 def choose_split(samples: int, workers: int, speeds: Sequence[float], present: int = 1) -> int:
     """Return the number of micro-batches for each of `workers` equal shares of `samples` samples.
 
-    Usually as many as possible, at most 16 of at least 8 samples. If these cost more than
-    `WORTH`, fewer, or more of at least 4. A `present` number above 1 stays if it is as good.
+    Usually `usual_split`. If that costs more than `WORTH`, fewer, or more of at least 4 samples. A
+    `present` number above 1 stays if it is as good.
     """
-    splits = possible_splits(samples)
-    large = [n for n in splits if n <= _USUAL_SPLIT and samples >= n * _USUAL_SAMPLES]
-    usual = max(large, default=1)
+    splits, usual = possible_splits(samples), usual_split(samples)
     if not speeds:
         return usual
     coarser = [n for n in reversed(splits) if n < usual]

@@ -8,6 +8,7 @@ import pytest
 
 from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.errors import JobError
+from raytrain_opt.train.learner_config import LearnerConfig
 
 GOOD = {"model": "resnet8", "data": "digits", "epochs": 1, "global_batch_size": 8}
 ASYNC = {"mode": "async"}
@@ -41,6 +42,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "belongs to parallel.mode",
     ),
     ({"parallel": {**ASYNC, "staleness_bound": -1}}, "parallel.staleness_bound", "at least 0"),
+    (
+        {"optimizer": "RMSpropWarmup", "learning_rate": {"policy": "schedule", "initial": 0.1}},
+        "optimizer.name",
+        "counts updates",
+    ),
+    (
+        {"parallel": {**ASYNC, "micro_batches": 3}, "workers": {"count": 2}},
+        "parallel.micro_batches",
+        "multiple of workers.count",
+    ),
+    (
+        {"parallel": {**ASYNC, "micro_batches": 2}, "workers": {"count": "auto"}},
+        "parallel.micro_batches",
+        "set workers.count",
+    ),
     ({"parallel": {**ASYNC, "shards": 0}}, "parallel.shards", "more than 0"),
     ({"parallel": {"mode": "asynchronous"}}, "parallel.mode", "must be one of sync, balanced, "),
     ({"parallel": {"staleness_bound": 2}}, "parallel.staleness_bound", "parallel.mode: async"),
@@ -71,3 +87,20 @@ def test_a_job_comes_back_as_it_was_written(bound: int | None) -> None:
     assert job.parallel.staleness_bound == bound
     assert parse_job(dump_job(job)) == job
     assert parse_job(dump_job(parse_job(GOOD))) == parse_job(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batches", "splits"),
+    [
+        (192, None, [1, 2, 4, 6]),  # the finest of 8 samples
+        (2048, None, [1, 2, 4, 8, 16]),
+        (48, None, [1]),
+        (48, 24, [6]),
+    ],
+)
+def test_a_step_is_cut_into_more_and_more_micro_batches(
+    batch: int, micro_batches: int | None, splits: list[int]
+) -> None:
+    parallel = {**ASYNC, "micro_batches": micro_batches}
+    changes = {"global_batch_size": batch, "workers": {"count": 4}, "parallel": parallel}
+    assert LearnerConfig.from_job(parse_job({**GOOD, **changes})).async_splits == splits
