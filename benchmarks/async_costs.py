@@ -1,7 +1,9 @@
 """Measure what the software of asynchronous training costs, for the simulation of many workers.
 
 CPU seconds of one thread per byte, with the product's functions on a ResNet-8 of width 128 (5
-million parameters) and momentum SGD; a call of an actor is the lower quartile of real ones.
+million parameters) and momentum SGD; a call of an actor is the lower quartile of real ones. Where
+there is a GPU, a worker's weights and gradient are on it, so that its part contains the copies
+between host and device, during which its thread waits.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def measure_costs() -> Costs:
     shard = open_shard()
     size = shard.weights.buffer.nbytes
     gradient = to_wire(torch.full_like(shard.weights.buffer, 1e-6), shard.dtype)
-    model = FlatBuffer(shard.parameters)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = FlatBuffer([parameter.to(device) for parameter in shard.parameters])
     numbers = iter(range(shard.phase.size))
 
     def update() -> None:
@@ -61,13 +64,15 @@ def measure_costs() -> Costs:
         model.buffer.copy_(from_wire(ray.get(weights), shard.dtype))
         return ray.put(to_wire(model.buffer, shard.dtype))
 
+    # CPU seconds would not show waiting for a device.
+    worker_clock = time.process_time if device == "cpu" else time.perf_counter
     echo: Any = ray.remote(Echo).options(num_cpus=0).remote()
     ray.get(echo.echo.remote())
     calls_s = [_wall_s(lambda: ray.get(echo.echo.remote())) for _ in range(200)]
     return Costs(
-        update_s=_cpu_s(update) / size,
-        publish_s=_cpu_s(publish) / size,
-        worker_s=_cpu_s(work) / (2 * size),
+        update_s=_median_s(update, time.process_time) / size,
+        publish_s=_median_s(publish, time.process_time) / size,
+        worker_s=_median_s(work, worker_clock) / (2 * size),
         call_s=quantiles(calls_s)[0],
     )
 
@@ -84,13 +89,13 @@ def open_shard() -> WeightShard:
     return shard
 
 
-def _cpu_s(function: Callable[[], object]) -> float:
-    """Return the median CPU seconds of this process, after two calls that do not count."""
+def _median_s(function: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Return the median seconds of a call by this clock, after two calls that do not count."""
     measured = []
     for _ in range(_REPETITIONS + 2):
-        start_s = time.process_time()
+        start_s = clock()
         function()
-        measured.append(time.process_time() - start_s)
+        measured.append(clock() - start_s)
     return median(measured[2:])
 
 

@@ -8,7 +8,8 @@ backup          a step ends with the gradients of the fastest workers but one, t
                 (Chen et al. 2016, arXiv 1604.00981); a worker that is late begins with the others
 balanced        the product's number of micro-batches for 48 samples per worker and the workers'
                 speeds, shared in proportion to these
-async           each gradient is an update
+async           each gradient is an update; the product's number of micro-batches, which it chooses
+                from the speed of each epoch of `STEPS_PER_EPOCH` steps
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from functools import cache
 from random import Random
 
 from benchmarks.async_simulation import Network, NoNetwork, Seconds, Simulation
+from raytrain_opt.async_training.granularity import Granularity
 from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
-from raytrain_opt.train.micro_batches import choose_split, split_by_speed
+from raytrain_opt.train.micro_batches import choose_split, doubling_splits, split_by_speed
 
 WAYS = ("sync", "without slow", "backup", "balanced", "async")
-_SPEED_STEPS = 400
+STEPS_PER_EPOCH = 15
+_SPEED_STEPS = 405
 _SAMPLES_PER_WORKER = 48
 
 
@@ -94,16 +97,29 @@ def steps_s(way: str, environment: Environment, seed: int, steps: int) -> float:
     """Return the simulated seconds of so many steps."""
     workers, seconds = environment.workers, environment.clock(seed)
     if way == "async":
-        phase = EpochPhase("1.0", 1, 0, (0.1,) * steps, workers, None)
-        return Simulation(
-            phase,
-            workers,
-            seconds,
-            environment.network(),
-            lambda _, number: MicroBatchDone(number, 0.0, 0, 0),
-        ).run()
+        granularity = Granularity(doubling_splits(_SAMPLES_PER_WORKER))
+        epochs = divmod(steps, STEPS_PER_EPOCH)
+        lengths = [STEPS_PER_EPOCH] * epochs[0] + [epochs[1]] * (epochs[1] > 0)
+        return sum(_epoch_s(environment, seconds, length, granularity) for length in lengths)
     all_reduce_s = environment.all_reduce_s(workers - (way == "without slow"))
     return sum(compute_s(way, environment, seconds) + all_reduce_s for _ in range(steps))
+
+
+def _epoch_s(
+    environment: Environment, seconds: Seconds, steps: int, granularity: Granularity
+) -> float:
+    """Return the simulated seconds of an asynchronous epoch."""
+    workers, split = environment.workers, granularity.split
+    simulation = Simulation(
+        EpochPhase("1.0", 1, 0, (0.1,) * steps, workers * split, None),
+        workers,
+        lambda worker: seconds(worker) / split,
+        environment.network(),
+        lambda _, number: MicroBatchDone(number, 0.0, 0, 0),
+    )
+    duration_s = simulation.run()
+    granularity.measured(steps / duration_s)
+    return duration_s
 
 
 def compute_s(way: str, environment: Environment, seconds: Seconds) -> float:

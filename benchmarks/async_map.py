@@ -23,8 +23,9 @@ from typing import Any
 
 from benchmarks.async_costs import measure_costs
 from benchmarks.async_environments import ENVIRONMENTS, Environment, compute_s
+from benchmarks.async_processes import micro_batch_done
 from benchmarks.async_simulation import Costs, Network, Simulation
-from benchmarks.async_straggler import BYTES, micro_batch_done, nodes_of
+from benchmarks.async_straggler import BYTES, nodes_of
 from benchmarks.common import machine
 from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.cluster.connection import ray_session

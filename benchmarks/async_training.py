@@ -45,6 +45,7 @@ from benchmarks.comparison_tasks import Task
 from benchmarks.comparison_units import Cache, Result
 from raytrain_opt import Job
 from raytrain_opt.async_training.buffer_pooling import advance_buffers
+from raytrain_opt.async_training.granularity import Granularity
 from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
 from raytrain_opt.async_training.weight_shard import WeightShard, assemble_state, from_wire
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
@@ -197,6 +198,7 @@ class _AsyncRun:
         self.shards = [
             WeightShard(job.optimizer, model, i, SHARDS, updates) for i, model in enumerate(models)
         ]
+        self.granularity = Granularity(config.async_splits)
         self.state = self.learner.state(copy=True)
         self.trainers = [AsyncTrainer(learner, SHARDS) for learner in learners]
 
@@ -204,7 +206,8 @@ class _AsyncRun:
         self, epoch: int, lrs: tuple[float, ...], way: str, environment: Environment
     ) -> tuple[int, ...]:
         """Train one epoch; return the number of its gradients by staleness."""
-        phase = EpochPhase(f"{epoch}", epoch, 0, lrs, environment.workers, None)
+        split, seconds = self.granularity.split, environment.clock(epoch)
+        phase = EpochPhase(f"{epoch}", epoch, 0, lrs, environment.workers * split, None)
         for shard in self.shards:
             shard.load(self.state, phase)
         for trainer in self.trainers:
@@ -231,13 +234,13 @@ class _AsyncRun:
         simulation = Simulation(
             phase,
             environment.workers,
-            environment.clock(epoch),
+            lambda worker: seconds(worker) / split,
             environment.network(),
             on_begin,
             on_update,
             on_fetch,
         )
-        simulation.run()
+        self.granularity.measured(len(lrs) / simulation.run())
         buffers = [
             trainer.learner.buffers(count)
             for trainer, count in zip(self.trainers, micro_batches, strict=True)

@@ -3,8 +3,9 @@
 Each worker is a process with the product's learner, DDP over gloo and the gradients of ResNet-8
 (width 64, 1.2 million parameters). **Computing is simulated**: a forward pass sleeps in
 proportion to its samples, because 4 real computations on 2 cores would measure the cores. Every
-worker's equal share of a step takes `seconds` at speed 1. The timer covers a phase of `steps`
-steps; `balanced` measures the speeds in `WARM_UP` steps before.
+worker's equal share of a step takes `seconds` at speed 1. A slow network is a sleep between the
+all-reduce and the optimizer's step. The timer covers a phase of `steps` steps; `balanced` measures
+the speeds in `WARM_UP` steps before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -33,6 +36,17 @@ from raytrain_opt.train.micro_batches import MicroBatches
 WARM_UP, SAMPLES_PER_WORKER, SLOWER = 10, 128, 4.0
 # Seconds that a forward pass of these many samples takes.
 Seconds = Callable[[int], float]
+# The seconds of a rank, from its number, that of the workers and the time of a sample at speed 1.
+Case = Callable[[int, int, float], Seconds]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Training in a mode by workers as a case has them, with a slow exchange of gradients."""
+
+    mode: str
+    case: Case
+    exchange_s: float = 0.0
 
 
 class SleepingNet(nn.Module):
@@ -56,7 +70,7 @@ class SleepingNet(nn.Module):
 def sleeping_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     """Build a `SleepingNet` with the parameters of ResNet-8 of width 64."""
     job = Job.model_validate(
-        _job("sync", 1) | {"model": {"name": "resnet8", "args": {"width": 64}}}
+        _job("sync", 1, 1) | {"model": {"name": "resnet8", "args": {"width": 64}}}
     )
     like = build_model(job.model, num_classes=num_classes, sample_shape=(3, 32, 32), seed=0)
     return SleepingNet(list(like.parameters()))
@@ -86,39 +100,39 @@ def jitter(rank: int, workers: int, per_sample_s: float) -> Seconds:
     return seconds
 
 
-CASES: dict[str, Callable[[int, int, float], Seconds]] = {
-    "slow": slow_last,
-    "even": even,
-    "jitter": jitter,
-}
+CASES: dict[str, Case] = {"slow": slow_last, "even": even, "jitter": jitter}
 
 
 def measure(
-    runs: Sequence[tuple[str, str]], workers: int, steps: int, seconds: float
+    runs: Sequence[Run],
+    workers: int,
+    steps: int,
+    seconds: float,
+    samples_per_worker: int = SAMPLES_PER_WORKER,
 ) -> list[dict[str, float]]:
     """Return samples per second, and the fraction of the time in which workers computed.
 
-    `runs`: mode and case of each, one after the other in the same processes.
+    The runs are one after the other, in the same processes.
     """
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, context.Pool(workers) as pool:
-        arguments = (runs, workers, steps, seconds, folder)
+        arguments = (runs, workers, steps, seconds, samples_per_worker, folder)
         by_rank = pool.starmap(_rank, [(rank, *arguments) for rank in range(workers)], 1)
     results = []
     for ranks in zip(*by_rank, strict=True):
         duration_s = max(duration_s for duration_s, _ in ranks)
-        samples_per_s = steps * workers * SAMPLES_PER_WORKER / duration_s
+        samples_per_s = steps * workers * samples_per_worker / duration_s
         busy = sum(computed_s for _, computed_s in ranks) / (workers * duration_s)
         results.append({"samples_per_s": round(samples_per_s, 1), "busy": round(busy, 3)})
     return results
 
 
-def _job(mode: str, workers: int) -> dict[str, Any]:
+def _job(mode: str, workers: int, samples_per_worker: int) -> dict[str, Any]:
     return {
         "model": sleeping_net,
         "data": "digits",
         "epochs": 1,
-        "global_batch_size": workers * SAMPLES_PER_WORKER,
+        "global_batch_size": workers * samples_per_worker,
         "workers": {"count": workers},
         "learning_rate": {"policy": "schedule", "shape": "constant", "initial": 0.01},
         "parallel": {"mode": mode},
@@ -127,28 +141,36 @@ def _job(mode: str, workers: int) -> dict[str, Any]:
 
 def _rank(
     rank: int,
-    runs: Sequence[tuple[str, str]],
+    runs: Sequence[Run],
     workers: int,
     steps: int,
     seconds: float,
+    samples_per_worker: int,
     folder: str,
 ) -> list[tuple[float, float]]:
     torch.set_num_threads(1)
     rendezvous = (Path(folder) / "rendezvous").as_uri()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=workers)
     results = []
-    for mode, case in runs:
-        config = LearnerConfig.from_job(Job.model_validate(_job(mode, workers)))
+    for run in runs:
+        job = Job.model_validate(_job(run.mode, workers, samples_per_worker))
+        config = LearnerConfig.from_job(job)
         learner = Learner(config, load_shared_data(config.data), torch.device("cpu"), distribute)
         net = cast(SleepingNet, learner.model)
-        net.seconds = CASES[case](rank, workers, seconds / SAMPLES_PER_WORKER)
-        _train(learner, rank, workers, 1 if mode == "sync" else WARM_UP)
+        net.seconds = run.case(rank, workers, seconds / samples_per_worker)
+        pause = partial(_pause, run.exchange_s)
+        learner.optimizer.register_step_pre_hook(pause)
+        _train(learner, rank, workers, 1 if run.mode == "sync" else WARM_UP)
         dist.barrier()
         started_s, net.computed_s = monotonic_s(), 0.0
         _train(learner, rank, workers, steps)
         results.append((monotonic_s() - started_s, net.computed_s))
     dist.destroy_process_group()
     return results
+
+
+def _pause(seconds: float, *_: object) -> None:
+    time.sleep(seconds)
 
 
 def _train(learner: Learner, rank: int, workers: int, steps: int) -> None:

@@ -17,7 +17,7 @@ speedup     images per second relative to one worker that only computes. The pap
                          repeat exactly; measured costs differ by a third from run to run
               measured   the same job with a ResNet-8 of 4.7 MB and two shards: worker processes
                          on this machine whose computing is a sleep of 1 s; Ray, scheduler, shards
-                         and worker loop are real (async_straggler.py). Mean, lowest and highest
+                         and worker loop are real (async_processes.py). Mean, lowest and highest
                          of the repetitions
 ensemble    top-5 error of trainings with several seeds and of their ensemble (ensemble.py); the
             paper has 13.89 % on ImageNet for its ensemble, and no members.
@@ -41,15 +41,9 @@ import torch
 
 from benchmarks import ensemble
 from benchmarks.async_costs import measure_costs
+from benchmarks.async_processes import MICRO_BATCH_SAMPLES, asynchronous, worker_processes
 from benchmarks.async_simulation import Costs
-from benchmarks.async_straggler import (
-    MICRO_BATCH_SAMPLES,
-    WORKER_COUNTS,
-    asynchronous,
-    efficiency,
-    nodes_of,
-    worker_processes,
-)
+from benchmarks.async_straggler import WORKER_COUNTS, efficiency, nodes_of
 from benchmarks.common import JOBS, machine
 from benchmarks.papers.trainings import low_mean_high, paper_parser, write_plot
 from raytrain_opt.async_training.weight_shard import wire_dtype
@@ -133,8 +127,9 @@ def measured(workers: int, repeats: int) -> dict[str, float]:
     """Return the speedup of so many processes."""
     job = job_of(workers, *SMALL_NETWORK)
     with ray_session(None, verbose=False), worker_processes(job) as running:
-        speeds = [asynchronous(*running, STEPS, [SLEEP_S] * workers)[0] for _ in range(repeats)]
-    return low_mean_high([speed * SLEEP_S / MICRO_BATCH_SAMPLES for speed in speeds])
+        clocks = [lambda: SLEEP_S] * workers
+        durations_s = [asynchronous(*running, STEPS, clocks)[0] for _ in range(repeats)]
+    return low_mean_high([workers * STEPS * SLEEP_S / seconds for seconds in durations_s])
 
 
 def ensembles(root: Path, seeds: int, epochs: int) -> dict[str, Any]:

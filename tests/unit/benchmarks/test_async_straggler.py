@@ -14,8 +14,9 @@ import torch
 
 from benchmarks.async_environments import ENVIRONMENTS, WAYS, Environment
 from benchmarks.async_map import MICRO_BATCH_CALL_S, markdown, step_s
+from benchmarks.async_processes import MICRO_BATCH_SAMPLES, Sleeper, job_of
 from benchmarks.async_simulation import Costs, Network
-from benchmarks.async_straggler import MICRO_BATCH_SAMPLES, Sleeper, efficiency, job_of
+from benchmarks.async_straggler import efficiency
 from benchmarks.async_training import Training, table, train
 from benchmarks.comparison_tasks import SYNTHETIC
 from raytrain_opt.async_training.scheduler import EpochPhase
@@ -106,7 +107,7 @@ def test_a_heavier_network_is_slower_over_the_same_links() -> None:
 
 
 def test_a_sleeping_learner_is_trained_by_the_real_loop() -> None:
-    learner: Any = Sleeper(job_of(1, 2), 0.0)
+    learner: Any = Sleeper(job_of(1, 2), lambda: 0.0)
     trainer = AsyncTrainer(learner, 2)
     parts = split_parameters(learner.model, 2)
     weights = [torch.zeros(sum(p.numel() for p in part)) for part in parts]
