@@ -118,7 +118,7 @@ def _epoch_s(
         lambda _, number: MicroBatchDone(number, 0.0, 0, 0),
     )
     duration_s = simulation.run()
-    granularity.measured(steps / duration_s)
+    granularity.measured(steps / duration_s, environment.message_s * split)
     return duration_s
 
 

@@ -243,34 +243,37 @@ def measure_steps_s(
             message_s = place.message_s * unit_s
             seconds, _ = asynchronous(workers, handles, state, steps, finer, split, message_s)
             measured[place.name][way] = seconds / steps
-        sums: Any = ray.remote(FastestGradients).options(num_cpus=0, max_concurrency=1000)
-        server = sums.remote(place.workers, place.workers - 1)
-        exchange_s = unit_s * place.all_reduce_s(place.workers)
-        refs = [
-            worker.with_backup.remote(server, steps, clock, exchange_s)
-            for worker, clock in zip(workers, clocks, strict=True)
-        ]
-        measured[place.name]["backup"] = max(ray.get(refs)) / steps
-    for way, mode, count in (
-        ("sync", "sync", 0),
-        ("without slow", "sync", 1),
-        ("balanced", "balanced", 0),
-    ):
-        places = [
-            replace(place, workers=place.workers - 1, slower=1.0) if count else place
-            for place in environments
-        ]
-        size = places[0].workers
-        share_s = unit_s * environments[0].workers / size
+        seconds = with_backup(workers, steps, clocks, unit_s * place.all_reduce_s(place.workers))
+        measured[place.name]["backup"] = seconds / steps
+    for way in ("sync", "without slow", "balanced"):
+        places = environments
+        if way == "without slow":
+            places = [replace(place, workers=place.workers - 1, slower=1.0) for place in places]
+        mode, count = "balanced" if way == "balanced" else "sync", places[0].workers
         runs = [
-            Run(mode, partial(seconds_of, place), unit_s * place.all_reduce_s(size))
+            Run(mode, partial(seconds_of, place), unit_s * place.all_reduce_s(count))
             for place in places
         ]
-        results = measure(runs, size, steps, share_s, SAMPLES_PER_WORKER)
+        share_s = unit_s * environments[0].workers / count
+        results = measure(runs, count, steps, share_s, SAMPLES_PER_WORKER)
         for place, result in zip(environments, results, strict=True):
-            global_batch = size * SAMPLES_PER_WORKER
-            measured[place.name][way] = global_batch / result["samples_per_s"]
+            step_s = count * SAMPLES_PER_WORKER / result["samples_per_s"]
+            measured[place.name][way] = step_s
     return measured
+
+
+def with_backup(
+    workers: Sequence[Any], steps: int, clocks: Sequence[Clock], exchange_s: float
+) -> float:
+    """Return the seconds of so many steps of which each ends without its last gradient."""
+    make: Any = ray.remote(FastestGradients).options(num_cpus=0, max_concurrency=1000)
+    sums = make.remote(len(workers), len(workers) - 1)
+    refs = [
+        worker.with_backup.remote(sums, steps, clock, exchange_s)
+        for worker, clock in zip(workers, clocks, strict=True)
+    ]
+    durations_s: list[float] = ray.get(refs)
+    return max(durations_s)
 
 
 def _divided(clock: Clock, split: int) -> float:
@@ -285,14 +288,10 @@ def simulated_steps_s(
         way: unit_s * steps_s(way, place, 0, 400) / 400
         for way in ("sync", "without slow", "backup", "balanced")
     }
-    if place.message_s:  # only the workers' links are slow
-        links, shards, bytes_per_s = (
-            place.workers,
-            place.workers,
-            size / (place.message_s * unit_s),
-        )
-    else:
-        links, bytes_per_s = 1, 1e12
+    links, bytes_per_s = 1, 1e12
+    if place.message_s:  # only the workers' links are slow: a shard on the node of each
+        links = shards = place.workers
+        bytes_per_s = size / (place.message_s * unit_s)
     for way, split in ASYNC.items():
         link = Network(links, shards, size, size, bytes_per_s, costs)
         phase = EpochPhase("1.0", 1, 0, (0.1,) * steps, split * place.workers, None)

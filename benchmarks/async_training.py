@@ -240,7 +240,7 @@ class _AsyncRun:
             on_update,
             on_fetch,
         )
-        self.granularity.measured(len(lrs) / simulation.run())
+        self.granularity.measured(len(lrs) / simulation.run(), environment.message_s * split)
         buffers = [
             trainer.learner.buffers(count)
             for trainer, count in zip(self.trainers, micro_batches, strict=True)

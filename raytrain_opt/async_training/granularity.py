@@ -7,6 +7,7 @@ costs messages, a call of the network and a call of the optimizer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,11 @@ _ALLOWED_COST = 0.1
 
 @dataclass
 class Granularity:
-    """The number of micro-batches per worker and step, higher from phase to phase.
+    """The number of micro-batches per worker and step, from the phases so far.
 
-    It stays where the next of `splits` costs more than a tenth of the speed of the fastest phase.
+    `splits`: possible numbers, from low to high. The second phase has as many as hide their
+    messages, as the first one measured them. Later ones have fewer until a phase is about as fast
+    as the fastest.
     """
 
     splits: Sequence[int]
@@ -32,13 +35,17 @@ class Granularity:
         """Micro-batches of a worker's share of a step in the next phase."""
         return self.splits[self._position]
 
-    def measured(self, samples_per_s: float) -> None:
-        """Take the speed of a phase with this split."""
-        if self._chosen:
-            return
-        self._chosen = self._position == len(self.splits) - 1
-        if samples_per_s < (1 - _ALLOWED_COST) * self._fastest:
-            self._position, self._chosen = self._position - 1, True
-        elif not self._chosen:
-            self._position += 1
+    def measured(self, samples_per_s: float, message_share: float) -> None:
+        """Take the speed of a phase with this split.
+
+        `message_share`: the time in which weights arrive or a gradient is applied, whichever is
+        longer, as a fraction of that of a micro-batch.
+        """
+        if not self._fastest:
+            hidden = self.split / message_share if message_share else math.inf
+            self._position = max([0, *(i for i, n in enumerate(self.splits) if n <= hidden)])
+        elif not self._chosen and samples_per_s < (1 - _ALLOWED_COST) * self._fastest:
+            self._position = max(0, self._position - 1)
+        else:
+            self._chosen = True
         self._fastest = max(self._fastest, samples_per_s)

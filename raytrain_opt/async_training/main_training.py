@@ -76,7 +76,8 @@ class AsynchronousTraining:
             duration_s=timings_s["compute_s"],
             data_wait_s=timings_s["data_wait_s"],
         )
-        self._granularity.measured(totals.samples / totals.duration_s)
+        message_share = max(worker.message_share for worker in metrics)
+        self._granularity.measured(totals.samples / totals.duration_s, message_share)
         parallel: dict[str, object] = {
             "mode": "async",
             "workers": len(metrics),

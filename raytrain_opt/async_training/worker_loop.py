@@ -82,7 +82,7 @@ class AsyncTrainer:
         `on_micro_batch` is called before each one with the number of those done by this worker;
         it may raise to stop.
         """
-        started_s, stopwatch, count = monotonic_s(), Stopwatch(), 0
+        started_s, stopwatch, messages, count = monotonic_s(), Stopwatch(), Stopwatch(), 0
         self.learner.begin_micro_batches(phase.epoch, phase.micro_batches)
         pushed: Future[None] = Future()
         pushed.set_result(None)
@@ -91,7 +91,7 @@ class AsyncTrainer:
             ThreadPoolExecutor(1, "push") as pushes,
             ThreadPoolExecutor(1, "pull") as pulls,
         ):
-            prefetcher = WeightPrefetcher(server, pulls)
+            prefetcher = WeightPrefetcher(server, pulls, messages)
             while True:
                 for number, batch in self._claim_batches(phase, server, stopwatch):
                     on_micro_batch(count)
@@ -104,7 +104,7 @@ class AsyncTrainer:
                     prefetcher.end()
                     with stopwatch.measure("push_wait_s"):
                         pushed.result()
-                    pushed = pushes.submit(_push, server, result, weights.version, wires)
+                    pushed = pushes.submit(_push, server, result, weights.version, wires, messages)
                     count += 1
                 pushed.result()
                 with stopwatch.measure("end_wait_s"):
@@ -113,7 +113,12 @@ class AsyncTrainer:
         data_wait_s = stopwatch.timings_s.pop("data_wait_s", 0.0)
         duration_s = monotonic_s() - started_s
         return AsyncWorkerMetrics(
-            count, duration_s, data_wait_s, stopwatch.timings_s, self.learner.buffers(count)
+            count,
+            duration_s,
+            data_wait_s,
+            stopwatch.timings_s,
+            self.learner.buffers(count),
+            **messages.timings_s,
         )
 
     def _claim_batches(
@@ -149,9 +154,14 @@ class AsyncTrainer:
 
 
 def _push(
-    server: ParameterServer, result: MicroBatchDone, version: int, wires: Sequence[WireArray]
+    server: ParameterServer,
+    result: MicroBatchDone,
+    version: int,
+    wires: Sequence[WireArray],
+    stopwatch: Stopwatch,
 ) -> None:
-    staleness = server.push(result.number, version, wires)
+    with stopwatch.measure("push_s"):
+        staleness = server.push(result.number, version, wires)
     server.done(replace(result, staleness=staleness))
 
 
@@ -161,8 +171,10 @@ class WeightPrefetcher:
     It expects this one to take as long as the last one, and fetches at its end if it is shorter.
     """
 
-    def __init__(self, server: ParameterServer, thread: ThreadPoolExecutor) -> None:
-        self._server, self._thread = server, thread
+    def __init__(
+        self, server: ParameterServer, thread: ThreadPoolExecutor, stopwatch: Stopwatch
+    ) -> None:
+        self._server, self._thread, self._stopwatch = server, thread, stopwatch
         self._fetched: Future[Weights] | None = None
         self._computed = Event()
         self._start_s = self._compute_s = self._pull_s = 0.0
@@ -187,6 +199,7 @@ class WeightPrefetcher:
     def _fetch(self, delay_s: float) -> Weights:
         self._computed.wait(delay_s)
         start_s = monotonic_s()
-        weights = self._server.pull()
+        with self._stopwatch.measure("pull_s"):
+            weights = self._server.pull()
         self._pull_s = monotonic_s() - start_s
         return weights

@@ -30,7 +30,12 @@ def test_workers_and_shards_die_and_no_sample_is_lost(
     monkeypatch.setenv(VARIABLE, json.dumps([fault]))
     stpt = {"policy": "stpt", "initial": 0.02, "candidates": [1.0, 0.01], "alpha": 5}
     section = {"mode": "async", "staleness_bound": 3, "shards": 2, "snapshot_every": 4}
-    changes = {"learning_rate": stpt, "slots": {"count": 1}, "checkpoint": {"keep": "all"}}
+    changes = {
+        "model": "tests.support.small_jobs:make_slow_model",
+        "learning_rate": stpt,
+        "slots": {"count": 1},
+        "checkpoint": {"keep": "all"},
+    }
     ended, killed = threading.Event(), list[int]()
     killer = threading.Thread(target=_kill_a_shard, args=(tmp_path / "async", ended, killed))
     killer.start()
@@ -46,8 +51,9 @@ def test_workers_and_shards_die_and_no_sample_is_lost(
     steps = result.summary["steps_per_epoch"] - 5  # of a round, which are kept
     parallel = result.summary["parallel"]
     per_step = [sum(epoch["staleness"]["counts"]) / steps for epoch in epochs]
-    assert per_step[:2] == [2, 4]  # finer micro-batches from epoch to epoch
-    assert per_step[2] == parallel["micro_batches_per_step"] in (2, 8)  # as that was fast or slow
+    assert per_step[0] == 2
+    assert per_step[1] in (4, 8)  # 0.16 s of computing hide two messages at least
+    assert per_step[2] == parallel["micro_batches_per_step"]
     for epoch in epochs:
         assert epoch["samples"] == steps * 64
         assert epoch["staleness"]["max"] <= 3

@@ -20,6 +20,7 @@ from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.async_training.update_conversion import convert
 from raytrain_opt.async_training.weight_shard import Weights, assemble_state, split_parameters
 from raytrain_opt.async_training.worker_loop import AsyncTrainer, WeightPrefetcher
+from raytrain_opt.clock import Stopwatch
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
@@ -360,7 +361,7 @@ def test_weights_are_fetched_at_the_end_of_a_micro_batch_that_is_shorter_than_th
     monkeypatch.setattr(worker_loop, "monotonic_s", lambda: now_s[0])
     server: Any = Server()
     with ThreadPoolExecutor(1) as thread:
-        prefetcher = WeightPrefetcher(server, thread)
+        prefetcher = WeightPrefetcher(server, thread, Stopwatch())
         prefetcher.begin()
         now_s[0] = 3600.0
         prefetcher.end()

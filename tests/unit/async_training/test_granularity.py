@@ -8,26 +8,28 @@ from raytrain_opt.async_training.granularity import Granularity
 
 
 @pytest.mark.parametrize(
-    ("speeds", "chosen"),
+    ("share", "speeds", "chosen"),
     [
-        ([100, 99, 98, 97, 50, 50], [1, 2, 4, 8, 8, 8]),  # nothing is finer
-        ([100, 120, 107, 90, 90], [1, 2, 4, 2, 2]),  # more than a tenth below the fastest
-        ([100, 95, 91, 89, 200], [1, 2, 4, 8, 4]),  # small losses add up
-        ([100, 50, 200, 200], [1, 2, 1, 1]),
+        (0.0, [100, 95, 50, 50], [1, 8, 8, 8]),
+        (0.1, [100, 120, 120], [1, 8, 8]),
+        (0.2, [100, 100, 100], [1, 4, 4]),  # 8 messages would take longer than computing
+        (1.5, [100, 50, 100], [1, 1, 1]),
+        (0.1, [100, 70, 89, 95, 50], [1, 8, 4, 2, 2]),  # more than a tenth slower
+        (0.1, [100, 50, 50, 50, 50], [1, 8, 4, 2, 1]),
     ],
 )
-def test_micro_batches_become_finer_until_that_costs_speed(
-    speeds: list[float], chosen: list[int]
+def test_micro_batches_are_as_fine_as_the_speed_allows(
+    share: float, speeds: list[float], chosen: list[int]
 ) -> None:
     granularity, splits = Granularity([1, 2, 4, 8]), []
     for samples_per_s in speeds:
         splits.append(granularity.split)
-        granularity.measured(samples_per_s)
+        granularity.measured(samples_per_s, share)
     assert splits == chosen
 
 
 def test_a_given_number_stays() -> None:
     granularity = Granularity([6])
-    granularity.measured(100)
-    granularity.measured(10)
-    assert granularity.split == 6
+    for samples_per_s in (100, 10, 1):
+        granularity.measured(samples_per_s, 2.0)
+        assert granularity.split == 6
