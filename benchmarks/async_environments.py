@@ -23,7 +23,7 @@ from random import Random
 from benchmarks.async_simulation import Network, NoNetwork, Seconds, Simulation
 from raytrain_opt.async_training.granularity import Granularity
 from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
-from raytrain_opt.train.micro_batches import choose_split, doubling_splits, split_by_speed
+from raytrain_opt.train.micro_batches import choose_split, split_by_speed, usual_splits
 
 WAYS = ("sync", "without slow", "backup", "balanced", "async")
 STEPS_PER_EPOCH = 15
@@ -97,7 +97,7 @@ def steps_s(way: str, environment: Environment, seed: int, steps: int) -> float:
     """Return the simulated seconds of so many steps."""
     workers, seconds = environment.workers, environment.clock(seed)
     if way == "async":
-        granularity = Granularity(doubling_splits(_SAMPLES_PER_WORKER))
+        granularity = Granularity(usual_splits(_SAMPLES_PER_WORKER))
         epochs = divmod(steps, STEPS_PER_EPOCH)
         lengths = [STEPS_PER_EPOCH] * epochs[0] + [epochs[1]] * (epochs[1] > 0)
         return sum(_epoch_s(environment, seconds, length, granularity) for length in lengths)

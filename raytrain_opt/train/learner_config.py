@@ -26,10 +26,10 @@ from raytrain_opt.results import EVAL_BLOCK_SIZE
 from raytrain_opt.train.micro_batches import (
     WORTH,
     choose_split,
-    doubling_splits,
     possible_splits,
     sharing_cost,
     time_saved,
+    usual_splits,
 )
 
 # Forward passes keep no activations, so 256 samples fit wherever a training step does.
@@ -108,7 +108,7 @@ class LearnerConfig:
         """The micro-batches per worker and step, from few to many, that `async` may have."""
         if self.parallel.micro_batches is not None:
             return [self.parallel.micro_batches // self.worker_count]
-        return doubling_splits(self.batch_size_per_worker)
+        return usual_splits(self.batch_size_per_worker)
 
     def imbalance(self, speeds: Sequence[float]) -> str | None:
         """Return a warning if micro-batches cannot share a step between these speeds."""

@@ -79,27 +79,19 @@ def possible_splits(samples: int) -> list[int]:
     return [n for n in range(1, samples // _MIN_SAMPLES + 1) if samples % n == 0] or [1]
 
 
-def usual_split(samples: int) -> int:
-    """Return into how many micro-batches a share can be cut, at most 16 of at least 8 samples."""
+def usual_splits(samples: int) -> list[int]:
+    """Return into how many micro-batches a share can be cut: at most 16 of at least 8 samples."""
     finest = min(_USUAL_SPLIT, samples // _USUAL_SAMPLES)
-    return max((n for n in possible_splits(samples) if n <= finest), default=1)
-
-
-def doubling_splits(samples: int) -> list[int]:
-    """Return splits from 1 to `usual_split`, each but the last at least twice the one before."""
-    finest, splits = usual_split(samples), [1]
-    while larger := [n for n in possible_splits(samples) if 2 * splits[-1] <= n < finest]:
-        splits.append(larger[0])
-    return splits if splits[-1] == finest else [*splits, finest]
+    return [n for n in possible_splits(samples) if n <= max(1, finest)]
 
 
 def choose_split(samples: int, workers: int, speeds: Sequence[float], present: int = 1) -> int:
     """Return the number of micro-batches for each of `workers` equal shares of `samples` samples.
 
-    Usually `usual_split`. If that costs more than `WORTH`, fewer, or more of at least 4 samples. A
-    `present` number above 1 stays if it is as good.
+    The most of `usual_splits`. If that costs more than `WORTH`, fewer, or more of at least 4
+    samples. A `present` number above 1 stays if it is as good.
     """
-    splits, usual = possible_splits(samples), usual_split(samples)
+    splits, usual = possible_splits(samples), usual_splits(samples)[-1]
     if not speeds:
         return usual
     coarser = [n for n in reversed(splits) if n < usual]

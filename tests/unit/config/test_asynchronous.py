@@ -92,13 +92,13 @@ def test_a_job_comes_back_as_it_was_written(bound: int | None) -> None:
 @pytest.mark.parametrize(
     ("batch", "micro_batches", "splits"),
     [
-        (192, None, [1, 2, 4, 6]),  # the finest of 8 samples
+        (192, None, [1, 2, 3, 4, 6]),  # the finest of 8 samples
         (2048, None, [1, 2, 4, 8, 16]),
         (48, None, [1]),
         (48, 24, [6]),
     ],
 )
-def test_a_step_is_cut_into_more_and_more_micro_batches(
+def test_a_step_can_be_cut_into_micro_batches_of_eight_samples(
     batch: int, micro_batches: int | None, splits: list[int]
 ) -> None:
     parallel = {**ASYNC, "micro_batches": micro_batches}
