@@ -7,16 +7,14 @@ metrics stay there until the end of a phase, that is, of one call of `train` or 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import islice, product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
@@ -24,7 +22,6 @@ from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import TrainingData, open_data
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.data.factory import SharedData
-from raytrain_opt.models import build_model
 from raytrain_opt.optim import averaging
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.optim.factory import (
@@ -37,12 +34,14 @@ from raytrain_opt.optim.factory import (
 from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, Split, TrainTotals
 from raytrain_opt.train import batch_norm
 from raytrain_opt.train.data_parallel import Parallel
+from raytrain_opt.train.evaluation import Evaluator
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.model_setup import set_up_model
+from raytrain_opt.train.phase import Phase
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels, compile_model
-from raytrain_opt.train.predictions import PredictionRecorder
 from raytrain_opt.train.state import TrainingState, restore, to_cpu_state
-from raytrain_opt.train.task import Classification, Task, build_task, metric_of, try_task
+from raytrain_opt.train.task import build_task
 from raytrain_opt.train.update import update_weights
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
@@ -51,23 +50,6 @@ _STATISTICS_BATCHES = 10
 
 # Called before each step with the number of completed steps; a true result ends the phase there.
 OnStep = Callable[[int], object]
-
-
-@dataclass
-class _Phase:
-    """The latest phase of training: BatchNorm layers' batch counts at its start, and its sums."""
-
-    epoch: int
-    micro_batches: MicroBatches
-    tracked_before: dict[str, int]
-    search: bool
-    loss_sum: Tensor  # [1], float64, on the device
-    steps: int = 0
-    samples: int = 0
-    skipped: int = 0
-    data_wait_s: float = 0.0
-    started_s: float = field(default_factory=monotonic_s)
-    updating: bool = False  # the weights are between two steps
 
 
 class Learner:
@@ -97,10 +79,10 @@ class Learner:
             classification=config.task.is_classification,
         )
         self.task = build_task(config.task, config.loss, self.info, device)
-        self._metric = metric_of(self.task)
-        self.model, self._values_per_channel, self._metric_names = _build_model(
+        self.model, self._values_per_channel, metric_names = set_up_model(
             config, self.info, self.task, device
         )
+        self._evaluator = Evaluator(self.model, self.task, metric_names, self.data, self.autocast)
         self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
@@ -202,7 +184,7 @@ class Learner:
             self._stop_phase()
         pairs = parallel.end_phase()
         norms = GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
-        return replace(self._totals(), norms=norms)
+        return replace(self._phase.totals(), norms=norms)
 
     def _stop_phase(self) -> None:
         """Note what the phase continues with."""
@@ -212,18 +194,6 @@ class Learner:
             "buffers": [],
             "tracked_before": self._phase.tracked_before,
         }
-
-    def _totals(self) -> TrainTotals:
-        phase = self._phase
-        [loss_sum] = phase.loss_sum.tolist()
-        return TrainTotals(
-            steps=phase.steps,
-            samples=phase.samples,
-            loss_sum=loss_sum,
-            skipped=phase.skipped,
-            duration_s=monotonic_s() - phase.started_s,
-            data_wait_s=phase.data_wait_s,
-        )
 
     def _train_step(self, step: int, indices: range, batches: Iterator[Batch]) -> None:
         """Train one step of the phase: accumulate the gradients of these micro-batches, update."""
@@ -255,7 +225,7 @@ class Learner:
             return None
         averaging.use_averaged_weights(self.optimizer)
         self._stop_phase()
-        own, samples = self._totals(), phase.steps * self._global_batch_size(phase.epoch)
+        own, samples = self._phase.totals(), phase.steps * self._global_batch_size(phase.epoch)
         skipped = round(samples * own.skipped / (own.samples + own.skipped))
         used = samples - skipped
         return replace(own, samples=used, skipped=skipped, loss_sum=own.loss * used)
@@ -306,7 +276,7 @@ class Learner:
             if batch_norm.take_own_buffers(self.model, stopped["buffers"]):
                 before = stopped["tracked_before"]
         loss_sum = torch.zeros(1, device=self.device, dtype=torch.float64)
-        self._phase = _Phase(epoch, micro_batches, before, search, loss_sum)
+        self._phase = Phase(epoch, micro_batches, before, search, loss_sum)
 
     def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
         """Run forward and backward of one micro-batch, with its mean loss divided by `divisor`.
@@ -321,7 +291,6 @@ class Learner:
         self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
         return loss.detach().double() * batch.size
 
-    @torch.no_grad()
     def evaluate(
         self,
         split: Split,
@@ -333,27 +302,7 @@ class Learner:
 
         `on_step` is called before each batch with the numbers of completed and of all batches.
         """
-        started_s, samples = monotonic_s(), 0
-        names = self._metric_names
-        sums = torch.zeros(len(names), device=self.device, dtype=torch.float64)
-        self.model.eval()
-        batch_size = self.eval_batch_size
-        split_size = self.info.test_size if split == "test" else self.info.validation_size
-        total = math.ceil(split_size / (world_size * batch_size))
-        recorder = None
-        if split == "test" and isinstance(self.task, Classification):
-            recorder = PredictionRecorder(self.model)
-        for done, batch in enumerate(self.data.eval_batches(split, rank, world_size, batch_size)):
-            on_step(done, total)
-            with self.autocast():
-                values = self.task.validation_metrics(recorder or self.model, batch.content)
-            if recorder is not None:
-                recorder.add(batch)
-            sums += torch.stack([values[name].double().sum() for name in names])
-            samples += batch.size
-        named = dict(zip(names, sums.tolist(), strict=True))
-        predictions = None if recorder is None else recorder.result(self.info.preprocessing)
-        return EvalTotals(samples, named, monotonic_s() - started_s, self._metric, predictions)
+        return self._evaluator.evaluate(split, rank, world_size, self.eval_batch_size, on_step)
 
     def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
         """Give all workers the same BatchNorm statistics, after a phase of synchronous training.
@@ -446,23 +395,3 @@ class Learner:
     def eval_batch_size(self) -> int:
         """Samples in one forward pass without gradients."""
         return self.config.eval_batch_size(self.config.batch_size_per_worker)
-
-
-def _build_model(
-    config: LearnerConfig, info: DataInfo, task: Task, device: torch.device
-) -> tuple[nn.Module, dict[str, float], tuple[str, ...]]:
-    """Build the model; return `count_values_per_channel`, and the names of the task's metrics."""
-    model = build_model(
-        config.model,
-        num_classes=info.num_classes,
-        sample_shape=info.sample_shape,
-        seed=config.seed,
-    ).to(device)
-    if config.channels_last and len(info.sample_shape) == 3:
-        model = model.to(memory_format=torch.channels_last)
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    model = batch_norm.prepare_batch_norm(model, config.batch_norm, world_size=world_size)
-    batch_norm.freeze_statistics(model, config.model.freeze)
-    with batch_norm.count_values_per_channel(model) as values_per_channel:
-        metrics = try_task(task, model, info, device)
-    return model, values_per_channel, metrics

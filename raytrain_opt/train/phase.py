@@ -1,0 +1,43 @@
+"""What a process counts in a phase of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.results import TrainTotals
+from raytrain_opt.train.micro_batches import MicroBatches
+
+
+@dataclass
+class Phase:
+    """One phase, that is, one call of `Learner.train`, and its sums.
+
+    `tracked_before`: the numbers of batches that BatchNorm layers had counted at its start.
+    """
+
+    epoch: int
+    micro_batches: MicroBatches
+    tracked_before: dict[str, int]
+    search: bool
+    loss_sum: Tensor  # [1], float64, on the device
+    steps: int = 0
+    samples: int = 0
+    skipped: int = 0
+    data_wait_s: float = 0.0
+    started_s: float = field(default_factory=monotonic_s)
+    updating: bool = False  # the weights are between two steps
+
+    def totals(self) -> TrainTotals:
+        """Return the sums so far; this waits for the device."""
+        [loss_sum] = self.loss_sum.tolist()
+        return TrainTotals(
+            steps=self.steps,
+            samples=self.samples,
+            loss_sum=loss_sum,
+            skipped=self.skipped,
+            duration_s=monotonic_s() - self.started_s,
+            data_wait_s=self.data_wait_s,
+        )
