@@ -15,6 +15,7 @@ from raytrain_opt.execution.length import TrainingLength, measure_pace
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgress, epoch_record
 from raytrain_opt.execution.session import Workspace
+from raytrain_opt.execution.worker_events import WorkerEvents
 from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
 from raytrain_opt.pools.protocol import (
     Backend,
@@ -38,7 +39,6 @@ from raytrain_opt.search.policy import (
 )
 from raytrain_opt.search.time_budget import Pace
 from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
-from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.trained_model import model_metadata
 
@@ -70,8 +70,7 @@ class TrainingRun:
         self._announced = checkpoints.latest
         self._workers_ready = False
         self._in_round = False  # candidates are trained
-        self._workers_at_work = backend.workers.size
-        self._imbalance_reported = False
+        self._worker_events = WorkerEvents(self.job, event_log, backend.workers)
         for pool in backend.pools:
             pool.on_wait = self._on_wait
 
@@ -209,7 +208,8 @@ class TrainingRun:
             state = outcome.state
             if outcome.totals.steps == len(command.lrs) or self._stop.error is not None:
                 return state
-            self._report_death(command, outcome)
+            steps = self.steps(action.epoch)
+            self._worker_events.continued(command, outcome.totals.steps, steps)
 
     def _followed_loss(self, state: StateRef) -> float:
         """Return the mean training loss, or the negative score that a plateau follows."""
@@ -224,10 +224,10 @@ class TrainingRun:
         return -scored.metric.score(scored.means[scored.metric.name])
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
-        self._report_worker_count(command.epoch, outcome.workers)
+        speeds = cast("list[float]", outcome.parallel.get("speeds") or [])
+        self._worker_events.trained(command.epoch, outcome.workers, speeds)
         self.backend.states.keep(outcome.state)
         self.parallel = outcome.parallel
-        self._report_imbalance(command.epoch)
         self._epoch.add(command, outcome)
         samples = outcome.totals.samples + outcome.totals.skipped
         self.progress = self.progress.add_samples(kept=samples)
@@ -261,7 +261,7 @@ class TrainingRun:
     def checkpoint_epoch(self, state: StateRef, history: History) -> None:
         epoch = self.progress.next_epoch
         optimizer = self.job.optimizers[self._epoch.optimizer]
-        name, workers = str(optimizer.name), self._workers_at_work
+        name, workers = str(optimizer.name), self._worker_events.at_work
         record = epoch_record(epoch, self.length.epochs, self._epoch, workers, name, self.lrs)
         self.progress = replace(
             self.progress, next_epoch=epoch + 1, history=history, partial_epoch=PartialEpoch()
@@ -337,15 +337,7 @@ class TrainingRun:
         finished = {result.candidate.index for result in results}
         lost = [c for c in action.candidates if c.index not in finished]
         if lost:
-            pool = self._candidate_pool()
-            lrs = ", ".join(f"{candidate.lr:.3g}" for candidate in lost)
-            self.event_log.log(
-                "lost",
-                action.epoch,
-                f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
-                "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
-                f"{len(pool.alive())} of {pool.size} slots are left",
-            )
+            self._worker_events.lost(action, lost, self._candidate_pool())
         return [CandidateResult.lost(candidate) for candidate in lost]
 
     def _on_wait(self, pool: str, progress: Progress | None) -> bool:
@@ -361,33 +353,6 @@ class TrainingRun:
     def _show_phase(self, epoch: int, phase: str) -> None:
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  {phase}")
         self.terminal.advance(self.length.fraction(epoch - 1))
-
-    def _report_worker_count(self, epoch: int, workers: int) -> None:
-        before, self._workers_at_work = self._workers_at_work, workers
-        if workers != before:
-            self.event_log.log(
-                "fewer" if workers < before else "more",
-                epoch,
-                f"epoch {epoch}: running on {workers} of {self.backend.workers.size} workers; "
-                "global batch size unchanged",
-            )
-
-    def _report_death(self, command: MainTrain, outcome: TrainingOutcome) -> None:
-        step, steps = command.first_step + outcome.totals.steps, self.steps(command.epoch)
-        self.event_log.log(
-            "continued",
-            command.epoch,
-            f"epoch {command.epoch}: a worker died or was cut off; training continues after step "
-            f"{step} of {steps}, which another worker still had",
-        )
-
-    def _report_imbalance(self, epoch: int) -> None:
-        """Warn once, where measured speeds show that micro-batches are too coarse."""
-        speeds = cast("list[float] | None", self.parallel.get("speeds"))
-        text = LearnerConfig.from_job(self.job).imbalance(speeds) if speeds else None
-        if text is not None and not self._imbalance_reported:
-            self.event_log.log("imbalance", epoch, f"epoch {epoch}: {text}")
-            self._imbalance_reported = True
 
     def _round_record(
         self, action: TryCandidates, decision: Decision, winner_sha256: str | None

@@ -1,0 +1,57 @@
+"""What the log of events says about workers and slots: their number, deaths and speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.pools.commands import MainTrain
+from raytrain_opt.pools.protocol import Pool
+from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.search.policy import Candidate, TryCandidates
+from raytrain_opt.train.learner_config import LearnerConfig
+
+
+class WorkerEvents:
+    """Logs changes; `at_work` is the number of workers in the latest epoch."""
+
+    def __init__(self, job: Job, event_log: EventLog, workers: Pool) -> None:
+        self._event_log, self._size = event_log, workers.size
+        self._config = LearnerConfig.from_job(job)
+        self._imbalance_reported = False
+        self.at_work = workers.size
+
+    def trained(self, epoch: int, workers: int, speeds: Sequence[float]) -> None:
+        """Log another number of workers, and once that micro-batches are too coarse for them."""
+        before, self.at_work = self.at_work, workers
+        if workers != before:
+            self._event_log.log(
+                "fewer" if workers < before else "more",
+                epoch,
+                f"epoch {epoch}: running on {workers} of {self._size} workers; "
+                "global batch size unchanged",
+            )
+        text = self._config.imbalance(speeds) if speeds else None
+        if text is not None and not self._imbalance_reported:
+            self._event_log.log("imbalance", epoch, f"epoch {epoch}: {text}")
+            self._imbalance_reported = True
+
+    def continued(self, command: MainTrain, done: int, steps: int) -> None:
+        """Log that the epoch of `steps` steps goes on after `done` steps of this command."""
+        self._event_log.log(
+            "continued",
+            command.epoch,
+            f"epoch {command.epoch}: a worker died or was cut off; training continues after step "
+            f"{command.first_step + done} of {steps}, which another worker still had",
+        )
+
+    def lost(self, action: TryCandidates, candidates: Sequence[Candidate], pool: Pool) -> None:
+        """Log that the slots of these candidates died too often."""
+        lrs = ", ".join(f"{candidate.lr:.3g}" for candidate in candidates)
+        self._event_log.log(
+            "lost",
+            action.epoch,
+            f"epoch {action.epoch}: learning rate {lrs} is left out: its slot died more often "
+            "than max_restarts allows, or made no progress within timeouts.no_progress_s; "
+            f"{len(pool.alive())} of {pool.size} slots are left",
+        )
