@@ -63,7 +63,7 @@ BYTES, WORKERS_PER_NODE = 1e8, 3
 
 def balanced(args: argparse.Namespace) -> dict[str, Any]:
     """Measure balanced and synchronous training."""
-    names = list(product(("sync", "balanced"), CASES))
+    names = [(mode, case) for case in CASES for mode in ("sync", "balanced")]
     runs = [Run(mode, CASES[case]) for mode, case in names]
     results = measure(runs, WORKERS, args.balanced_steps, args.share_s)
     measured = dict(zip(names, results, strict=True))

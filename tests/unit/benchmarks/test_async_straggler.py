@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,13 @@ import torch
 
 from benchmarks.async_environments import ENVIRONMENTS, WAYS, Environment
 from benchmarks.async_map import MICRO_BATCH_CALL_S, markdown, step_s
-from benchmarks.async_processes import MICRO_BATCH_SAMPLES, Sleeper, job_of
+from benchmarks.async_processes import (
+    MICRO_BATCH_SAMPLES,
+    FastestGradients,
+    Sleeper,
+    job_of,
+    simulated_steps_s,
+)
 from benchmarks.async_simulation import Costs, Network
 from benchmarks.async_straggler import efficiency
 from benchmarks.async_training import Training, table, train
@@ -147,3 +154,33 @@ def test_trainings_that_differ_in_what_they_compute_have_different_keys() -> Non
     keys = {way: {Training(SYNTHETIC, way, place, 8, 0).key for place in places} for way in WAYS}
     assert [len(keys[way]) for way in WAYS] == [1, 1, 1, 2, 4]
     assert len(set().union(*keys.values())) == 9
+
+
+def test_the_last_gradient_of_a_step_with_a_backup_worker_is_lost() -> None:
+    sums = FastestGradients(workers=3, needed=2)
+
+    def gradient(value: float) -> Any:
+        return torch.full((2,), value).numpy()
+
+    async def steps() -> list[list[float]]:
+        fast = await asyncio.gather(sums.add(0, gradient(1)), sums.add(0, gradient(3)))
+        late = await sums.add(0, gradient(100))
+        ended = await sums.ended(0)
+        next_step = await asyncio.gather(sums.add(1, gradient(5)), sums.add(1, gradient(7)))
+        return [values.tolist() for values in (*fast, late, ended, *next_step)]
+
+    assert asyncio.run(steps()) == [[2.0, 2.0]] * 4 + [[6.0, 6.0]] * 2
+
+
+def test_computing_hides_the_messages_of_one_micro_batch_but_not_of_four() -> None:
+    def step_s(name: str) -> tuple[float, float]:
+        place = ENVIRONMENTS[name](4)
+        seconds = simulated_steps_s(place, 40, 0.5, 4_700_000, 2, Costs())
+        return seconds["async"], seconds["async, 4 micro-batches"]
+
+    assert step_s("equal") == pytest.approx((0.5, 0.5), rel=0.06)
+    one_s, four_s = step_s("slow network")
+    assert one_s == pytest.approx(0.5, rel=0.06)
+    assert four_s > 0.8
+    one_s, four_s = step_s("one slow worker")
+    assert four_s <= one_s == pytest.approx(0.5 * 4 / 3.25, rel=0.12)
