@@ -6,7 +6,6 @@ The tests and the Ray processes that they start can import this module.
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -116,21 +115,3 @@ class _OutOfMemoryAbove16(nn.Module):
 def make_model_for_16_samples() -> nn.Module:
     """Return a model that trains with at most 16 samples, as a user's function."""
     return _OutOfMemoryAbove16()
-
-
-class _TakesTime(nn.Module):
-    """A model whose training takes 5 ms per sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = small_cnn(num_classes=10, sample_shape=(1, 8, 8), width=8)
-
-    def forward(self, x: Tensor) -> Any:
-        if self.training:
-            time.sleep(0.005 * len(x))
-        return self.network(x)
-
-
-def make_slow_model() -> nn.Module:
-    """Return a model whose micro-batches take longer than their messages."""
-    return _TakesTime()
