@@ -15,7 +15,7 @@ log rates, weighted by a power of their gain. The gain is how much lower their l
 a rate a decade below in few steps, which hardly trains. The best single candidate is a worse
 choice: trainings of one rate on other batches differ by more than trainings of neighboring rates,
 and the mean averages that out. A candidate that diverged has no gain, so it needs no rule of its
-own.
+own. Where nobody has learned anything yet, the peak is the largest rate that reduces the loss.
 
 Sources: Wu et al., ICLR 2018 (short-horizon bias); the trials that compared rules are ours
 (benchmarks/RESULTS.md).
@@ -42,6 +42,9 @@ _FIRST_OFFSETS = (-1, 0, 1)
 TOLERANCE = 0.02
 # The weight of a fine candidate is this power of its gain.
 _GAIN_POWER = 4
+# Gains below this fraction of the loss are noise: an optimizer that starts slowly has learned
+# nothing yet but how frequent the classes are, which the smallest rate does as well.
+_LEAST_GAIN = 0.01
 
 # Steps of a fine candidate where the budget allows; with fewer, single rates are unreliable.
 _FINE_STEPS = 96
@@ -238,22 +241,25 @@ def hardly_trained_loss(rounds: Sequence[Decision]) -> float | None:
 
 def _choose_peak(trials: _Trials, rounds: Sequence[Decision]) -> PeakChoice:
     """Return the mean log rate, weighted by powers of gains; the best rate without any gain."""
-    untrained = hardly_trained_loss(rounds)
+    untrained, steps = hardly_trained_loss(rounds), rounds[-1].steps
     assert untrained is not None
     gains = {p: max(0.0, untrained - trials.loss(p)) for p in trials.alive}
     best = trials.largest(0.0)
-    if gains[best] == 0:
-        center, gains = float(best), {best: 1.0}
+    if 0 < gains[best] < _LEAST_GAIN * abs(untrained) and rounds[-1].stage == FINE:
+        center = float(max(point for point, gain in gains.items() if gain > 0))
+        reason = f"largest rate that reduces the loss, by less than {_LEAST_GAIN:.0%} at any rate"
     else:
+        if gains[best] == 0:
+            gains = {best: 1.0}
         weights = {point: (gain / gains[best]) ** _GAIN_POWER for point, gain in gains.items()}
         center = math.fsum(p * w for p, w in weights.items()) / math.fsum(weights.values())
-    gaining = [point_to_lr(point) for point, gain in gains.items() if 2 * gain >= gains[best]]
-    reason = (
-        f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
-        f"{max(gaining):.3g} (best {point_to_lr(best):.3g}), in {rounds[-1].steps} steps"
-    )
+        gaining = [point_to_lr(point) for point, gain in gains.items() if 2 * gain >= gains[best]]
+        reason = (
+            f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
+            f"{max(gaining):.3g} (best {point_to_lr(best):.3g})"
+        )
     nearest = min(trials.alive, key=lambda point: abs(point - center))
-    return PeakChoice(trials.alive[nearest], point_to_lr(center), reason)
+    return PeakChoice(trials.alive[nearest], point_to_lr(center), f"{reason}, in {steps} steps")
 
 
 def _around(point: int, stage: str) -> tuple[int, ...]:

@@ -270,6 +270,20 @@ def test_one_lucky_candidate_does_not_decide_alone() -> None:
     assert 0.06 < trained(horizon(), ScriptedLosses(fine=(2.0, 2.1, 2.2))).peak < 0.11
 
 
+@pytest.mark.parametrize(
+    ("fine", "peak"),
+    [
+        ((3.97, 3.98, 3.995), 10**-0.5),
+        ((3.97, 3.98, 4.01), 0.1),  # 10^-0.5 raises the loss
+        ((3.95, 3.995, 4.01), 10**-1.5),  # 1.25 % are a gain
+    ],
+)
+def test_the_peak_is_the_largest_rate_that_reduces_the_loss_while_nothing_is_learned(
+    fine: tuple[float, float, float], peak: float
+) -> None:
+    assert trained(horizon(), ScriptedLosses(fine=fine)).peak == pytest.approx(peak, rel=0.01)
+
+
 def test_without_any_gain_the_best_rate_is_the_peak() -> None:
     assert trained(horizon(), ScriptedLosses(fine=(4.3, 4.2, 4.5))).peak == pytest.approx(0.1)
 
