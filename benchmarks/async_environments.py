@@ -98,9 +98,10 @@ def steps_s(way: str, environment: Environment, seed: int, steps: int) -> float:
     workers, seconds = environment.workers, environment.clock(seed)
     if way == "async":
         granularity = Granularity(usual_splits(_SAMPLES_PER_WORKER))
-        epochs = divmod(steps, STEPS_PER_EPOCH)
-        lengths = [STEPS_PER_EPOCH] * epochs[0] + [epochs[1]] * (epochs[1] > 0)
-        return sum(_epoch_s(environment, seconds, length, granularity) for length in lengths)
+        return sum(
+            _epoch_s(environment, seconds, min(STEPS_PER_EPOCH, steps - first), granularity)
+            for first in range(0, steps, STEPS_PER_EPOCH)
+        )
     all_reduce_s = environment.all_reduce_s(workers - (way == "without slow"))
     return sum(compute_s(way, environment, seconds) + all_reduce_s for _ in range(steps))
 
