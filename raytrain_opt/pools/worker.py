@@ -15,7 +15,7 @@ from raytrain_opt.results import EvalTotals
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.reductions import sum_over_ranks
-from raytrain_opt.train.step_choices import CompileChoice, describe_step
+from raytrain_opt.train.step_choices import StepChoices, describe_step
 
 
 class Worker(CandidateTrainer):
@@ -31,8 +31,12 @@ class Worker(CandidateTrainer):
         self._connect_s = connect_s
         self._start_s: float | None = None
         self._first_step_s: float | None = None
-        on_gpu = learner.device.type == "cuda"
-        self._compiling = CompileChoice(learner, auto=on_gpu and learner.config.compile == "auto")
+        on_gpu, config = learner.device.type == "cuda", learner.config
+        self._step_choices = StepChoices(
+            learner,
+            auto_compile=on_gpu and config.compile == "auto",
+            cuda_graphs=on_gpu and config.cuda_graphs,
+        )
         self._hasher = ThreadPoolExecutor(1)
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
@@ -90,7 +94,7 @@ class Worker(CandidateTrainer):
         self._live_id = f"{command.epoch}.{command.first_step + totals.steps}"
         with stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
-        self._compiling.after_phase(totals.duration_s)
+        self._step_choices.after_phase(totals.duration_s)
         loaded_sha256 = None if digest is None else digest.result()
         return MainTrainReply(totals, loaded_sha256, timings_s, ref, self._describe_parallel())
 
@@ -100,7 +104,7 @@ class Worker(CandidateTrainer):
             "workers": self.world_size,
             "connect_s": self._connect_s,
             "first_step_s": self._first_step_s,
-            "step": describe_step(self.learner) | self._compiling.times_s,
+            "step": describe_step(self.learner) | self._step_choices.measured,
         }
 
     def _time_first_step(self, done: int) -> None:

@@ -412,7 +412,8 @@ class ResultRecord(Record):
     parallel: dict[str, Any] = Field(
         description=(
             "How workers exchanged gradients; `step`: what was chosen for a training step, and "
-            "the seconds of forward and backward of a micro-batch, compiled and eager."
+            "the seconds of forward and backward of a micro-batch, compiled and eager, with and "
+            "without CUDA graphs."
         )
     )
     noise_scale: NoiseScaleSummary | None = Field(

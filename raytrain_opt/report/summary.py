@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Any
 
 from raytrain_opt.recording.records import RoundRecord, best_epoch
 from raytrain_opt.report.formatting import count, duration, percent, plain, rate, times
@@ -125,7 +126,7 @@ def _sentences(run: RunRecords, search: SearchCost, wall_s: float | None) -> Ite
     yield from _search_gain_sentences(run)
     yield from _batch_size_sentence(run)
     yield from _startup_sentence(run, wall_s)
-    yield from _step_sentence(run)
+    yield from _step_sentences(run)
     if run.result and run.result.noise_scale:
         yield f"Gradient noise scale: {run.result.noise_scale.sentence}."
 
@@ -220,12 +221,17 @@ def _startup_sentence(run: RunRecords, wall_s: float | None) -> Iterator[str]:
         )
 
 
-def _step_sentence(run: RunRecords) -> Iterator[str]:
-    """Name what was chosen for a training step, and what compiling brought."""
+def _step_sentences(run: RunRecords) -> Iterator[str]:
+    """Name what was chosen for a training step, and what compiling and CUDA graphs brought."""
     parallel = run.result.parallel if run.result else {}
     step = parallel.get("step")
-    if step is None:
-        return
+    if step is not None:
+        yield _step_sentence(step, parallel.get("first_step_s"))
+        if step.get("no_graph_s"):
+            yield _graphs_sentence(step["graph_s"], step["no_graph_s"], step["graph_refused"])
+
+
+def _step_sentence(step: dict[str, Any], first_step_s: float | None) -> str:
     parts = [step["precision"], *step["kernels"], step["memory_format"], step["optimizer"]]
     if step["loader_processes"]:
         parts.append(f"loader processes: {step['loader_processes']}")
@@ -238,14 +244,23 @@ def _step_sentence(run: RunRecords) -> Iterator[str]:
                 f": forward and backward of a micro-batch took {duration(eager_s)}, and compiled, "
                 f"on trial, {duration(compiled_s)}"
             )
-        yield f"{text}."
-        return
+        return f"{text}."
     text = f"A training step: {chosen}, compiled ({step['compile']})"
     if compiled_s and eager_s:
         text += (
             f": forward and backward of a micro-batch took {duration(compiled_s)}, without "
             f"compiling {duration(eager_s)} ({plain(eager_s / compiled_s, 3)} times as long)"
         )
-    if parallel.get("first_step_s"):
-        text += f"; the first step, which compiles, took {duration(parallel['first_step_s'])}"
-    yield f"{text}."
+    if first_step_s:
+        text += f"; the first step, which compiles, took {duration(first_step_s)}"
+    return f"{text}."
+
+
+def _graphs_sentence(graph_s: float | None, no_graph_s: float, refused: str | None) -> str:
+    times_s = "" if graph_s is None else f"{duration(graph_s)}, without {duration(no_graph_s)}"
+    if refused:
+        return f"No CUDA graphs of the network: {refused}{f' ({times_s})' if times_s else ''}."
+    return (
+        f"With CUDA graphs of the network, forward and backward of a micro-batch took {times_s} "
+        f"({plain(no_graph_s / (graph_s or no_graph_s), 3)} times as long)."
+    )

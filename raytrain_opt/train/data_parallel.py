@@ -78,6 +78,10 @@ class Parallel:
     def after_step(self) -> None:
         """Call this after each update."""
 
+    def unwrapped(self) -> AbstractContextManager[None]:
+        """Take the model out of DDP while something that DDP would disturb is done to it."""
+        return nullcontext()
+
     def end_phase(self) -> tuple[Pair, ...]:
         """End the phase; return squared gradient norms of some updates (`gradient_noise`)."""
         return ()
@@ -115,7 +119,8 @@ class DataParallel(Parallel):
             else LoadBalance(section.speeds or [1.0] * world_size)
         )
         self._noise = NoiseTracker(model, enabled=section.noise_scale)
-        self.forward = self._wrap({}, init_sync=True)
+        self._arguments: dict[str, Any] = {}
+        self.forward = self._wrap(self._arguments, init_sync=True)
         self._bucket_choice = self._choose_buckets()
         next(self._bucket_choice, None)
 
@@ -219,13 +224,25 @@ class DataParallel(Parallel):
         if arguments == self._arguments:
             return
         started_s = monotonic_s()
+        with self.unwrapped():
+            self._arguments = arguments
+        self._wrap_s.append(monotonic_s() - started_s)
+
+    @contextmanager
+    def unwrapped(self) -> Iterator[None]:
+        """Remove DDP and its hooks, and wrap the model anew afterwards. Drops gradients.
+
+        All ranks must do this together.
+        """
         # The gradients are views of the old buckets: free these before the new ones are
         # allocated. The old hooks are removed with the old DDP.
         self._model.zero_grad(set_to_none=True)
         del self.forward
-        # All ranks have equal weights already, and each keeps its own running statistics.
-        self.forward = self._wrap(arguments, init_sync=False)
-        self._wrap_s.append(monotonic_s() - started_s)
+        try:
+            yield
+        finally:
+            # All ranks have equal weights already, and each keeps its own running statistics.
+            self.forward = self._wrap(self._arguments, init_sync=False)
 
     def _wrap(self, arguments: dict[str, Any], *, init_sync: bool) -> DistributedDataParallel:
         ddp = DistributedDataParallel(
@@ -241,7 +258,6 @@ class DataParallel(Parallel):
             ddp.register_comm_hook(None, self._timed(hook))
         elif self._section.compression != "none":
             ddp.register_comm_hook(None, hook)
-        self._arguments = arguments
         return ddp
 
     def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,6 +41,7 @@ class FakeLearner:
     )
     info = SimpleNamespace(sample_shape=(1,))
     compiled = "off"
+    network_graph = None
     kernels: tuple[str, ...] = ()
     data = SimpleNamespace(processes=0)
     optimizer = torch.optim.SGD([torch.zeros(1)])

@@ -17,7 +17,7 @@ from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.precision import COMPILE_ARGUMENTS
-from raytrain_opt.train.step_choices import CompileChoice, describe_step, time_compiled
+from raytrain_opt.train.step_choices import StepChoices, describe_step, time_compiled
 
 TWO = MicroBatches(range(2), 2)
 LRS = (0.1, 0.05)
@@ -78,6 +78,7 @@ def test_timing_a_compiled_model_compiles_nothing_new_and_keeps_the_state(
         "kernels": [],
         "memory_format": "channels_last",
         "compile": "default",
+        "cuda_graphs": False,
         "optimizer": "fused AdamW",
         "loader_processes": 0,
     }
@@ -96,16 +97,16 @@ def test_auto_keeps_what_is_faster_and_says_how_much(
 ) -> None:
     measured(monkeypatch, 0.02, eager_s)
     trained = learner()
-    choice = CompileChoice(trained, auto=True)
+    choice = StepChoices(trained, auto_compile=True, cuda_graphs=False)
     trained.train(1, 0, LRS, TWO)
     choice.after_phase(299.0)
-    assert (trained.compiled, graphs, choice.times_s) == ("off", [], {})
+    assert (trained.compiled, graphs, choice.measured) == ("off", [], {})
     choice.after_phase(1.0)
     assert trained.compiled == "default"
     trained.train(1, 2, LRS, TWO)
     choice.after_phase(1.0)
     assert trained.compiled == ("default" if kept else "off")
-    assert choice.times_s == {"compiled_s": 0.02, "eager_s": recorded_s}
+    assert choice.measured == {"compiled_s": 0.02, "eager_s": recorded_s}
     first = len(graphs)
     assert first > 0
     torch.compiler.reset()  # what is compiled is compiled again
@@ -120,10 +121,10 @@ def test_a_mode_that_the_job_names_is_measured_and_kept(
 ) -> None:
     measured(monkeypatch, 0.02, 0.01)
     trained = learner(compile="default")
-    choice = CompileChoice(trained, auto=False)
+    choice = StepChoices(trained, auto_compile=False, cuda_graphs=False)
     trained.train(1, 0, LRS, TWO)
     choice.after_phase(1.0)
-    assert (trained.compiled, choice.times_s["eager_s"]) == ("default", 0.01)
+    assert (trained.compiled, choice.measured["eager_s"]) == ("default", 0.01)
 
 
 def test_a_network_that_cannot_be_compiled_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_a_network_that_cannot_be_compiled_stays_eager(monkeypatch: pytest.Monke
 
     monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": fail})
     trained, eager = learner(), learner()
-    choice = CompileChoice(trained, auto=True)
+    choice = StepChoices(trained, auto_compile=True, cuda_graphs=False)
     choice.after_phase(300.0)
     with torch._dynamo.config.patch(suppress_errors=True):
         trained.train(1, 0, LRS, TWO)

@@ -1,0 +1,89 @@
+"""The forward and backward pass of a network as CUDA graphs, by `make_graphed_callables` of torch.
+
+Each pass is one launch, however many kernels it has. Loss, exchange of gradients, clipping and
+update stay outside, so every optimizer, number format and way to exchange works as it does
+without. The CPU launches their kernels while the GPU computes the graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class NetworkGraph:
+    """Graphs of a network for inputs of the shapes of `inputs`.
+
+    Where the network gets others, it runs as without graphs. `trained` are the parameters that
+    its backward pass reaches. Parameters must stay where they are in memory, and DDP must not
+    wrap the network during the capture, in which some passes change its buffers. The memory of
+    the activations is kept. `autocast` must not cache casts of the weights.
+
+    Raises RuntimeError or AssertionError: the network cannot be captured, for example because it
+    reads values of the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        trained: Sequence[nn.Parameter],
+        autocast: AbstractContextManager[object],
+    ) -> None:
+        self._model, self._forward, self._trained = model, model.forward, trained
+        self._shapes = _shapes(inputs)
+        inputs = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, inputs)
+        with autocast:
+            self._graphed: Any = torch.cuda.make_graphed_callables(
+                _Network(model), inputs, allow_unused_input=True
+            )
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the model's calls run the graphs, in place of compiled code, if any."""
+        model = self._model
+        compiled, model._compiled_call_impl = model._compiled_call_impl, None
+        own = {key: value for key, value in vars(model).items() if key == "forward"}
+        model.forward = self.forward
+        try:
+            yield
+        finally:
+            del model.forward
+            vars(model).update(own)
+            model._compiled_call_impl = compiled
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph of the forward pass; its backward pass runs the other one."""
+        if not kwargs and _shapes(args) == self._shapes:
+            return self._graphed(*args)
+        return self._forward(*args, **kwargs)
+
+    def zero_grad(self) -> None:
+        """Set the gradients to zero, in memory of their own.
+
+        Where there is none, the backward pass would leave that of its graph, which the next
+        micro-batch of the update overwrites.
+        """
+        for parameter in self._trained:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+        torch._foreach_zero_([p.grad for p in self._trained if p.grad is not None])
+
+
+class _Network(nn.Module):
+    """Calls a network as its owner does, compiled or not; torch changes `forward` of this one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Any:
+        return self.model(*args)
+
+
+def _shapes(inputs: tuple[Any, ...]) -> list[object]:
+    return [(v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for v in inputs]
