@@ -74,12 +74,16 @@ def steps_left(budget_steps: float, rounds: Sequence[Decision]) -> float:
 
 @dataclass(frozen=True)
 class PeakRequest:
-    """Candidates to train next, `steps` each, from the first step of the first epoch."""
+    """Candidates to train next, `steps` each, from the first step of the first epoch.
+
+    `is_higher`: their rate is above all that were tried; its loss is behind until the rate falls.
+    """
 
     stage: str
     points: tuple[int, ...]
     steps: int
     reason: str
+    is_higher: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,9 +178,9 @@ class PeakSearch:
         beyond = self._beyond(rounds, trials)
         if beyond is not None and self._may_extend(rounds, trials):
             why = "the best is at the edge" if trials.alive else "all diverged"
-            return PeakRequest(
-                stage, (beyond,), rounds[-1].steps, f"{why}: next {point_to_lr(beyond):.3g}"
-            )
+            reason = f"{why}: next {point_to_lr(beyond):.3g}"
+            is_higher = beyond > max(trials.tried)
+            return PeakRequest(stage, (beyond,), rounds[-1].steps, reason, is_higher=is_higher)
         if stage == COARSE:
             return self._fine(trials, rounds)
         return _choose_peak(trials, rounds)
@@ -184,16 +188,14 @@ class PeakSearch:
     def _beyond(self, rounds: Sequence[Decision], trials: _Trials) -> int | None:
         """Return the point past the edge if the best is at the edge; below all if all diverged.
 
-        None otherwise, and where the coarse stage has shown that point to be worse.
+        None otherwise, and where that point diverged in the coarse stage.
         """
         spacing = _SPACING[rounds[-1].stage]
         if not trials.alive:
             return min(trials.tried) - spacing
         tolerance = TOLERANCE if rounds[-1].stage == COARSE else 0.0
         beyond = trials.beyond_edge(trials.largest(tolerance), spacing)
-        coarse = _Trials.of(rounds, COARSE)
-        worse = [point for point in coarse.tried if point > coarse.largest(TOLERANCE)]
-        return None if beyond in worse else beyond
+        return None if beyond in _Trials.of(rounds, COARSE).failed else beyond
 
     def _fine(self, coarse: _Trials, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice:
         center, coarse_steps = coarse.largest(TOLERANCE), rounds[-1].steps

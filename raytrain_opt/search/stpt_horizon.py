@@ -185,9 +185,10 @@ class HorizonStpt:
 def _rival(rounds: Sequence[Decision], request: PeakRequest) -> tuple[float, ...]:
     """Return the training losses of the best candidate so far of as many steps, if enough.
 
-    Coarse candidates also say what hardly trained weights are worth, so none of them stops.
+    Coarse candidates also say what hardly trained weights are worth, so none of them stops. Nor
+    does a rate above all others.
     """
-    if request.stage != FINE or request.steps < FEWEST_COMPARED:
+    if request.stage != FINE or request.is_higher or request.steps < FEWEST_COMPARED:
         return ()
     tried = [r for d in rounds if d.steps == request.steps for r in d.tried if r.status == "ok"]
     return min(tried, key=lambda result: result.val_loss).losses if tried else ()

@@ -71,7 +71,8 @@ class FakeGraphs:
                 output = run()
                 ctx.output = output
                 fixed["output"].copy_(output.detach())
-                return fixed["output"].detach()
+                returned: Tensor = fixed["output"].detach()
+                return returned
 
             @staticmethod
             def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -74,6 +74,7 @@ def result(candidate: Candidate, blocks: list[float]) -> CandidateResult:
         train_s=1.0,
         score_s=0.1,
         slot=0,
+        losses=(mean,),
     )
 
 
@@ -240,7 +241,10 @@ def test_the_peak_is_near_the_best(best: float, seed: int) -> None:
 
 @dataclass
 class ScriptedLosses(Surface):
-    """Coarse candidates have the losses 4, 3.5 and 9; those of the fine ones are arguments."""
+    """Coarse candidates have the losses 4, 3.5 and 9; those of the fine ones are arguments.
+
+    All others have the loss 4.
+    """
 
     noise: float = 0.0
     fine: tuple[float, ...] = ()
@@ -249,7 +253,8 @@ class ScriptedLosses(Surface):
         losses = {"coarse": (4.0, 3.5, 9.0), "fine": self.fine}
         lowest = -1.0 if action.stage == "coarse" else -0.5
         position = (math.log10(candidate.lr / 0.1) - lowest) / -lowest
-        return losses[action.stage][round(position)] if position > -0.5 else 4.0
+        given = dict(enumerate(losses[action.stage]))
+        return given.get(round(position), 4.0)
 
 
 def test_the_peak_is_the_mean_log_rate_weighted_by_the_fourth_power_of_gains() -> None:
@@ -362,8 +367,16 @@ def test_candidates_are_numbered_through_the_epoch() -> None:
     assert numbers == list(range(len(numbers)))
 
 
-def test_the_fine_grid_is_extended_too() -> None:
-    """Downward, where the best is at its lower edge: upward the coarse stage knows better."""
+def test_the_fine_grid_is_extended_upward_even_if_a_coarse_rate_there_was_worse() -> None:
+    """Few steps favor small rates; and a higher one is behind until it falls: nothing stops it."""
+    training = trained(horizon(), ScriptedLosses(fine=(3, 2.5, 2)))
+    first, second = (action for action in training.rounds if action.stage == "fine")
+    assert rates(first) == pytest.approx([0.0316, 0.1, 0.316], rel=0.01)
+    assert rates(second) == pytest.approx([1.0])
+    assert second.rival == ()
+
+
+def test_the_fine_grid_is_extended_downward_too() -> None:
     training = trained(
         horizon(epochs=90),
         Surface(0.04, noise=0.01),
