@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,7 +96,8 @@ class Preflight:
             drop_last=job.data.drop_last,
         )
         batch_flops = self.sample_flops * job.global_batch_size
-        if is_too_costly(self.muon_flops, batch_flops):
+        total_steps = math.inf if job.epochs is None else steps.first * job.epochs
+        if is_too_costly(self.muon_flops, batch_flops, total_steps):
             job = job.model_copy(update={"optimizer": job.optimizer.without("Muon")})
             note = (
                 f"Muon is left out: orthogonalizing takes {self.muon_flops / batch_flops:.0f} "

@@ -40,8 +40,8 @@ _FINALISTS = 2
 # ResNet-18 with 32 images of 32 x 32 pixels (15 times) is 7 times as long, that of an MLP with 32
 # vectors (74 times) 35 times.
 _MAX_STEP_COST = 4.0
-# Up to this many operations, a twentieth of a second on one core, a better step is worth them.
-_FEW_FLOPS = 5e9
+# Up to this many operations in a training, a minute or two of one core, better steps are worth it.
+_FEW_FLOPS = 5e12
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,12 @@ class OptimizerRace:
             return None
 
 
-def is_too_costly(step_flops: float, batch_flops: float) -> bool:
-    """Return whether an optimizer's step takes too many operations beside those of its batch."""
-    return step_flops > max(_FEW_FLOPS, _MAX_STEP_COST * batch_flops)
+def is_too_costly(step_flops: float, batch_flops: float, steps: float) -> bool:
+    """Return whether an optimizer takes too many operations beside those of its batches.
+
+    `steps`: of the training; infinite if they depend on its speed.
+    """
+    return step_flops > _MAX_STEP_COST * batch_flops and step_flops * steps > _FEW_FLOPS
 
 
 def all_diverged(rounds: Sequence[Decision]) -> bool:

@@ -117,6 +117,21 @@ def test_muon_is_left_out_where_it_takes_several_times_the_operations_of_a_batch
     assert [section.name for section in resolved.learner.optimizers] == names
 
 
+@pytest.mark.parametrize(
+    ("length", "has_muon"),
+    [({"epochs": 2}, True), ({"epochs": 10_000}, False), ({"train_for": "1h"}, False)],
+    ids=str,
+)
+def test_muon_is_left_out_of_long_trainings_of_small_mlps(
+    length: dict[str, Any], *, has_muon: bool
+) -> None:
+    """A step has few operations, but 35 times those of its batch."""
+    values = {"model": small_mlp, "data": "digits", "global_batch_size": 8, **length}
+    resolved = run_preflight(parse_job({**values, "optimizer": "auto"})).resolved
+    assert resolved is not None
+    assert ("Muon" in [section.name for section in resolved.job.optimizers]) is has_muon
+
+
 def test_the_problems_of_all_sections_are_reported_at_once(tmp_path: Path) -> None:
     reported = problems(
         model="resnet9",

@@ -226,13 +226,20 @@ def test_when_all_of_all_optimizers_diverge_the_likely_cause_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "batch", "too_costly"),
-    [(4e12, 1e12, False), (4.1e12, 1e12, True), (5e9, 1e6, False), (5.1e9, 1e6, True)],
+    ("step", "batch", "steps", "too_costly"),
+    [
+        (4e12, 1e12, 1e6, False),
+        (4.1e12, 1e12, 1e6, True),
+        (5e9, 1e6, 1000, False),
+        (5e9, 1e6, 1001, True),
+        (5e9, 1e6, math.inf, True),
+        (5e9, 2e9, math.inf, False),
+    ],
 )
-def test_a_step_may_take_four_times_the_operations_of_a_batch_or_five_billion(
-    step: float, batch: float, *, too_costly: bool
+def test_steps_may_take_four_times_the_operations_of_a_batch_or_few_in_a_training(
+    step: float, batch: float, steps: float, *, too_costly: bool
 ) -> None:
-    assert is_too_costly(step, batch) is too_costly
+    assert is_too_costly(step, batch, steps) is too_costly
 
 
 def test_with_few_steps_only_the_rate_of_the_preferred_optimizer_is_searched() -> None:
