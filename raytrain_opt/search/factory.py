@@ -24,11 +24,14 @@ from raytrain_opt.search.stpt_horizon import HorizonStpt
 _ENDLESS_STEPS = 2**53
 
 
-def build_policy(job: Job, steps: EpochSteps) -> Policy:
-    """Build the job's policy. Raises JobError if it does not match the steps per epoch."""
+def build_policy(job: Job, steps: EpochSteps, *, batch_norm: bool = True) -> Policy:
+    """Build the job's policy. Raises JobError if it does not match the steps per epoch.
+
+    `batch_norm`: the network has such layers.
+    """
     section = job.learning_rate
     if isinstance(section, HorizonPolicy):
-        return HorizonStpt(section, job.epochs, steps, job.optimizers)
+        return HorizonStpt(section, job.epochs, steps, job.optimizers, batch_norm)
     if isinstance(section, SchedulePolicy):
         schedule: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
         if job.epochs is not None:

@@ -11,7 +11,8 @@ neighborhood of the best decade gets the longer schedule. Rates are points of on
 initial rate decides where the search begins, not where it ends.
 
 The peak is the weighted mean of all rates that reduce the loss: the mean of the fine candidates'
-log rates, weighted by a power of their gain. The gain is how much lower their loss is than that of
+log rates, weighted by a power of their gain (and a part of that, see `stpt_horizon`, for networks
+that do not bear it as long). The gain is how much lower their loss is than that of
 a rate a decade below in few steps, which hardly trains. The best single candidate is a worse
 choice: trainings of one rate on other batches differ by more than trainings of neighboring rates,
 and the mean averages that out. A candidate that diverged has no gain, so it needs no rule of its
@@ -160,6 +161,7 @@ class PeakSearch:
     initial: float
     steps: CandidateSteps
     budget_steps: float
+    peak_factor: float = 1.0  # of the peak, relative to what the candidates say
 
     def next(self, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice:
         """Return the next candidates after these rounds, or the peak.
@@ -183,7 +185,7 @@ class PeakSearch:
             return PeakRequest(stage, (beyond,), rounds[-1].steps, reason, is_higher=is_higher)
         if stage == COARSE:
             return self._fine(trials, rounds)
-        return _choose_peak(trials, rounds)
+        return _choose_peak(trials, rounds, self.peak_factor)
 
     def _beyond(self, rounds: Sequence[Decision], trials: _Trials) -> int | None:
         """Return the point past the edge if the best is at the edge; below all if all diverged.
@@ -202,7 +204,7 @@ class PeakSearch:
         points = _around(center, FINE)
         steps = min(self.steps.fine, int(steps_left(self.budget_steps, rounds) / len(points)))
         if steps < coarse_steps:
-            return _choose_peak(coarse, rounds)
+            return _choose_peak(coarse, rounds, self.peak_factor)
         reason = (
             f"about {point_to_lr(center):.3g} is best in {coarse_steps} steps: "
             f"next {_span(points)}"
@@ -241,24 +243,25 @@ def hardly_trained_loss(rounds: Sequence[Decision]) -> float | None:
     return coarse.loss(max((p for p in coarse.alive if p < decade), default=decade))
 
 
-def _choose_peak(trials: _Trials, rounds: Sequence[Decision]) -> PeakChoice:
-    """Return the mean log rate, weighted by powers of gains; the best rate without any gain."""
+def _choose_peak(trials: _Trials, rounds: Sequence[Decision], factor: float) -> PeakChoice:
+    """Return the rate at the weighted mean times `factor`; the best rate without any gain."""
     untrained, steps = hardly_trained_loss(rounds), rounds[-1].steps
     assert untrained is not None
     gains = {p: max(0.0, untrained - trials.loss(p)) for p in trials.alive}
     best = trials.largest(0.0)
-    if 0 < gains[best] < _LEAST_GAIN * abs(untrained) and rounds[-1].stage == FINE:
+    if gains[best] == 0:
+        center, reason = float(best), f"best rate {point_to_lr(best):.3g}, without any gain"
+    elif gains[best] < _LEAST_GAIN * abs(untrained) and rounds[-1].stage == FINE:
         center = float(max(point for point, gain in gains.items() if gain > 0))
         reason = f"largest rate that reduces the loss, by less than {_LEAST_GAIN:.0%} at any rate"
     else:
-        if gains[best] == 0:
-            gains = {best: 1.0}
         weights = {point: (gain / gains[best]) ** _GAIN_POWER for point, gain in gains.items()}
         center = math.fsum(p * w for p, w in weights.items()) / math.fsum(weights.values())
+        center += _PER_DECADE * math.log10(factor)
         gaining = [point_to_lr(point) for point, gain in gains.items() if 2 * gain >= gains[best]]
         reason = (
-            f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
-            f"{max(gaining):.3g} (best {point_to_lr(best):.3g})"
+            f"{'' if factor == 1 else f'{factor:g} x the '}weighted mean of the rates that reduce "
+            f"the loss, {min(gaining):.3g} to {max(gaining):.3g} (best {point_to_lr(best):.3g})"
         )
     nearest = min(trials.alive, key=lambda point: abs(point - center))
     return PeakChoice(trials.alive[nearest], point_to_lr(center), f"{reason}, in {steps} steps")

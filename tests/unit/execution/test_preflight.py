@@ -15,6 +15,7 @@ from torch import nn
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_job, run_preflight
+from raytrain_opt.search.stpt_horizon import HorizonStpt
 from tests.support.synthetic_runs import write_schedule
 
 HERE = "on this machine (the job is checked where it starts)"
@@ -115,6 +116,17 @@ def test_muon_is_left_out_where_it_takes_several_times_the_operations_of_a_batch
     assert ("Muon" in names) is has_muon
     assert (resolved.note is None) is has_muon
     assert [section.name for section in resolved.learner.optimizers] == names
+
+
+@pytest.mark.parametrize(("model", "has_batch_norm"), [("resnet8", True), (small_mlp, False)])
+def test_the_policy_knows_whether_the_network_has_batch_norm(
+    model: Any, *, has_batch_norm: bool
+) -> None:
+    values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": 8}
+    resolved = run_preflight(parse_job(values)).resolved
+    assert resolved is not None
+    assert isinstance(resolved.policy, HorizonStpt)
+    assert resolved.policy.batch_norm is has_batch_norm
 
 
 @pytest.mark.parametrize(

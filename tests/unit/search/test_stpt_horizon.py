@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -268,6 +268,12 @@ def test_the_peak_is_the_mean_log_rate_weighted_by_the_fourth_power_of_gains() -
     assert "weighted mean of the rates that reduce the loss" in decided.reason
     assert decided.winner is not None
     assert decided.winner.candidate.lr == pytest.approx(0.1)
+
+
+def test_networks_without_batch_norm_train_at_half_of_that() -> None:
+    training = trained(replace(horizon(), batch_norm=False), ScriptedLosses(fine=(3, 2, 3)))
+    assert training.peak == pytest.approx(0.05)
+    assert "0.5 x the weighted mean" in training.histories[0].decisions[-1].reason
 
 
 def test_one_lucky_candidate_does_not_decide_alone() -> None:
