@@ -244,7 +244,7 @@ def hardly_trained_loss(rounds: Sequence[Decision]) -> float | None:
 
 
 def _choose_peak(trials: _Trials, rounds: Sequence[Decision], factor: float) -> PeakChoice:
-    """Return the rate at the weighted mean times `factor`; the best rate without any gain."""
+    """Return `factor` times the rate at the weighted mean, or the best rate without any gain."""
     untrained, steps = hardly_trained_loss(rounds), rounds[-1].steps
     assert untrained is not None
     gains = {p: max(0.0, untrained - trials.loss(p)) for p in trials.alive}
@@ -257,12 +257,14 @@ def _choose_peak(trials: _Trials, rounds: Sequence[Decision], factor: float) -> 
     else:
         weights = {point: (gain / gains[best]) ** _GAIN_POWER for point, gain in gains.items()}
         center = math.fsum(p * w for p, w in weights.items()) / math.fsum(weights.values())
-        center += _PER_DECADE * math.log10(factor)
         gaining = [point_to_lr(point) for point, gain in gains.items() if 2 * gain >= gains[best]]
         reason = (
-            f"{'' if factor == 1 else f'{factor:g} x the '}weighted mean of the rates that reduce "
-            f"the loss, {min(gaining):.3g} to {max(gaining):.3g} (best {point_to_lr(best):.3g})"
+            f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
+            f"{max(gaining):.3g} (best {point_to_lr(best):.3g})"
         )
+    if factor != 1:
+        center += _PER_DECADE * math.log10(factor)
+        reason = f"{factor:g} x the {reason}"
     nearest = min(trials.alive, key=lambda point: abs(point - center))
     return PeakChoice(trials.alive[nearest], point_to_lr(center), f"{reason}, in {steps} steps")
 

@@ -270,10 +270,20 @@ def test_the_peak_is_the_mean_log_rate_weighted_by_the_fourth_power_of_gains() -
     assert decided.winner.candidate.lr == pytest.approx(0.1)
 
 
-def test_networks_without_batch_norm_train_at_half_of_that() -> None:
-    training = trained(replace(horizon(), batch_norm=False), ScriptedLosses(fine=(3, 2, 3)))
+@pytest.mark.parametrize(
+    ("fine", "half_of"),
+    [
+        ((3, 2, 3), "the weighted mean"),
+        ((4.3, 4.2, 4.5), "the best rate 0.1"),
+        ((3.97, 3.98, 4.01), "the largest rate that reduces the loss"),
+    ],
+)
+def test_networks_without_batch_norm_train_at_half_of_that(
+    fine: tuple[float, float, float], half_of: str
+) -> None:
+    training = trained(replace(horizon(), batch_norm=False), ScriptedLosses(fine=fine))
     assert training.peak == pytest.approx(0.05)
-    assert "0.5 x the weighted mean" in training.histories[0].decisions[-1].reason
+    assert f"0.5 x {half_of}" in training.histories[0].decisions[-1].reason
 
 
 def test_one_lucky_candidate_does_not_decide_alone() -> None:
