@@ -93,13 +93,17 @@ class HorizonStpt:
             epoch_steps=self.steps.search,
             optimizers=len(optimizers),
         )
-        factor = 1.0 if self.batch_norm else _WITHOUT_BATCH_NORM
+        factor = self._peak_factor
         initial = map(self._initial, range(len(optimizers)))
         return OptimizerRace(
             tuple(str(optimizer.name) for optimizer in optimizers),
             tuple(PeakSearch(lr, steps, budget, factor) for lr in initial),
             budget,
         )
+
+    @property
+    def _peak_factor(self) -> float:
+        return 1.0 if self.batch_norm else _WITHOUT_BATCH_NORM
 
     def _initial(self, optimizer: int) -> float:
         """Return the rate at which the search starts; the job's is that of SGD among several."""
@@ -173,7 +177,9 @@ class HorizonStpt:
     def _train(self, span: EpochSpan, history: History) -> TrainEpoch:
         found = history.latest
         optimizer = found.next_optimizer if found else 0
-        peak = found.next_base_lr if found else self._initial(optimizer)
+        is_usual = len(self.optimizers) > 1  # not a rate that the job gives
+        start = self._initial(optimizer) * (self._peak_factor if is_usual else 1.0)
+        peak = found.next_base_lr if found else start
         schedule = self.schedule(optimizer)
         how = "constant rate" if schedule.shape == "constant" else f"{schedule.shape} decay from"
         reason = f"{how} {peak:.3g}"
