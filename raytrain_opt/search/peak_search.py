@@ -11,12 +11,12 @@ neighborhood of the best decade gets the longer schedule. Rates are points of on
 initial rate decides where the search begins, not where it ends.
 
 The peak is the weighted mean of all rates that reduce the loss: the mean of the fine candidates'
-log rates, weighted by a power of their gain (and a part of that, see `stpt_horizon`, for networks
-that do not bear it as long). The gain is how much lower their loss is than that of
-a rate a decade below in few steps, which hardly trains. The best single candidate is a worse
-choice: trainings of one rate on other batches differ by more than trainings of neighboring rates,
-and the mean averages that out. A candidate that diverged has no gain, so it needs no rule of its
-own. Where nobody has learned anything yet, the peak is the largest rate that reduces the loss.
+log rates, weighted by a power of their gain. The policy makes it smaller for some networks
+(`peak_factor`). The gain is how much lower their loss is than that of a rate a decade below in few
+steps, which hardly trains. The best single candidate is a worse choice: trainings of one rate on
+other batches differ by more than trainings of neighboring rates, and the mean averages that out. A
+candidate that diverged has no gain, so it needs no rule of its own. Where nobody has learned
+anything yet, the peak is the largest rate that reduces the loss.
 
 Sources: Wu et al., ICLR 2018 (short-horizon bias); the trials that compared rules are ours
 (benchmarks/RESULTS.md).

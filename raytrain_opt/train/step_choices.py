@@ -31,8 +31,8 @@ class StepChoices:
 
     `compile: auto` keeps what is faster on all ranks: it compiles a model that is not compiled
     after five minutes of training, on trial. `cuda_graphs` stay where they are faster and have
-    the same gradients on all ranks, once compiling is decided. Nothing is measured where the
-    forward pass needs all workers. All ranks must make the same calls.
+    the same gradients on all ranks; they are captured anew after that trial. Nothing is measured
+    where the forward pass needs all workers. All ranks must make the same calls.
     """
 
     def __init__(self, learner: Learner, *, auto_compile: bool, cuda_graphs: bool) -> None:
