@@ -34,6 +34,7 @@ from raytrain_opt.optim.factory import (
 )
 from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, Split, TrainTotals
 from raytrain_opt.train import batch_norm
+from raytrain_opt.train.compilation import compile_model
 from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.evaluation import Evaluator
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -41,7 +42,7 @@ from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.model_setup import set_up_model
 from raytrain_opt.train.network_graph import NetworkGraph
 from raytrain_opt.train.phase import Phase
-from raytrain_opt.train.precision import autocast_dtype, choose_kernels, compile_model
+from raytrain_opt.train.precision import autocast_dtype, choose_kernels
 from raytrain_opt.train.state import TrainingState, restore, to_cpu_state
 from raytrain_opt.train.task import build_task
 from raytrain_opt.train.update import update_weights

@@ -1,23 +1,13 @@
-"""Number formats of the forward pass, the kernels that a GPU may use, and compiling."""
+"""Number formats of the forward pass, and the kernels that a GPU may use."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
-from torch import nn
 
-from raytrain_opt.config.schema import Compile, Precision
+from raytrain_opt.config.schema import Precision
 
-# max-autotune alone captures CUDA graphs. Gradients would lie in the memory of a graph, which the
-# next micro-batch of an update overwrites, and which is not released for another pool.
-COMPILE_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "max-autotune": {"mode": "max-autotune-no-cudagraphs"},
-}
-# Classes of torch, torchvision, timm and transformers. These networks are faster compiled.
-_ATTENTION = re.compile("Attention|Attn")
 _AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -44,22 +34,3 @@ def choose_kernels(precision: Precision, device: torch.device) -> list[str]:
     backends.cudnn.conv.fp32_precision = number_format
     backends.cudnn.benchmark = True
     return ["no TF32" if number_format == "ieee" else "TF32", "cuDNN autotuning"]
-
-
-def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> Compile:
-    """Compile calls of the model from now on, or no longer; return the mode, or `off`.
-
-    Its parameters stay the same objects.
-    """
-    if setting == "auto":
-        setting = "off"
-        if device.type == "cuda":
-            # What nobody asked to compile must not end a run: it stays eager, with a warning.
-            torch._dynamo.config.suppress_errors = True
-            has_attention = any(_ATTENTION.search(type(m).__name__) for m in model.modules())
-            setting = "default" if has_attention else "off"
-    if setting == "off":
-        model._compiled_call_impl = None
-    else:
-        model.compile(**COMPILE_ARGUMENTS[setting])
-    return setting

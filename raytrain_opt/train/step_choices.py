@@ -14,9 +14,10 @@ from torch.nn.utils import get_total_norm
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Compile
 from raytrain_opt.data.base import Batch
+from raytrain_opt.train.compilation import compile_model
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.network_graph import NetworkGraph
-from raytrain_opt.train.precision import autocast_dtype, compile_model
+from raytrain_opt.train.precision import autocast_dtype
 from raytrain_opt.train.reductions import reduce_max
 
 _TIMED_PASSES = 3

@@ -1,6 +1,6 @@
 """One process of `test_compile`: a run with torch's own compiler, and one that continues it.
 
-The first process also trains eagerly, and leaves the state after two steps for the second.
+The first run also trains eagerly, and leaves the state after two steps for the second.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch import nn
 
 from raytrain_opt.config.schema import Compile, Job
 from raytrain_opt.data import load_shared_data
-from raytrain_opt.train.data_parallel import use_threads
+from raytrain_opt.train.data_parallel import distribute, use_threads
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
+from tests.support.process_group import gloo_group
 
-TWO = MicroBatches(range(2), 2)
+MICRO_BATCHES = 4  # two for each process
 LRS = (0.1, 0.05)
 
 
@@ -35,7 +36,7 @@ def net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     )
 
 
-def learner(setting: Compile) -> Learner:
+def learner(setting: Compile, world_size: int) -> Learner:
     values = {
         "model": net,
         "data": "digits",
@@ -43,26 +44,38 @@ def learner(setting: Compile) -> Learner:
         "global_batch_size": 32,
         "optimizer": {"name": "SGD", "clip_norm": 1.0},
         "compile": setting,
+        "workers": {"count": world_size},
     }
     job = Job.model_validate(values)
-    return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
+    device = torch.device("cpu")
+    return Learner(LearnerConfig.from_job(job), load_shared_data(job.data), device, distribute)
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
     use_threads(1)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.parent / "cache")
-    middle, compiled = folder.parent / "middle.pkl", learner("default")
+    with gloo_group(rank, world_size, folder):
+        torch.save(run(rank, world_size, folder.parent), folder / f"rank-{rank}.pt")
+
+
+def run(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    own = MicroBatches.for_rank(rank, [1.0] * world_size, MICRO_BATCHES)
+    middle, compiled = folder / f"middle-{rank}.pkl", learner("default", world_size)
     results: dict[str, Any] = {}
     if middle.is_file():
         compiled.load(pickle.loads(middle.read_bytes()))
     else:
-        for trained in (learner("off"), compiled):
+        for trained in (learner("off", world_size), compiled):
             results[trained.compiled] = {
-                "loss": trained.train(1, 0, LRS, TWO).loss,
+                "loss": trained.train(1, 0, LRS, own).loss,
                 "weights": [p.detach().clone() for p in trained.model.parameters()],
             }
         middle.write_bytes(pickle.dumps(compiled.state(copy=True)))
-    compiled.train(1, 2, LRS, TWO)
-    results["end"] = compiled.state(copy=True).digest()
-    results["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch.save(results, folder / f"rank-{rank}.pt")
+    compiled.train(1, 2, LRS, own)
+    counters = torch._dynamo.utils.counters
+    return results | {
+        "end": compiled.state(copy=True).digest(),
+        "graphs": counters["stats"]["unique_graphs"],
+        "compiled": counters["inductor"]["fxgraph_cache_miss"],
+        "found": counters["inductor"]["fxgraph_cache_hit"],
+    }

@@ -24,10 +24,10 @@ from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.results import MAX_MISTAKES, Predictions
+from raytrain_opt.train.compilation import BACKENDS
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.precision import COMPILE_ARGUMENTS
 from raytrain_opt.train.reductions import reduce_sums
 
 CPU = torch.device("cpu")
@@ -472,7 +472,7 @@ def test_a_compiled_model_survives_other_states_rates_and_optimizers(
             trained.sync_batch_norm_stats()
             trained.evaluate("test")
 
-    monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": count_graphs})
+    monkeypatch.setitem(BACKENDS, "default", count_graphs)
     job = {"optimizer": {"name": "auto", "candidates": ["SGD", "AdamW"]}, "average": {}}
     compiled, eager = (learner(net_with_norm, compile=c, **job) for c in ("default", "off"))
     assert not graphs

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.train import step_choices
+from raytrain_opt.train.compilation import BACKENDS
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.precision import COMPILE_ARGUMENTS
 from raytrain_opt.train.step_choices import StepChoices, describe_step
 from tests.support.fake_graphs import FakeGraphs
 
@@ -110,7 +110,7 @@ def test_graphs_take_the_place_of_compiled_code_in_phases_only(
 
         return run
 
-    monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": compile_graph})
+    monkeypatch.setitem(BACKENDS, "default", compile_graph)
     trained, choices = with_graphs(compile="default")
     trained.train(1, 0, LRS, TWO)
     assert calls

@@ -12,7 +12,8 @@ from torch import nn
 
 from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.config.schema import Compile
-from raytrain_opt.train.precision import autocast_dtype, choose_kernels, compile_model
+from raytrain_opt.train.compilation import compile_model
+from raytrain_opt.train.precision import autocast_dtype, choose_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

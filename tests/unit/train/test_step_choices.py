@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import raytrain_opt.train.step_choices as step_choices
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
+from raytrain_opt.train.compilation import BACKENDS
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.precision import COMPILE_ARGUMENTS
 from raytrain_opt.train.step_choices import StepChoices, describe_step, time_compiled
 
 TWO = MicroBatches(range(2), 2)
@@ -55,7 +55,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
         compiled.append(inputs)
         return graph
 
-    monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": compile_graph})
+    monkeypatch.setitem(BACKENDS, "default", compile_graph)
     return compiled
 
 
@@ -134,7 +134,7 @@ def test_a_network_that_cannot_be_compiled_stays_eager(monkeypatch: pytest.Monke
         tried.append(inputs)
         raise RuntimeError("planted failure")
 
-    monkeypatch.setitem(COMPILE_ARGUMENTS, "default", {"backend": fail})
+    monkeypatch.setitem(BACKENDS, "default", fail)
     trained, eager = learner(), learner()
     choice = StepChoices(trained, auto_compile=True, cuda_graphs=False)
     choice.after_phase(300.0)

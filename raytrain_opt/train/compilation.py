@@ -1,0 +1,70 @@
+"""Compile a model, each graph once per node."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain_opt.config.schema import Compile
+
+# Classes of torch, torchvision, timm and transformers. These networks are faster compiled.
+_ATTENTION = re.compile("Attention|Attn")
+
+
+@dataclass(frozen=True)
+class _OncePerNode:
+    """torch's own compiler, while other processes of the node wait for its code.
+
+    All workers compile the same graphs at the same time. The first one does, then the others find
+    the code in torch's cache, which they share. Backward passes are compiled together with the
+    forward passes, so that nobody waits here for a gradient of those who wait.
+    """
+
+    mode: str
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._inductor import list_mode_options  # not before something is compiled
+        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        at_once = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+        with Path(cache_dir(), "raytrain_opt.lock").open("w") as file, at_once:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fcntl.flock(file, fcntl.LOCK_SH)  # all who waited go on together
+            return compile_fx(graph, inputs, config_patches=list_mode_options(self.mode))
+
+
+# max-autotune alone captures CUDA graphs. Gradients would lie in the memory of a graph, which the
+# next micro-batch of an update overwrites, and which is not released for another pool.
+BACKENDS: dict[str, Callable[..., Any]] = {
+    "default": _OncePerNode("default"),
+    "max-autotune": _OncePerNode("max-autotune-no-cudagraphs"),
+}
+
+
+def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> Compile:
+    """Compile calls of the model from now on, or no longer; return the mode, or `off`.
+
+    Its parameters stay the same objects.
+    """
+    if setting == "auto":
+        setting = "off"
+        if device.type == "cuda":
+            # What nobody asked to compile must not end a run: it stays eager, with a warning.
+            torch._dynamo.config.suppress_errors = True
+            has_attention = any(_ATTENTION.search(type(m).__name__) for m in model.modules())
+            setting = "default" if has_attention else "off"
+    if setting == "off":
+        model._compiled_call_impl = None
+    else:
+        model.compile(backend=BACKENDS[setting])
+    return setting
