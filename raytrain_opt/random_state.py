@@ -1,14 +1,27 @@
-"""Context managers that leave random numbers and layer modes as they were."""
+"""Seed random numbers, and leave them and layer modes as they were."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 
 import numpy as np
 import torch
 from torch import nn
+
+
+def seed_torch(text: str, device: torch.device) -> None:
+    """Seed torch's generators of the CPU and the device from a text, alike in every process.
+
+    `hash` differs between processes, and `torch.manual_seed` also seeds devices that are not used,
+    in 0.3 ms.
+    """
+    seed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed_all(seed)
 
 
 @contextmanager
