@@ -18,15 +18,19 @@ from raytrain_opt.config.section import (
     Section,
 )
 
-# Where the search of a rate starts when it chooses among several optimizers.
+# Of small networks.
 _USUAL_LRS = {
+    "Adagrad": 0.01,
     "Adam": 0.001,
     "AdamW": 0.001,
+    "LARS": 2.0,  # the best of six on three of five tasks (benchmarks/RESULTS.md)
+    "Muon": 0.1,
     "NAdam": 0.001,
+    "RAdam": 0.001,
+    "SGD": 0.1,  # with momentum
     "ScheduleFreeAdamW": 0.0025,
     "ScheduleFreeSGD": 1.0,
 }
-_USUAL_LR = 0.1  # of SGD with momentum, and of Muon
 
 
 def _default_args(section: dict[str, Any]) -> dict[str, Any]:
@@ -73,9 +77,9 @@ class OptimizerSection(NamedSection):
     policies schedule and replay, and synchronous workers."""
 
     @property
-    def usual_lr(self) -> float:
-        """The rate that this optimizer usually has in small networks."""
-        return _USUAL_LRS.get(str(self.name), _USUAL_LR)
+    def usual_lr(self) -> float | None:
+        """The rate that this optimizer usually has in small networks, if it is known."""
+        return _USUAL_LRS.get(str(self.name))
 
     @property
     def has_auto_weight_decay(self) -> bool:

@@ -62,7 +62,7 @@ class Preflight:
     `shared` is what all processes share, until `take_shared`, `info` the sizes. `resolved` is None
     while the batch size is still to be searched. `muon_flops`: operations with which a step of
     Muon orthogonalizes, where the job may choose it; `sample_flops`: of one sample's training.
-    `batch_norm`: the network has such layers.
+    `channel_norm`: the network normalizes channels.
     """
 
     shared: SharedData
@@ -70,7 +70,7 @@ class Preflight:
     resolved: ResolvedJob | None = None
     muon_flops: float = 0.0
     sample_flops: float = 0.0
-    batch_norm: bool = True
+    channel_norm: bool = True
 
     def take_shared(self) -> SharedData:
         """Return what all processes share, and keep no copy of it in the driver."""
@@ -105,7 +105,7 @@ class Preflight:
                 f"Muon is left out: orthogonalizing takes {self.muon_flops / batch_flops:.0f} "
                 "times as many operations as training a batch; optimizer.candidates can name it"
             )
-        policy = build_policy(job, steps, batch_norm=self.batch_norm)
+        policy = build_policy(job, steps, channel_norm=self.channel_norm)
         return ResolvedJob(job, info, steps, policy, note)
 
 
@@ -272,7 +272,8 @@ def _check_last_updates(job: Job, info: DataInfo) -> None:
 
 def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
     """Build the model on the CPU, as every worker does, call it once, and weigh Muon's cost."""
-    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn import GroupNorm
+    from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
     from raytrain_opt.models import build_model
     from raytrain_opt.optim.factory import group_parameters
@@ -283,7 +284,8 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
     info = preflight.info
     shape, classes = info.sample_shape, info.num_classes
     model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
-    preflight.batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    norms = (_NormBase, GroupNorm)
+    preflight.channel_norm = any(isinstance(layer, norms) for layer in model.modules())
     alone = job.batch_size_per_worker == 1 and job.batch_size_search is None
     task = build_task(job.task, job.loss, info)
     try_task(task, model, info, "cpu", trains_on_one=alone)

@@ -24,14 +24,14 @@ from raytrain_opt.search.stpt_horizon import HorizonStpt
 _ENDLESS_STEPS = 2**53
 
 
-def build_policy(job: Job, steps: EpochSteps, *, batch_norm: bool = True) -> Policy:
+def build_policy(job: Job, steps: EpochSteps, *, channel_norm: bool = True) -> Policy:
     """Build the job's policy. Raises JobError if it does not match the steps per epoch.
 
-    `batch_norm`: the network has such layers.
+    `channel_norm`: the network normalizes channels, see `HorizonStpt`.
     """
     section = job.learning_rate
     if isinstance(section, HorizonPolicy):
-        return HorizonStpt(section, job.epochs, steps, job.optimizers, batch_norm)
+        return HorizonStpt(section, job.epochs, steps, job.optimizers, channel_norm)
     if isinstance(section, SchedulePolicy):
         schedule: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
         if job.epochs is not None:

@@ -11,12 +11,13 @@ neighborhood of the best decade gets the longer schedule. Rates are points of on
 initial rate decides where the search begins, not where it ends.
 
 The peak is the weighted mean of all rates that reduce the loss: the mean of the fine candidates'
-log rates, weighted by a power of their gain. The policy makes it smaller for some networks
-(`peak_factor`). The gain is how much lower their loss is than that of a rate a decade below in few
-steps, which hardly trains. The best single candidate is a worse choice: trainings of one rate on
-other batches differ by more than trainings of neighboring rates, and the mean averages that out. A
-candidate that diverged has no gain, so it needs no rule of its own. Where nobody has learned
-anything yet, the peak is the largest rate that reduces the loss.
+log rates, weighted by a power of their gain. The gain is how much lower their loss is than that of
+a rate a decade below in few steps, which hardly trains. The best single candidate is a worse
+choice: trainings of one rate on other batches differ by more than trainings of neighboring rates,
+and the mean averages that out. A candidate that diverged has no gain, so it needs no rule of its
+own. The optimizer's usual rate counts as one more, with a gain that is mere noise: it decides
+where candidates have hardly learned anything in so few steps, unless coarse ones say that it is
+worse. The policy makes the peak smaller for some networks (`peak_factor`).
 
 Sources: Wu et al., ICLR 2018 (short-horizon bias); the trials that compared rules are ours
 (benchmarks/RESULTS.md).
@@ -39,13 +40,11 @@ _PER_DECADE = 2
 _SPACING = {COARSE: _PER_DECADE, FINE: 1}
 _FIRST_OFFSETS = (-1, 0, 1)
 
-# A candidate is hardly worse than the best if its loss is higher by at most this fraction.
+# A candidate is hardly worse than the best if its loss is higher by at most this fraction, and has
+# hardly learned anything if it is lower by this fraction.
 TOLERANCE = 0.02
 # The weight of a fine candidate is this power of its gain.
 _GAIN_POWER = 4
-# Gains below this fraction of the loss are noise: an optimizer that starts slowly has learned
-# nothing yet but how frequent the classes are, which the smallest rate does as well.
-_LEAST_GAIN = 0.01
 
 # Steps of a fine candidate where the budget allows; with fewer, single rates are unreliable.
 _FINE_STEPS = 96
@@ -161,6 +160,7 @@ class PeakSearch:
     initial: float
     steps: CandidateSteps
     budget_steps: float
+    usual_lr: float | None  # of this optimizer, if it is known
     peak_factor: float = 1.0  # of the peak, relative to what the candidates say
 
     def next(self, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice:
@@ -185,7 +185,7 @@ class PeakSearch:
             return PeakRequest(stage, (beyond,), rounds[-1].steps, reason, is_higher=is_higher)
         if stage == COARSE:
             return self._fine(trials, rounds)
-        return _choose_peak(trials, rounds, self.peak_factor)
+        return self._choose_peak(trials, rounds)
 
     def _beyond(self, rounds: Sequence[Decision], trials: _Trials) -> int | None:
         """Return the point past the edge if the best is at the edge; below all if all diverged.
@@ -204,7 +204,7 @@ class PeakSearch:
         points = _around(center, FINE)
         steps = min(self.steps.fine, int(steps_left(self.budget_steps, rounds) / len(points)))
         if steps < coarse_steps:
-            return _choose_peak(coarse, rounds, self.peak_factor)
+            return self._choose_peak(coarse, rounds)
         reason = (
             f"about {point_to_lr(center):.3g} is best in {coarse_steps} steps: "
             f"next {_span(points)}"
@@ -229,6 +229,48 @@ class PeakSearch:
             f"is not finite, or a learning_rate.initial ({self.initial:g}) far too large."
         )
 
+    def _choose_peak(self, trials: _Trials, rounds: Sequence[Decision]) -> PeakChoice:
+        """Return `peak_factor` times the rate at the weighted mean."""
+        untrained, steps, best = hardly_trained_loss(rounds), rounds[-1].steps, trials.largest(0.0)
+        assert untrained is not None
+        gains = {point: max(0.0, untrained - trials.loss(point)) for point in trials.alive}
+        highest, noise = gains[best], TOLERANCE * abs(untrained)
+        weighed = [(float(point), gain) for point, gain in gains.items()]
+        usual = self._usual_point(rounds, untrained + noise)
+        if usual is not None:
+            weighed.append((usual, noise))
+        elif highest == 0:
+            weighed = [(float(best), 1.0)]
+        top = max(gain for _, gain in weighed)
+        weights = [(point, (gain / top) ** _GAIN_POWER) for point, gain in weighed]
+        center = math.fsum(p * w for p, w in weights) / math.fsum(w for _, w in weights)
+        if highest > 0:
+            gaining = [point_to_lr(p) for p, gain in gains.items() if 2 * gain >= highest]
+            reason = (
+                f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
+                f"{max(gaining):.3g} (best {point_to_lr(best):.3g})"
+            )
+            if usual is not None and highest < 2 * noise:
+                reason += f", and the usual rate {self.usual_lr:g}, because they reduce it little"
+        else:
+            name, point = ("best", best) if usual is None else ("usual", usual)
+            reason = f"{name} rate {point_to_lr(point):.3g}, without any gain"
+        if self.peak_factor != 1:
+            center += _PER_DECADE * math.log10(self.peak_factor)
+            reason = f"{self.peak_factor:g} x the {reason}"
+        nearest = min(trials.alive, key=lambda point: abs(point - center))
+        return PeakChoice(
+            trials.alive[nearest], point_to_lr(center), f"{reason}, in {steps} steps"
+        )
+
+    def _usual_point(self, rounds: Sequence[Decision], limit: float) -> float | None:
+        """Return the usual rate's point if a coarse candidate near it has at most this loss."""
+        if self.usual_lr is None or limit == 0:
+            return None
+        usual, coarse = _PER_DECADE * math.log10(self.usual_lr), _Trials.of(rounds, COARSE)
+        near = (p for p in coarse.alive if 2 * abs(p - usual) <= _SPACING[COARSE])
+        return usual if any(coarse.loss(point) <= limit for point in near) else None
+
 
 def hardly_trained_loss(rounds: Sequence[Decision]) -> float | None:
     """Return the loss at a rate a decade below the best coarse one, which hardly trains.
@@ -241,32 +283,6 @@ def hardly_trained_loss(rounds: Sequence[Decision]) -> float | None:
         return None
     decade = coarse.largest(TOLERANCE)
     return coarse.loss(max((p for p in coarse.alive if p < decade), default=decade))
-
-
-def _choose_peak(trials: _Trials, rounds: Sequence[Decision], factor: float) -> PeakChoice:
-    """Return `factor` times the rate at the weighted mean, or the best rate without any gain."""
-    untrained, steps = hardly_trained_loss(rounds), rounds[-1].steps
-    assert untrained is not None
-    gains = {p: max(0.0, untrained - trials.loss(p)) for p in trials.alive}
-    best = trials.largest(0.0)
-    if gains[best] == 0:
-        center, reason = float(best), f"best rate {point_to_lr(best):.3g}, without any gain"
-    elif gains[best] < _LEAST_GAIN * abs(untrained) and rounds[-1].stage == FINE:
-        center = float(max(point for point, gain in gains.items() if gain > 0))
-        reason = f"largest rate that reduces the loss, by less than {_LEAST_GAIN:.0%} at any rate"
-    else:
-        weights = {point: (gain / gains[best]) ** _GAIN_POWER for point, gain in gains.items()}
-        center = math.fsum(p * w for p, w in weights.items()) / math.fsum(weights.values())
-        gaining = [point_to_lr(point) for point, gain in gains.items() if 2 * gain >= gains[best]]
-        reason = (
-            f"weighted mean of the rates that reduce the loss, {min(gaining):.3g} to "
-            f"{max(gaining):.3g} (best {point_to_lr(best):.3g})"
-        )
-    if factor != 1:
-        center += _PER_DECADE * math.log10(factor)
-        reason = f"{factor:g} x the {reason}"
-    nearest = min(trials.alive, key=lambda point: abs(point - center))
-    return PeakChoice(trials.alive[nearest], point_to_lr(center), f"{reason}, in {steps} steps")
 
 
 def _around(point: int, stage: str) -> tuple[int, ...]:

@@ -44,10 +44,11 @@ from raytrain_opt.search.weight_decay import decay_by_fit
 # Of several optimizers, each starts at its usual rate times initial / this, SGD's usual rate.
 _SGD_LR = 0.1
 
-# The peak of networks without BatchNorm, relative to what short schedules prefer: a full training
-# stays near its peak for many more updates. At 1 instead, seven tasks of MLPs, VGGs and ViTs lose
-# 2.2 points in the mean. With BatchNorm a smaller peak gains nothing (benchmarks/RESULTS.md).
-_WITHOUT_BATCH_NORM = 0.5
+# The peak of networks that do not normalize channels, relative to what short schedules prefer: a
+# full training stays near its peak for many more updates. At 1 instead, seven tasks of MLPs, VGGs
+# and ViTs lose 2.2 points in the mean. Weights in front of BatchNorm or GroupNorm have no scale of
+# their own: a smaller peak gains nothing there (benchmarks/RESULTS.md).
+_WITHOUT_CHANNEL_NORM = 0.5
 
 # Of fewer steps, the losses of a quarter are noise and those of a lower rate have hardly begun to
 # fall: with 19, the best rate was stopped in two of six searches (benchmarks/RESULTS.md).
@@ -62,7 +63,7 @@ class HorizonStpt:
     epochs: int | None  # None: as the plans of the history say
     steps: EpochSteps
     optimizers: tuple[OptimizerSection, ...]
-    batch_norm: bool = True  # the network has such layers
+    channel_norm: bool = True  # the network has BatchNorm, GroupNorm or InstanceNorm
 
     def schedule(self, optimizer: int) -> RelativeSchedule:
         """Return the schedule of the full training, relative to the peak."""
@@ -93,23 +94,23 @@ class HorizonStpt:
             epoch_steps=self.steps.search,
             optimizers=len(optimizers),
         )
-        factor = self._peak_factor
-        initial = map(self._initial, range(len(optimizers)))
-        return OptimizerRace(
-            tuple(str(optimizer.name) for optimizer in optimizers),
-            tuple(PeakSearch(lr, steps, budget, factor) for lr in initial),
-            budget,
+        searches = (
+            PeakSearch(self._initial(i), steps, budget, optimizer.usual_lr, self._peak_factor)
+            for i, optimizer in enumerate(optimizers)
         )
+        names = (str(optimizer.name) for optimizer in optimizers)
+        return OptimizerRace(tuple(names), tuple(searches), budget)
 
     @property
     def _peak_factor(self) -> float:
-        return 1.0 if self.batch_norm else _WITHOUT_BATCH_NORM
+        return 1.0 if self.channel_norm else _WITHOUT_CHANNEL_NORM
 
     def _initial(self, optimizer: int) -> float:
         """Return the rate at which the search starts; the job's is that of SGD among several."""
         if len(self.optimizers) == 1:
             return self.section.initial
-        return self.section.initial * self.optimizers[optimizer].usual_lr / _SGD_LR
+        usual_lr = self.optimizers[optimizer].usual_lr or _SGD_LR
+        return self.section.initial * usual_lr / _SGD_LR
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
         """Return a round before epoch 1, or an epoch. Raises DivergedError when all diverged."""

@@ -78,6 +78,12 @@ def small_mlp(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(features, 64), nn.Linear(64, num_classes))
 
 
+def normalized(norm: nn.Module, num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build a network with one convolution, 4 channels of 8 x 8, and this layer after it."""
+    head = nn.Linear(4 * 64, num_classes)
+    return nn.Sequential(nn.Conv2d(sample_shape[0], 4, 3, padding=1), norm, nn.Flatten(), head)
+
+
 def recurrent(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     """Build an LSTM over the rows of an image."""
 
@@ -118,15 +124,24 @@ def test_muon_is_left_out_where_it_takes_several_times_the_operations_of_a_batch
     assert [section.name for section in resolved.learner.optimizers] == names
 
 
-@pytest.mark.parametrize(("model", "has_batch_norm"), [("resnet8", True), (small_mlp, False)])
-def test_the_policy_knows_whether_the_network_has_batch_norm(
-    model: Any, *, has_batch_norm: bool
+@pytest.mark.parametrize(
+    ("model", "normalizes"),
+    [
+        ("resnet8", True),
+        (lambda **sizes: normalized(nn.GroupNorm(2, 4), **sizes), True),
+        (lambda **sizes: normalized(nn.InstanceNorm2d(4), **sizes), True),
+        (lambda **sizes: normalized(nn.LayerNorm(8), **sizes), False),
+        (small_mlp, False),
+    ],
+)
+def test_the_policy_knows_whether_the_network_normalizes_channels(
+    model: Any, *, normalizes: bool
 ) -> None:
     values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": 8}
     resolved = run_preflight(parse_job(values)).resolved
     assert resolved is not None
     assert isinstance(resolved.policy, HorizonStpt)
-    assert resolved.policy.batch_norm is has_batch_norm
+    assert resolved.policy.channel_norm is normalizes
 
 
 @pytest.mark.parametrize(

@@ -252,12 +252,12 @@ def test_with_few_steps_only_the_rate_of_the_preferred_optimizer_is_searched() -
     assert 0.2 < peak(history) < 0.8
 
 
-@pytest.mark.parametrize(("batch_norm", "factor"), [(True, 1.0), (False, 0.5)])
+@pytest.mark.parametrize(("channel_norm", "factor"), [(True, 1.0), (False, 0.5)])
 def test_without_steps_to_search_the_preferred_optimizer_trains_at_its_usual_rate(
-    factor: float, *, batch_norm: bool
+    factor: float, *, channel_norm: bool
 ) -> None:
     section = HorizonPolicy(policy="stpt_horizon")
-    action = HorizonStpt(section, 2, EpochSteps(20), AUTO, batch_norm).next(1, History())
+    action = HorizonStpt(section, 2, EpochSteps(20), AUTO, channel_norm).next(1, History())
     assert isinstance(action, TrainEpoch)
     assert action.optimizer == MUON
     # The rise of the first two of 20 steps: 0.25 and 0.75 of the peak.
