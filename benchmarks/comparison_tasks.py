@@ -132,10 +132,6 @@ class Task:
 
 
 _OF_PATCHES = f"{__name__}:resnet8_of_patches"
-_MLP, _VGG, _VIT = (
-    f"benchmarks.comparison_networks:{name}"
-    for name in ("mlp", "vgg_without_norm", "vision_transformer")
-)
 # Epochs of about 100 updates, as small real trainings have. The batches are small because the cost
 # of a training is proportional to its images.
 TASKS = {
@@ -150,24 +146,30 @@ TASKS = {
         ),
     )
 }
+
+_IMAGES = {
+    "fashion": Task("", "fashion_mnist", 14, 3072, 1024),
+    "coarse": Task("", "cifar100_coarse", 16, 3072, 1024, crop=2),
+    "fine": Task("", "cifar100_fine", 16, 3072, 1024, crop=2),
+}
+_OTHER = "benchmarks.comparison_networks:"
 # Networks where early progress may mislead. Not among the default tasks.
 OTHER_NETWORKS = {
-    task.name: task
-    for task in (
-        Task("mlp_fashion", "fashion_mnist", 14, 3072, 1024, network=_MLP, width=256),
-        Task("vgg_coarse", "cifar100_coarse", 16, 3072, 1024, crop=2, network=_VGG, width=16),
-        Task("vit_coarse", "cifar100_coarse", 16, 3072, 1024, 4, crop=2, network=_VIT, width=48),
-        Task(
-            "resnet18_coarse",
-            "cifar100_coarse",
-            16,
-            3072,
-            1024,
-            crop=2,
-            network="cifar_resnet18",
-            width=32,
-        ),
+    f"{name}_{images}": replace(
+        _IMAGES[images], name=f"{name}_{images}", network=network, width=width, patch=patch
     )
+    for name, network, width, patch, image_sets in (
+        ("mlp", f"{_OTHER}mlp", 256, 1, ("fashion", "coarse")),
+        ("vgg", f"{_OTHER}vgg_without_norm", 16, 1, ("fashion", "coarse", "fine")),
+        ("vit", f"{_OTHER}vision_transformer", 48, 4, ("coarse", "fine")),
+        ("resnet18", "cifar_resnet18", 32, 1, ("coarse",)),
+        ("groupnorm", f"{_OTHER}resnet8_with_group_norm", 8, 1, ("fashion", "coarse", "fine")),
+        ("convnext", f"{_OTHER}convnext", 24, 1, ("fashion", "coarse")),
+        ("mobilenet", f"{_OTHER}mobilenet", 8, 1, ("coarse",)),
+        ("mixer", f"{_OTHER}mixer", 48, 4, ("coarse",)),
+        ("gru", f"{_OTHER}gru", 64, 1, ("fashion",)),
+    )
+    for images in image_sets
 }
 # Too small for a meaningful result: it shows that the benchmark works.
 SYNTHETIC = Task("synthetic", "synthetic", 4, 256, 64, batch=32, width=2)

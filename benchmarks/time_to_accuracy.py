@@ -5,9 +5,9 @@
         [--first-seed 0] [--batch-factor 1] [--optimizer auto]
 
 Tasks: subsets of real image sets, small enough for 2 cores (comparison_tasks.py, which also
-describes FOLDER). By default five with a ResNet-8; `--tasks` also names other networks (an MLP, a
-VGG without BatchNorm, a vision transformer, a ResNet-18). The same batch, epochs and augmentation
-for all contenders of a task.
+describes FOLDER). By default five with a ResNet-8; `--tasks` also names other networks (such as an
+MLP, a VGG without BatchNorm, a vision transformer, a ConvNeXt, a GRU). The same batch, epochs and
+augmentation for all contenders of a task.
 With `--optimizer auto`, the default, ours chooses the optimizer and the other rows train with
 momentum SGD 0.9, weight decay 5e-4, unless they are named after another; with an optimizer named,
 all rows train with that one. Fixed schedules train on all training images. What chooses by a

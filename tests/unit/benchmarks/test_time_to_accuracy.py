@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import comparison_command, comparison_units, in_process
 from benchmarks import comparison_rows as rows_of
 from benchmarks import time_to_accuracy as benchmark
-from benchmarks.comparison_tasks import OPTIMIZERS, SYNTHETIC, TASKS
+from benchmarks.comparison_tasks import OPTIMIZERS, OTHER_NETWORKS, SYNTHETIC, TASKS, Task
 from benchmarks.comparison_units import Cache, Result, Setting, Unit, compute
 from raytrain_opt.config.schema import Job
 from raytrain_opt.driver import train
 from raytrain_opt.execution.preflight import run_preflight
+from raytrain_opt.models import build_model
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.search.fixed_schedule import RecordedSchedule
 from raytrain_opt.train.learner import Learner
@@ -397,3 +399,11 @@ def test_missing_data_are_named(tmp_path: Path) -> None:
     for task in TASKS.values():
         with pytest.raises(SystemExit, match="does not exist"):
             task.prepare(tmp_path, tmp_path / "prepared")
+
+
+@pytest.mark.parametrize("task", [*TASKS.values(), *OTHER_NETWORKS.values()], ids=lambda t: t.name)
+def test_the_network_of_each_task_takes_its_images(task: Task) -> None:
+    shape = (1 if task.source == "fashion_mnist" else 3, task.side, task.side)
+    job = Job.model_validate(task.job({"name": "digits"}, 1, 0, {"policy": "stpt_horizon"}))
+    model = build_model(job.model, num_classes=20, sample_shape=shape, seed=0)
+    assert model(torch.zeros(2, *shape)).shape == (2, 20)
