@@ -123,8 +123,9 @@ class HorizonPolicy(Section):
     scaling: Scaling | None = Field(None, description=_SCALING)
     shape: Literal["linear", "cosine"] = "linear"
     """How the rate falls from its peak to 0 after the warm-up."""
-    warmup_fraction: Fraction = 0.1
-    """Fraction of the training in which the rate rises from 0 to its peak."""
+    warmup_fraction: Fraction | None = None
+    """Fraction of the training in which the rate rises from 0 to its peak. Default: 0.2 with LARS,
+    else 0.1."""
     horizon: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Length of a candidate's schedule in epochs, if max_search_cost allows it."""
     max_search_cost: Annotated[float, Field(gt=0, le=1)] = 0.2

@@ -82,6 +82,11 @@ class OptimizerSection(NamedSection):
         return _USUAL_LRS.get(str(self.name))
 
     @property
+    def usual_warmup(self) -> float:
+        """The fraction of a training in which the rate rises, unless the job says another."""
+        return 0.2 if self.name == "LARS" else 0.1
+
+    @property
     def has_auto_weight_decay(self) -> bool:
         """Whether the policy chooses the weight decay of each epoch."""
         return bool(self.args.get("weight_decay") == "auto")

@@ -265,7 +265,7 @@ class PeakSearch:
 
     def _usual_point(self, rounds: Sequence[Decision], limit: float) -> float | None:
         """Return the usual rate's point if a coarse candidate near it has at most this loss."""
-        if self.usual_lr is None or limit == 0:
+        if self.usual_lr is None or limit == 0:  # without a loss there is no noise
             return None
         usual, coarse = _PER_DECADE * math.log10(self.usual_lr), _Trials.of(rounds, COARSE)
         near = (p for p in coarse.alive if 2 * abs(p - usual) <= _SPACING[COARSE])

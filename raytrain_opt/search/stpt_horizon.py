@@ -67,9 +67,9 @@ class HorizonStpt:
 
     def schedule(self, optimizer: int) -> RelativeSchedule:
         """Return the schedule of the full training, relative to the peak."""
-        is_constant = self.optimizers[optimizer].is_schedule_free
-        shape = "constant" if is_constant else self.section.shape
-        return RelativeSchedule(shape, self.section.warmup_fraction)
+        section, warmup = self.optimizers[optimizer], self.section.warmup_fraction
+        shape = "constant" if section.is_schedule_free else self.section.shape
+        return RelativeSchedule(shape, section.usual_warmup if warmup is None else warmup)
 
     def span(self, epoch: int, history: History) -> EpochSpan:
         """Return the part of the training that this epoch covers."""

@@ -185,6 +185,17 @@ def test_a_training_covers_the_full_schedule_at_the_chosen_peak(shape: Any) -> N
     assert training.lrs()[-1] < 0.01 * training.peak
 
 
+@pytest.mark.parametrize(("optimizer", "warmup"), [("SGD", 0.1), ("LARS", 0.2)])
+def test_the_rate_of_lars_rises_longer_unless_the_job_says_how_long(
+    optimizer: str, warmup: float
+) -> None:
+    named = (OptimizerSection.model_validate({"name": optimizer}),)
+    policy = replace(horizon(), optimizers=named)
+    assert policy.schedule(0) == RelativeSchedule("linear", warmup)
+    given = replace(horizon(warmup_fraction=0.3), optimizers=named)
+    assert given.schedule(0) == RelativeSchedule("linear", 0.3)
+
+
 def test_epochs_with_fewer_and_larger_batches_cover_the_same_part_of_it() -> None:
     policy = horizon(epochs=4, steps=100, ramp=((3, 50),))
     training = trained(policy)
