@@ -412,10 +412,9 @@ def run_case(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def default_kernels() -> None:
     """Undo `choose_kernels`: torch's defaults are TF32 for convolutions alone."""
-    backends: Any = torch.backends
-    backends.cuda.matmul.fp32_precision = "ieee"
-    backends.cudnn.conv.fp32_precision = "tf32"
-    backends.cudnn.benchmark = False
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = False
 
 
 def free_memory() -> None:

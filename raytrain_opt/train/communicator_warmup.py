@@ -28,7 +28,10 @@ def begin_communicator_warmup(device: torch.device) -> Future[float]:
 def _send_first_messages(device: torch.device) -> float:
     started_s = monotonic_s()
     # On a separate stream, so that it does not wait for the construction of the model.
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    stream = None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread: the first one needs memory, too, if used
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for elements in _FIRST_MESSAGES[device.type]:
             message = torch.zeros(elements, device=device)

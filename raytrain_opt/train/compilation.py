@@ -1,4 +1,4 @@
-"""Compile a model, each graph once per node."""
+"""Compile a model, each graph once per device of a node."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _ATTENTION = re.compile("Attention|Attn")
 
 
 @dataclass(frozen=True)
-class _OncePerNode:
-    """torch's own compiler, while other processes of the node wait for its code.
+class _OncePerDevice:
+    """torch's own compiler, while other processes of the same device wait for its code.
 
-    All workers compile the same graphs at the same time. The first one does, then the others find
-    the code in torch's cache, which they share. Backward passes are compiled together with the
-    forward passes, so that nobody waits here for a gradient of those who wait.
+    All workers and slots compile the same graphs at the same time. The first one of a GPU, or of a
+    node's CPU, does; then the others find the code in torch's cache, which they share. Backward
+    passes are compiled together with the forward passes, so that nobody waits here for a gradient
+    of those who wait.
     """
 
     mode: str
@@ -34,8 +35,10 @@ class _OncePerNode:
         from torch._inductor.compile_fx import compile_fx
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+        # Code for one GPU is not found for another, so each has a lock.
+        device = next((str(i.device) for i in inputs if isinstance(i, torch.Tensor)), "cpu")
         at_once = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-        with Path(cache_dir(), "raytrain_opt.lock").open("w") as file, at_once:
+        with Path(cache_dir(), f"raytrain_opt-{device}.lock").open("a+") as file, at_once:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -46,8 +49,8 @@ class _OncePerNode:
 # max-autotune alone captures CUDA graphs. Gradients would lie in the memory of a graph, which the
 # next micro-batch of an update overwrites, and which is not released for another pool.
 BACKENDS: dict[str, Callable[..., Any]] = {
-    "default": _OncePerNode("default"),
-    "max-autotune": _OncePerNode("max-autotune-no-cudagraphs"),
+    "default": _OncePerDevice("default"),
+    "max-autotune": _OncePerDevice("max-autotune-no-cudagraphs"),
 }
 
 

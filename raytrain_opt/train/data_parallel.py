@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
@@ -235,9 +236,11 @@ class DataParallel(Parallel):
         All ranks must do this together.
         """
         # The gradients are views of the old buckets: free these before the new ones are
-        # allocated. The old hooks are removed with the old DDP.
+        # allocated. The old hooks are removed with the old DDP, which torch before 2.15 leaves in
+        # a cycle of references.
         self._model.zero_grad(set_to_none=True)
         del self.forward
+        gc.collect()
         try:
             yield
         finally:

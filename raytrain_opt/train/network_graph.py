@@ -8,20 +8,21 @@ without. The CPU launches their kernels while the GPU computes the graphs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 
 class NetworkGraph:
     """Graphs of a network for inputs of the shapes of `inputs`.
 
-    Where the network gets others, it runs as without graphs. `trained` are the parameters that
-    its backward pass reaches. Parameters must stay where they are in memory, and DDP must not
-    wrap the network during the capture, in which some passes change its buffers. The memory of
-    the activations is kept. `autocast` must not cache casts of the weights.
+    Where the network gets others, it runs without graphs and not compiled. `trained` are the
+    parameters that its backward pass reaches. Parameters must stay where they are in memory, and
+    DDP must not wrap the network during the capture, in which some passes change its buffers. The
+    memory of the activations is kept. `autocast` must not cache casts of the weights.
 
     Raises RuntimeError or AssertionError: the network cannot be captured, for example because it
     reads values of the device.
@@ -36,8 +37,8 @@ class NetworkGraph:
     ) -> None:
         self._model, self._forward, self._trained = model, model.forward, trained
         self._shapes = _shapes(inputs)
-        inputs = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, inputs)
-        with autocast:
+        inputs = tree_map_only(Tensor, Tensor.clone, inputs)
+        with autocast, _same_stream(next(model.parameters()).device):
             self._graphed: Any = torch.cuda.make_graphed_callables(
                 _Network(model), inputs, allow_unused_input=True
             )
@@ -74,6 +75,13 @@ class NetworkGraph:
         torch._foreach_zero_([p.grad for p in self._trained if p.grad is not None])
 
 
+def _same_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return to the current stream afterwards: a failed capture of torch before 2.15 does not."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.current_stream(device))
+
+
 class _Network(nn.Module):
     """Calls a network as its owner does, compiled or not; torch changes `forward` of this one."""
 
@@ -85,5 +93,7 @@ class _Network(nn.Module):
         return self.model(*args)
 
 
-def _shapes(inputs: tuple[Any, ...]) -> list[object]:
-    return [(v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for v in inputs]
+def _shapes(inputs: tuple[Any, ...]) -> tuple[object, ...]:
+    """Return the nesting of the inputs, and the shape and type of each tensor."""
+    leaves, nesting = tree_flatten(inputs)
+    return nesting, *((v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves)

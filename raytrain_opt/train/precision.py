@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from raytrain_opt.config.schema import Precision
@@ -28,9 +26,9 @@ def choose_kernels(precision: Precision, device: torch.device) -> list[str]:
     """
     if device.type != "cuda":
         return []
-    number_format = "ieee" if precision == "fp32_strict" else "tf32"
-    backends: Any = torch.backends  # its type information lacks some of these
-    backends.cuda.matmul.fp32_precision = number_format
-    backends.cudnn.conv.fp32_precision = number_format
-    backends.cudnn.benchmark = True
-    return ["no TF32" if number_format == "ieee" else "TF32", "cuDNN autotuning"]
+    allow_tf32 = precision != "fp32_strict"
+    # Not `fp32_precision`: with it, Inductor of torch 2.11 to 2.14 fails to read the precision.
+    torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = allow_tf32
+    torch.backends.cudnn.benchmark = True
+    return ["TF32" if allow_tf32 else "no TF32", "cuDNN autotuning"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.nn.utils import get_total_norm
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Compile
 from raytrain_opt.data.base import Batch
+from raytrain_opt.models.dry_run import preserve_model
 from raytrain_opt.train.compilation import compile_model
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.network_graph import NetworkGraph
@@ -103,13 +106,12 @@ def time_compiled(learner: Learner) -> tuple[float, float]:
     """
     model = learner.model
     [batch] = learner.micro_batches_at([(0, 0)])
-    model.train()
-    with _unchanged_buffers(model):
+    with preserve_model(model, learner.device):
+        model.train()
         compiled_s, eager_s = _fastest(learner, model, batch)[0], math.inf
-        try:
+        with suppress(torch.OutOfMemoryError):
             eager_s = _fastest(learner, model.forward, batch)[0]
-        except torch.OutOfMemoryError:
-            learner.release_memory()
+    learner.release_memory()
     return compiled_s, eager_s
 
 
@@ -122,19 +124,23 @@ def try_graphs(learner: Learner) -> tuple[NetworkGraph | None, dict[str, float |
     model, graph, graph_s, refused = learner.model, None, math.inf, ""
     steps = learner.info.steps_per_epoch(learner.config.global_batch_size)
     first, other = learner.micro_batches_at([(0, 0), (min(1, steps - 1), 0)])
-    model.train()
-    with _unchanged_buffers(model), learner.parallel.unwrapped():
+    with preserve_model(model, learner.device), learner.parallel.unwrapped():
+        model.train()
         no_graph_s, expected = _fastest(learner, model, other)
         reached = zip(_parameters(model), expected, strict=True)
         trained = [parameter for parameter, gradient in reached if gradient is not None]
         try:
             inputs = _inputs(learner, first)
+            gc.collect()  # no older graph may be freed during a capture
             graph = NetworkGraph(model, inputs, trained, learner.autocast(cache=False))
             graph_s, gradients = _fastest(learner, graph.forward, other)
             if not _are_equal(gradients, expected):
                 refused = "its gradients differ"
+            # Inputs of other shapes need memory beside that of the graphs.
+            _gradients(learner, model, other)
         except Exception as error:  # noqa: BLE001 - whatever a network does that no graph can
             refused = f"{type(error).__name__}: {error}".splitlines()[0]
+        inputs = gradients = ()  # they may lie in the memory of a graph that is not kept
     values = [graph_s, no_graph_s, float(bool(refused))]
     graph_s, no_graph_s, is_refused = reduce_max(values, learner.device)
     if is_refused:
@@ -143,6 +149,7 @@ def try_graphs(learner: Learner) -> tuple[NetworkGraph | None, dict[str, float |
         refused = "not faster"
     if refused:
         graph = None
+        gc.collect()  # torch's graphs are parts of cycles of references
         learner.release_memory()
     return graph, {
         "graph_s": graph_s if math.isfinite(graph_s) else None,
@@ -151,30 +158,41 @@ def try_graphs(learner: Learner) -> tuple[NetworkGraph | None, dict[str, float |
     }
 
 
-@contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Undo what the passes inside do to the model's buffers."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
-
-
 def _inputs(learner: Learner, batch: Batch) -> tuple[Any, ...]:
-    """Return what the task calls the network with. Raises ValueError if no graph can do that."""
+    """Return what the task calls the network with.
+
+    Raises ValueError or RuntimeError if no graph can do that: before a capture, which should not
+    fail, because torch before 2.13 cannot go on after that.
+    """
     calls: list[tuple[Any, ...]] = []
+    buffers = list(learner.model.buffers())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if kwargs or calls:
             raise ValueError("the task calls the network twice, or with keyword arguments")
         calls.append(args)
-        return learner.model(*args)
+        with _refuse_waiting(learner.device):
+            return learner.model(*args)
 
     _gradients(learner, forward, batch)
+    if {*map(id, learner.model.buffers())} != {*map(id, buffers)}:
+        raise ValueError("the network replaces a buffer, which a graph would go on to read")
     return calls[0]
+
+
+@contextmanager
+def _refuse_waiting(device: torch.device) -> Iterator[None]:
+    """Raise a RuntimeError where the host waits for a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def _fastest(

@@ -111,8 +111,8 @@ def test_the_batches_equal_those_on_the_cpu(changes: dict[str, Any]) -> None:
 def test_no_step_waits_for_the_device(changes: dict[str, Any]) -> None:
     on_gpu = learner(CUDA, **changes)
     on_gpu.train(1, 0, [0.1] * 3, ONE)
-    torch.cuda.set_sync_debug_mode("warn")
     try:
+        torch.cuda.set_sync_debug_mode("warn")
         with pytest.warns(UserWarning, match="synchroniz") as caught:
             on_gpu.train(1, 3, [0.1] * 8, ONE)
     finally:

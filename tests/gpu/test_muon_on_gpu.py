@@ -89,8 +89,8 @@ def test_no_step_waits_for_the_device() -> None:
     params = weights(NETWORK)
     optimizer = muon(params, weight_decay=0.1)
     fill_gradients(params, 0)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for _ in range(3):
             optimizer.step()
     finally:

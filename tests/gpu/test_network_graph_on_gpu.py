@@ -25,7 +25,7 @@ from raytrain_opt.train.step_choices import StepChoices
 
 pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 TWO = MicroBatches(range(2), 2)
 LRS = [0.02] * 6
 

@@ -198,8 +198,8 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     x, y = batches()[0]
     for _ in range(WARM_UP):
         trained.step(x, y)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         trained.step(x, y)
     finally:
         torch.cuda.set_sync_debug_mode("default")

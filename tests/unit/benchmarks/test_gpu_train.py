@@ -18,13 +18,12 @@ TRIAL = ["--device", "cpu", "--quick", "--block-s", "0.005", "--cases", "resnet1
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use a network that a CPU trains in milliseconds, and restore the kernels' settings."""
-    backends: Any = torch.backends
-    before = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
-    benchmarked = backends.cudnn.benchmark
+    cudnn, precision = torch.backends.cudnn, torch.get_float32_matmul_precision()
+    before = cudnn.allow_tf32, cudnn.benchmark
     monkeypatch.setitem(CASES, "resnet18_32", Case("resnet8", 32, 10, 4))
     yield
-    backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision = before
-    backends.cudnn.benchmark = benchmarked
+    torch.set_float32_matmul_precision(precision)
+    cudnn.allow_tf32, cudnn.benchmark = before
 
 
 def trial(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from raytrain_opt.train.compilation import BACKENDS
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.network_graph import NetworkGraph
 from raytrain_opt.train.step_choices import StepChoices, describe_step
 from tests.support.fake_graphs import FakeGraphs
 
@@ -182,3 +184,49 @@ def test_a_failing_capture_leaves_the_training_as_it_was(monkeypatch: pytest.Mon
     assert choices.measured["graph_refused"] == refused
     assert choices.measured["graph_s"] is None
     assert trained.state(copy=True).digest() == eager.state(copy=True).digest()
+
+
+class Centered(Net):
+    """Replaces a buffer in each pass, as the centering of self-distillation does."""
+
+    def __init__(self, num_classes: int, sample_shape: tuple[int, ...]) -> None:
+        super().__init__(num_classes, sample_shape)
+        self.register_buffer("center", torch.zeros(num_classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        return output
+
+
+def test_a_network_that_replaces_buffers_is_refused_and_keeps_them(graphs: FakeGraphs) -> None:
+    trained, choices = with_graphs(model=Centered)
+    trained.train(1, 0, LRS, TWO)
+    before = trained.state(copy=True).digest()
+    choices.after_phase(1.0)
+    assert graphs.captured == 0
+    assert "replaces a buffer" in str(choices.measured["graph_refused"])
+    assert trained.state(copy=True).digest() == before
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        return self.weight * sum(x.values())
+
+
+def test_inputs_of_another_shape_or_nesting_run_without_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def replay(inputs: dict[str, Tensor]) -> Tensor:
+        return torch.zeros(0)
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda *_, **__: replay)
+    model, whole, row = Sum(), torch.ones(2, 3), torch.ones(1, 3)
+    graph = NetworkGraph(model, ({"a": whole, "b": whole},), [model.weight], nullcontext())
+    assert graph.forward({"a": -whole, "b": whole}).numel() == 0
+    for other in ({"a": whole, "b": row}, {"a": whole}, {"a": whole.double(), "b": whole}):
+        assert graph.forward(other).shape == (2, 3)

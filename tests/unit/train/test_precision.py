@@ -19,29 +19,25 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def settings() -> tuple[Any, ...]:
-    backends: Any = torch.backends
-    return (
-        backends.cuda.matmul.fp32_precision,
-        backends.cudnn.conv.fp32_precision,
-        backends.cudnn.benchmark,
-    )
+    cudnn = torch.backends.cudnn
+    return torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
 
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    backends: Any = torch.backends
     before = settings()
     with torch._dynamo.config.patch(suppress_errors=False):
         yield
-    backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision = before[:2]
-    backends.cudnn.benchmark = before[2]
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before[1:]
 
 
 def test_a_gpu_uses_tf32_and_measured_convolutions() -> None:
     assert choose_kernels("fp32", CUDA) == ["TF32", "cuDNN autotuning"]
-    assert settings() == ("tf32", "tf32", True)
+    assert settings() == ("high", True, True)
     assert choose_kernels("fp32_strict", CUDA) == ["no TF32", "cuDNN autotuning"]
-    assert settings() == ("ieee", "ieee", True)
+    assert settings() == ("highest", False, True)
+    assert torch.backends.cudnn.rnn.fp32_precision != "tf32"
 
 
 def test_a_cpu_keeps_its_settings() -> None:
