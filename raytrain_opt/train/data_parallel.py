@@ -83,6 +83,10 @@ class Parallel:
         """Take the model out of DDP while something that DDP would disturb is done to it."""
         return nullcontext()
 
+    def exchange_s(self) -> float:
+        """Return the seconds of an exchange of all gradients; all ranks must call it together."""
+        return 0.0
+
     def end_phase(self) -> tuple[Pair, ...]:
         """End the phase; return squared gradient norms of some updates (`gradient_noise`)."""
         return ()
@@ -246,6 +250,16 @@ class DataParallel(Parallel):
         finally:
             # All ranks have equal weights already, and each keeps its own running statistics.
             self.forward = self._wrap(self._arguments, init_sync=False)
+
+    def exchange_s(self) -> float:
+        sizes = (p.numel() for p in self._model.parameters() if p.requires_grad)
+        gradients, times_s = torch.zeros(sum(sizes), device=self._device), []
+        for _ in range(3):
+            started_s = monotonic_s()
+            dist.all_reduce(gradients)
+            gradients[0].item()  # waits for it
+            times_s.append(monotonic_s() - started_s)
+        return min(times_s)
 
     def _wrap(self, arguments: dict[str, Any], *, init_sync: bool) -> DistributedDataParallel:
         ddp = DistributedDataParallel(

@@ -34,9 +34,10 @@ class StepChoices:
     """Measures once what compiling the model and CUDA graphs of it bring.
 
     `compile: auto` keeps what is faster on all ranks: it compiles a model that is not compiled
-    after five minutes of training, on trial. `cuda_graphs` stay where they are faster and have
-    the same gradients on all ranks; they are captured anew after that trial. Nothing is measured
-    where the forward pass needs all workers. All ranks must make the same calls.
+    after five minutes of training, on trial. `cuda_graphs` stay where they are faster, which
+    includes the exchange of gradients, and have the same gradients on all ranks; they are captured
+    anew after that trial. Nothing is measured where the forward pass needs all workers. All ranks
+    must make the same calls.
     """
 
     def __init__(self, learner: Learner, *, auto_compile: bool, cuda_graphs: bool) -> None:
@@ -123,6 +124,7 @@ def try_graphs(learner: Learner) -> tuple[NetworkGraph | None, dict[str, float |
     """
     model, graph, graph_s, refused = learner.model, None, math.inf, ""
     steps = learner.info.steps_per_epoch(learner.config.global_batch_size)
+    passes = len(learner.parallel.indices(0))  # of an update
     first, other = learner.micro_batches_at([(0, 0), (min(1, steps - 1), 0)])
     with preserve_model(model, learner.device), learner.parallel.unwrapped():
         model.train()
@@ -141,12 +143,15 @@ def try_graphs(learner: Learner) -> tuple[NetworkGraph | None, dict[str, float |
         except Exception as error:  # noqa: BLE001 - whatever a network does that no graph can
             refused = f"{type(error).__name__}: {error}".splitlines()[0]
         inputs = gradients = ()  # they may lie in the memory of a graph that is not kept
-    values = [graph_s, no_graph_s, float(bool(refused))]
-    graph_s, no_graph_s, is_refused = reduce_max(values, learner.device)
+    values = [graph_s, no_graph_s, learner.parallel.exchange_s(), float(bool(refused))]
+    graph_s, no_graph_s, exchange_s, is_refused = reduce_max(values, learner.device)
     if is_refused:
         refused = refused or "another worker cannot"
     elif graph_s >= no_graph_s:
         refused = "not faster"
+    # The gradients of a graph are all ready at its end; others are exchanged meanwhile.
+    elif passes * graph_s + exchange_s >= (passes - 1) * no_graph_s + max(no_graph_s, exchange_s):
+        refused = "not faster, because the exchange of gradients begins later"
     if refused:
         graph = None
         gc.collect()  # torch's graphs are parts of cycles of references

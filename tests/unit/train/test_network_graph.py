@@ -150,6 +150,20 @@ def test_graphs_that_are_not_faster_are_dropped(
     assert choices.measured == {"graph_s": 1.0, "no_graph_s": 1.0, "graph_refused": "not faster"}
 
 
+@pytest.mark.parametrize(("exchange_s", "refused"), [(0.9, False), (1.1, True)])
+def test_what_graphs_gain_must_exceed_the_exchange_that_they_delay(
+    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, exchange_s: float, *, refused: bool
+) -> None:
+    """Two passes take 2 s, in the second of which gradients are exchanged, or 1 s as graphs."""
+    trained, choices = with_graphs()
+    monkeypatch.setattr(trained.parallel, "exchange_s", lambda: exchange_s)
+    trained.train(1, 0, LRS, TWO)
+    choices.after_phase(1.0)
+    assert graphs.captured == 1
+    assert (trained.network_graph is None) is refused
+    assert ("the exchange" in str(choices.measured["graph_refused"])) is refused
+
+
 def test_a_network_whose_graph_computes_something_else_is_refused(graphs: FakeGraphs) -> None:
     graphs.factor = 1.1
     trained, choices = with_graphs()
