@@ -18,7 +18,7 @@ from raytrain_opt.config.section import (
     Section,
 )
 
-# Of small networks.
+# The rates that optimizers usually have in small networks.
 _USUAL_LRS = {
     "Adagrad": 0.01,
     "Adam": 0.001,

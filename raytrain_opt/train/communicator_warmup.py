@@ -30,7 +30,8 @@ def _send_first_messages(device: torch.device) -> float:
     # On a separate stream, so that it does not wait for the construction of the model.
     stream = None
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread: the first one needs memory, too, if used
+        # A thread begins with the first GPU, where leaving the stream would take memory, too.
+        torch.cuda.set_device(device)
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for elements in _FIRST_MESSAGES[device.type]:
