@@ -37,8 +37,8 @@ end each part within it: `data` (until the batch is ready), `forward` with the l
 alternate, each round in the opposite order; figures are medians over the rounds.
 
 The last line is one JSON object: `machine`, `settings`, `versions`, and `cases`:
-  case -> batch_size, pixels, variants: name -> status (ok, skipped, refused, out_of_memory), why,
-  if ok
+  case -> batch_size, pixels, variants: name -> status (ok, skipped, refused, out_of_memory,
+  failed), why, if ok
     images_per_s, images_per_s_all (one for each round)
     ratio       to the fastest of plain, plain_tuned, plain_compiled and timm; above 1: faster
     ms          step, data, forward, backward, update
@@ -344,7 +344,7 @@ class Runner:
         self.blocks.clear()
 
     def measure(self) -> None:
-        """Measure a block; a variant without enough memory must not cost the others' figures."""
+        """Measure a block; a variant that fails must not cost the others' figures."""
         if self.status != "ok":
             return
         try:
@@ -353,6 +353,8 @@ class Runner:
             self.status, self._why = "out_of_memory", str(error).splitlines()[0]
         except RefusedError as error:
             self.status, self._why = "refused", str(error)
+        except Exception as error:  # noqa: BLE001 - such as one of the compiler
+            self.status, self._why = "failed", f"{type(error).__name__}: {error}"
         if self.status != "ok":
             self._train = None  # not in the handler: the exception's frames hold the tensors
             free_memory()
@@ -418,8 +420,7 @@ def default_kernels() -> None:
 
 
 def free_memory() -> None:
-    """Free unreferenced memory and compiled networks."""
-    torch.compiler.reset()
+    """Free unreferenced memory."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -434,6 +435,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases = {}
     for name in args.cases:
         cases[name] = run_case(name, args)
+        print(json.dumps(finite({name: cases[name]})), flush=True)  # should a later one not end
+        torch.compiler.reset()
         free_memory()
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     setting = {"machine": machine(), "settings": vars(args), "versions": versions}

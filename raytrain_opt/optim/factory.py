@@ -16,7 +16,7 @@ from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import MomentumWarmup, OptimizerSection
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.optim.lars import LARS
+from raytrain_opt.optim.lars import LARS, has_fused_kernels
 from raytrain_opt.optim.muon import Muon
 from raytrain_opt.optim.parameter_groups import parameter_groups, scaled_lr
 from raytrain_opt.optim.rmsprop_warmup import RMSpropWarmup
@@ -189,7 +189,7 @@ def _can_be_fused(parameter: Tensor) -> bool:
     Autograd gives the gradient the parameter's strides only if its elements fill their memory.
     """
     is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    return is_dense and parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda")
+    return is_dense and parameter.is_floating_point() and has_fused_kernels(parameter)
 
 
 def _check_arguments(optimizer_class: type[Optimizer], args: dict[str, Any]) -> list[Problem]:

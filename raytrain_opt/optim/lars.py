@@ -24,6 +24,7 @@ become NaN. Other layers are not affected.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -126,8 +127,13 @@ def _adapted(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -
     ratios = _trust_ratios(params, grads, group)
     adapted = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
     factors = [r.expand(g.numel()) for r, g in zip(ratios.unbind(), adapted, strict=True)]
-    flat = torch.split(torch.cat(factors), [g.numel() for g in adapted])
-    same_layout = [f.as_strided(g.shape, g.stride()) for f, g in zip(flat, adapted, strict=True)]
+    flat = torch.cat(factors)
+    # Not `split`: Inductor of torch 2.11 takes each part for the first one.
+    starts = accumulate((g.numel() for g in adapted[:-1]), initial=0)
+    same_layout = [
+        flat.as_strided(g.shape, g.stride(), start)
+        for g, start in zip(adapted, starts, strict=True)
+    ]
     torch._foreach_mul_(adapted, same_layout)
     return adapted
 
@@ -171,11 +177,20 @@ def _descend(
     )
 
 
+def has_fused_kernels(parameter: Tensor) -> bool:
+    """Return whether torch has fused updates for a parameter's device and type.
+
+    On a CPU, those of torch 2.11 leave half-precision parameters as they are.
+    """
+    device = parameter.device.type
+    return device == "cuda" or (device == "cpu" and parameter.dtype.itemsize >= 4)
+
+
 def _can_be_fused(
     params: list[Tensor], grads: list[Tensor], buffers: list[Tensor | None], lr: float | Tensor
 ) -> bool:
     """Return whether torch's fused kernel works: equal layouts, and all buffers or none."""
-    if torch.compiler.is_compiling() or params[0].device.type not in ("cpu", "cuda"):
+    if torch.compiler.is_compiling() or not has_fused_kernels(params[0]):
         return False
     if isinstance(lr, Tensor) and lr.dtype != torch.float32:
         return False

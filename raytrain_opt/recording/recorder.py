@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
@@ -160,5 +160,8 @@ def _rewrite(path: Path, lines: Sequence[bytes]) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that results depend on."""
-    packages = ("raytrain_opt", "ray", "torch", "torchvision", "numpy")
-    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+    found = {"python": platform.python_version()}
+    for name in ("raytrain_opt", "ray", "torch", "torchvision", "numpy"):
+        with suppress(PackageNotFoundError):  # the benchmarks of a GPU run without Ray
+            found[name] = version(name)
+    return found

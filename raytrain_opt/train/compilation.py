@@ -69,5 +69,9 @@ def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> C
     if setting == "off":
         model._compiled_call_impl = None
     else:
-        model.compile(backend=BACKENDS[setting])
+        # Not `Module.compile`, which skips a Sequential of torch's layers with torch 2.11.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        model._compiled_call_impl = torch.compile(call, backend=BACKENDS[setting])
     return setting

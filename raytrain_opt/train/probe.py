@@ -365,6 +365,6 @@ def _record_trace(device: torch.device, path: str) -> Iterator[None]:
     from torch.profiler import ProfilerActivity, profile
 
     gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True) as profiler:
         yield
     profiler.export_chrome_trace(path)

@@ -124,7 +124,7 @@ def try_graphs(learner: Learner) -> tuple[NetworkGraph | None, dict[str, float |
     """
     model, graph, graph_s, refused = learner.model, None, math.inf, ""
     steps = learner.info.steps_per_epoch(learner.config.global_batch_size)
-    passes = len(learner.parallel.indices(0))  # of an update
+    passes = max(1, len(learner.parallel.indices(0)))  # of an update; 0 before the first phase
     first, other = learner.micro_batches_at([(0, 0), (min(1, steps - 1), 0)])
     with preserve_model(model, learner.device), learner.parallel.unwrapped():
         model.train()

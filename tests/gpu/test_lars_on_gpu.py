@@ -18,7 +18,8 @@ from raytrain_opt.optim import LARS
 from raytrain_opt.optim.parameter_groups import parameter_groups
 from tests.support.reference_lars import ReferenceLARS
 
-pytestmark = pytest.mark.gpu
+# The compiler and the debug mode warn about themselves, each version of torch differently.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 SETTINGS = {"weight_decay": 0.01, "trust_coefficient": 0.1}
 
@@ -89,7 +90,7 @@ def kernels_of_a_step(layers: int) -> int:
         fill_gradients(model, seed)
         optimizer.step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         optimizer.step()
         torch.cuda.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
@@ -97,7 +98,8 @@ def kernels_of_a_step(layers: int) -> int:
 
 
 def test_more_layers_are_not_more_kernels() -> None:
-    assert 0 < kernels_of_a_step(20) == kernels_of_a_step(10) < 30
+    """A fused kernel takes at most 48 tensors; these networks have 46 and 16 vectors."""
+    assert 0 < kernels_of_a_step(15) == kernels_of_a_step(5) < 30
 
 
 def test_a_captured_step_is_replayed_at_the_rate_of_the_tensor() -> None:

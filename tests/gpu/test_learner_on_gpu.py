@@ -20,7 +20,8 @@ from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.step_choices import StepChoices
 
-pytestmark = pytest.mark.gpu
+# The compiler and the debug mode warn about themselves, each version of torch differently.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 ONE = MicroBatches(range(1), 1)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -39,7 +40,8 @@ def learner(device: torch.device, **changes: Any) -> Learner:
 
 @pytest.mark.parametrize("precision", ["auto", "fp32", "fp32_strict", "bf16", "fp16"])
 def test_digits_are_learned(precision: str) -> None:
-    on_gpu = learner(CUDA, precision=precision)
+    plain: dict[str, Any] = {"data": "digits", "optimizer": "SGD", "average": None}
+    on_gpu = learner(CUDA, precision=precision, **plain)
     steps = on_gpu.info.steps_per_epoch(64)
     for epoch in range(1, 7):
         totals = on_gpu.train(epoch, 0, [0.1] * steps, ONE)

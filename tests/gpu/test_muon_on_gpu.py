@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from raytrain_opt.optim import Muon
 from tests.support.reference_muon import ReferenceMuon
 
-pytestmark = pytest.mark.gpu
+# The compiler and the debug mode warn about themselves, each version of torch differently.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 CUDA = torch.device("cuda", 0)
 MATRICES = [(64, 64), (64, 64), (32, 288), (288, 32), (10, 640)]

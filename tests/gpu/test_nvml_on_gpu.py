@@ -17,7 +17,8 @@ from raytrain_opt.monitoring.nvml import NvmlSampler, gpu_states
 from raytrain_opt.monitoring.samplers import UtilizationMonitor, open_sampler
 
 pytest.importorskip("pynvml")
-pytestmark = pytest.mark.gpu
+# The compiler and the debug mode warn about themselves, each version of torch differently.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 LOAD_S = 3.0
 

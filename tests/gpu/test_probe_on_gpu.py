@@ -15,7 +15,8 @@ from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.train.batch_size_finder import MinibatchSizeOptimizer, endless_batches
 from raytrain_opt.train.probe import ProbedTraining, measure, open_probe_sampler
 
-pytestmark = pytest.mark.gpu
+# The compiler and the debug mode warn about themselves, each version of torch differently.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 CUDA = torch.device("cuda")
 SECTION = ThroughputKneeSearch(strategy="throughput_knee", max_probe_s=1.0)
@@ -59,7 +60,7 @@ def test_parts_are_the_devices_and_add_up() -> None:
     assert probe.status == "ok"
     assert probe.duration_s == pytest.approx(sum(probe.timings_s.values()) * probe.steps)
     assert probe.timings_s["backward_s"] > probe.timings_s["forward_s"] / 4 > 0
-    assert 0 < probe.utilization_pct <= 100
+    assert 0 <= probe.utilization_pct <= 100  # NVML averages over up to a second
     assert probe.peak_memory_mib > 128 * 64 * 64 * 64 * 2 / 1024**2
 
 

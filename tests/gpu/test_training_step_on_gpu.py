@@ -21,7 +21,8 @@ from raytrain_opt.optim.lars import LARS
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 CUDA = torch.device("cuda")
-LRS = [2.0, 2.0, 1.0, 0.5, 3.0, 0.25]
+# Higher ones let rounding grow beyond the tolerances.
+LRS = [0.6, 0.6, 0.3, 0.15, 0.9, 0.075]
 WARM_UP = 3
 
 
@@ -29,6 +30,8 @@ WARM_UP = 3
 def _same_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """cuDNN's fastest weight gradients add up in no fixed order; graphs need another stream."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.set_float32_matmul_precision("highest")
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
 
@@ -146,7 +149,7 @@ def test_a_captured_step_reads_the_current_rate() -> None:
         for name, value in captured.weights().items()
         if value.dim() > 1
     ]
-    assert min(differences) > 1e-2
+    assert min(differences) > 2e-3
 
 
 def test_a_compiled_network_trains_as_an_eager_one() -> None:

@@ -138,6 +138,13 @@ def test_a_state_of_another_training_continues_as_without(graphs: FakeGraphs) ->
     assert trained.state(copy=True).digest() == eager.state(copy=True).digest()
 
 
+def test_graphs_can_be_measured_before_the_first_phase(graphs: FakeGraphs) -> None:
+    trained, choices = with_graphs()
+    choices.after_phase(1.0)
+    assert (graphs.captured, choices.measured["graph_refused"]) == (1, None)
+    assert trained.network_graph is not None
+
+
 def test_graphs_that_are_not_faster_are_dropped(
     graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
