@@ -87,7 +87,7 @@ def _torchscript(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         # torch recommends torch.export, which is a format of its own here.
-        warnings.filterwarnings("ignore", "`torch.jit", FutureWarning)
+        warnings.filterwarnings("ignore", "`torch.jit")
         traced = torch.jit.trace(model.network, x)  # type: ignore[no-untyped-call]
         torch.jit.save(traced, buffer, _extra_files=_extra_files(model))
         buffer.seek(0)

@@ -219,7 +219,7 @@ def test_exported_files_hold_the_network_and_its_metadata(
     elif name == "torch_export":
         output = torch.export.load(path, extra_files=texts).module()(x)
     else:
-        with pytest.warns(FutureWarning, match="jit.load"):
+        with pytest.warns((FutureWarning, DeprecationWarning), match="jit.load"):
             output = torch.jit.load(path, _extra_files=texts)(x)
     if output is not None:
         assert torch.allclose(output, model.network(x), atol=1e-5)
