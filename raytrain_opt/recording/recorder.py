@@ -160,8 +160,8 @@ def _rewrite(path: Path, lines: Sequence[bytes]) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that results depend on."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in ("raytrain_opt", "ray", "torch", "torchvision", "numpy"):
         with suppress(PackageNotFoundError):  # the benchmarks of a GPU run without Ray
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed

@@ -121,6 +121,15 @@ def test_the_fastest_implementation_is_the_default(
     assert expected.items() <= group.items()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_on_a_cpu_is_not_updated_by_fused_kernels(dtype: torch.dtype) -> None:
+    """Those of torch 2.11 leave it as it is."""
+    weight = nn.Parameter(torch.ones(32, dtype=dtype))
+    optimizer = build(section("SGD"), weight)
+    assert optimizer.param_groups[0]["foreach"]
+    assert not optimizer.param_groups[0]["fused"]
+
+
 def test_parameters_with_gaps_in_memory_are_not_updated_by_fused_kernels() -> None:
     """Their gradients have no gaps, and the kernels ignore strides."""
     weight = nn.Parameter(torch.ones(4, 4)[:, :2])
