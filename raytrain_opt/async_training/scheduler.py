@@ -93,7 +93,6 @@ class MicroBatchDone:
 class _Worker:
     heard_s: float
     longest_s: float = 0.0
-    start_s: float = 0.0
 
     def silence_limit_s(self) -> float:
         if not self.longest_s:
@@ -112,6 +111,7 @@ class SspScheduler:
     _free: list[int] = field(init=False)
     _claims: dict[int, int] = field(default_factory=dict)  # micro-batch -> worker
     _begun: dict[int, int] = field(default_factory=dict)  # micro-batch -> version of its weights
+    _starts_s: dict[int, float] = field(default_factory=dict)  # also of those given to others
     _counts: Counter[int] = field(default_factory=Counter)
     _workers: dict[int, _Worker] = field(default_factory=dict)
 
@@ -187,16 +187,15 @@ class SspScheduler:
     def begin(self, worker: int, number: int, version: int, now_s: float) -> None:
         """Record that the worker computes this micro-batch now, on weights of this version."""
         self.heard(worker, now_s)
-        self._workers[worker].start_s = now_s
-        self._begun[number] = version
+        self._begun[number], self._starts_s[number] = version, now_s
 
     def done(self, worker: int, result: MicroBatchDone, now_s: float) -> None:
         """Record an update, unless its micro-batch has been given to another worker."""
         self.heard(worker, now_s)
+        record = self._workers[worker]
+        record.longest_s = max(record.longest_s, now_s - self._starts_s.get(result.number, now_s))
         if not self.has_begun(worker, result.number):
             return
-        record = self._workers[worker]
-        record.longest_s = max(record.longest_s, now_s - record.start_s)
         del self._claims[result.number], self._begun[result.number]
         self.version += 1
         self._counts[result.staleness] += 1

@@ -174,6 +174,24 @@ def test_a_worker_that_has_done_nothing_yet_may_take_its_time() -> None:
     assert scheduler.silent(121.0) == [0]
 
 
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_gradient_that_is_sent_beside_the_next_micro_batch_tells_how_slow_a_worker_is(
+    given_up: bool,
+) -> None:
+    """Also if its micro-batch is another worker's by then: it must not be given up for ever."""
+    scheduler = SspScheduler(phase(4, 2, None))
+    scheduler.claim(0, 0.0)
+    scheduler.begin(0, 0, 0, 0.0)
+    if given_up:
+        assert scheduler.silent(121.0) == [0]
+        scheduler.leave(0)
+    scheduler.claim(0, 130.0)
+    scheduler.begin(0, 1, 0, 130.0)
+    scheduler.done(0, done(0), 131.0)
+    assert scheduler.silent(131.0 + 1309.0) == []
+    assert scheduler.silent(131.0 + 1311.0) == [0]
+
+
 def test_micro_batches_have_their_steps_in_the_epoch() -> None:
     phase = EpochPhase("2.5", 2, 5, (0.1, 0.1), 3, None)
     assert [phase.index_of(number) for number in range(phase.size)] == [
