@@ -102,7 +102,7 @@ class SimulatedWorker:
         trainer = AsyncTrainer(learner, len(handles.shards))
         server = SlowLink(handles, phase.id, self.index, trainer.dtype)
         server.message_s = message_s
-        return trainer.train(phase, server, lambda _: None)
+        return trainer.train(phase, server, lambda *_: None)
 
     def with_backup(self, sums: Any, steps: int, clock: Clock, exchange_s: float) -> float:
         """Return the seconds of `steps` steps with the other workers."""

@@ -43,7 +43,7 @@ class AsyncWorker(LearnerHandler):
         self._load(command.state)
         self._live_id = ""
         server = RemoteServer(self._server, phase.id, self.index, self._trainer.dtype)
-        return self._trainer.train(phase, server, lambda done: on_step(done, len(phase.lrs)))
+        return self._trainer.train(phase, server, on_step)
 
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals | None:
         if self.index not in command.workers:  # it came back after the others had begun

@@ -75,12 +75,15 @@ class AsyncTrainer:
             self.learner.model.load_state_dict(model_tensors(state))
 
     def train(
-        self, phase: EpochPhase, server: ParameterServer, on_micro_batch: Callable[[int], object]
+        self,
+        phase: EpochPhase,
+        server: ParameterServer,
+        on_micro_batch: Callable[[int, int], object],
     ) -> AsyncWorkerMetrics:
         """Compute micro-batches until the phase is over.
 
-        `on_micro_batch` is called before each one with the number of those done by this worker;
-        it may raise to stop.
+        `on_micro_batch` is called before each one with the number of those done by this worker,
+        and of those that it will have done at the end if speeds stay; it may raise to stop.
         """
         started_s, stopwatch, messages, count = monotonic_s(), Stopwatch(), Stopwatch(), 0
         self.learner.begin_micro_batches(phase.epoch, phase.micro_batches)
@@ -94,7 +97,8 @@ class AsyncTrainer:
             prefetcher = WeightPrefetcher(server, pulls, messages)
             while True:
                 for number, batch in self._claim_batches(phase, server, stopwatch):
-                    on_micro_batch(count)
+                    begun = min(number, phase.size)  # by all workers
+                    on_micro_batch(count, count * phase.size // begun if count else phase.size)
                     with stopwatch.measure("gate_s"):
                         weights = prefetcher.take()
                         while not server.begin(number, weights.version):

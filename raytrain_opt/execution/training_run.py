@@ -346,8 +346,9 @@ class TrainingRun:
             self.startup.mark("first_step_s")
         if progress is not None and pool == self.backend.workers.name and not self._in_round:
             epoch = self.progress.next_epoch
-            done = len(self._epoch.lrs) + max(progress.done, 0)
-            self.terminal.advance(self.length.fraction(epoch - 1 + done / self.steps(epoch)))
+            kept = len(self._epoch.lrs) / self.steps(epoch)
+            done = kept + (1 - kept) * max(progress.done, 0) / progress.total
+            self.terminal.advance(self.length.fraction(epoch - 1 + done))
         return self._stop.error is not None
 
     def _show_phase(self, epoch: int, phase: str) -> None:

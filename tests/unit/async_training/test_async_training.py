@@ -87,7 +87,7 @@ def asynchronous(
     def work(worker: int) -> None:
         trainer = AsyncTrainer(learners[worker], shards)
         trainer.load(state)
-        done[worker] = trainer.train(phase, LocalClient(server, worker), lambda _: None)
+        done[worker] = trainer.train(phase, LocalClient(server, worker), lambda *_: None)
 
     for learner in learners:
         # Loader processes begin here, while no other thread runs: torch's seeding holds a lock
@@ -229,7 +229,7 @@ def test_a_worker_that_stops_does_not_stop_the_others(digits: DatasetArrays) -> 
     class Died(Exception):  # noqa: N818
         pass
 
-    def dies(count: int) -> None:
+    def dies(count: int, _total: int) -> None:
         if count == 2:
             raise Died
 
@@ -239,8 +239,14 @@ def test_a_worker_that_stops_does_not_stop_the_others(digits: DatasetArrays) -> 
     with server.changed:
         server.scheduler.leave(0)
     trainers[1].load(state)
-    report = trainers[1].train(phase, LocalClient(server, 1), lambda _: None)
+    progress: list[tuple[int, int]] = []
+    report = trainers[1].train(phase, LocalClient(server, 1), lambda *p: progress.append(p))
     numbers = server.pushed
+    # The fraction is that of the phase, of which the worker that stopped has done a part.
+    assert [count for count, _ in progress] == list(range(report.micro_batches))
+    assert [count / total for count, total in progress[1:]] == pytest.approx(
+        [min(n / phase.size, 1.0) for n in numbers[3:]], abs=0.1
+    )
     assert sorted(n % phase.size for n in numbers) == list(range(len(LRS) * WORKERS))
     assert report.micro_batches == len(numbers) - 2  # of the one that stopped
     assert threading.active_count() < threads + 20

@@ -406,6 +406,30 @@ def test_a_run_continues_from_the_steps_that_were_done_before_a_death(
     )
 
 
+@pytest.mark.parametrize("name", ["stpt", "schedule"])
+def test_progress_does_not_depend_on_how_finely_workers_report_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As asynchronous workers do, which count micro-batches."""
+    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
+    fractions: dict[int, list[float]] = {1: [], 16: []}
+    handle = Worker.handle
+    for parts, shown in fractions.items():
+        monkeypatch.setattr(
+            Worker,
+            "handle",
+            lambda worker, command, on_step, parts=parts: handle(
+                worker, command, lambda done, total: on_step(parts * done, parts * total)
+            ),
+        )
+        monkeypatch.setattr(Terminal, "advance", lambda _, part, shown=shown: shown.append(part))
+        job, paths = tiny_job(tmp_path, **JOBS[name]), RunPaths.create(str(tmp_path), "run")
+        execute(job, paths, never)
+    assert fractions[1] == pytest.approx(fractions[16])
+    assert sorted(fractions[1]) == fractions[1]
+    assert fractions[1][-1] == 1.0
+
+
 def test_the_output_says_where_a_run_resumes(tmp_path: Path) -> None:
     job, paths = tiny_job(tmp_path, **JOBS["stpt"]), RunPaths.create(str(tmp_path), "interrupted")
     processes = resume_until_finished(job, paths, lambda moves: moves[-1] in CHECKPOINTS)
