@@ -168,6 +168,9 @@ def _micro_batch_rules(job: Job) -> Iterator[BrokenRule]:
         yield "parallel.micro_batches", rule
     if micro_batches and job.workers.count == "auto":
         yield "parallel.micro_batches", _NEEDS_COUNT
+    if micro_batches and job.batch_size_search is not None:
+        rule = "belongs to a given global_batch_size; remove it or batch_size_search"
+        yield "parallel.micro_batches", rule
 
 
 def _balance_rules(job: Job) -> Iterator[BrokenRule]:

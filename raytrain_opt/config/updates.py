@@ -239,11 +239,11 @@ class ParallelSection(Section):
     an update when it arrives (parameter server)."""
     micro_batches: PositiveInt | None = None
     """balanced, auto, async only: micro-batches that a global batch is split into, a multiple of
-    workers.count. BatchNorm normalizes each. Default: at most 16 per worker, of at least 8
-    samples. balanced and auto: where measured speeds would cost more than 5 % of a step with
-    them, fewer, or smaller ones of at least 4 samples, from the next round or epoch on. async: one
-    per worker in the first epoch, then as many as hide their messages, and fewer again where that
-    trains 10 % slower."""
+    workers.count; not with batch_size_search. BatchNorm normalizes each. Default: at most 16 per
+    worker, of at least 8 samples. balanced and auto: where measured speeds would cost more than
+    5 % of a step with them, fewer, or smaller ones of at least 4 samples, from the next round or
+    epoch on. async: one per worker in the first epoch, then as many as hide their messages, and
+    fewer again where that trains 10 % slower."""
     speeds: list[PositiveFloat] | None = None
     """balanced only: relative speeds of the workers, by rank, in place of measured ones, such as
     [1, 1, 1, 0.25]. The training is then repeatable to the bit."""

@@ -55,7 +55,7 @@ def find_batch_size(
     chosen size into the run directory (this needs a fresh search). Raises RaytrainOptError.
     """
     section = job.batch_size_search or ThroughputKneeSearch(strategy="throughput_knee")
-    job = job.model_copy(update={"batch_size_search": section})
+    job = Job(**{**dict(job), "batch_size_search": section})  # which also checks the rules
     with open_session(
         job, address=address, verbose=verbose, began_s=monotonic_s(), slots=False
     ) as session:

@@ -13,7 +13,7 @@ import pytest
 from raytrain_opt import Job
 from raytrain_opt.config.load import load_job, parse_job
 from raytrain_opt.errors import JobError, StorageError
-from raytrain_opt.execution.batch_size import search_batch_size
+from raytrain_opt.execution.batch_size import find_batch_size, search_batch_size
 from raytrain_opt.execution.batch_size_cache import Cache, CachedSearch
 from raytrain_opt.execution.preflight import Preflight
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling
@@ -64,9 +64,24 @@ def test_a_chosen_batch_is_scaled_by_the_jobs_own_rule() -> None:
     assert resolve_lr_scaling(chosen) == chosen
 
 
-def test_a_replayed_schedule_keeps_its_batch_size() -> None:
-    with pytest.raises(JobError, match="batch_size_search: a replayed schedule"):
-        job(learning_rate={"policy": "replay", "schedule": "schedule.jsonl"})
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"learning_rate": {"policy": "replay", "schedule": "schedule.jsonl"}},
+            "batch_size_search: a replayed schedule",
+        ),
+        (
+            {"parallel": {"mode": "balanced", "micro_batches": 16}},
+            r"parallel\.micro_batches: belongs to a given global_batch_size",
+        ),
+    ],
+)
+def test_what_belongs_to_a_batch_size_excludes_a_search(changes: Any, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        job(**changes)
+    with pytest.raises(JobError, match=message):  # before anything starts
+        find_batch_size(job(batch_size_search=None, **changes))
 
 
 @pytest.mark.parametrize(
