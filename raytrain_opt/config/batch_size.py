@@ -23,7 +23,8 @@ class _BatchSizeSearch(Section):
     initial: PositiveInt = 32
     """First batch size per worker (32 in the paper, for small images)."""
     max_batch_size: PositiveInt | None = None
-    """Largest batch size per worker. Default: the training set / workers.count."""
+    """Largest batch size per worker. Default, and most: the training set / workers.count / the
+    largest factor of batch_ramp."""
     memory_reserve: Fraction = 0.1
     """Fraction of the device's memory that stays free at the chosen size."""
     lr_rule: Literal["linear", "sqrt", "none"] = "linear"

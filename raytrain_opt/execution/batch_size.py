@@ -138,9 +138,10 @@ def _find(
 
 
 def _bounds(section: BatchSizeSection, session: Session) -> SizeBounds:
-    workers = session.job.workers.size
+    workers, ramp = session.job.workers.size, session.job.batch_ramp.steps
     epoch_samples = session.preflight.info.train_size // workers
-    largest = min(epoch_samples, section.max_batch_size or epoch_samples)
+    last_factor = max((step.factor for step in ramp), default=1)
+    largest = min(epoch_samples // last_factor, section.max_batch_size or epoch_samples)
     return SizeBounds(largest, epoch_samples, workers)
 
 

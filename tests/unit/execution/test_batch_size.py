@@ -127,6 +127,31 @@ def cache(folder: Path, search: Any = None, largest: int = 700, **changes: Any) 
     return Cache.for_job(searched_job, SizeBounds(largest, largest), use_gpu=False)
 
 
+@pytest.mark.parametrize(("size", "largest"), [(None, 125), (100, 100), (300, 125)])
+def test_the_largest_size_leaves_room_for_the_batch_ramp(
+    size: int | None, largest: int, tmp_path: Path
+) -> None:
+    ramped = job(
+        {"max_batch_size": size},
+        storage_path=str(tmp_path),
+        batch_ramp={"steps": [{"epoch": 2, "factor": 4}]},
+    )
+    # What is searched has the place of its bounds.
+    place = Cache.for_job(ramped, SizeBounds(largest, 500, 2), use_gpu=False)
+    place.write(search_result(largest))
+    info: Any = SimpleNamespace(train_size=1000, search_size=900)
+    session: Any = SimpleNamespace(
+        job=ramped,
+        paths=RunPaths.create(str(tmp_path), "run"),
+        preflight=Preflight(None, info),
+        plan=SimpleNamespace(use_gpu=False),
+        terminal=SimpleNamespace(note=lambda _: None),
+    )
+    resolved = search_batch_size(session, fresh=False)
+    assert resolved.job.batch_size_per_worker == largest
+    assert resolved.steps(2) == 1
+
+
 def search_result(batch_size: int, probes: Sequence[BatchSizeProbeRecord] = ()) -> CachedSearch:
     return CachedSearch(
         batch_size=batch_size, samples_per_s=1234.5, reason="the knee", probes=list(probes)
