@@ -57,6 +57,7 @@ class PoolPlan:
     slot_resources: Resources = field(default_factory=dict)
     slots_per_node: int = 0
     devices: int = 1  # of the placed workers
+    workers_per_node: int = 1  # placed, on the node with most of them
     search_reason: str = ""  # why slots or workers train candidates, where that was chosen here
     notes: tuple[str, ...] = ()
 
@@ -112,7 +113,15 @@ def _plan_workers(
             f"room for {len(placed)} on {_describe(nodes)}. Ask for fewer workers, for less in "
             "workers.resources, or add nodes."
         )
-    return PoolPlan(use_gpu, count, len(placed), worker, devices=len(set(placed))), free
+    plan = PoolPlan(
+        use_gpu,
+        count,
+        len(placed),
+        worker,
+        devices=len(set(placed)),
+        workers_per_node=max(Counter(node for node, _ in placed).values()),
+    )
+    return plan, free
 
 
 def _plan_both(

@@ -158,7 +158,7 @@ def _probe(
         learner=LearnerConfig.from_job(job),
         section=section,
         use_gpu=plan.use_gpu,
-        threads=compute_threads(job.workers.threads, job.workers.size),
+        threads=compute_threads(job.workers.threads, plan.workers_per_node),
         shared=[ray.put(session.preflight.shared)],
         trace=trace,
     )

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 
 from raytrain_opt import Job
+from raytrain_opt.cluster.resources import plan_pools
 from raytrain_opt.config.load import load_job, parse_job
+from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError, StorageError
 from raytrain_opt.execution.batch_size import find_batch_size, search_batch_size
 from raytrain_opt.execution.batch_size_cache import Cache, CachedSearch
-from raytrain_opt.execution.preflight import Preflight
+from raytrain_opt.execution.preflight import Preflight, pool_request
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling
 from raytrain_opt.paths import RunPaths
+from raytrain_opt.pools.probes import ProbeConfig
 from raytrain_opt.recording.records import BatchSizeProbeRecord
 from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.search.batch_size.strategy import SizeBounds
@@ -150,6 +153,32 @@ def test_the_largest_size_leaves_room_for_the_batch_ramp(
     resolved = search_batch_size(session, fresh=False)
     assert resolved.job.batch_size_per_worker == largest
     assert resolved.steps(2) == 1
+
+
+def test_a_probe_has_the_threads_of_a_worker_on_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception):  # noqa: N818
+        pass
+
+    def start(config: ProbeConfig, *_: Any) -> None:
+        assert config.threads == 4
+        raise Started
+
+    monkeypatch.setattr("raytrain_opt.pools.probes.ProbeProcess", start)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr("ray.put", lambda _: None)
+    spread = job(workers={"count": 4, "resources": {"CPU": 4}}, storage_path=str(tmp_path))
+    session: Any = SimpleNamespace(
+        job=spread,
+        owns_ray=True,
+        paths=RunPaths.create(str(tmp_path), "run"),
+        preflight=Preflight(None, DataInfo(10, (1, 8, 8), 1000, 900, 100, 100)),
+        plan=plan_pools(pool_request(spread, candidates=0), [{"CPU": 8.0}] * 2),
+        terminal=SimpleNamespace(note=lambda _: None, phase=lambda _: None),
+    )
+    with pytest.raises(Started):
+        search_batch_size(session, fresh=True)
 
 
 def search_result(batch_size: int, probes: Sequence[BatchSizeProbeRecord] = ()) -> CachedSearch:
