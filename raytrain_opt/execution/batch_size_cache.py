@@ -41,10 +41,11 @@ class Cache:
     @classmethod
     def for_job(cls, job: Job, bounds: SizeBounds, *, use_gpu: bool) -> Cache:
         """Return the place for what affects the speed in a job; functions count by name."""
-        sections = ("model", "data", "optimizer", "loss", "precision", "channels_last", "compile")
+        sections = ("model", "data", "task", "loss", "optimizer", "average", "batch_norm")
+        others = ("precision", "channels_last", "compile", "evaluate", "workers")
         values = plain_job(job)
         key = {
-            **{name: values[name] for name in (*sections, "workers", "batch_size_search")},
+            **{name: values[name] for name in (*sections, *others, "batch_size_search")},
             "largest": bounds.largest,
             "device": device_names(use_gpu),
             "versions": versions(),
