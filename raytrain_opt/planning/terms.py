@@ -134,19 +134,19 @@ def measured_terms(run_dirs: Sequence[str], public: Terms | None, cores: int) ->
     Memory that no probe measured is that of `public`. `cores`: of a node. Raises JobError when
     the runs have neither.
     """
-    probes, epochs, writes, threads = [], [], [], cores
+    probes, epochs, writes, points, threads = [], [], [], [], cores
     for run_dir in run_dirs:
-        probes += read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord)
-        epochs += read_lines(run_dir, "epochs.jsonl", EpochRecord)[1:]
+        found = read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord)
+        probes += [p for p in found if p.samples_per_s]
+        steps = [(p.batch_size, p.batch_size / p.samples_per_s) for p in found if p.samples_per_s]
+        steps += [(s.batch, s.step_s) for s in measured_steps([run_dir]) if s.workers == 1]
+        if steps:
+            job = parse_job(read_text(run_dir, "job.yaml") or "", run_dir)
+            threads = job.workers.threads or max(1, cores // job.workers.size)
+        points += steps
+        epochs += _trained_epochs(run_dir)
         spans = read_lines(run_dir, "timeline.jsonl", SpanRecord)
         writes += [span.duration_s for span in spans if span.command == "checkpoint"]
-        job = parse_job(read_text(run_dir, "job.yaml") or "", run_dir)
-        threads = job.workers.threads or max(1, cores // job.workers.size)
-    probes = [p for p in probes if p.samples_per_s]
-    points = [
-        (batch, step_s) for workers, batch, step_s in measured_steps(run_dirs) if workers == 1
-    ]
-    points += [(p.batch_size, p.batch_size / (p.samples_per_s or 1)) for p in probes]
     if not points:
         rule = "has no probes of batch sizes (find-batch-size) and no second epoch of one worker"
         raise JobError([Problem("--measured", rule, ", ".join(run_dirs))], "plan")
@@ -180,12 +180,17 @@ def measured_steps(run_dirs: Sequence[str]) -> list[MeasuredStep]:
     """Return the steps of runs from their second epoch on: the first one also connects."""
     steps = []
     for run_dir in run_dirs:
-        epochs = read_lines(run_dir, "epochs.jsonl", EpochRecord)[1:]
-        if epochs:
+        if epochs := _trained_epochs(run_dir):
             batch = parse_job(read_text(run_dir, "job.yaml") or "", run_dir).global_batch_size
             step_s = batch / median(epoch.samples_per_s for epoch in epochs)
             steps.append(MeasuredStep(epochs[0].workers, batch, step_s))
     return steps
+
+
+def _trained_epochs(run_dir: str) -> list[EpochRecord]:
+    """Return the epochs from the second one on, without those whose search trained all steps."""
+    epochs = read_lines(run_dir, "epochs.jsonl", EpochRecord)[1:]
+    return [epoch for epoch in epochs if epoch.samples_per_s]
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -132,6 +132,30 @@ def test_a_run_of_several_workers_gives_its_steps_and_the_time_of_a_checkpoint(
     assert (terms.compute_s(8), terms.checkpoint_s) == pytest.approx((0.1, 0.7))
 
 
+def write_epochs(folder: Path, workers: int, speeds: list[float]) -> str:
+    synthetic_runs.write_run(folder)
+    lines = [
+        synthetic_runs.epoch_line(n, samples_per_s=speed, workers=workers)
+        for n, speed in enumerate(speeds, 1)
+    ]
+    synthetic_runs.write_lines(folder / "epochs.jsonl", lines)
+    (folder / "job.yaml").write_text(dump_job(small_job(folder, workers={"count": workers})))
+    return str(folder)
+
+
+def test_threads_are_those_of_the_runs_that_measured_one_worker(tmp_path: Path) -> None:
+    alone, pair = (write_epochs(tmp_path / str(n), n, [50.0] * 3) for n in (1, 2))
+    for run_dirs in ([alone, pair], [pair, alone], [alone]):
+        assert measured_terms(run_dirs, None, cores=8).threads == 8
+
+
+def test_epochs_whose_search_trained_all_steps_measure_none(tmp_path: Path) -> None:
+    run_dir = write_epochs(tmp_path / "run", 1, [0.0, 0.0, 32.0, 0.0])
+    batch = load_job(f"{run_dir}/job.yaml").global_batch_size
+    assert measured_steps([run_dir]) == [MeasuredStep(1, batch, batch / 32)]
+    assert measured_terms([run_dir], None, cores=1).compute_s(batch) == pytest.approx(batch / 32)
+
+
 def test_a_run_that_measured_nothing_is_refused(tmp_path: Path) -> None:
     run_dir = write_probes(tmp_path, {})
     with pytest.raises(JobError, match=r"--measured: .*find-batch-size.*one worker"):
