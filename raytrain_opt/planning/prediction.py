@@ -199,14 +199,14 @@ class Planner:
 
     def _search_s(self, job: Job, epochs: int, policy: Policy) -> tuple[float, str]:
         """Return the seconds of all candidates, less the kept steps, and who trains them."""
-        rounds = search_rounds(policy, epochs)
-        if not rounds:
-            return 0.0, "no candidates"
         workers, batch = job.workers.size, job.global_batch_size
         request = PoolRequest(
             job.workers, batch, job.slots, max_candidates(job), job.search_on, False
         )
         slots = plan_pools(request, self.cluster.resources).slots
+        rounds = search_rounds(policy, epochs)
+        if not rounds:
+            return 0.0, "no candidates"
         worker_step_s = step_s = self.step_s(workers, batch)[0]
         score_s = self._score_s(workers, self.info.validation_size)
         if slots:

@@ -8,6 +8,7 @@ import pytest
 
 from raytrain_opt import Job
 from raytrain_opt.data.base import DataInfo
+from raytrain_opt.errors import ResourcesError
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.planning.cluster import ClusterSection
 from raytrain_opt.planning.prediction import Planner, search_rounds
@@ -149,6 +150,11 @@ def test_doublings_leave_out_what_does_not_fit() -> None:
     assert [p.workers for p in plan.doublings()] == [1, 2, 4, 8, 16]  # 24 does not divide 64
     tight = planner(Terms(0.01, 0.001, 60 * 2**30, 2**30), nodes=3)
     assert [p.workers for p in tight.doublings()] == [4, 8, 16]
+
+
+def test_workers_that_do_not_fit_are_refused_also_without_candidates() -> None:
+    with pytest.raises(ResourcesError, match="64 workers of .* do not fit"):
+        planner(Terms(0.01, 0.001, 0, 0)).predict(64, 64)  # on 32 GPUs
 
 
 def test_only_a_known_noise_scale_makes_other_batches_choices() -> None:
