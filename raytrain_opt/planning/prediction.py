@@ -154,8 +154,10 @@ class Planner:
 
     def progress(self, global_batch_size: int) -> float:
         """Return the samples that this batch needs, relative to the job's (McCandlish et al.)."""
-        noise = self.terms.noise_scale or math.inf
-        return (1 + global_batch_size / noise) / (1 + self.job.global_batch_size / noise)
+        noise = self.terms.noise_scale
+        if noise is None:
+            return 1.0
+        return (noise + global_batch_size) / (noise + self.job.global_batch_size)
 
     def doublings(self) -> list[Prediction]:
         """Predict the job's batch on 1, 2, 4, … workers, and on all devices."""

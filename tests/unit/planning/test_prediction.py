@@ -164,3 +164,5 @@ def test_only_a_known_noise_scale_makes_other_batches_choices() -> None:
     assert {p.global_batch_size for p in noisy.choices()} == {2**k for k in range(3, 13)}
     # At the noise scale, a doubled batch needs half as many samples more.
     assert noisy.progress(128) == pytest.approx(1.5)
+    # Without noise, it needs twice as many.
+    assert planner(Terms(0.01, 0.001, 0, 0, noise_scale=0.0)).progress(128) == 2.0
