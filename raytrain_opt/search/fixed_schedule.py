@@ -38,6 +38,10 @@ class PlannedSchedule(Policy):
 
     def next(self, epoch: int, history: History) -> TrainEpoch:
         total, per_epoch = history.plans[0].total_steps, self.steps.first
+        warmup_epochs = self.section.warmup.epochs
+        if warmup_epochs * per_epoch > total:
+            rule = f"is more than the {total / per_epoch:.3g} epochs for which train_for is enough"
+            raise JobError([Problem("learning_rate.warmup.epochs", rule, str(warmup_epochs))])
         schedule = build_schedule(
             self.section, epochs=total / per_epoch, steps_per_epoch=per_epoch
         )

@@ -133,3 +133,11 @@ def test_a_planned_schedule_passes_faster_when_less_time_is_left() -> None:
     history = EMPTY.after_plan(first)
     assert policy.next(1, history).lrs == pytest.approx((0.8, 0.7))
     assert policy.next(2, history.after_plan(second)).lrs == pytest.approx((0.6, 0.3))
+
+
+def test_a_warm_up_has_to_fit_into_the_training_as_first_planned() -> None:
+    section = SchedulePolicy(policy="schedule", initial=0.8, warmup={"epochs": 4})
+    history = EMPTY.after_plan(EpochSpan(1, 4, 0.0, 0.25, 1.0, 2, 7))
+    assert len(PlannedSchedule(section, EpochSteps(1)).next(1, history).lrs) == 2
+    with pytest.raises(JobError, match=r"warmup\.epochs: is more than the 3.5 epochs"):
+        PlannedSchedule(section, EpochSteps(2)).next(1, history)
