@@ -7,11 +7,12 @@
 P updates must move and decay the weights as far as one step did.
 
 rate      lr / P. Where the size of an update does not depend on that of the gradient (Adam and its
-          kin, Muon, LARS), updates by small batches are less alike, and P of them move the weights
-          sqrt(P) times as far: lr / sqrt(P) and d / sqrt(P), the square-root rule of Krizhevsky
-          and of Malladi et al. 2022 (arXiv 2205.10287). With t > P, which a slow network causes,
-          also times sqrt(P / t). Zhang et al. 2016 (arXiv 1511.05950) divide by t, which cost more
-          where staleness did no harm than it gained where it did.
+          kin, RMSprop, Adagrad, Adadelta, Adafactor, Muon, LARS), updates by small batches are
+          less alike, and P of them move the weights sqrt(P) times as far: lr / sqrt(P) and
+          d / sqrt(P), the square-root rule of Krizhevsky and of Malladi et al. 2022 (arXiv
+          2205.10287). With t > P, which a slow network causes, also times sqrt(P / t). Zhang et
+          al. 2016 (arXiv 1511.05950) divide by t, which cost more where staleness did no harm
+          than it gained where it did.
 momentum  stays, per update, so that its mean covers a P-th of the samples: staleness acts as more
           momentum (Mitliagkas et al., Asynchrony Begets Momentum, 2016).
 weights   Momentum moves the weights on while a gradient is computed. In a direction of curvature
@@ -28,6 +29,8 @@ from typing import Any
 
 Group = dict[str, Any]
 CONVERTED = ("lr_multiplier", "weight_decay")
+# Settings that only Adam and its kin, RMSprop, Adagrad, Adadelta and Adafactor have.
+_NORMALIZED = {"betas", "centered", "initial_accumulator_value", "rho", "beta2_decay"}
 
 
 def convert(group: Group, micro_batches: int) -> Group:
@@ -36,7 +39,7 @@ def convert(group: Group, micro_batches: int) -> Group:
         return {"lr_multiplier": group.get("lr_multiplier", 1.0) / micro_batches}
     factor = micro_batches**-0.5
     changes = {"lr_multiplier": group.get("lr_multiplier", 1.0) * factor}
-    if group.get("decoupled_weight_decay") or "use_muon" in group:
+    if group.get("decoupled_weight_decay") or {"use_muon", "beta2_decay"} & group.keys():
         changes["weight_decay"] = group["weight_decay"] * factor
     return changes
 
@@ -60,4 +63,4 @@ def _is_normalized(group: Group) -> bool:
     """Return whether the size of an update does not depend on that of the gradient."""
     if "use_muon" in group:
         return bool(group["use_muon"] or group["aux"] == "adamw")
-    return bool(group.get("adapt", "betas" in group))
+    return bool(_NORMALIZED & group.keys() or group.get("adapt"))

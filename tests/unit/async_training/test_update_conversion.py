@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from raytrain_opt.async_training.update_conversion import convert, look_ahead, stale_lr_factor
 
@@ -20,6 +21,8 @@ MUON = {"momentum": 0.6, "betas": (0.9, 0.95), "weight_decay": 0.1, "aux": "sgd"
         ({**SGD, "lr_multiplier": 2.0}, {"lr_multiplier": 2 / 16}),
         (ADAMW, {"lr_multiplier": 1 / 4, "weight_decay": 0.1 / 4}),
         ({**ADAMW, "decoupled_weight_decay": False}, {"lr_multiplier": 1 / 4}),
+        # Of parameters without decay.
+        ({**ADAMW, "adapt": False}, {"lr_multiplier": 1 / 4, "weight_decay": 0.1 / 4}),
         ({**SGD, "adapt": True}, {"lr_multiplier": 1 / 4}),  # LARS
         ({**SGD, "adapt": False}, {"lr_multiplier": 1 / 16}),
         ({**MUON, "use_muon": True}, {"lr_multiplier": 1 / 4, "weight_decay": 0.1 / 4}),
@@ -29,6 +32,16 @@ MUON = {"momentum": 0.6, "betas": (0.9, 0.95), "weight_decay": 0.1, "aux": "sgd"
 def test_settings_of_one_of_sixteen_micro_batches(
     group: dict[str, Any], expected: dict[str, float]
 ) -> None:
+    assert convert(group, 16) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "Adadelta", "Adafactor", "SGD", "ASGD"])
+def test_optimizers_of_torch_that_normalize_without_betas(name: str) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    [group] = getattr(torch.optim, name)(parameters, weight_decay=0.1).param_groups
+    expected = {"lr_multiplier": 1 / 16 if name in ("SGD", "ASGD") else 1 / 4}
+    if name == "Adafactor":  # its decay is decoupled
+        expected["weight_decay"] = 0.1 / 4
     assert convert(group, 16) == pytest.approx(expected)
 
 
