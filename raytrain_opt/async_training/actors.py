@@ -59,6 +59,7 @@ class SspCoordinator:
         self._shards: list[Any] = []
         self._start: list[Any] = []
         self._snapshots: dict[int, tuple[int, bytes]] = {}
+        self._restarted: set[int] = set()  # shards, in this phase
         self._claims: dict[int, tuple[int, int | None]] = {}  # worker -> its last request, answer
         self._changed = asyncio.Condition()
         self._waiting: list[int] = []
@@ -68,6 +69,7 @@ class SspCoordinator:
         """Begin a phase from this state, which the shards load."""
         self._scheduler, self._shards = SspScheduler(phase), shards
         self._start, self._snapshots, self._claims = boxed_state, {}, {}
+        self._restarted = set()
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch())
 
@@ -99,7 +101,11 @@ class SspCoordinator:
         """Record a micro-batch whose gradient all shards have applied."""
         scheduler = self._of(phase)
         if scheduler is not None:
+            version = scheduler.version
             scheduler.done(worker, result, monotonic_s())
+            if scheduler.version > version:
+                shards = [self._shards[shard] for shard in self._restarted]
+                await asyncio.gather(*[s.catch_up.remote(phase, result.number) for s in shards])
             await self._notify()
 
     async def wait_for_work(self, phase: str, worker: int) -> bool:
@@ -138,6 +144,7 @@ class SspCoordinator:
             return None
         _, snapshot = self._snapshots.get(shard, (0, None))
         scheduler = self._scheduler
+        self._restarted.add(shard)
         return Recovery(
             scheduler.phase, scheduler.done_numbers, scheduler.dropped, snapshot, self._start
         )
@@ -214,6 +221,13 @@ class WeightShardActor:
             snapshot = pickle.dumps((shard.state(), shard.applied))
             self._coordinator.keep.remote(phase, self._index, shard.version, snapshot)
         return staleness
+
+    def catch_up(self, phase: str, number: int) -> None:
+        """Count a micro-batch that is done as lost if only the process that died applied it."""
+        if phase == self._phase:
+            before = self._shard.version
+            self._shard.applied.add(number % self._shard.phase.size)
+            self._lost_updates += self._shard.version - before
 
     def drop(self, phase: str, numbers: set[int]) -> None:
         """Ignore gradients of these micro-batches from now on."""

@@ -295,6 +295,31 @@ def test_a_restarted_shard_continues_from_its_snapshot_at_the_current_version(
     assert kept.collect()[0].digest() == state.digest()
 
 
+@pytest.mark.parametrize("applied", ["before", "after"])
+def test_a_shard_that_dies_before_an_update_is_done_counts_it_as_lost_unless_it_applies_it(
+    make_cluster: Callable[..., Cluster], applied: str
+) -> None:
+    """The worker waits for another shard meanwhile; it must not wait for newer weights then."""
+    cluster = make_cluster()
+    phase = EpochPhase("1.4", 1, 0, (0.1,) * 4, micro_batches=1, bound=0)
+    shard = cluster.shard()
+    gradient = begin(cluster, phase, shard)
+    [handle] = cluster.coordinator._shards
+    cluster.claim.remote(phase.id, 0, 1)
+    cluster.begin_micro_batch.remote(phase.id, 0, 0, 0)
+    if applied == "before":
+        shard.apply(phase.id, 0, 0, gradient)
+    handle._shard = shard = cluster.shard()
+    if applied == "after":
+        shard.apply(phase.id, 0, 0, gradient)
+    for _ in range(2):  # Ray may repeat a call
+        cluster.done.remote(phase.id, 0, done(0))
+    assert shard.collect()[1] == (applied == "before")
+    version, _ = shard.pull()
+    cluster.claim.remote(phase.id, 0, 2)
+    assert cluster.begin_micro_batch.remote(phase.id, 0, 1, version)
+
+
 def test_a_late_gradient_of_a_worker_that_was_taken_for_dead_changes_no_weight(
     make_cluster: Callable[..., Cluster],
 ) -> None:
