@@ -347,7 +347,7 @@ class TrainingRun:
         if progress is not None and pool == self.backend.workers.name and not self._in_round:
             epoch = self.progress.next_epoch
             kept = len(self._epoch.lrs) / self.steps(epoch)
-            done = kept + (1 - kept) * max(progress.done, 0) / progress.total
+            done = kept + (1 - kept) * max(progress.done, 0) / max(progress.total, 1)
             self.terminal.advance(self.length.fraction(epoch - 1 + done))
         return self._stop.error is not None
 

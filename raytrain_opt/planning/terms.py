@@ -136,9 +136,10 @@ def measured_terms(run_dirs: Sequence[str], public: Terms | None, cores: int) ->
     """
     probes, epochs, writes, points, threads = [], [], [], [], cores
     for run_dir in run_dirs:
-        found = read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord)
-        probes += [p for p in found if p.samples_per_s]
-        steps = [(p.batch_size, p.batch_size / p.samples_per_s) for p in found if p.samples_per_s]
+        records = read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord)
+        own = [(p, p.batch_size / p.samples_per_s) for p in records if p.samples_per_s]
+        probes += [probe for probe, _ in own]
+        steps = [(probe.batch_size, step_s) for probe, step_s in own]
         steps += [(s.batch, s.step_s) for s in measured_steps([run_dir]) if s.workers == 1]
         if steps:
             job = parse_job(read_text(run_dir, "job.yaml") or "", run_dir)
