@@ -270,7 +270,7 @@ def examine(section: Section, max_examined: int) -> Facts:
             content = source.content(split, index)
             center_crop(content, 8)
             with Image.open(BytesIO(content)) as image:
-                return (*image.size, image.mode in ("1", "L", "I;16"))
+                return (*image.size, image.mode in ("1", "L"))
         except UnidentifiedImageError:
             return f"{source.describe(split, index)}: it is not an image"
         except Exception as error:  # noqa: BLE001 - whatever a decoder raises for a damaged file

@@ -114,6 +114,8 @@ def _decode(content: bytes, min_height: int, min_width: int) -> Pixels:
         except ValueError:
             pass  # four color channels, or damage: PIL decides whether it can be read
     with Image.open(BytesIO(content)) as image:
+        if image.mode[0] in "IF":  # cut off at 255 by Pillow: all white
+            raise ValueError("16-bit or float gray image; convert it to 8 bits")
         return np.array(image.convert("RGB"))
 
 

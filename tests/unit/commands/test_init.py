@@ -28,13 +28,14 @@ def output(tmp_path: Path) -> Path:
 def write_image(path: Path, size: int = 20, mode: str = "RGB") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(len(str(path))).integers(0, 256, (size, size + 4, 3), np.uint8)
-    Image.fromarray(pixels).convert(mode).save(path)
+    image = Image.fromarray(pixels)
+    (image.convert("L") if mode == "I;16" else image).convert(mode).save(path)
 
 
-def write_classes(folder: Path, **counts: int) -> None:
+def write_classes(folder: Path, mode: str = "RGB", /, **counts: int) -> None:
     for name, count in counts.items():
         for i in range(count):
-            write_image(folder / name / f"{i}.png")
+            write_image(folder / name / f"{i}.png", mode=mode)
 
 
 def initialize(folder: Path, output: Path) -> tuple[Job, str]:
@@ -187,6 +188,10 @@ def write_arrays(folder: Path, **arrays: Any) -> None:
         (
             lambda folder: [write_text(folder / f"{c}/{i}.png") for c in "ab" for i in range(5)],
             "no image can be read; .*/a/0.png .* it is not an image",
+        ),
+        (
+            lambda folder: write_classes(folder, "I;16", a=5, b=5),
+            "no image can be read; .*/a/0.png .*: 16-bit or float gray image",
         ),
         (lambda folder: write_classes(folder, **{"a": 3, "\udce9": 3}), "'.*e9.* is not UTF-8"),
         (

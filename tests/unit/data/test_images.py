@@ -107,6 +107,13 @@ def test_a_jpeg_is_readable_where_pil_reads_it() -> None:
         images.center_crop(content[: len(content) // 2], 48)
 
 
+@pytest.mark.parametrize("kind", ["uint16", "int32", "float32"])
+def test_gray_images_of_more_than_8_bits_are_refused(kind: str) -> None:
+    content = encoded(Image.fromarray(np.full((80, 60), 1000, kind)), "TIFF")
+    with pytest.raises(ValueError, match="16-bit or float gray image; convert it to 8 bits"):
+        images.center_crop(content, 48)
+
+
 def test_a_jpeg_that_would_fill_the_memory_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     content = encoded(smooth_image(80, 60))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
