@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -23,26 +23,36 @@ def write_shards(
     """Pack every folder below `folder` into shards below `output`, a folder or a URI.
 
     The samples are shuffled once, so that each shard has all classes. Returns the pattern of each
-    folder's shards. Raises DataError for folders without images, StorageError.
+    folder's shards. Raises DataError for folders without images or with different classes,
+    StorageError.
     """
-    patterns = []
+    patterns: list[str] = []
+    sets: dict[str, ImageFiles] = {}
+    classes: Sequence[str] = ()
     for split in sorted(path for path in folder.iterdir() if path.is_dir()):
         try:
             files = list_folder(split)
         except OSError as error:
             raise DataError(str(split), f"has no usable images: {error}") from error
-        storage.write(output, CLASSES, "\n".join(files.classes).encode())
+        classes = classes or files.classes
+        if odd := {*classes} ^ {*files.classes}:
+            rule = f"and {next(iter(sets))} must have the same classes; only one of them has"
+            raise DataError(str(split), f"{rule}: {', '.join(sorted(odd)[:5])}")
+        sets[split.name] = files
+    if sets:
+        storage.write(output, CLASSES, "\n".join(classes).encode())
+    for name, files in sets.items():
         order = np.random.default_rng(0).permutation(len(files)).tolist()
         sizes = np.cumsum([Path(files[i][0]).stat().st_size for i in order])
         # Without empty ones, and numbered without gaps: a large image may fill several.
         _, numbers = np.unique(sizes // max_bytes, return_inverse=True)
         last = int(numbers[-1])
         for number in range(last + 1):
-            name = f"{split.name}-{number:06}.tar"
+            shard = f"{name}-{number:06}.tar"
             samples = [order[i] for i in np.flatnonzero(numbers == number)]
-            _write_shard(files, samples, output, name)
-            on_shard(name)
-        patterns.append(storage.join(output, f"{split.name}-{{000000..{last:06}}}.tar"))
+            _write_shard(files, samples, output, shard)
+            on_shard(shard)
+        patterns.append(storage.join(output, f"{name}-{{000000..{last:06}}}.tar"))
     return patterns
 
 

@@ -325,6 +325,16 @@ def test_a_missing_shard_and_wrong_classes_are_named(local: ShardsData) -> None:
             pass
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_folders_with_other_classes_are_not_packed(
+    image_tree: Path, tmp_path: Path, split: str
+) -> None:
+    (image_tree / split / "dog").rename(image_tree / split / "ant")
+    with pytest.raises(DataError, match="val: and train must have .* one of them has: ant, dog"):
+        pack(image_tree, f"{tmp_path}/shards")
+    assert not (tmp_path / "shards").exists()
+
+
 def test_a_storage_that_fails_is_an_error_even_when_samples_are_skipped(
     image_tree: Path, tmp_path: Path, s3: S3Server
 ) -> None:
