@@ -186,11 +186,16 @@ def _find_shards(folder: Path) -> Section | None:
 
 
 def _read_table(folder: Path, path: Path) -> list[Row]:
-    """Return the images that a CSV file lists by path, name or name without suffix."""
+    """Return the images that a CSV file lists by path, name or name without suffix.
+
+    Raises DataError: it is no CSV file, or several images have a name that it lists.
+    """
+    images = [Path(file).relative_to(folder) for file in image_paths(folder)]
     names: dict[str, str] = {}
-    for image in map(Path, image_paths(folder)):
-        relative = str(image.relative_to(folder))
-        names.update(dict.fromkeys((image.stem, image.name, relative), relative))
+    for image in images:
+        for name in (image.stem, image.name):
+            names[name] = "" if name in names else str(image)  # "": of several images
+    names.update((str(image), str(image)) for image in images)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = list(csv.DictReader(file))
@@ -200,6 +205,9 @@ def _read_table(folder: Path, path: Path) -> list[Row]:
     if len(columns) < 2:
         return []
     of_files = max(columns, key=lambda name: sum(line[name] in names for line in lines))
+    if several := next((line[of_files] for line in lines if names.get(line[of_files]) == ""), ""):
+        rule = f"lists {several}, the name of several images; list them by path below {folder}"
+        raise DataError(str(path), rule)
     is_split = {name: {line[name] for line in lines} <= {*_TRAIN, *_TEST} for name in columns}
     of_splits = next((name for name in columns if is_split[name]), None)
     others = [name for name in columns if name not in (of_files, of_splits)]

@@ -221,6 +221,21 @@ def test_of_several_tables_that_of_the_training_set_is_read(tmp_path: Path, outp
     assert len(rows_of(initialize(folder, output)[0])) == 40
 
 
+def test_a_table_selects_no_image_whose_name_others_have(tmp_path: Path, output: Path) -> None:
+    folder = tmp_path / "set"
+    for i in range(20):
+        write_image(folder / f"x{i}.png")
+        write_image(folder / "masks" / f"x{i}.png")
+    lines = [f"x{i},{'ab'[i % 2]}" for i in range(20)]
+    (folder / "labels.csv").write_text("\n".join(["id,label", *lines]))
+    with pytest.raises(DataError, match="lists x0, the name of several images"):
+        init(folder, output, 10, lambda _: None)
+    lines = [line.replace(",", ".png,") for line in lines]
+    (folder / "labels.csv").write_text("\n".join(["id,label", *lines]))
+    rows = rows_of(initialize(folder, output)[0])  # by their paths
+    assert {row["file"] for row in rows} == {f"x{i}.png" for i in range(20)}
+
+
 @pytest.mark.parametrize("name", ["job.yaml", "job-labels.csv"])
 def test_nothing_is_overwritten(tmp_path: Path, output: Path, name: str) -> None:
     write_classes(tmp_path / "set", a=3, b=3)
