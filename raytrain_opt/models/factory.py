@@ -24,8 +24,8 @@ def build_model(
     """Build the network on the CPU, in training mode, from `seed`.
 
     `sample_shape` is the shape of one sample: [channels, height, width] for all named models. A
-    user's function is called with `args` and, where its signature has them, `num_classes` and
-    `sample_shape`; `args` take precedence. The CPU's random state is preserved.
+    user's function is called with `args` and, where its signature has them, `num_classes` (also by
+    **kwargs) and `sample_shape`; `args` take precedence. The CPU's random state is preserved.
     Raises JobError (unknown name, wrong arguments, no usable nn.Module) and DataError (the
     named model cannot take such samples).
     """
@@ -98,7 +98,9 @@ def _call_user_function(
     from torch import nn
 
     parameters, accepts_any = keyword_parameters(function)
-    accepted = {key: data_args[key] for key in DATA_ARGUMENTS if accepts_any or key in parameters}
+    # Factories that take **kwargs (timm's, torchvision's) know num_classes, but no sample_shape.
+    keys = {*parameters, "num_classes"} if accepts_any else {*parameters}
+    accepted = {key: data_args[key] for key in DATA_ARGUMENTS if key in keys}
     try:
         model = function(**{**accepted, **args})
     except RaytrainOptError:

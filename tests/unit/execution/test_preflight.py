@@ -78,10 +78,10 @@ def small_mlp(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(features, 64), nn.Linear(64, num_classes))
 
 
-def normalized(norm: nn.Module, num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
-    """Build a network with one convolution, 4 channels of 8 x 8, and this layer after it."""
+def normalized(norm: nn.Module, num_classes: int) -> nn.Module:
+    """Build a network for digits: a convolution, 4 channels of 8 x 8, and this layer after it."""
     head = nn.Linear(4 * 64, num_classes)
-    return nn.Sequential(nn.Conv2d(sample_shape[0], 4, 3, padding=1), norm, nn.Flatten(), head)
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), norm, nn.Flatten(), head)
 
 
 def recurrent(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
