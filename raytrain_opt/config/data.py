@@ -126,7 +126,8 @@ class _LoaderSection(_DataSection):
     prefetch: PositiveInt = Field(2, le=100)
     """Batches that each loader process prepares ahead."""
     on_unreadable: Literal["error", "skip"] = "error"
-    """A sample that cannot be read. error: stop and name it; skip: skip it and count it."""
+    """A sample that cannot be read. error: stop and name it; skip: leave it out; the
+    report counts those of the training."""
 
 
 class ImageFolderData(_LoaderSection):

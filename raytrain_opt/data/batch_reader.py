@@ -60,7 +60,10 @@ class BatchRequest(NamedTuple):
 
 
 class LoadedBatch(NamedTuple):
-    """A batch as it comes from a loader process; the content is empty when there is an error."""
+    """A batch as it comes from a loader process; the content is empty when there is an error.
+
+    With `skipped` samples the error is that none of the batch can be read.
+    """
 
     content: Any
     skipped: int
@@ -111,7 +114,7 @@ class BatchReader(Dataset[Sample]):
                     raise DataError(self._source.field, f"{reason}; {rule}") from error
         if not samples:
             rule = f"no sample of {request.name} can be read; the last: {reason}"
-            raise DataError(self._source.field, rule)
+            return LoadedBatch((), len(request.indices), DataError(self._source.field, rule))
         content = default_collate(samples)
         return LoadedBatch(content, len(request.indices) - len(samples), None)
 

@@ -148,7 +148,7 @@ class DataLoaderData(TrainingData):
         """See `TrainingData.eval_batches`.
 
         A user's Dataset applies its transforms to the validation split too, with the same
-        random numbers each time.
+        random numbers each time. A batch of which no sample can be read is passed over.
         """
         source_split: SourceSplit = "test"
         purpose, indices = Purpose.TEST_SAMPLE, self._test
@@ -164,7 +164,7 @@ class DataLoaderData(TrainingData):
                 self._prepare(source_split, samples, start, start + batch_size)
                 yield BatchRequest(name, source_split, purpose, 0, batch.tolist())
 
-        return self._batches(requests())
+        return self._batches(requests(), evaluation=True)
 
     def check_samples(self) -> None:
         """Read a few samples, spread over each set, in this process. Raises DataError."""
@@ -205,8 +205,12 @@ class DataLoaderData(TrainingData):
         copies = iter(self._copies.copy(*leaves(content)))
         return map_leaves(lambda _: next(copies), content)
 
-    def _batches(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
+    def _batches(
+        self, requests: Iterator[BatchRequest], *, evaluation: bool = False
+    ) -> Iterator[Batch]:
         for loaded in self._loader.load(requests):
+            if evaluation and loaded.skipped and loaded.error is not None:
+                continue
             if loaded.error is not None:
                 raise loaded.error
             self.on_copy()

@@ -206,7 +206,7 @@ class EpochRecord(EvaluationResult, Record):
     workers: int = Field(description="Workers that trained the epoch.")
     samples: int = Field(description="Samples of the main training.")
     samples_per_s: float = Field(description="Speed of the main training.")
-    skipped: int = Field(description="Samples left out because they could not be read.")
+    skipped: int = Field(description="Training samples left out because they could not be read.")
     duration_s: float = Field(description="Wall time, with rounds and evaluation.")
     timings_s: Timings = Field(description="Seconds by part, as the driver measured them.")
     noise_scale: NoiseScale | None = Field(

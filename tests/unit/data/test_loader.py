@@ -570,14 +570,20 @@ def test_unreadable_files_can_be_skipped_and_are_counted(image_tree: Path, worke
     assert [(len(b.y), len(b.x), b.skipped) for b in test] == [(4, 4, 0), (1, 1, 1)]
 
 
-def test_a_batch_without_readable_samples_is_an_error(image_tree: Path) -> None:
-    for i in range(3):
-        (image_tree / f"val/dog/{i}.png").write_bytes(b"no image")
-    with open_section(folder_section(image_tree, on_unreadable="skip")) as data:
-        batches = data.eval_batches("test", 0, 1, 3)
-        assert next(batches).y.tolist() == [0, 0, 0]
-        with pytest.raises(DataError, match=r"no sample of batch 1 of rank 0 of the test.*2\.png"):
-            next(batches)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_of_batches_without_readable_samples_those_of_an_evaluation_are_passed_over(
+    image_tree: Path, workers: int
+) -> None:
+    for path in image_tree.glob("*/cat/*.png"):
+        path.write_bytes(b"no image")
+    section = folder_section(
+        image_tree, on_unreadable="skip", loader_workers=workers, validation_fraction=0.0
+    )
+    with open_section(section) as data:
+        assert [b.y.tolist() for b in data.eval_batches("test", 0, 1, 3)] == [[1, 1, 1]]
+        indices = ((step, 0) for step in range(20))
+        with pytest.raises(DataError, match=r"no sample of micro-batch 0 of 1, step .*\.png"):
+            list(data.train_batches(0, indices, 1, 1))
 
 
 def test_after_an_error_the_data_can_be_used_again(image_tree: Path) -> None:
