@@ -62,7 +62,10 @@ class UserDatasetSource:
     def labels(self) -> Indices | None:
         """The classes of the training samples: `targets`, as torchvision's Datasets have them."""
         train = self._datasets["train"]
-        labels = np.asarray(getattr(train, "targets", ()))
+        try:
+            labels = np.asarray(getattr(train, "targets", ()))
+        except ValueError:  # of different lengths
+            return None
         if labels.shape != (len(train),) or labels.dtype.kind not in "iu":
             return None
         is_class = (labels >= 0) & (labels < self.num_classes)

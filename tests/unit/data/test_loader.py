@@ -794,7 +794,7 @@ def test_balanced_takes_the_targets_of_a_dataset(targets: Any) -> None:
     assert (order >= 18).sum() == 10
 
 
-@pytest.mark.parametrize("targets", [None, [0] * 19, [[0, 1]] * 20, [7] * 20])
+@pytest.mark.parametrize("targets", [None, [0] * 19, [[0, 1]] * 20, [[0], [1, 0]] * 10, [7] * 20])
 def test_balanced_needs_one_class_of_each_sample(targets: Any) -> None:
     function = with_attribute(num_classes=2, **({} if targets is None else {"targets": targets}))
     with pytest.raises(DataError, match=r"data\.sampler: balanced needs the class of each sample"):
