@@ -248,7 +248,7 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
     if not set(COLUMNS) <= set(rows.fieldnames or ()):
         header = ", ".join(rows.fieldnames or ())
         raise error(f"needs a first line with the names file, label and split; it has {header}")
-    root = Path(section.root).expanduser()
+    root = Path(section.root).expanduser().absolute()
     files: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
     for row in rows:
         file, label, split = (row[name] or "" for name in COLUMNS)
@@ -257,7 +257,7 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
             raise error(f"line {rows.line_num}: {file} {rule}; it has {label!r}, {split!r}")
         if not (root / file).is_file():
             raise error(f"line {rows.line_num}: there is no file {root / file} (below data.root)")
-        files[split].append((f"{root}/{file}", label))
+        files[split].append((str(root / file), label))
     for split, of_split in files.items():
         if not of_split:
             raise error(f"has no file of split {split}")

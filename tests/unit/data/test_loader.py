@@ -644,6 +644,22 @@ def test_a_csv_file_gives_labels_and_splits(image_tree: Path) -> None:
         assert torch.equal(batch.x[0], other.x[other.y == 1][0])
 
 
+def test_files_are_found_from_any_folder(
+    image_tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process elsewhere reads what a relative root and an absolute path mean here."""
+    rows = ROWS.replace("val/", f"{image_tree}/val/")
+    section = folder_section(
+        Path("."), labels=write_labels(image_tree, f"file,label,split\n{rows}")
+    )
+    monkeypatch.chdir(image_tree)
+    source = ImageFolderSource(section)
+    monkeypatch.chdir("/")
+    assert source.content("train", 0) == (image_tree / "train/cat/0.png").read_bytes()
+    assert source.content("test", 0) == (image_tree / "val/dog/0.png").read_bytes()
+    assert source.describe("test", 0).startswith(f"{image_tree}/val/dog/0.png ")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
