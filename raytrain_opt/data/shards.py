@@ -224,9 +224,11 @@ class ShardCache:
                 self._copies[shard.path] = self._pool.submit(self._copy, shard)
         for shard in now:
             copy = self._copies.pop(shard.path, None)
-            try:
-                if copy is not None:
+            if copy is not None:
+                # Its error may be of long ago: the copy is tried again.
+                with suppress(StorageError, OSError):
                     copy.result()
+            try:
                 self._keep(shard)
             except (StorageError, OSError) as error:
                 raise DataError(field, str(error)) from error

@@ -200,6 +200,20 @@ def test_a_copy_that_others_removed_is_made_again(
         assert cache.read(later, 0, 4)
 
 
+def test_a_copy_that_failed_ahead_is_made_again(
+    image_tree: Path, tmp_path: Path, s3: S3Server
+) -> None:
+    uri = s3.new_uri()
+    remote = section(uri, tmp_path / "cache", *pack(image_tree, uri))
+    cache = ShardCache(remote)
+    shard = cache.find(expand_braces(remote.train)[0])
+    s3.faults.append(lambda _: ("403 Forbidden", b""))
+    cache.prepare([], [shard], "data.train")
+    cache.prepare([shard], [], "data.train")
+    assert not s3.faults
+    assert cache.read(shard, 0, 4)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_of_an_object_storage_pass_through_a_cache_of_bounded_size(
     image_tree: Path, tmp_path: Path, s3: S3Server, workers: int
