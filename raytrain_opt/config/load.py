@@ -177,7 +177,7 @@ def _to_plain(value: Any, path: str) -> Any:
             return kind(value)
     if isinstance(value, Path):
         return str(value)
-    if callable(value):
+    if hasattr(value, "__qualname__"):  # a function or class
         return function_name(value)
     rule = "cannot be written in a job file; give a number, text, list or mapping"
     raise JobError([Problem(path, rule, shown(value))])

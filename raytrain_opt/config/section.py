@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -50,9 +51,17 @@ def function_name(function: str | Callable[..., Any]) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
+def _require_name(function: str | Callable[..., Any]) -> str | Callable[..., Any]:
+    if not isinstance(function, str) and not hasattr(function, "__qualname__"):
+        rule = "must be a function or class; put the arguments of a functools.partial into args"
+        raise ValueError(rule)
+    return function
+
+
 # A name, or (from Python only) the function itself.
 NameOrFunction = Annotated[
     str | Callable[..., Any],
+    AfterValidator(_require_name),
     Field(json_schema_extra={"type": "string"}),
     PlainSerializer(function_name, str),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,15 @@ def test_functions_are_dumped_by_name() -> None:
 def test_a_function_alone_stands_for_its_section() -> None:
     job = parse_job({**BASE, "model": a_function, "data": a_function, "loss": a_function})
     assert job.model.name is job.data.name is job.loss.name is a_function
+
+
+@pytest.mark.parametrize("field", ["model", "data", "loss", "task", "optimizer"])
+def test_a_function_without_a_name_is_refused(field: str) -> None:
+    with pytest.raises(JobError, match=rf"{field}\.name: must be a function .* args"):
+        parse_job({**BASE, field: partial(a_function)})
+    job = parse_job({**BASE, "optimizer": {"args": {"of": partial(a_function)}}})
+    with pytest.raises(JobError, match=r"optimizer\.args\.of: cannot be written in a job file"):
+        dump_job(job)
 
 
 def test_a_wrong_job_from_python_has_the_errors_of_a_file() -> None:
