@@ -162,8 +162,8 @@ class ShardsData(_LoaderSection):
 
     name: Literal["shards"]
     train: str
-    """Path or URI of the training shards, {000..511} for numbers. `raytrain-opt shard` makes
-    shards of a folder."""
+    """Path (the same on every node) or URI of the training shards, {000..511} for numbers.
+    `raytrain-opt shard` makes shards of a folder."""
     test: str
     """The shards of the test set."""
     image_size: PositiveInt = Field(224, le=4096)

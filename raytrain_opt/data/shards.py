@@ -236,6 +236,9 @@ class ShardCache:
     def _keep(self, shard: Shard) -> None:
         """Mark a copy as used last; copy it again if copies of others took its place meanwhile."""
         if not storage.is_remote(shard.uri):
+            if not shard.path.exists():
+                rule = "no such file on this node; local shards must be on every node"
+                raise StorageError(f"{shard.uri}: {rule}")
             return
         for _ in range(_ATTEMPTS):
             with self._lock("lock"), suppress(FileNotFoundError):

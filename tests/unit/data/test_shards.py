@@ -280,6 +280,13 @@ def test_shards_of_others_get_their_index_when_they_are_used(
     )
 
 
+def test_a_local_shard_that_another_node_lacks_is_named(local: ShardsData, tmp_path: Path) -> None:
+    with open_data(local) as data:
+        (tmp_path / "shards").rename(tmp_path / "elsewhere")
+        with pytest.raises(DataError, match=r"data\.train: .*\.tar: no such file on this node"):
+            epoch(data)
+
+
 def test_a_damaged_sample_and_a_cut_off_shard_are_named(local: ShardsData, tmp_path: Path) -> None:
     shard = tmp_path / "shards" / "train-000003.tar"
     content = shard.read_bytes()
