@@ -161,10 +161,17 @@ def _find_arrays(folder: Path) -> Section | None:
     found: dict[str, dict[str, str]] = {"train": {}, "test": {}}
     for file in files:
         words = re.split(r"[^a-z]+", file.stem.lower())
-        kind = "y" if np.load(file, mmap_mode="r", allow_pickle=False).ndim == 1 else "x"
+        if not {*words} & {*_TRAIN, *_TEST}:
+            continue
+        try:
+            kind = "y" if np.load(file, mmap_mode="r", allow_pickle=False).ndim == 1 else "x"
+        except Exception as error:  # a damaged header can make numpy raise anything
+            raise DataError(str(file), f"is not an array of plain numbers: {error}") from error
         for split, choices in (("train", _TRAIN), ("test", _TEST)):
             if set(words) & set(choices):
                 found[split].setdefault(kind, str(file))
+    if not any(found.values()):
+        return None
     if not all(len(pair) == 2 for pair in found.values()):
         raise DataError(str(folder), f"has .npy files, but not samples and labels twice; {_VALID}")
     return {"name": "arrays", **{split: [pair["x"], pair["y"]] for split, pair in found.items()}}

@@ -93,6 +93,12 @@ def test_split_folders_are_used_as_they_are(
     assert "sampler" not in output.read_text()
 
 
+def test_images_beside_an_array_are_found(tmp_path: Path, output: Path) -> None:
+    write_classes(tmp_path / "set", a=20, b=20)
+    np.save(tmp_path / "set" / "mean.npy", np.zeros(3))
+    assert len(rows_of(initialize(tmp_path / "set", output)[0])) == 40
+
+
 def test_a_training_set_beside_unlabeled_images_is_split(tmp_path: Path, output: Path) -> None:
     write_classes(tmp_path / "set" / "train", a=20, b=20)
     write_image(tmp_path / "set" / "test" / "0.png")
@@ -180,6 +186,10 @@ def write_arrays(folder: Path, **arrays: Any) -> None:
                 test_y=np.arange(4) % 2,
             ),
             r"data\.train\.0: has samples \[4\]; named models take images",
+        ),
+        (
+            lambda folder: write_arrays(folder, train_y=np.array(["a", None])),
+            r"train_y\.npy: is not an array of plain numbers: .*object",
         ),
         (
             lambda folder: [write_classes(folder / s, a=2, **{s: 2}) for s in ("train", "val")],
