@@ -151,6 +151,7 @@ def _load_split(
     except Exception as error:  # the user's pipeline can raise anything
         raise DataError("data.function", f"{name} raised {cause(error)}") from error
     values = list(_read_column(only_labels, y, None, "data.columns.1", name))
+    values = values or [np.empty(0, np.int64)]  # refused below
     labels = NamedArray(np.concatenate(values), "data.columns.1", f"column {y!r} of {name}")
     check_labels(labels)
     labels = labels._replace(values=labels.values.astype(np.int64))

@@ -53,7 +53,7 @@ class FakeDataset:
         assert device == "cpu"
         number = len(self.passes)
         self.passes.append(0)
-        size = batch_size or self.count()
+        size = batch_size or self.count() or 1
         for start in range(0, self.count(), size):
             columns = {k: v[start : start + size] for k, v in self.columns_.items()}
             self.passes[number] += len(next(iter(columns.values())))
@@ -168,6 +168,7 @@ RAGGED = np.r_[np.zeros((ROWS - 1, 2)), [[0.0, np.nan]]]
         (section(columns=("image", "y")), "data.columns.1: the train set has no column 'y'"),
         (section(columns=("image", "path")), "data.columns.1: .*cannot be read as tensors"),
         (section(columns=("label", "label")), r"data.columns.0: .*has shape \(1,\)"),
+        (section(test=numbered(0)), "data.columns.1: column 'label' of the test .*has no samples"),
         (section(num_classes=1), r"data.columns.1: .*labels outside 0 to 0"),
         (section(test=numbered(image=np.zeros((ROWS, 3)))), "data.columns.0: .*must be the same"),
         (section(numbered(image=RAGGED)), "data.columns.0: .*1 values that are not finite"),
