@@ -28,14 +28,14 @@ class BatchAugment(Section):
     """Random changes to training samples, on top of the crop and flip of image folders."""
 
     policy: Literal["none", "rand_augment", "trivial_augment"] = "none"
-    """torchvision's RandAugment or TrivialAugmentWide, for uint8 images."""
+    """torchvision's RandAugment or TrivialAugmentWide, for uint8 images of 1 or 3 channels."""
     magnitude: Annotated[int, Field(ge=0, le=30)] = 9
     """Strength of rand_augment."""
     random_erasing: Fraction = 0.0
     """Probability that a box of 2 to 33 % of an image is erased."""
     mixup: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """alpha of Beta(alpha, alpha), e.g. 0.2. 0: no mixup. A sample is mixed with one of its own
-    micro-batch, so results differ with the number of workers."""
+    """alpha of Beta(alpha, alpha), e.g. 0.2, for floats and images. 0: no mixup. A sample is mixed
+    with one of its own micro-batch, so results differ with the number of workers."""
     cutmix: Annotated[float, Field(ge=0, le=100)] = 0.0
     """alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps."""
     repeats: Annotated[int, Field(ge=1, le=16)] = 1

@@ -50,8 +50,9 @@ class Augmentation:
         self, section: BatchAugment, seed: int, sample_shape: tuple[int, ...], *, is_uint8: bool
     ) -> None:
         self._section, self._seed = section, seed
-        if section.policy != "none" and not is_uint8:
-            raise DataError("data.augment.policy", _NEEDS.format("uint8 images"))
+        if section.policy != "none" and not (is_uint8 and sample_shape[0] in (1, 3)):
+            rule = _NEEDS.format("uint8 images of 1 or 3 channels")
+            raise DataError("data.augment.policy", rule)
         for field in ("random_erasing", "cutmix"):
             if getattr(section, field) > 0 and len(sample_shape) != 3:
                 raise DataError(f"data.augment.{field}", _NEEDS.format(_IMAGES))

@@ -105,6 +105,10 @@ class DataLoaderData(TrainingData):
             preprocessing=preprocessing,
             example=getattr(source, "example", None),
         )
+        dtype = None if preprocessing.mean_std else self.info.dtype
+        if section.augment.mixup and dtype is not None and not dtype.is_floating_point:
+            rule = f"needs samples of floats or images; these are {dtype}"
+            raise DataError("data.augment.mixup", rule)
         self._pairs = classification or not isinstance(source, UserDatasetSource)
         self._copies, self._section = CopyStream(device), section
         skip = section.on_unreadable == "skip"

@@ -164,6 +164,8 @@ def test_repeats_put_copies_side_by_side_that_are_augmented_differently() -> Non
         ((5,), False, {"cutmix": 1.0}),
         ((5,), False, {"random_erasing": 0.1}),
         ((3, 8, 8), False, {"policy": "rand_augment"}),
+        ((2, 8, 8), True, {"policy": "rand_augment"}),
+        ((4, 8, 8), True, {"policy": "trivial_augment"}),
     ],
 )
 def test_settings_for_images_are_refused_for_others(

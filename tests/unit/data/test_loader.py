@@ -760,6 +760,13 @@ def test_floats_and_integers_are_unchanged_and_other_types_are_cast() -> None:
     assert torch.equal(only_batch(samples_section((tokens, 0))).x[0], tokens)
 
 
+def test_integers_are_not_mixed() -> None:
+    tokens = (torch.tensor([1, 2]), 0)
+    with pytest.raises(DataError, match=r"mixup: needs samples of floats .* are torch\.int64"):
+        new_data(samples_section(tokens, augment={"mixup": 0.2}))
+    new_data(samples_section(tokens, augment={"mixup": 0.2}, normalize=([0, 0], [1, 1])))
+
+
 def test_read_only_and_reversed_arrays_are_accepted() -> None:
     array = np.arange(6, dtype=np.float32)
     array.flags.writeable = False
