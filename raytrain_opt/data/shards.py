@@ -307,7 +307,7 @@ def make_index(path: Path, name: str) -> Indices:
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     try:
-        with tarfile.open(path) as file:
+        with tarfile.open(path, "r:") as file:  # compressed, positions would mean nothing
             for member in file:
                 key, _, suffix = member.name.rpartition(".")
                 if f".{suffix.lower()}" in IMG_EXTENSIONS:
@@ -316,7 +316,7 @@ def make_index(path: Path, name: str) -> Indices:
                     stream = file.extractfile(member)
                     labels[key] = int(stream.read() if stream is not None else b"")
     except (tarfile.TarError, ValueError, EOFError) as error:
-        raise ValueError(f"{name} is damaged: {error}") from error
+        raise ValueError(f"{name} is damaged or compressed: {error}") from error
     if images.keys() != labels.keys() or not images:
         odd = ", ".join(sorted(images.keys() ^ labels.keys())[:3]) or "it has no sample"
         raise ValueError(f"{name}: each sample needs an image and a .cls file; see {odd}")

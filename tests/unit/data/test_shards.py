@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import pickle
 import tarfile
 import threading
@@ -316,7 +317,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> None:
     ("members", "message"),
     [
         ({"a.jpg": b"", "a.cls": b"1", "b.jpg": b""}, "each sample needs .* see b"),
-        ({"a.jpg": b"", "a.cls": b"cat"}, "is damaged: .*cat"),
+        ({"a.jpg": b"", "a.cls": b"cat"}, "is damaged or .*cat"),
         ({}, "it has no sample"),
     ],
 )
@@ -328,6 +329,17 @@ def test_a_shard_without_samples_or_labels_is_named(
     write_tar(shard, members)
     with (
         pytest.raises(DataError, match=rf"data\.train: .*train-000001\.tar.*{message}"),
+        open_data(local),
+    ):
+        pass
+
+
+def test_a_compressed_shard_is_refused(local: ShardsData, tmp_path: Path) -> None:
+    shard = tmp_path / "shards" / "train-000001.tar"
+    shard.with_name("train-000001.tar.npy").unlink()
+    shard.write_bytes(gzip.compress(shard.read_bytes()))
+    with (
+        pytest.raises(DataError, match=r"train-000001\.tar is damaged or compressed"),
         open_data(local),
     ):
         pass
