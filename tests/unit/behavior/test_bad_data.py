@@ -83,6 +83,7 @@ ARRAYS = [
     (saved(40, 3, 32, 32, kind="uint8"), "train.0", "looks like channels first"),
     (labels(0.5, "float64"), "train.1", "must be integer class indices"),
     (labels(-1), "train.1", "has 1 labels outside 0 and up; the first is -1, of sample 0"),
+    (labels(10**13), "train.1", "no sample of 9999999999997 of its 10000000000001 classes: 3, 4,"),
     (labels(3), "test.1", "has 1 labels outside 0 to 2 (data.num_classes); the first is 3"),
 ]
 
