@@ -39,7 +39,7 @@ class ImageFolderSource:
     """Images of two folders as uint8 [image_size, image_size, 3]; grayscale becomes RGB.
 
     Raises DataError: a folder, a class in one of them or a file of the CSV file is missing, or
-    the training set lacks a class.
+    the training set lacks a class, perhaps because all its images are gray.
     """
 
     field = "data.root"
@@ -62,6 +62,12 @@ class ImageFolderSource:
             self._folders = {"train": train, "test": test}
         if section.color_only:
             self._folders = {split: _in_color(files) for split, files in self._folders.items()}
+            train = self._folders["train"]
+            lost = np.setdiff1d(np.arange(len(train.classes)), train.labels)
+            gray = [f"class {train.classes[i]} of the training set" for i in lost]
+            gray += [] if self.size("test") else ["the test set"]
+            if gray:
+                raise DataError("data.color_only", f"leaves no image of {gray[0]}: all are gray")
         self._size, self._random_crop = section.image_size, section.random_crop
         self.class_names = tuple(self._folders["train"].classes)
         self.num_classes = len(self.class_names)

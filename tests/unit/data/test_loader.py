@@ -384,6 +384,17 @@ def test_info_of_an_image_folder(image_tree: Path) -> None:
     assert batch.x.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("pattern", "what"),
+    [("train/dog/*", "class dog of the training set"), ("val/*/*", "the test set")],
+)
+def test_a_set_without_colors_is_named(image_tree: Path, pattern: str, what: str) -> None:
+    for path in image_tree.glob(pattern):
+        Image.open(path).convert("L").save(path)
+    with pytest.raises(DataError, match=rf"data\.color_only: leaves no image of {what}"):
+        new_data(folder_section(image_tree, color_only=True))
+
+
 def test_training_images_are_random_crops_unless_the_job_wants_the_center(
     image_tree: Path,
 ) -> None:
