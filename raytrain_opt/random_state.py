@@ -24,6 +24,13 @@ def seed_torch(text: str, device: torch.device) -> None:
         torch.get_device_module(device).manual_seed_all(seed)
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators that a user's code may draw from: torch's on CPU, numpy's, Python's."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
 @contextmanager
 def preserve_random_state(device: torch.device | None = None) -> Iterator[None]:
     """Restore the generators of Python, NumPy and torch on exit, and that of `device` if a GPU."""

@@ -27,10 +27,11 @@ import torch
 
 from raytrain_opt.config.data import BatchAugment
 from raytrain_opt.data.base import Batch
-from raytrain_opt.data.batch_reader import isolated_random_state, seed_all
+from raytrain_opt.data.batch_reader import isolated_random_state
 from raytrain_opt.data.copy_stream import send
 from raytrain_opt.data.sampling import Indices, Purpose, generator, sample_seed
 from raytrain_opt.errors import DataError
+from raytrain_opt.random_state import seed_all
 
 # Fractions of the image's area, and height / width; the defaults of torchvision and timm.
 _ERASED_AREA, _ERASED_LOG_RATIO = (0.02, 1 / 3), math.log(10 / 3)

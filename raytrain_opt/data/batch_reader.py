@@ -6,20 +6,18 @@ arrives as a wrapped traceback instead of one sentence.
 
 from __future__ import annotations
 
-import random
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.sampling import Purpose, sample_seed
 from raytrain_opt.errors import DataError
-from raytrain_opt.random_state import preserve_random_state
+from raytrain_opt.random_state import preserve_random_state, seed_all
 
 # The sets a source has: the validation split of `base.Split` is cut from "train".
 SourceSplit = Literal["train", "test"]
@@ -124,13 +122,6 @@ def cause(error: BaseException) -> str:
     text = traceback.format_exception_only(error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else text
-
-
-def seed_all(seed: int) -> None:
-    """Seed the generators that a user's code may draw from: torch's on CPU, numpy's, Python's."""
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
 
 
 def isolated_random_state() -> AbstractContextManager[None]:

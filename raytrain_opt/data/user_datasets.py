@@ -17,12 +17,12 @@ from raytrain_opt.data.batch_reader import (
     SourceSplit,
     cause,
     isolated_random_state,
-    seed_all,
 )
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
 from raytrain_opt.data.transforms import MeanStd
 from raytrain_opt.errors import DataError
+from raytrain_opt.random_state import seed_all
 
 # Samples tried until one is readable and shows shape and type; with more unreadable ones in a
 # row, the data set is more likely wrong than damaged.

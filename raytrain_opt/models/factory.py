@@ -25,16 +25,20 @@ def build_model(
 
     `sample_shape` is the shape of one sample: [channels, height, width] for all named models. A
     user's function is called with `args` and, where its signature has them, `num_classes` (also by
-    **kwargs) and `sample_shape`; `args` take precedence. The CPU's random state is preserved.
+    **kwargs) and `sample_shape`; `args` take precedence. The generators of torch, numpy
+    and Python are seeded, their state on the CPU is preserved.
     Raises JobError (unknown name, wrong arguments, no usable nn.Module) and DataError (the
     named model cannot take such samples).
     """
     import torch
 
+    from raytrain_opt.random_state import preserve_random_state, seed_all
+
     problems = check_names(section)
     if problems:
         raise JobError(problems)
-    with torch.random.fork_rng(devices=[]):
+    with preserve_random_state():
+        seed_all(seed % 2**32)  # numpy takes no more bits
         torch.manual_seed(seed)
         try:
             model = construct(section, num_classes=num_classes, sample_shape=sample_shape)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -35,15 +38,29 @@ def test_built_in_models_take_any_channels_and_size(
     assert model.training
 
 
-@pytest.mark.parametrize("name", ["resnet8", "small_cnn"])
-def test_equal_seeds_give_equal_weights_and_preserve_the_random_state(name: str) -> None:
-    before = torch.get_rng_state()
-    first, second, third = build(name, seed=7), build(name, seed=7), build(name, seed=8)
+def with_numbers_of(draw: Callable[[], float]) -> Callable[[], nn.Module]:
+    def model() -> nn.Module:
+        linear = nn.Linear(2, 2)
+        nn.init.constant_(linear.weight, draw())
+        nn.init.zeros_(linear.bias)
+        return linear
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["resnet8", "small_cnn", with_numbers_of(np.random.rand), with_numbers_of(random.random)],
+)
+def test_equal_seeds_give_equal_weights_and_preserve_the_random_state(name: Any) -> None:
+    before, others = torch.get_rng_state(), (random.getstate(), np.random.get_state()[1].tolist())
+    first, second, third = build(name, seed=7), build(name, seed=7), build(name, seed=2**40 + 8)
     assert torch.equal(torch.get_rng_state(), before)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == others
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    others = zip(first.parameters(), third.parameters(), strict=True)
-    assert not all(torch.equal(a, b) for a, b in others)
+    pairs = zip(first.parameters(), third.parameters(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_width_scales_every_layer() -> None:
