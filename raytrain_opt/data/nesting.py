@@ -10,9 +10,11 @@ if TYPE_CHECKING:
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
-    """Return the same nesting of `function(leaf)`; lists become tuples."""
+    """Return the same nesting of `function(leaf)`; lists become tuples, NamedTuples stay."""
     if isinstance(nest, dict):
         return {key: map_leaves(function, value) for key, value in nest.items()}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(map_leaves(function, value) for value in nest))
     if isinstance(nest, list | tuple):
         return tuple(map_leaves(function, value) for value in nest)
     return function(nest)

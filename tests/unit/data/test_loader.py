@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -776,6 +776,25 @@ def test_integers_are_not_mixed() -> None:
     with pytest.raises(DataError, match=r"mixup: needs samples of floats .* are torch\.int64"):
         new_data(samples_section(tokens, augment={"mixup": 0.2}))
     new_data(samples_section(tokens, augment={"mixup": 0.2}, normalize=([0, 0], [1, 1])))
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_of_a_task_have_the_nesting_of_its_samples(workers: int) -> None:
+    sample = {"a": Pair(torch.ones(2), (1, Pair(2.0, [3])))}
+    section = samples_section(sample, loader_workers=workers)
+    data = DataLoaderData(section, HoldOut(0), 0, CPU, False, classification=False)
+    [batch] = data.eval_batches("test", 0, 1, 4)
+    data.close()
+    assert batch.y is None
+    assert batch.x["a"].left.tolist() == [[1, 1]]
+    number, inner = batch.x["a"].right
+    assert (number, inner.left, inner.right) == (1, 2, (3,))
+    assert data.info.example["a"].right[1].left == 2
 
 
 def test_read_only_and_reversed_arrays_are_accepted() -> None:
