@@ -185,9 +185,10 @@ def watch(run_dir: str) -> None:
 
     Example: raytrain-opt watch s3://BUCKET/runs/RUN_ID
     """
+    from raytrain_opt.commands.runs import run_state
     from raytrain_opt.report.watch import watch as follow
 
-    follow(run_dir)
+    follow(run_dir, run_state)
 
 
 @main.command()

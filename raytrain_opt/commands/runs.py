@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -26,7 +25,7 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.remote.lease import is_leased
 from raytrain_opt.report.formatting import duration, percent, rate
-from raytrain_opt.storage import check_uri, is_remote, last_name, storage_errors
+from raytrain_opt.storage import check_uri, is_remote, last_name, local_path, storage_errors
 
 State = Literal[
     "running", "finished", "interrupted", "failed", "batch size found", "damaged records"
@@ -91,6 +90,11 @@ def list_runs(storage_path: str) -> list[ListedRun]:
         return list(executor.map(_read, find_runs(storage_path)))
 
 
+def run_state(run_dir: str) -> State:
+    """Return the state of one run."""
+    return _read(FoundRun(run_dir, "", datetime.now(UTC))).state
+
+
 def print_runs(storage_path: str, runs: Sequence[ListedRun]) -> None:
     """Print a table of the runs."""
     columns = ("state", "epochs", "test metric", "time", "search", "optimizer", "peak LR", "run")
@@ -124,7 +128,7 @@ def _unfinished(
 ) -> tuple[State, float | None]:
     """Return the state of a run without a result, and its duration if that is known."""
     with storage_errors(f"{run_dir} cannot be read"):
-        is_live = is_leased(run_dir) if is_remote(run_dir) else is_locked(Path(run_dir))
+        is_live = is_leased(run_dir) if is_remote(run_dir) else is_locked(local_path(run_dir))
     if is_live:
         return "running", (datetime.now(UTC) - started).total_seconds()
     event = read_last(run_dir, "events.jsonl", EventRecord)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -24,15 +24,17 @@ from raytrain_opt.terminal.progress import Terminal, epoch_text, open_terminal
 
 # Every look at a remote storage costs requests.
 _LOCAL_PERIOD_S, _REMOTE_PERIOD_S = 1.0, 10.0
-_LAST_EVENTS = ("failed", "interrupted")
 
 R = TypeVar("R", bound=Record)
 
 
-def watch(run_dir: str, terminal: Terminal | None = None) -> None:
-    """Show all records so far, then new ones, until the run ends. Raises what `read_run` does."""
+def watch(run_dir: str, state: Callable[[str], str], terminal: Terminal | None = None) -> None:
+    """Show all records so far, then new ones, until the run ends. Raises what `read_run` does.
+
+    `state` returns the state of a run directory: "running" while a process writes to it.
+    """
     read_run(run_dir)
-    watched = WatchedRun(run_dir)
+    watched = WatchedRun(run_dir, state)
     period_s = _REMOTE_PERIOD_S if storage.is_remote(run_dir) else _LOCAL_PERIOD_S
     with terminal or open_terminal() as display:
         while not watched.show_new(display):
@@ -44,10 +46,12 @@ class WatchedRun:
     """A run and how many lines of each record were shown. A resumed run repeats some lines."""
 
     run_dir: str
+    state: Callable[[str], str]
     shown: dict[str, int] = field(default_factory=dict)
 
     def show_new(self, terminal: Terminal) -> bool:
         """Show what is new; return whether the run has ended."""
+        state = self.state(self.run_dir)  # before the records: then the last ones are shown too
         for probe in self._new_lines("batch_size.jsonl", BatchSizeProbeRecord):
             terminal.note(probe_text(probe))
         for record in self._new_lines("rounds.jsonl", RoundRecord):
@@ -56,12 +60,12 @@ class WatchedRun:
             terminal.note(epoch_text(epoch))
             terminal.phase(f"epoch {epoch.epoch}  training")
             terminal.advance(epoch.epoch / epoch.epochs)
-        last_kind = ""
         for event in self._new_lines("events.jsonl", EventRecord):
-            last_kind = event.kind
             terminal.note(f"{event.kind}: {event.text}")
         if storage.read(self.run_dir, "result.json") is None:
-            return last_kind in _LAST_EVENTS
+            if state != "running":
+                terminal.note(f"no process writes to this run any more: {state}")
+            return state != "running"
         for text in _summary_lines(read_run(self.run_dir)):
             terminal.note(text)
         return True
