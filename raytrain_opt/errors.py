@@ -91,7 +91,7 @@ class ResourcesError(RaytrainOptError):
 
 
 class ClusterError(RaytrainOptError):
-    """The connection to a submitted job was lost; says how to find the job again."""
+    """A job could not be submitted, or the connection to it was lost; says what to do."""
 
 
 class PoolError(RaytrainOptError):

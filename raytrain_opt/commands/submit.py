@@ -41,7 +41,7 @@ def submit(job_file: str, overrides: Sequence[str], address: str | None) -> int:
     """Run the job on the cluster whose dashboard is at `address`; return its exit code.
 
     Raises JobError when the file is wrong or the cluster refuses the connection, ClusterError
-    when the connection is lost later.
+    when the job cannot be sent or the connection is lost later.
     """
     load_job(job_file, overrides)
     client = connect(address)
@@ -93,7 +93,8 @@ def run_on_cluster(
 ) -> tuple[int, str]:
     """Run `raytrain-opt COMMAND` on the head, in a copy of this directory, and show its output.
 
-    Returns its exit code and its log. Raises ClusterError when the connection is lost.
+    Returns its exit code and its log. Raises ClusterError when the job cannot be sent or the
+    connection is lost.
     """
     job_files = [] if job_file is None else [_relative_path(job_file)]
     settings = [text for override in overrides for text in ("--set", override)]
@@ -112,10 +113,16 @@ def run_on_cluster(
 
 
 def _start(client: JobSubmissionClient, arguments: Sequence[str]) -> str:
-    return client.submit_job(
-        entrypoint=shlex.join(["python", *arguments]),
-        runtime_env={"working_dir": ".", "excludes": _EXCLUDES, "env_vars": _ENVIRONMENT},
-    )
+    try:
+        return client.submit_job(
+            entrypoint=shlex.join(["python", *arguments]),
+            runtime_env={"working_dir": ".", "excludes": _EXCLUDES, "env_vars": _ENVIRONMENT},
+        )
+    except (OSError, RuntimeError, ValueError) as error:  # of requests, the dashboard, and Ray
+        text = f"the job could not be sent to {client.get_address()}: {error}"
+        if "status code 413" in text or "maximum size" in text:
+            text += "\nname in .rayignore what it does not need: the limit is 100 MiB as zip"
+        raise ClusterError(text) from error
 
 
 async def _follow(client: JobSubmissionClient, job_id: str, *, show: bool = True) -> str:

@@ -124,6 +124,32 @@ def test_another_server_answers() -> None:
     assert "is not a dashboard of this Ray version" in message
 
 
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (RuntimeError("Request failed with status code 413: Maximum request body size"), True),
+        (ValueError("Package size (600.00MiB) exceeds the maximum size of 500.00MiB"), True),
+        (ConnectionError("Failed to connect to Ray"), False),
+        (PermissionError("secret.key: Permission denied"), False),
+    ],
+)
+def test_a_job_that_cannot_be_sent(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, hint: bool
+) -> None:
+    class Client:
+        def get_address(self) -> str:
+            return "http://head:8265"
+
+        def submit_job(self, **_: object) -> str:
+            raise error
+
+    monkeypatch.setattr("raytrain_opt.commands.submit.connect", lambda _: Client())
+    code, message = submit("job.yaml")
+    assert code == 1
+    assert f"error: the job could not be sent to http://head:8265: {error}" in message
+    assert (".rayignore" in message) == hint
+
+
 def test_the_address_of_ray_is_not_that_of_the_dashboard() -> None:
     code, message = submit("job.yaml", "--address", "ray://head:10001")
     assert code == 2
