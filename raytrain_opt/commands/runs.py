@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from raytrain_opt.errors import JobError, RecordError
+from raytrain_opt.errors import JobError, RecordError, StorageError
 from raytrain_opt.execution.lock import is_locked
 from raytrain_opt.paths import FoundRun, find_runs
 from raytrain_opt.recording.reader import read_last, read_record
@@ -28,7 +28,13 @@ from raytrain_opt.report.formatting import duration, percent, rate
 from raytrain_opt.storage import check_uri, is_remote, last_name, local_path, storage_errors
 
 State = Literal[
-    "running", "finished", "interrupted", "failed", "batch size found", "damaged records"
+    "running",
+    "finished",
+    "interrupted",
+    "failed",
+    "batch size found",
+    "damaged records",
+    "not readable",
 ]
 
 # Requests to a storage at a time.
@@ -121,6 +127,8 @@ def _read(found: FoundRun) -> ListedRun:
         return ListedRun(run_dir, started, state, latest, epochs, duration_s)
     except RecordError:
         return ListedRun(run_dir, started, "damaged records")
+    except StorageError:
+        return ListedRun(run_dir, started, "not readable")
 
 
 def _unfinished(

@@ -85,6 +85,13 @@ def test_a_look_at_the_lock_does_not_keep_a_run_from_starting(tmp_path: Path) ->
         release.join()
 
 
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(storage: Path) -> None:
+    result = storage / name("b", 6) / "result.json"
+    result.unlink()
+    result.symlink_to("/proc/self/mem")  # reading it is an input/output error, also for root
+    assert [run.state for run in list_runs(str(storage))] == ["not readable", *STATES[1:]]
+
+
 def test_the_command_prints_a_table_or_json(storage: Path) -> None:
     table = CliRunner().invoke(main, ["runs", str(storage)], env={"COLUMNS": "80"}).output
     assert f"6 runs in {storage}" in table
