@@ -63,11 +63,12 @@ def measure_exchange(count: int, resources: dict[str, float], use_gpu: bool) -> 
 
 def time_exchange(count: int, resources: dict[str, float], backend: str) -> ExchangeTimes:
     """Start the processes, time them, and end them. Raises what Ray raises."""
-    other = {k: v for k, v in resources.items() if k not in ("CPU", "GPU")}
+    other = {k: v for k, v in resources.items() if k not in ("CPU", "GPU", "memory")}
     remote: Any = ray.remote(_Rank)
     remote = remote.options(
         num_cpus=resources.get("CPU", 0),
         num_gpus=resources.get("GPU", 0),
+        memory=resources.get("memory"),
         resources=other,
         scheduling_strategy="SPREAD",
     )

@@ -145,7 +145,8 @@ def test_nothing_of_ours_stays_alive(finished: RunResult) -> None:
 def test_the_doctor_finds_this_machine_fit_or_says_why_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert diagnose(small_job(tmp_path), None) == 0
+    workers = {"count": 2, "resources": {"CPU": 0.5, "memory": 1e8}}
+    assert diagnose(small_job(tmp_path, workers=workers), None) == 0
     output = capsys.readouterr().out
     for about in ("Ray", "versions", "storage", "clocks", "start-up", "room", "exchange"):
         assert re.search(rf"│ ok +│ {about} ", output), output
