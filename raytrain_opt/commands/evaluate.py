@@ -154,10 +154,11 @@ def _predict(run: _SavedRun) -> Predictions:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     learner = Learner(LearnerConfig.from_job(run.job), load_shared_data(run.job.data), device)
     try:
-        learner.model.load_state_dict(read_weights(run.weights.folder))
+        try:
+            learner.model.load_state_dict(read_weights(run.weights.folder))
+        except RuntimeError as error:
+            rule = f"the weights do not match the job's model: {error}"
+            raise JobError([Problem(_ARGUMENT, rule, repr(run.argument))], "arguments") from error
         return predict(learner)
-    except RuntimeError as error:
-        rule = f"the weights do not match the job's model: {error}"
-        raise JobError([Problem(_ARGUMENT, rule, repr(run.argument))], "arguments") from error
     finally:
         learner.close()

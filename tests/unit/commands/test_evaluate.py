@@ -119,6 +119,23 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     assert "RUN_DIR: holds no checkpoint of a run" in command_error("evaluate", str(tmp_path))
 
 
+def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
+    run, _ = trained(tmp_path, epochs=1)
+    job = Path(run, "job.yaml")
+    job.write_text(dump_job(small_job(tmp_path, model="resnet8")))
+    assert "the weights do not match the job's model" in command_error("evaluate", run)
+
+
+def test_an_error_within_the_network_is_not_taken_for_wrong_weights(
+    runs: list[tuple[str, list[Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: object) -> Tensor:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", forward)
+    assert isinstance(evaluate(runs[0][0]).exception, torch.cuda.OutOfMemoryError)
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path) -> None:
     run, _ = trained(tmp_path)
     (Path(run) / "checkpoints" / "epoch-0002" / "weights.safetensors").write_bytes(b"")
