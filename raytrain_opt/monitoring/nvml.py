@@ -80,19 +80,19 @@ def gpu_states() -> tuple[str | None, list[GpuState]]:
     with ExitStack() as stack:
         try:
             pynvml.nvmlInit()
+            stack.callback(pynvml.nvmlShutdown)
+            states = []
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                try:
+                    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                except pynvml.NVMLError_NoPermission:
+                    continue
+                states.append(_state(handle))
+            return str(pynvml.nvmlSystemGetDriverVersion()), states
         except pynvml.NVMLError_LibraryNotFound:
             return None, []
         except pynvml.NVMLError as error:
-            raise ResourcesError(f"NVML could not start: {error}") from error
-        stack.callback(pynvml.nvmlShutdown)
-        states = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            except pynvml.NVMLError_NoPermission:
-                continue
-            states.append(_state(handle))
-        return str(pynvml.nvmlSystemGetDriverVersion()), states
+            raise ResourcesError(f"NVML cannot read the GPUs: {error}") from error
 
 
 def _state(handle: Any) -> GpuState:

@@ -94,10 +94,15 @@ def _check_bytecode(nodes: Sequence[NodeFacts]) -> list[Finding]:
 
 
 def _check_gpus(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    gpu_nodes = [node for node in nodes if node.gpus or node.ray_gpus]
+    findings = [
+        Finding("GPUs", "error", f"{node.host}: {node.gpu_error}", "check nvidia-smi there")
+        for node in nodes
+        if node.gpu_error
+    ]
+    gpu_nodes = [n for n in nodes if (n.gpus or n.ray_gpus) and not n.gpu_error]
     if not gpu_nodes:
-        return [ok("GPUs", f"none on {times(len(nodes), 'node')}: training on CPU")]
-    findings = [_check_gpu_count(node) for node in gpu_nodes]
+        return findings or [ok("GPUs", f"none on {times(len(nodes), 'node')}: training on CPU")]
+    findings += map(_check_gpu_count, gpu_nodes)
     if len({node.driver for node in gpu_nodes}) > 1:
         drivers = ", ".join(f"{node.driver} on {node.host}" for node in gpu_nodes)
         remedy = "install the same driver on all nodes: NCCL is tested with equal versions"

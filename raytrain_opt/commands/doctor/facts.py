@@ -11,7 +11,7 @@ from raytrain_opt import storage
 from raytrain_opt.bytecode import packages_without_bytecode
 from raytrain_opt.config.data import DatasetData, ImageFolderData
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import StorageError
+from raytrain_opt.errors import ResourcesError, StorageError
 from raytrain_opt.monitoring.nvml import GpuState, gpu_states
 from raytrain_opt.recording.recorder import versions
 
@@ -27,6 +27,7 @@ class NodeFacts:
     shm_mib: int
     gpus: tuple[GpuState, ...] = ()
     driver: str | None = None  # NVIDIA's; None without a GPU
+    gpu_error: str | None = None
     data_problems: tuple[str, ...] = ()
     without_bytecode: tuple[str, ...] = ()  # packages that every process compiles at its start
     # From Ray, or measured from the driver's node.
@@ -48,7 +49,11 @@ class NodeInspector:
         """Return what the node itself knows."""
         import torch  # noqa: F401 - as the processes of a run do
 
-        driver, gpus = gpu_states()
+        gpu_error = None
+        try:
+            driver, gpus = gpu_states()
+        except ResourcesError as error:
+            driver, gpus, gpu_error = None, [], str(error)
         shm = os.statvfs("/dev/shm")
         return NodeFacts(
             host=socket.gethostname(),
@@ -56,6 +61,7 @@ class NodeInspector:
             shm_mib=shm.f_frsize * shm.f_blocks // _MIB,
             gpus=tuple(gpus),
             driver=driver,
+            gpu_error=gpu_error,
             data_problems=_data_problems(job),
             without_bytecode=tuple(packages_without_bytecode()),
         )

@@ -81,6 +81,8 @@ class FakeNvml(ModuleType):
         return "595.58.03"
 
     def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> SimpleNamespace:
+        if self.lost:
+            raise ERRORS["GpuIsLost"]("GPU is lost")
         return SimpleNamespace(total=80 * 1024**3, used=len(gpu.pids) * 1024**3)
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[SimpleNamespace]:
@@ -192,6 +194,14 @@ def test_the_states_of_all_gpus_name_their_processes(machine: Machine) -> None:
     assert busy.processes[0].endswith(f"(process {os.getpid()})")
     assert busy.processes[1] == f"process {2**22 + 1}"  # of another container
     assert idle == GpuState(H100, 80 * 1024, 0, ())
+    assert nvml.started == 0
+
+
+def test_a_lost_gpu_is_an_error_that_says_so(machine: Machine) -> None:
+    nvml = machine(FakeGpu(A))
+    nvml.lost = True
+    with pytest.raises(ResourcesError, match="NVML cannot read the GPUs: GPU is lost"):
+        gpu_states()
     assert nvml.started == 0
 
 

@@ -12,7 +12,8 @@ from raytrain_opt.commands.doctor.checks import (
     check_nodes,
     print_findings,
 )
-from raytrain_opt.commands.doctor.facts import NodeFacts
+from raytrain_opt.commands.doctor.facts import NodeFacts, NodeInspector
+from raytrain_opt.errors import ResourcesError
 from raytrain_opt.monitoring.nvml import GpuState
 
 VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.15.0"}
@@ -70,6 +71,20 @@ def test_ray_and_nvml_count_gpus_differently(ray_gpus: float, level: str, words:
     finding = finding_of("GPUs", HEAD, replace(WITH_GPUS, ray_gpus=ray_gpus))
     assert finding.level == level
     assert words in finding.result
+
+
+def test_gpus_that_cannot_be_read_do_not_hide_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise ResourcesError("NVML cannot read the GPUs: GPU is lost")
+
+    monkeypatch.setattr("raytrain_opt.commands.doctor.facts.gpu_states", lost)
+    node = replace(NodeInspector().facts(None), host="broken", ray_gpus=2.0)
+    broken, healthy = findings_of("GPUs", HEAD, node, WITH_GPUS)
+    assert broken.level == "error"
+    assert broken.result == "broken: NVML cannot read the GPUs: GPU is lost"
+    assert broken.remedy == "check nvidia-smi there"
+    assert healthy.level == "ok"
+    assert findings_of("GPU driver", HEAD, node, WITH_GPUS) == []
 
 
 def test_drivers_that_differ() -> None:
