@@ -100,9 +100,9 @@ def _curves(
         for index, curve in enumerate(points)
         for x, value in curve
     ]
-    caption = f"{label.capitalize()} over {over}."
+    caption = f"Test {metric.name} over {over}."
     table = Table(name, caption, ("run", unit, label), rows)
-    return draw(name, f"{label.capitalize()} over {unit}", caption, paint, table)
+    return draw(name, f"Test {metric.name} over {unit}", caption, paint, table)
 
 
 def summaries_table(summaries: Sequence[RunSummary]) -> Table:

@@ -73,7 +73,7 @@ def _metric(run: RunRecords) -> Plot:
         if run.metric.is_fraction:
             percent_axis(axes)
 
-    return draw(name, f"{name.capitalize()} over steps", caption, paint)
+    return draw("metric", f"Training: {name} over steps", caption, paint)
 
 
 def _candidate_lines(run: RunRecords, *, winners: bool) -> npt.NDArray[Any]:

@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from raytrain_opt.report.formatting import duration
@@ -119,7 +120,7 @@ def inline_svg(svg: str, name: str, title: str) -> str:
     body = re.sub(r' (width|height)="[\d.]+pt"', "", body, count=2)
     for name_of_color, value in COLORS.items():
         body = body.replace(value, f"var(--{name_of_color})")
-    return body.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    return body.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
 
 def thin_out(values: Sequence[Any], max_values: int) -> list[Any]:

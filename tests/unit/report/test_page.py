@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.errors import RecordError
+from raytrain_opt.errors import RecordError, StorageError
 from raytrain_opt.report import write_report
 from tests.support.synthetic_runs import (
     epoch_line,
@@ -81,7 +81,7 @@ def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_plot_is_in_the_page_and_beside_it(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
     plots = {
-        "accuracy", "learning_rate", "batch_size_speed", "batch_size_time_parts", "timeline",
+        "metric", "learning_rate", "batch_size_speed", "batch_size_time_parts", "timeline",
         "time_parts", "utilization", "memory", "staleness", "search_gain", "confusion",
         "class_accuracy", "calibration",
     }  # fmt: skip
@@ -90,8 +90,8 @@ def test_every_plot_is_in_the_page_and_beside_it(complete_run: Path) -> None:
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in page.all("svg"))
     files = {path.name for path in (complete_run / "plots").iterdir()}
     assert files == {f"{name}.{kind}" for name in plots for kind in ("svg", "png")}
-    assert ">accuracy</text>" in (complete_run / "plots" / "accuracy.svg").read_text()  # its axis
-    assert (complete_run / "plots" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert ">accuracy</text>" in (complete_run / "plots" / "metric.svg").read_text()  # its axis
+    assert (complete_run / "plots" / "metric.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tables_hold_the_data(complete_run: Path) -> None:
@@ -190,7 +190,7 @@ def test_plots_use_the_colors_of_the_page(complete_run: Path) -> None:
     body = html[html.index("<body>") :]
     assert "var(--blue)" in body
     assert not re.search(r"#0072b2|#1f2329|#d9dde3", body)
-    assert "#0072b2" in (complete_run / "plots" / "accuracy.svg").read_text()
+    assert "#0072b2" in (complete_run / "plots" / "metric.svg").read_text()
 
 
 def test_texts_of_users_are_escaped(tmp_path: Path) -> None:
@@ -212,6 +212,33 @@ def test_texts_of_users_are_escaped(tmp_path: Path) -> None:
         assert len(found.all("script")) == 1
         assert not found.all("b")
         assert PLANTED in found.text
+
+
+@pytest.mark.parametrize("name", [f'../../a" {PLANTED}', "top\\1", "mAP [small]"])
+def test_the_name_of_a_metric_is_only_text(tmp_path: Path, name: str) -> None:
+    """It comes from records, which somebody else may have made."""
+    run = write_run(tmp_path / "run", epochs=1)
+    metric = {"name": name, "higher_is_better": True}
+    measured = {"test_metrics": {name: 0.5}, "metric": metric}
+    write_lines(run / "epochs.jsonl", [epoch_line(1, **measured)])
+    write_lines(run / "rounds.jsonl", [round_line(1, metric=metric)])
+    page = read(write_report([str(run)]))
+    assert len(page.all("script")) == 1
+    assert f"Training: {name} over steps" in [svg["aria-label"] for svg in page.all("svg")]
+    known = {attributes.get("id") for _, attributes in page.tags}
+    assert {link[1:] for link in links(page) if link.startswith("#")} <= known
+    assert list(tmp_path.iterdir()) == [run]
+    compared = read(write_report([str(run), str(run)]))
+    assert f"Test {name} over seconds" in [svg["aria-label"] for svg in compared.all("svg")]
+
+
+def test_no_plot_is_written_through_a_link(tmp_path: Path) -> None:
+    run, elsewhere = write_run(tmp_path / "run", epochs=1), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / "plots").symlink_to(elsewhere)
+    with pytest.raises(StorageError, match=r"run/plots is a link"):
+        write_report([str(run)])
+    assert not list(elsewhere.iterdir())
 
 
 def test_an_interrupted_run_has_a_report(tmp_path: Path) -> None:
