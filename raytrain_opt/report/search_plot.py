@@ -94,7 +94,8 @@ def search_plots(run: RunRecords) -> list[Plot]:
     def paint(axes: Axes) -> None:
         lines = {(o, n): _points(rounds, o, n) for o in optimizers for n in lengths}
         lowest = [min(loss for _, loss in line) for line in lines.values() if line]
-        highest = 1.15 * max(lowest, default=1.0)  # about there, candidates hardly trained
+        worst = max(lowest, default=1.0)
+        highest = worst + 0.15 * abs(worst)  # about there, candidates hardly trained
         for (optimizer, steps), line in lines.items():
             points = [(lr, loss) for lr, loss in line if loss <= highest]
             style = _STYLES[min(lengths.index(steps), len(_STYLES) - 1)]
@@ -138,9 +139,12 @@ def _losses(rounds: Sequence[RoundRecord], optimizers: Sequence[str]) -> Plot:
                 draw_line(axes, points, "-", color=hue, linewidth=1, label=label)
                 if candidate.status != "ok":
                     draw_line(axes, points[-1:], "x", color=hue)
-        first = [c.losses[0] or 0.0 for r in rounds for c in r.candidates if c.losses]
-        if first:
-            axes.set_ylim(0, 1.5 * max(first))  # rates that are too high go far above
+        losses = [c.losses for r in rounds for c in r.candidates if c.losses]
+        if losses:
+            first = max(of_candidate[0] or 0.0 for of_candidate in losses)
+            lowest = min(loss or 0.0 for of_candidate in losses for loss in of_candidate)
+            # Rates that are too high go far above.
+            axes.set_ylim(min(0.0, lowest), first + 0.5 * abs(first))
         axes.set(xlabel="steps", ylabel="training loss")
 
     caption = (

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from raytrain_opt.errors import RecordError, StorageError
 from raytrain_opt.report import write_report
+from raytrain_opt.report.run_reader import read_run
+from raytrain_opt.report.search_plot import search_plots
 from tests.support.synthetic_runs import (
     epoch_line,
     evaluation,
@@ -292,7 +295,6 @@ def test_a_comparison_shows_the_fields_that_differ(tmp_path: Path) -> None:
 def test_search_samples_count_in_the_comparison(tmp_path: Path) -> None:
     """An epoch has 20 steps of 64 samples, 15 in the main training; its round has 3 x 5."""
     from raytrain_opt.report.compare import samples_at_ends
-    from raytrain_opt.report.run_reader import read_run
 
     run = read_run(str(write_run(tmp_path / "a", epochs=2)))
     assert samples_at_ends(run) == [35 * 64, 70 * 64]
@@ -396,6 +398,28 @@ def test_an_optimizer_without_a_finite_loss_left_because_of_that(
     all_ended = f"left after 9 steps: all its candidates {ends}; 27 steps in all"
     assert f"AdamW {all_ended}." in page.text
     assert f"SGD left after 36 steps: all its candidates of 36 steps {ends}; 135" in page.text
+
+
+def test_losses_below_zero_are_in_the_plots_of_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A likelihood of continuous values may have such a loss."""
+    painted = []
+
+    def draw(name: str, title: str, caption: str, paint: Any) -> None:
+        painted.append(Figure().add_subplot())
+        paint(painted[-1])
+
+    monkeypatch.setattr("raytrain_opt.report.search_plot.draw", draw)
+    line = race_line(0, "AdamW", 9)
+    for candidate, loss in zip(line["candidates"], (-3.0, -2.8, 5.0), strict=True):
+        candidate.update(val_loss=loss, losses=[-1.0, loss])
+    run_dir = write_run(tmp_path / "run", rounds=False)
+    write_lines(run_dir / "rounds.jsonl", [line])
+    search_plots(read_run(str(run_dir)))
+    validation, training = painted
+    assert sorted(validation.lines[0].get_ydata()) == [-3.0, -2.8]
+    assert training.get_ylim() == (-3.0, -0.5)
 
 
 def test_a_race_in_progress_has_nobody_who_left(tmp_path: Path) -> None:
