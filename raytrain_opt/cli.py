@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -136,9 +137,11 @@ def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -
     job = _load_job(job_file, overrides)
 
     from raytrain_opt.execution.batch_size import find_batch_size as find
+    from raytrain_opt.storage import is_remote, join
 
-    result = find(job, **options)
-    click.echo(f"train with this batch size: raytrain-opt run {result.run_dir}/job.yaml")
+    file = join(find(job, **options).run_dir, "job.yaml")
+    copy, name = (f"copy {file} here, then ", "job.yaml") if is_remote(file) else ("", quote(file))
+    click.echo(f"train with this batch size: {copy}raytrain-opt run {name}")
 
 
 @main.command()
@@ -274,13 +277,11 @@ def validate(job_file: str, overrides: tuple[str, ...]) -> None:
     from raytrain_opt.execution.preflight import check_job, run_local_preflight
 
     job = _load_job(job_file, overrides)
-    problems = check_job(job)
-    if problems:
+    if problems := check_job(job):
         raise JobError(problems, job_file)
-    data_checked = run_local_preflight(job, job_file) is not None
-    click.echo(f"{job_file}: valid\n{_summary(job)}")
-    if not data_checked:
-        click.echo("  data not checked: the data set is not downloaded yet")
+    checked = run_local_preflight(job, job_file) is not None
+    note = "" if checked else "\n  data not checked: the data set is not downloaded yet"
+    click.echo(f"{job_file}: valid\n{_summary(job)}{note}")
 
 
 @main.command()
@@ -300,8 +301,7 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bo
     evaluation = evaluate_runs(run_dirs, ensemble=ensemble, trust=trust)
     for note in evaluation.notes:
         click.echo(note, err=True)
-    text = json.dumps(evaluation.to_json()) if as_json else "\n".join(evaluation.lines())
-    click.echo(text)
+    click.echo(json.dumps(evaluation.to_json()) if as_json else "\n".join(evaluation.lines()))
 
 
 @main.command()
@@ -349,13 +349,12 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
 
     Example: raytrain-opt export runs/quickstart-* --format torch_export --output digits.pt2
     """
-    from raytrain_opt.commands.export import FORMATS
-    from raytrain_opt.commands.export import export as export_model
+    from raytrain_opt.commands import export as exports
     from raytrain_opt.train.trained_model import load_model
 
     model = load_model(run_dir, device="cpu", trust=trust)
-    path = output or f"model.{FORMATS[name].suffix}"
-    difference = export_model(model, name, path)
+    path = output or f"model.{exports.FORMATS[name].suffix}"
+    difference = exports.export(model, name, path)
     equal = f"equal up to {difference:.1g} of the largest" if difference else "equal"
     click.echo(f"{path}: {model.checkpoint}; its outputs are {equal}")
 
@@ -419,16 +418,16 @@ def _summary(job: Job) -> str:
     from raytrain_opt.config.section import function_name
 
     searched = job.batch_size_search
-    if job.workers.count == "auto":
-        split = ", divided among the free GPUs"
-    else:
+    length = f"{job.epochs} epochs" if job.epochs else f"{job.train_for:g} s"
+    split = ", divided among the free GPUs"
+    if job.workers.count != "auto":
         split = f" = {job.workers.size} workers x {job.batch_size_per_worker}"
     lines = {
         "model": function_name(job.model.name),
         "data": function_name(job.data.name),
         "learning rate": _learning_rate(job),
         "optimizer": " or ".join(str(optimizer.name) for optimizer in job.optimizers),
-        "training": f"{job.epochs} epochs, precision {job.precision}, seed {job.seed}",
+        "training": f"{length}, precision {job.precision}, seed {job.seed}",
         "global batch": f"{job.global_batch_size}{split}"
         + (f", before the search by {searched.strategy}" if searched else ""),
         "results": job.storage_path,

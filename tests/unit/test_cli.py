@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,21 +76,32 @@ def test_run_hands_the_job_to_the_driver(job_file: str, driver: Any) -> None:
     assert call["started_s"] == clock.PROCESS_STARTED_S
 
 
+@pytest.mark.parametrize(
+    ("run_dir", "command"),
+    [
+        ("runs/chosen", "raytrain-opt run runs/chosen/job.yaml"),
+        ("my runs/chosen", "raytrain-opt run 'my runs/chosen/job.yaml'"),
+        (
+            "s3://bucket/chosen?region=x",
+            "copy s3://bucket/chosen/job.yaml?region=x here, then raytrain-opt run job.yaml",
+        ),
+    ],
+)
 def test_find_batch_size_searches_and_prints_the_next_command(
-    job_file: str, monkeypatch: pytest.MonkeyPatch
+    job_file: str, monkeypatch: pytest.MonkeyPatch, run_dir: str, command: str
 ) -> None:
     calls: list[dict[str, Any]] = []
 
     def find(job: object, **options: object) -> object:
         calls.append({"job": job, **options})
-        return SimpleNamespace(run_dir="runs/chosen")
+        return SimpleNamespace(run_dir=run_dir)
 
     fake = ModuleType("raytrain_opt.execution.batch_size")
     fake.__dict__["find_batch_size"] = find
     monkeypatch.setitem(sys.modules, "raytrain_opt.execution.batch_size", fake)
     result = invoke("find-batch-size", job_file, "--fresh", "--trace", "--set", "epochs=7")
     assert result.exit_code == 0
-    assert "raytrain-opt run runs/chosen/job.yaml" in result.stdout
+    assert f"train with this batch size: {command}\n" in result.stdout
     assert calls[0]["job"].epochs == 7
     assert (calls[0]["fresh"], calls[0]["trace"]) == (True, True)
 
@@ -230,6 +242,14 @@ def test_validate_prints_a_summary_of_the_job(job_file: str) -> None:
     assert result.stdout.startswith(f"{job_file}: valid\n")
     assert "8 = 2 workers x 4" in result.stdout
     assert "linear decay; its peak is searched, starting at 0.1" in result.stdout
+
+
+def test_the_summary_of_a_job_with_a_time_limit_names_the_time(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("model: resnet8\ndata: digits\ntrain_for: 90s\nglobal_batch_size: 8\n")
+    output = invoke("validate", str(file)).stdout
+    assert re.search("training +90 s, precision", output)
+    assert "None" not in output
 
 
 @pytest.mark.parametrize(
