@@ -39,7 +39,7 @@ _MUST_BE = {
     "tuple_type": "a list",
     "dict_type": "a section (keys and values)",
     "model_type": "a section (keys and values)",
-    "model_attributes_type": "a section (keys and values) with the key policy",
+    "model_attributes_type": "a section (keys and values) with the key {key}",
     "greater_than": "more than {gt:g}",
     "greater_than_equal": "at least {ge:g}",
     "less_than": "less than {lt:g}",
@@ -140,15 +140,16 @@ def _problem(group: list[_LocatedError]) -> Problem:
 
 
 def _rule(group: list[_LocatedError]) -> str:
-    texts = dict.fromkeys(_requirement(located.error) for located in group)
+    texts = dict.fromkeys(_requirement(located) for located in group)
     if "a number" in texts:
         texts.pop(_MUST_BE["int_type"], None)
     return f"must be {' or '.join(texts)}"
 
 
-def _requirement(error: ErrorDetails) -> str:
+def _requirement(located: _LocatedError) -> str:
     """Return what follows "must be"."""
-    context = error.get("ctx", {})
+    error, key = located.error, "strategy" if "batch_size_search" in located.path else "policy"
+    context = {"key": key, **error.get("ctx", {})}
     if error["type"] == "literal_error":
         choices = _choices(error)
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]

@@ -64,6 +64,7 @@ SCHEMA = [
     ("storage_path: 3", "storage_path", "must be text (given: 3)"),
     (SCHEDULE + "milestones: 1}", "learning_rate.milestones", "must be a list (given: 1)"),
     ("learning_rate: stpt", "learning_rate", "with the key policy (given: 'stpt')"),
+    ("batch_size_search: x", "batch_size_search", "with the key strategy (given: 'x')"),
     # ranges
     ("epochs: 0", "epochs", "must be more than 0 (given: 0)"),
     ("seed: -1", "seed", "must be at least 0 (given: -1)"),
