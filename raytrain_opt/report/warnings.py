@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from shlex import quote
 
 from raytrain_opt.recording.records import RoundRecord
 from raytrain_opt.report.formatting import count, duration, percent, plain, rate, times
@@ -42,8 +43,9 @@ def _unfinished(run: RunRecords) -> Iterator[str]:
     else:
         cause = "it is still running, or its driver died"
     yield (
-        f"The run is not finished: {len(run.epochs)} of {run.job['epochs']} epochs are done "
-        f"({cause}). If it has stopped, resume it with: raytrain-opt run --resume {run.run_dir}"
+        f"The run is not finished: {len(run.epochs)} of {run.planned_epochs or '?'} epochs are "
+        f"done ({cause}). If it has stopped, resume it with: raytrain-opt run --resume "
+        f"{quote(run.run_dir)} (and --trust if its job names functions that you trust)"
     )
 
 

@@ -281,6 +281,17 @@ def test_an_unfinished_run_has_a_summary(tmp_path: Path) -> None:
     assert summary.search.samples is None
 
 
+def test_the_warning_of_an_unfinished_run_has_its_length_and_a_command_for_a_shell(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "my run", epochs=2, finished=False)
+    job = run / "job.yaml"
+    job.write_text(job.read_text().replace("epochs: 4", "train_for: 60.0"))
+    [warning] = [w for w in summary_of(run).warnings if "not finished" in w]
+    assert "2 of 4 epochs are done" in warning
+    assert f"raytrain-opt run --resume '{run}' (and --trust if" in warning
+
+
 def test_summaries_are_json_for_scripts(tmp_path: Path) -> None:
     run_dirs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
     summary = json.loads(json.dumps(summaries(run_dirs), allow_nan=False))
