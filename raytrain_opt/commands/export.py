@@ -115,7 +115,9 @@ def _onnx(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
 
 
 def _safetensors(model: TrainedModel, _: Tensor) -> tuple[bytes, Run]:
-    tensors = {name: value.contiguous() for name, value in model.network.state_dict().items()}
+    # Copies: the format has no tensors that share memory, as tied weights do.
+    state = model.network.state_dict().items()
+    tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state}
     content: bytes = save(tensors, model.metadata)
     copy = deepcopy(model.network)
     copy.load_state_dict(load(content))

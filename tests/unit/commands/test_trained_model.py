@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 from PIL import Image
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytrain_opt import Job, cli, load_model, run, storage
 from raytrain_opt.commands.evaluate import evaluate_runs
@@ -199,6 +199,23 @@ def test_weights_of_other_tools_are_refused(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="was not written by a run"):
         load_model(tmp_path)
+
+
+class TiedNetwork(nn.Sequential):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(64, 64) for _ in range(2)]
+        super().__init__(nn.Flatten(), *layers, nn.Linear(64, 10))
+        layers[1].weight = layers[0].weight
+
+
+def test_tied_weights_are_exported_as_safetensors(tmp_path: Path) -> None:
+    run_dir = trained(tmp_path, model=f"{__name__}:TiedNetwork")
+    model = load_model(run_dir, device="cpu", trust=True)
+    assert export(model, "safetensors", f"{tmp_path}/tied") == 0
+    with safe_open(f"{tmp_path}/tied", "pt") as file:
+        assert torch.equal(file.get_tensor("1.weight"), file.get_tensor("2.weight"))
 
 
 @pytest.mark.parametrize("name", ["torch_export", "torchscript", "safetensors"])
