@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from raytrain_opt.errors import JobError, RecordError, StorageError
+from raytrain_opt.errors import JobError, RecordError, StorageError, printable
 from raytrain_opt.execution.lock import is_locked
 from raytrain_opt.paths import FoundRun, find_runs
 from raytrain_opt.recording.reader import read_last, read_record
@@ -106,9 +107,9 @@ def print_runs(storage_path: str, runs: Sequence[ListedRun]) -> None:
     columns = ("state", "epochs", "test metric", "time", "search", "optimizer", "peak LR", "run")
     table = Table(*columns, box=None, pad_edge=False)
     for run in runs:
-        table.add_row(*run.cells())
+        table.add_row(*(escape(printable(cell)) for cell in run.cells()))
     console = Console(file=sys.stdout, width=400)  # so that no name is cut; lines are not filled
-    console.print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {storage_path}")
+    console.print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {escape(storage_path)}")
     console.print(table)
 
 

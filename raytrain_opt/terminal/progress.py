@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -72,7 +73,7 @@ class Bar(Terminal):
             BarColumn(),
             TaskProgressColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[last_epoch]}"),
+            TextColumn("{task.fields[last_epoch]}", markup=False),
             console=console,
             transient=True,
         )
@@ -129,7 +130,7 @@ def print_summary(
 ) -> None:
     """Print the table of epochs, then one line per fact (name, text)."""
     console = Console(file=sys.stdout)
-    table = Table("epoch", "candidate LRs", "chosen LR", f"test {metric}")
+    table = Table("epoch", "candidate LRs", "chosen LR", f"test {escape(metric)}")
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -91,6 +91,17 @@ def test_the_bar_works_without_an_accuracy() -> None:
     assert "accuracy" not in text
 
 
+def test_brackets_in_the_name_of_a_metric_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    console, out = colored_console()
+    name = "mAP [small]"
+    metric = {"name": name, "higher_is_better": True}
+    with Bar(console) as terminal:
+        terminal.epoch(record(test_metrics={name: 0.5}, metric=metric))
+    assert f"{name} 0.5" in plain(out.getvalue())
+    print_summary(name, [], [])
+    assert f"test {name}" in capsys.readouterr().out
+
+
 def test_a_pipe_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with open_terminal() as terminal:
         assert type(terminal) is Terminal
