@@ -63,12 +63,13 @@ class RayStateStore:
 
     def pin(self, ref: StateRef) -> None:
         """Hold a view of a sent state until another is kept. Raises Ray's ObjectLostError."""
-        self._views[ref.id] = self.get(ref)
+        self._views[ref.id] = self._objects.get(ref)
 
     def keep(self, ref: StateRef) -> None:
         if ref.id == self._kept_id:
             return
-        self.pin(ref)
+        if ref.id not in self._views:
+            self.pin(ref)
         kept = (self._kept_id, ref.id)
         self._views = {name: view for name, view in self._views.items() if name in kept}
         self._kept_id = ref.id
