@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -52,6 +53,9 @@ def plan_when_there_is_room(
         note(f"{waiting}{error}")
         is_noted = True
         ideal = _plan_when_nodes_joined(request, began_s, limit_s)
+    # With GPUs that others hold now, `auto` still means these.
+    workers = request.workers.model_copy(update={"use_gpu": ideal.use_gpu})
+    request = replace(request, workers=workers)
     joined_s = monotonic_s()
     while monotonic_s() - began_s < limit_s:
         settled = monotonic_s() - joined_s >= _RELEASE_S

@@ -171,7 +171,8 @@ def _use_gpu(workers: WorkersSection, nodes: Sequence[Mapping[str, float]]) -> b
     has_gpu = any(node.get("GPU", 0) > 0 for node in nodes)
     if setting is True and not has_gpu:
         raise ResourcesError(
-            f"workers.use_gpu: true, but no node has a GPU ({_describe(nodes)}); use auto or false"
+            f"the job trains on GPUs, but no node has a free one ({_describe(nodes)}). "
+            "Set workers.use_gpu: false to train without."
         )
     if setting != "auto":
         return setting

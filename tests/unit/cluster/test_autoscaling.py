@@ -92,6 +92,20 @@ def test_what_other_jobs_hold_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert "2 workers of 1.5 CPU each do not fit: room for 1" in notes[0]
 
 
+def test_gpus_that_other_jobs_hold_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the job would fit on the CPU, and `use_gpu` is `auto`."""
+    cluster, notes = Cluster(monkeypatch, 4), list[str]()
+    monkeypatch.setattr(autoscaling, "total_resources", lambda: [{"CPU": 4.0, "GPU": 1.0}])
+    free = [[{"CPU": 4.0}]] * 30 + [[{"CPU": 4.0, "GPU": 1.0}]]
+    monkeypatch.setattr(
+        autoscaling, "free_resources", lambda: free.pop(0) if len(free) > 1 else free[0]
+    )
+    one = pool_request(job("{count: 1}"), candidates=0)
+    assert plan_when_there_is_room(one, 60, notes.append).use_gpu
+    assert cluster.now_s > autoscaling._RELEASE_S
+    assert "no node has a free one (1 node (4 CPU))" in notes[0]
+
+
 def test_others_may_hold_it_too_long(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, notes = Cluster(monkeypatch, 2), list[str]()
     with pytest.raises(ResourcesError, match="room for 1 on .* no room within 60 s"):
