@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +18,14 @@ import yaml
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import alive_nodes, free_resources, total_resources
-from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, Resources, plan_pools
-from raytrain_opt.config.processes import WorkersSection
+from raytrain_opt.cluster.resources import (
+    SLOT_FRACTION,
+    WORKER_FRACTION,
+    PoolPlan,
+    PoolRequest,
+    Resources,
+    plan_pools,
+)
 from raytrain_opt.errors import ResourcesError
 
 # A cloud node takes a minute or more to join: no need to look more often.
@@ -42,47 +47,33 @@ def plan_when_there_is_room(
     Raises ResourcesError saying what is missing: at once if it would not fit into an idle cluster
     that cannot grow.
     """
-    began_s, is_noted = monotonic_s(), False
-    refused = ResourcesError("other jobs hold what this one needs.")
-    waiting = f"waiting up to {limit_s:.0f} s (timeouts.start_s) for room: "
-    try:
-        ideal = plan_pools(request, total_resources())
-    except ResourcesError as error:
-        if not may_grow(len(alive_nodes())):
-            raise
-        note(f"{waiting}{error}")
-        is_noted = True
-        ideal = _plan_when_nodes_joined(request, began_s, limit_s)
-    # With GPUs that others hold now, `auto` still means these.
-    workers = request.workers.model_copy(update={"use_gpu": ideal.use_gpu})
-    request = replace(request, workers=workers)
-    joined_s = monotonic_s()
+    began_s = released_s = monotonic_s()
+    ideal: PoolPlan | None = None  # of an idle cluster
+    is_noted, refused = False, ResourcesError("other jobs hold what this one needs.")
     while monotonic_s() - began_s < limit_s:
-        settled = monotonic_s() - joined_s >= _RELEASE_S
+        settled = monotonic_s() - released_s >= _RELEASE_S
+        grows = may_grow(len(alive_nodes()))
         try:
+            if ideal is None:
+                ideal = plan_pools(request, total_resources())
+                # With GPUs that others hold now, `auto` still means these.
+                workers = request.workers.model_copy(update={"use_gpu": ideal.use_gpu})
+                request = replace(request, workers=workers)
             plan = plan_pools(request, free_resources())
             if settled or plan == ideal:
                 return plan
         except ResourcesError as error:
+            if ideal is None and not grows:
+                raise
             refused = error
             if settled and not is_noted:
-                note(f"{waiting}{refused}")
+                note(f"waiting up to {limit_s:.0f} s (timeouts.start_s) for room: {refused}")
                 is_noted = True
-        time.sleep(_POLL_S if settled else _RELEASE_POLL_S)
+        if not (settled and grows):
+            time.sleep(_POLL_S if settled else _RELEASE_POLL_S)
+        elif _request_nodes(expected_resources(request)):
+            released_s = monotonic_s()
     raise ResourcesError(f"{refused} There was no room within {limit_s:.0f} s.")
-
-
-def _plan_when_nodes_joined(request: PoolRequest, began_s: float, limit_s: float) -> PoolPlan:
-    """Plan for an idle cluster that has grown; what the request for nodes held is free then."""
-    with _request_nodes(worker_requests(request.workers)):
-        while True:
-            try:
-                return plan_pools(request, total_resources())
-            except ResourcesError as error:
-                if monotonic_s() - began_s >= limit_s:
-                    rule = f"{error} There was no room within {limit_s:.0f} s."
-                    raise ResourcesError(rule) from error
-            time.sleep(_POLL_S)
 
 
 def may_grow(nodes: int) -> bool:
@@ -96,17 +87,23 @@ def may_grow(nodes: int) -> bool:
     return nodes < 1 + int(cluster.get("max_workers", 0))
 
 
-def worker_requests(workers: WorkersSection) -> list[Resources]:
-    """Return what the workers will ask for, as far as it is known before the nodes join."""
-    default = {"GPU": 1.0} if workers.use_gpu is True else {"CPU": 1.0}
-    return [dict(workers.resources or default)] * workers.size
+def expected_resources(request: PoolRequest) -> list[Resources]:
+    """Return what workers and a slot will ask for, as far as it is known before nodes join."""
+    workers, device = request.workers, "GPU" if request.workers.use_gpu is True else "CPU"
+    if not request.candidates or request.search_on != "slots":
+        return [workers.resources or {device: 1.0}] * workers.size
+    worker = workers.resources or {device: WORKER_FRACTION}
+    return [worker] * workers.size + [request.slots.resources or {device: SLOT_FRACTION}]
 
 
-@contextmanager
-def _request_nodes(requests: list[Resources]) -> Iterator[None]:
-    """Make the autoscaler start nodes, for a placement group that ends with this process."""
-    group = ray.util.placement_group(requests)
+def _request_nodes(resources: list[Resources]) -> bool:
+    """Make the autoscaler start nodes; return whether there was room for all, which is free then.
+
+    It learns of a placement group, which ends with this process.
+    """
+    group = ray.util.placement_group(resources)
     try:
-        yield
+        time.sleep(_POLL_S)
+        return bool(group.wait(_RELEASE_POLL_S))
     finally:
         ray.util.remove_placement_group(group)

@@ -27,7 +27,7 @@ from raytrain_opt.config.learning_rate import SearchOn
 from raytrain_opt.config.processes import SlotsSection, WorkersSection
 from raytrain_opt.errors import ResourcesError
 
-_WORKER_FRACTION, _SLOT_FRACTION = 0.6, 0.4
+WORKER_FRACTION, SLOT_FRACTION = 0.6, 0.4
 _EPSILON = 1e-6  # sums of fractions are not exact
 
 Resources = dict[str, float]
@@ -98,7 +98,7 @@ def _plan_workers(
     workers = request.workers
     use_gpu = _use_gpu(workers, nodes)
     count = _worker_count(request, nodes, use_gpu=use_gpu)
-    worker = dict(workers.resources or _default(count, nodes, use_gpu, _WORKER_FRACTION, gpu))
+    worker = dict(workers.resources or _default(count, nodes, use_gpu, WORKER_FRACTION, gpu))
     _require_gpu("workers.resources", worker, use_gpu)
     if request.sync_batch_norm and not use_gpu and count > 1:
         raise ResourcesError(
@@ -129,9 +129,9 @@ def _plan_both(
 ) -> tuple[PoolPlan, float]:
     """Plan workers and slots; also return the time of a search on slots, on workers it is 1."""
     slots, candidates = request.slots, request.candidates
-    plan, free = _plan_workers(request, nodes, _WORKER_FRACTION)
+    plan, free = _plan_workers(request, nodes, WORKER_FRACTION)
     count, use_gpu = plan.workers, plan.use_gpu
-    slot = dict(slots.resources or _default(count, nodes, use_gpu, _SLOT_FRACTION, _SLOT_FRACTION))
+    slot = dict(slots.resources or _default(count, nodes, use_gpu, SLOT_FRACTION, SLOT_FRACTION))
     _require_gpu("slots.resources", slot, use_gpu)
     placed = _place(free, slot, min(slots.count or candidates, candidates))
     if not placed:

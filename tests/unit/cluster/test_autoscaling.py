@@ -9,7 +9,7 @@ import pytest
 
 from raytrain_opt import Job
 from raytrain_opt.cluster import autoscaling
-from raytrain_opt.cluster.autoscaling import may_grow, plan_when_there_is_room, worker_requests
+from raytrain_opt.cluster.autoscaling import expected_resources, may_grow, plan_when_there_is_room
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.config.processes import SlotsSection
 from raytrain_opt.errors import ResourcesError
@@ -53,7 +53,14 @@ def test_kuberay_may_bring_pods(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_the_resources_of_the_workers_are_requested(workers: str, each: dict[str, float]) -> None:
-    assert worker_requests(job(workers).workers) == [each, each]
+    assert expected_resources(pool_request(job(workers), candidates=0)) == [each, each]
+
+
+def test_a_slot_is_requested_beside_the_workers_where_slots_train_the_candidates() -> None:
+    two = replace(pool_request(job("{count: 2, use_gpu: true}"), candidates=4), search_on="slots")
+    own = replace(two, slots=SlotsSection(resources={"GPU": 1}))
+    assert expected_resources(two) == [{"GPU": 0.6}, {"GPU": 0.6}, {"GPU": 0.4}]
+    assert expected_resources(own) == [{"GPU": 0.6}, {"GPU": 0.6}, {"GPU": 1.0}]
 
 
 class Cluster:
@@ -128,28 +135,47 @@ def test_a_smaller_plan_uses_what_others_leave(monkeypatch: pytest.MonkeyPatch) 
     assert plan_when_there_is_room(request, 60, list[str]().append).slots == 2
 
 
-def test_the_request_for_nodes_does_not_hold_what_the_run_needs(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+class GrowingCluster(Cluster):
+    """Nodes of two CPUs, the first `held` by others, the second from 20 s of a request on."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch, held: float) -> None:
+        super().__init__(monkeypatch, 0)
+        (home / "ray_bootstrap_config.yaml").write_text("cluster_name: x\nmax_workers: 1\n")
+        self.held, self.requested_s, self.requests = held, 0.0, list[GrowingCluster]()
+        monkeypatch.setattr(autoscaling, "alive_nodes", self.total)
+        monkeypatch.setattr(autoscaling, "total_resources", self.total)
+        monkeypatch.setattr(autoscaling.ray.util, "placement_group", self.request)
+        monkeypatch.setattr(autoscaling.ray.util, "remove_placement_group", self.requests.remove)
+
+    def total(self) -> list[dict[str, float]]:
+        return [{"CPU": 2.0}] * (2 if self.requested_s >= 20 else 1)
+
+    def look(self) -> list[dict[str, float]]:
+        if self.requests:  # what it gets is not free
+            return [{"CPU": 0.5} for _ in self.total()]
+        return [{"CPU": 2.0 - self.held}, *self.total()[1:]]
+
+    def request(self, resources: list[dict[str, float]]) -> GrowingCluster:
+        assert resources == [{"CPU": 1.5}] * len(resources)
+        self.requests.append(self)
+        return self
+
+    def wait(self, _: float) -> bool:
+        return len(self.total()) == 2
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self.requested_s += seconds if self.requests else 0
+
+
+@pytest.mark.parametrize(("workers", "held"), [(2, 0.0), (1, 1.0)], ids=["never fits", "held"])
+def test_nodes_are_requested_and_the_request_does_not_hold_what_the_run_needs(
+    home: Path, monkeypatch: pytest.MonkeyPatch, workers: int, held: float
 ) -> None:
-    """A second node joins after a while; the request gets its CPUs until it is withdrawn."""
-    (home / "ray_bootstrap_config.yaml").write_text("cluster_name: x\nmax_workers: 2\n")
-    cluster, notes, requests = Cluster(monkeypatch, 4), list[str](), list[str]()
-
-    def total_resources() -> list[dict[str, float]]:
-        return [{"CPU": 2.0}] * (2 if cluster.now_s >= 20 else 1)
-
-    def free_resources() -> list[dict[str, float]]:
-        return [{"CPU": 0.5} if requests else node for node in total_resources()]
-
-    def request(_: object) -> str:
-        requests.append("placement group")
-        return requests[0]
-
-    monkeypatch.setattr(autoscaling, "total_resources", total_resources)
-    monkeypatch.setattr(autoscaling, "free_resources", free_resources)
-    monkeypatch.setattr(autoscaling.ray.util, "placement_group", request)
-    monkeypatch.setattr(autoscaling.ray.util, "remove_placement_group", requests.remove)
-    assert plan_when_there_is_room(TWO, 60, notes.append).workers == 2
-    assert (requests, cluster.now_s) == ([], pytest.approx(20))
+    cluster, notes = GrowingCluster(home, monkeypatch, held), list[str]()
+    text = f"{{count: {workers}, resources: {{CPU: 1.5}}}}"
+    request = pool_request(job(text), candidates=0)
+    assert plan_when_there_is_room(request, 60, notes.append).workers == workers
+    assert (cluster.requests, cluster.requested_s) == ([], pytest.approx(20))
     assert len(notes) == 1
     assert "waiting up to 60 s (timeouts.start_s) for room: " in notes[0]
