@@ -2,9 +2,10 @@
 
 The driver posts a command to a pool and collects one reply per resident. A resident makes one call
 per command: it brings the reply to the last command and returns with the next one. A restarted
-resident joins again, gets the current command and repeats it from the same state. Residents of a
-large pool call a relay (`relay`), which has this part of the mailbox's interface (`Exchange`).
-Nothing here uses Ray, so the tests need none. Callers use `mailbox_client`.
+resident joins again, gets the current command and repeats it from the same state, or waits for the
+next one when the driver has the replies. Residents of a large pool call a relay (`relay`), which
+has this part of the mailbox's interface (`Exchange`). Nothing here uses Ray, so the tests need
+none. Callers use `mailbox_client`.
 
 Ray repeats a call whose connection was cut, and the first attempt may have been executed too:
 every method has the same effect twice as once. Messages carry their sender; those of a process
@@ -77,19 +78,25 @@ class Mailbox(Exchange):
 
     # Called by residents, or by relays for them.
 
-    async def join(self, resident: Resident) -> None:
-        """Register a resident that is ready for commands, for the first time or again."""
+    async def join(self, resident: Resident) -> tuple[int, bool]:
+        """Register a resident that is ready for commands, for the first time or again.
+
+        Returns the number of the current command, and whether it is over.
+        """
         state = self._pools[resident.pool]
+        board = state.board
         if state.membership.includes(resident.sender):
-            return
+            return board.number, board.collected
         if state.membership.join(resident):
             state.log.record_restart(resident, state.command_name)
         state.log.hear(resident.index)
         # They may have answered before they died, with a state that died with them.
-        for index in (resident.index, *(resident.absent or ())):
-            state.board.remove_reply(index)
+        if not board.collected:
+            for index in (resident.index, *(resident.absent or ())):
+                board.remove_reply(index)
         state.membership.changed.notify()
-        state.board.replied.notify()  # `absent` may have been all that was waited for
+        board.replied.notify()  # `absent` may have been all that was waited for
+        return board.number, board.collected
 
     async def receive(self, messages: Sequence[Reply | Report]) -> dict[str, Instruction]:
         """Take messages of residents; late ones about an earlier command are dropped."""
@@ -203,6 +210,8 @@ class Mailbox(Exchange):
             lambda: state.board.is_answered(number, expected, state.membership.lost)
         )
         state.log.end_command()
+        if state.board.number == number:
+            state.board.collected = True
         return dict(state.board.replies)
 
     async def overdue(self, pool: str, expected: Iterable[int]) -> list[Overdue]:

@@ -52,10 +52,14 @@ class ResidentMailbox:
         self._actor, self._upstream, self._resident = actor, upstream, resident
         self._connection: Connection | None = None
 
-    def join(self) -> tuple[int, Command]:
-        """Register as ready; wait for the current command and return it with its number."""
-        ray.get(self._actor.join.remote(self._resident))
-        return self._exchange(0, None)  # a relay that was called once listens
+    def join(self) -> tuple[int, int, Command]:
+        """Register as ready; wait for a command and return it with its number.
+
+        Comes first: the number of the command that was the current one before.
+        """
+        current, is_over = ray.get(self._actor.join.remote(self._resident))
+        # A relay that was called once listens.
+        return current, *self._exchange(current if is_over else 0, None)
 
     def reply(self, number: int, value: Any, usage: Usage) -> tuple[int, Command]:
         """Send the reply to a command; wait for the next one and return it with its number."""

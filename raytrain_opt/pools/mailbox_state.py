@@ -81,6 +81,7 @@ class CommandBoard:
 
     number: int = 0
     command: Command | None = None
+    collected: bool = False  # the driver has the replies, so nobody repeats the command
     replies: dict[int, Any] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)  # who could not execute it
     stopping: bool = False  # before its last step
@@ -94,7 +95,7 @@ class CommandBoard:
         if number <= self.number:
             return False
         self.number, self.command, self.replies, self.failed = number, command, {}, set()
-        self.stopping, self.stops = False, {}
+        self.collected, self.stopping, self.stops = False, False, {}
         self.handing_over.clear()
         self.posted.notify()
         self.replied.notify()

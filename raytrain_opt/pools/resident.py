@@ -119,8 +119,7 @@ class CommandLoop:
             self._wake_reporter.set()
 
     def _run(self, handler: Handler) -> None:
-        number, command = self.mailbox.join()
-        first = number
+        first, number, command = self.mailbox.join()
         while not isinstance(command, Close):
             if isinstance(command, Regroup) and number != first:
                 return

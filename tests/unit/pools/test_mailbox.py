@@ -184,6 +184,25 @@ def test_a_restarted_resident_joins_again_and_gets_the_current_command() -> None
     assert play(scene) == (0, [resident(0, pid=3), resident(1, pid=2)], 1)
 
 
+def test_a_command_whose_replies_the_driver_has_is_over_for_who_is_restarted() -> None:
+    """Also when Ray repeats the calls."""
+
+    async def scene(box: Mailbox) -> None:
+        await join(box, resident(0, pid=1))
+        number = await post(box, "slot", 1)
+        await reply(box, resident(0, pid=1), number, "a")
+        assert await box.join(resident(0, pid=2)) == (1, False)
+        await reply(box, resident(0, pid=2), number, "b")
+        for _ in range(2):
+            assert await box.collect("slot", number, [0]) == {0: "b"}
+            assert await box.join(resident(0, pid=3)) == (1, True)
+        await post(box, "slot", 2)
+        await box.collect("slot", number, [0])
+        assert await box.join(resident(0, pid=4)) == (2, False)
+
+    play(scene)
+
+
 def test_a_resident_at_work_learns_that_its_pool_is_closed() -> None:
     async def scene(box: Mailbox) -> list[bool]:
         await join(box, resident(0))

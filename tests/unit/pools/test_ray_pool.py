@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from raytrain_opt.errors import PoolError
 from raytrain_opt.pools import ray_pool as module
 from raytrain_opt.pools import state_store
 from raytrain_opt.pools.commands import (
+    Close,
     Command,
     Evaluate,
     MainTrain,
@@ -29,9 +31,10 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.mailbox_client import answer
+from raytrain_opt.pools.mailbox_client import ResidentMailbox, answer
 from raytrain_opt.pools.protocol import fetch_initial_state
 from raytrain_opt.pools.ray_pool import RayPool
+from raytrain_opt.pools.relay import Upstream
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.train.state import TrainingState
 
@@ -153,6 +156,23 @@ def test_a_state_that_is_lost_on_its_way_to_the_driver_is_requested_again(
     assert isinstance(commands[1], MainTrain)
     assert (commands[1].state.id, store[commands[1].state.ref]) == ("start", state(0))  # type: ignore[index]
     assert commands[1].state.ref != start.ref
+
+
+def test_who_is_restarted_between_two_commands_gets_the_next_one(
+    mailbox: FakeMailboxActor, store: Store
+) -> None:
+    """Repeating the last one would keep it silent about the next, maybe for too long."""
+    mailbox.serve("worker", 0, lambda _: "answer")
+    pool = pool_of(mailbox, "worker", 1)
+    assert pool.command(SendInitialState()) == {0: "answer"}
+    identity = Resident("worker", 0, "node 0", 8, "its log")
+    restarted = ResidentMailbox(mailbox, Upstream(mailbox), identity)
+    with ThreadPoolExecutor() as executor:
+        joined = executor.submit(restarted.join)
+        while not pool.restarts():
+            time.sleep(0.001)
+        pool.request_close()
+        assert joined.result(5) == (1, 2, Close())
 
 
 def test_a_silent_resident_is_given_up_if_the_others_can_continue(

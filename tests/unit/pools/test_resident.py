@@ -56,10 +56,11 @@ class FakeMailbox:
     reports: list[Progress | None] = field(default_factory=list)
     joined: int = 0
     number: int = 0
+    current: int = 0  # number of the command before this one
 
-    def join(self) -> tuple[int, Command]:
+    def join(self) -> tuple[int, int, Command]:
         self.joined += 1
-        return self._next()
+        return self.current, *self._next()
 
     def reply(self, number: int, value: Any, usage: Any) -> tuple[int, Command]:
         assert number == self.number
@@ -152,7 +153,10 @@ def test_a_resident_joins_replies_to_each_command_and_leaves() -> None:
 
 def test_a_worker_leaves_to_join_anew_and_who_joins_for_that_confirms_it() -> None:
     assert run(Echo(), SendInitialState(), Regroup(), EVALUATE).replies == ["send_initial_state"]
-    assert run(Echo(), Regroup(), EVALUATE).replies == [None, "evaluate"]
+    joins_during_it = FakeMailbox(deque([Regroup(), EVALUATE]), current=1)
+    assert run(Echo(), mailbox=joins_during_it).replies == [None, "evaluate"]
+    joins_before_it = FakeMailbox(deque([Regroup(), EVALUATE]))
+    assert run(Echo(), mailbox=joins_before_it).replies == []
 
 
 def test_progress_is_reported_while_a_command_lasts_also_of_one_that_hangs() -> None:
@@ -306,9 +310,9 @@ class MailboxOf:
     thread: MailboxThread
     resident: Resident
 
-    def join(self) -> tuple[int, Command]:
-        self.thread.call(self.thread.box.join(self.resident))
-        return self.thread.call(self.thread.box.next_command("worker", 0))
+    def join(self) -> tuple[int, int, Command]:
+        current, _ = self.thread.call(self.thread.box.join(self.resident))
+        return current, *self.thread.call(self.thread.box.next_command("worker", 0))
 
     def reply(self, number: int, value: Any, _usage: Any) -> tuple[int, Command]:
         reply = Reply(self.resident.sender, number, value)
