@@ -173,7 +173,7 @@ class TrainingRun:
         self._show_phase(action.epoch, "main train")
         if action.epoch == 1 and not self.history.decisions and max_candidates(self.job):
             self.terminal.note(f"epoch 1: {action.reason}")
-        if not self._epoch.lrs:
+        if self._epoch.train is None:
             self.backend.workers.grow()
         # Asynchronous workers have no common step to stop at: they are interrupted.
         is_sync = self.job.parallel.mode != "async"

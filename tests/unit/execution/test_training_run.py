@@ -287,6 +287,22 @@ def test_a_run_that_is_stopped_by_signals_within_epochs_ends_as_one_that_was_not
     assert outcome(paths) == uninterrupted.outcome
 
 
+@pytest.mark.parametrize("name", ["stpt", "schedule"])
+def test_workers_may_grow_before_the_main_training_of_each_epoch_but_not_within_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A candidate has trained the first steps of an epoch of `stpt`."""
+    grown = list[None]()
+    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(InProcessPool, "grow", lambda _: grown.append(None))
+    job, paths = tiny_job(tmp_path, **JOBS[name]), RunPaths.create(str(tmp_path), "run")
+    assert not execute(job, paths, never, stop_in=13).finished
+    [checkpoint] = read_index(paths.checkpoints)[-1:]
+    assert checkpoint.steps
+    assert execute(job, paths, never).finished
+    assert len(grown) == job.epochs
+
+
 def outcome(paths: RunPaths) -> dict[str, Any]:
     """Return all numbers that a run leaves, without times."""
     latest = Checkpoints(paths.checkpoints, small_job(paths.local).checkpoint).latest
