@@ -15,8 +15,8 @@ from raytrain_opt.pools.resident_config import ResidentConfig
 
 
 def run_slots(config: ResidentConfig) -> None:
-    """Start the slots and return when they have left; blocks (call it in a thread)."""
-    tune.Tuner(
+    """Start the slots and return when they have left (blocks). Raises why, if none is left."""
+    results = tune.Tuner(
         tune.with_resources(_slot_main, tune.PlacementGroupFactory([config.plan.slot_resources])),
         param_space={"slot": tune.grid_search(list(range(config.plan.slots))), "config": config},
         run_config=RunConfig(
@@ -27,6 +27,8 @@ def run_slots(config: ResidentConfig) -> None:
             verbose=0,
         ),
     ).fit()
+    if results.num_errors == config.plan.slots:
+        raise results.errors[0]
 
 
 class ReportLostSlot(TrialProgressCallback):

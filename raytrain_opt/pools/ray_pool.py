@@ -75,7 +75,11 @@ class RayPool:
                 f"(timeouts.start_s: {limit_s:g})"
             )
         self._ready = True
-        return cast("list[Resident]", answer(ref))
+        residents = cast("list[Resident]", answer(ref))
+        if not residents:  # all were given up: the pool ends, and knows why
+            self.wait_for_end(limit_s)
+            self.raise_if_ended()
+        return residents
 
     def alive(self) -> tuple[int, ...]:
         lost = self._status().lost

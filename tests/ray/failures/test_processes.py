@@ -112,6 +112,14 @@ def test_a_slot_that_dies_too_often_is_given_up_and_the_others_continue(tmp_path
     assert placement_groups() == set()
 
 
+def test_when_no_slot_is_left_the_error_says_why(tmp_path: Path) -> None:
+    fault = {"role": "slot", "phase": "pretrain", "always": True}
+    with echo_pools(tmp_path, slots=1, faults=[fault], max_restarts=0) as echo:
+        assert echo.slots.command(echo.pretrain(1)) == {}
+        with pytest.raises(PoolError, match="(?s)the slot pool ended .*actor died unexpectedly"):
+            echo.slots.wait_until_ready(60)
+
+
 def hanging(index: int, step: int) -> dict[str, Any]:
     phase = {"phase": "main_train", "step": step, "action": "hang"}
     return {"role": "worker", "index": index, **phase}
