@@ -122,17 +122,17 @@ class CandidateTrainer(LearnerHandler):
         return candidate.lrs(plan)
 
     def _send_candidate_state(
-        self, command: SendCandidateState, _on_step: OnStep
+        self, command: SendCandidateState, on_step: OnStep
     ) -> StateRef | None:
         """Continue from the candidate; the named slot, or rank 0 of a group, sends its state."""
         if self._alone and self.index != command.slot:
             return None
-        self._make_live(command)
+        self._make_live(command, on_step)
         state_id = f"{command.round.plan.epoch}.candidate{command.candidate.index}"
         self._live_id = state_id
         return self._store_and_hash(state_id) if self._rank == 0 else None
 
-    def _make_live(self, command: SendCandidateState) -> None:
+    def _make_live(self, command: SendCandidateState, on_step: OnStep) -> None:
         """Load the candidate's state, or train it again in a process that never had it."""
         candidate = command.candidate
         if candidate.index == self._live_candidate:
@@ -142,7 +142,7 @@ class CandidateTrainer(LearnerHandler):
         else:
             plan = command.round.plan
             self.learner.load(self.states.get(command.round.state))
-            self._train(plan, candidate, lambda _: None)
+            self._train(plan, candidate, _shifted(on_step, 0, plan.pretrain_steps))
         self._live_candidate = candidate.index
 
     def _store_and_hash(self, state_id: str) -> StateRef:

@@ -54,6 +54,18 @@ def test_a_local_candidate_trains_one_micro_batch_at_the_rate_that_belongs_to_it
     assert ref.sha256 == expected.state(copy=True).digest()
 
 
+def test_a_winner_that_another_slot_trains_again_reports_its_progress(tmp_path: Path) -> None:
+    """Else a slot would count as silent, and not leave when the run ends."""
+    states, progress = InProcessStates(), list[tuple[int, int]]()
+    slot = Slot(open_learner(tmp_path), 1, states, None)
+    start = states.put("start", slot.learner.state(copy=True))
+    candidate = Candidate(0, 1.0, LR)
+    plan = TryCandidates(1, LR, "", (candidate,), (1.0,) * STEPS, keeps_winner=True)
+    command = SendCandidateState(Pretrain(start, plan, (0, 1)), candidate, 1)
+    slot.handle(command, lambda done, total: progress.append((done, total)))
+    assert progress == [(done, STEPS) for done in range(STEPS)]
+
+
 STEPS_OF_RACE = 8
 
 
