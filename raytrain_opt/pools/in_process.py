@@ -19,6 +19,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.config.processes import WorkersSection
 from raytrain_opt.data.factory import SharedData
+from raytrain_opt.errors import ResourcesError
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL, Command, Progress, StateRef
 from raytrain_opt.pools.protocol import Backend, OnWait, SynchronousTraining
 from raytrain_opt.pools.slot import Slot
@@ -134,8 +135,13 @@ def in_process_backend(
 def open_learner(
     config: LearnerConfig, workers: WorkersSection, shared: SharedData
 ) -> Iterator[Learner]:
-    """Build the learner, on a GPU if workers may use one and there is one; close it afterwards."""
+    """Build the learner, on a GPU if workers may use one and there is one; close it afterwards.
+
+    Raises ResourcesError if they must and there is none.
+    """
     use_gpu = torch.cuda.is_available() and workers.use_gpu is not False
+    if workers.use_gpu is True and not use_gpu:
+        raise ResourcesError("workers.use_gpu: true, but torch finds no GPU; use auto or false")
     use_threads(workers.threads or len(os.sched_getaffinity(0)))
     learner = Learner(config, shared, torch.device("cuda" if use_gpu else "cpu"))
     try:

@@ -19,7 +19,7 @@ from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import CheckpointSection, Job
 from raytrain_opt.driver import run
-from raytrain_opt.errors import DivergedError, JobError, RecordError
+from raytrain_opt.errors import DivergedError, JobError, RecordError, ResourcesError
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.data_parallel import Parallel
@@ -51,6 +51,14 @@ def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(
     assert {"result.json", "report.html", "schedule.jsonl", "checkpoints", "tensorboard"} < files
     assert (Path(result.run_dir) / "checkpoints" / "epoch-0002").is_dir()
     assert result.summary["hardware"]["workers"] == result.summary["hardware"]["slots"] == 1
+
+
+def test_a_gpu_that_a_job_needs_and_that_is_not_there_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ResourcesError, match="workers.use_gpu: true, but torch finds no GPU"):
+        run(tiny_job(tmp_path, workers={"count": 1, "use_gpu": True}), in_process=True)
 
 
 def test_workers_that_cannot_share_a_step_are_reported_once(
