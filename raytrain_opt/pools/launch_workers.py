@@ -55,7 +55,9 @@ def _run_elastic(config: ResidentConfig, trainer: Callable[..., Any]) -> None:
             _fit(config, trainer, f"-{group}", size, FailureConfig(**no_retries))
             if ray.get(config.mailbox.is_closed.remote(WORKER_POOL)):
                 return
-        except (WorkerGroupError, PreemptionError):
+        except PreemptionError:
+            pass  # no failure of the job
+        except WorkerGroupError:
             deaths += 1
             if deaths > config.max_restarts:
                 raise
