@@ -133,8 +133,12 @@ def _local_node(environment: Mapping[str, str], *, log_monitor: bool) -> Iterato
         ):
             yield
     finally:
-        os.environ.clear()
-        os.environ.update(saved)
+        # What we and Ray set, no others: another thread calls user code meanwhile.
+        names = {n for n in os.environ if n.startswith("RAY")} | environment.keys()
+        names.add("PYTHONBREAKPOINT")
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update((name, saved[name]) for name in names & saved.keys())
 
 
 def _connect(address: str | None, local: bool, verbose: bool) -> None:

@@ -45,6 +45,21 @@ def test_a_ray_of_our_own_starts_beside_others_and_forks_its_processes(calls: li
     assert calls[1:] == ["shutdown", "server ended"]
 
 
+def test_only_the_variables_of_ray_and_those_that_were_given_are_taken_back(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """User code, which another thread calls while Ray starts, may set others."""
+    for name in ("HF_HOME", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("A", "0")
+    variables = {"HF_HOME": "/data", "RAY_AUTH_MODE": "token"}
+    monkeypatch.setattr(ray, "init", lambda **_: os.environ.update(variables))
+    with connection.ray_session(None, verbose=False, environment={"A": "1"}):
+        assert (os.environ["HF_HOME"], os.environ["A"]) == ("/data", "0")
+        assert "RAY_AUTH_MODE" not in os.environ
+    del os.environ["HF_HOME"]
+
+
 def test_a_cluster_starts_its_processes_by_itself(calls: list[Any]) -> None:
     with connection.ray_session("auto", verbose=False) as local:
         assert not local
