@@ -107,9 +107,7 @@ def _open_session(address: str | None, verbose: bool, environment: Mapping[str, 
     local = not address and not os.environ.get("RAY_ADDRESS")
     with ExitStack() as stack:
         with _local_node(environment, log_monitor=verbose) if local else nullcontext():
-            if local:
-                os.environ.update(stack.enter_context(fork_server()))
-            _connect(address, local, verbose)
+            _connect(address, local, verbose, stack)
         stack.callback(ray.shutdown)
         _session.stack, _session.is_local = stack.pop_all(), local
 
@@ -141,11 +139,12 @@ def _local_node(environment: Mapping[str, str], *, log_monitor: bool) -> Iterato
         os.environ.update((name, saved[name]) for name in names & saved.keys())
 
 
-def _connect(address: str | None, local: bool, verbose: bool) -> None:
+def _connect(address: str | None, local: bool, verbose: bool, stack: ExitStack) -> None:
     options: dict[str, Any] = {"address": address or None}
-    if local:
-        options = {"address": "local", "include_dashboard": False}
     try:
+        if local:
+            options = {"address": "local", "include_dashboard": False}
+            os.environ.update(stack.enter_context(fork_server()))
         ray.init(
             log_to_driver=verbose,
             logging_level=logging.INFO if verbose else logging.ERROR,
@@ -155,8 +154,9 @@ def _connect(address: str | None, local: bool, verbose: bool) -> None:
     except Exception as error:  # Ray raises a bare Exception when its own start takes too long
         if local:
             raise PoolError(
-                f"Ray cannot be started on this machine: {error} If the machine is busy, try "
-                "again; otherwise see Ray's logs in /tmp/ray/session_latest/logs."
+                f"Ray cannot be started on this machine: {str(error).rstrip('.')}. If a path is "
+                "too long, set TMPDIR to a shorter path; if the machine is busy, try again; "
+                "otherwise see Ray's logs in /tmp/ray/session_latest/logs."
             ) from error
         if not isinstance(error, ConnectionError | RuntimeError | ValueError):
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import ray
 
 from raytrain_opt.cluster import connection
 from raytrain_opt.cluster.fork_client import SOCKET_VARIABLE
+from raytrain_opt.cluster.fork_server import fork_server
+from raytrain_opt.errors import PoolError
 
 
 @pytest.fixture
@@ -58,6 +61,20 @@ def test_only_the_variables_of_ray_and_those_that_were_given_are_taken_back(
         assert (os.environ["HF_HOME"], os.environ["A"]) == ("/data", "0")
         assert "RAY_AUTH_MODE" not in os.environ
     del os.environ["HF_HOME"]
+
+
+def test_a_folder_for_temporary_files_whose_path_is_too_long_for_sockets_is_named(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setattr(connection, "fork_server", fork_server)
+    with (
+        pytest.raises(PoolError, match="path too long.* set TMPDIR to a shorter path"),
+        connection.ray_session(None, verbose=False),
+    ):
+        pass
 
 
 def test_a_cluster_starts_its_processes_by_itself(calls: list[Any]) -> None:
