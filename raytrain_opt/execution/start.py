@@ -22,6 +22,7 @@ from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.faults import planned_faults
 from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
 from raytrain_opt.pools.mailbox import Mailbox
+from raytrain_opt.pools.mailbox_client import answer
 from raytrain_opt.pools.protocol import Backend, SynchronousTraining
 from raytrain_opt.pools.ray_pool import RayPool, running
 from raytrain_opt.pools.relay import relay_levels
@@ -91,9 +92,8 @@ def _start_pools(
     config = _resident_config(resolved, session, mailbox, server)
     residents = max(plan.workers, plan.slots)
     if relay_levels(residents):
-        relays = ray.get(
-            launcher.start_relays.remote(mailbox, residents), timeout=job.timeouts.start_s
-        )
+        ref = launcher.start_relays.remote(mailbox, residents)
+        relays = answer(ref, "the actor that starts the pools", job.timeouts.start_s)
         config = replace(config, relays=relays)
     store = RayStateStore()
     make_pool = partial(
