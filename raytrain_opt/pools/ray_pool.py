@@ -159,7 +159,8 @@ class RayPool:
         reports = "; ".join(map(self._describe_silence, overdue))
         nodes = gone_nodes()
         node_failed = any(resident.node_id in nodes for resident in self._joined())
-        hint = ". " + _NODES_GONE if node_failed and self.name == WORKER_POOL else ""
+        is_fixed = self.name == WORKER_POOL and self.has_room is None
+        hint = ". " + _NODES_GONE if node_failed and is_fixed else ""
         return (
             f"no progress of {command.name} for {self._status().silence_s:.0f} s "
             f"(timeouts.no_progress_s: {self.limit_s:g}). Without an answer, the one furthest "
