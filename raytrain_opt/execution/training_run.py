@@ -327,7 +327,7 @@ class TrainingRun:
         self.length.resume(self.recorder.epochs(), self.history)
         lost = f"; {damaged} damaged lines of its timeline or events were removed"
         text = f"resumed after {checkpoint.reached}{lost if damaged else ''}"
-        self.event_log.resume_clock(epoch, text)
+        self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
         return self.backend.states.put(checkpoint.folder, state)
 
     def _lost_results(

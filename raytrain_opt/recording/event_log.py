@@ -23,9 +23,12 @@ class EventLog:
         self._run_start_s = began_s
         self._spans: list[Span] = []
 
-    def resume_clock(self, epoch: int, text: str) -> None:
-        """Continue the clock of an interrupted run where its timeline ends, and log the resume."""
-        self._run_start_s -= self._recorder.timeline_end_s()
+    def resume_clock(self, epoch: int, text: str, partial_s: float) -> None:
+        """Continue the clock of an interrupted run where its records end, and log the resume.
+
+        `partial_s`: duration of the part of this epoch that is kept.
+        """
+        self._run_start_s -= self._recorder.end_s(partial_s)
         self.log("resumed", epoch, text)
 
     def elapsed_s(self) -> float:

@@ -103,10 +103,12 @@ class Recorder:
         """Write result.json."""
         write_record(self.paths.result, record)
 
-    def timeline_end_s(self) -> float:
-        """Return the end of the last span, in seconds of the run; 0 without any."""
+    def end_s(self, partial_s: float) -> float:
+        """Return the end of `partial_s` after the last span, or the last event if it is later."""
         spans = _undamaged(self.paths.timeline, SpanRecord)
-        return max((span.start_s + span.duration_s for _, span in spans), default=0.0)
+        spans_end_s = max((span.start_s + span.duration_s for _, span in spans), default=0.0)
+        events = _undamaged(self.paths.events, EventRecord)
+        return max(spans_end_s + partial_s, *(event.time_s for _, event in events), 0.0)
 
     def truncate_after(self, rounds: int, epochs: int) -> int:
         """Keep this number of rounds and epochs, and the spans of these epochs.

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import ray
 from click.testing import CliRunner
 from torch import nn
 
+from raytrain_opt import Callback
 from raytrain_opt.cli import main
 from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.load import dump_job
@@ -21,6 +23,7 @@ from raytrain_opt.config.schema import CheckpointSection, Job
 from raytrain_opt.driver import run
 from raytrain_opt.errors import DivergedError, JobError, RecordError, ResourcesError
 from raytrain_opt.execution.signals import Terminated
+from raytrain_opt.recording.records import RoundRecord
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.data_parallel import Parallel
 from tests.support.small_jobs import large_batch_job, read_lines, small_job, without_times
@@ -362,6 +365,28 @@ def test_sigterm_ends_a_run_and_keeps_its_checkpoints(
     assert checkpoints.drop_damaged() == []
     output = " ".join(capfd.readouterr().out.split())
     assert f"terminated; saved through {checkpoints.latest.reached}; resume with" in output
+
+
+class StopInEpoch1(Callback):
+    """Sends SIGTERM in the first epoch, after its training."""
+
+    def on_round(self, record: RoundRecord) -> None:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_time_of_an_interrupted_epoch_is_part_of_the_run(tmp_path: Path, killed: bool) -> None:
+    job = tiny_job(tmp_path, epochs=1, callbacks=[f"{__name__}:StopInEpoch1"])
+    with pytest.raises(Terminated):
+        run(job, in_process=True)
+    (run_dir,) = tmp_path.iterdir()
+    if killed:  # before it could record its end
+        (run_dir / "events.jsonl").unlink()
+    run(job, in_process=True, resume=str(run_dir))
+    resumed = read_lines(str(run_dir), "events")[-1]
+    assert resumed["kind"] == "resumed"
+    assert resumed["time_s"] > 1.0
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_resumed_run_continues_where_its_timeline_ends(
     synthetic_runs.write_schedule(paths.schedule, [0.1])
     assert recorder.truncate_after(0, 1) == 0
     resumed = EventLog(recorder, Terminal(Console(file=output)).note, began_s=5000.0)
-    resumed.resume_clock(2, "resumed after epoch 1")
+    resumed.resume_clock(2, "resumed after epoch 1", partial_s=0.0)
     new = EventLog(recorder, Terminal(Console(file=output)).note, began_s=5000.0)
     assert resumed.elapsed_s() - new.elapsed_s() == pytest.approx(15.0, abs=1.0)
     resumed.write(2, [([SPAN.model_copy(update={"start_s": 5003.0})], [])])
@@ -133,6 +133,21 @@ def test_a_resumed_run_continues_where_its_timeline_ends(
     kinds = [event["kind"] for event in lines(paths.events)]
     assert kinds[:3] == ["restarted", "restarted", "resumed"]
     assert "resumed after epoch 1" in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("partial_s", "end_s"),
+    [(4.0, 19.0), (1.0, 18.0)],
+    ids=["killed after a checkpoint within an epoch", "interrupted later"],
+)
+def test_the_time_of_an_epoch_without_spans_counts(
+    event_log: EventLog, recorder: Recorder, partial_s: float, end_s: float
+) -> None:
+    """Its timeline ends at 15 s."""
+    event_log.write(1, [([SPAN], [RESTART.model_copy(update={"time_s": BEGAN_S + 18})])])
+    before_s = event_log.elapsed_s()
+    event_log.resume_clock(2, "resumed after step 3 of epoch 2", partial_s)
+    assert event_log.elapsed_s() - before_s == pytest.approx(end_s, abs=1.0)
 
 
 @pytest.mark.parametrize(
