@@ -286,9 +286,7 @@ class TrainingRun:
         with self._stop.deferred(self.job.timeouts.stop_s):
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
             if is_due or self._stop.error is not None:
-                value, metric = record.test_metric, record.metric
-                score = None if value is None or metric is None else metric.score(value)
-                self._save(state, score)
+                self._save(state, record.score)
 
     # After the last move.
 

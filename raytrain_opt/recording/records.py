@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -188,6 +189,14 @@ class EvaluationResult(RecordPart):
         """The metric that decides; None when not evaluated."""
         return self.test_metrics[self.metric.name] if self.metric else None
 
+    @property
+    def score(self) -> float | None:
+        """The metric that decides, higher is better; None when not evaluated or not finite."""
+        value = self.test_metric
+        if self.metric is None or value is None or not isfinite(value):
+            return None
+        return self.metric.score(value)
+
 
 class EpochRecord(EvaluationResult, Record):
     """One line of epochs.jsonl."""
@@ -219,11 +228,7 @@ class EpochRecord(EvaluationResult, Record):
 
 def best_epoch(epochs: Sequence[EpochRecord]) -> EpochRecord | None:
     """Return the first epoch with the best test metric; None when none was evaluated."""
-    scores = [
-        (epoch.metric.score(epoch.test_metric), -epoch.epoch, epoch)
-        for epoch in epochs
-        if epoch.metric is not None and epoch.test_metric is not None
-    ]
+    scores = [(epoch.score, -epoch.epoch, epoch) for epoch in epochs if epoch.score is not None]
     return max(scores)[2] if scores else None
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from raytrain_opt import load_model
 from raytrain_opt.commands.evaluate import evaluate_runs
@@ -13,7 +16,7 @@ from raytrain_opt.config.load import load_job
 from raytrain_opt.driver import run
 from raytrain_opt.errors import JobError
 from raytrain_opt.train.checkpoint import read_index
-from tests.support.small_jobs import read_lines
+from tests.support.small_jobs import read_lines, small_job
 
 ROOT = Path(__file__).parents[3]
 SMALL = {
@@ -69,6 +72,33 @@ def test_where_less_is_better_the_lowest_wins(tmp_path: Path) -> None:
     assert result.best_test_metric == min(errors)
     scores = [checkpoint.score for checkpoint in read_index(Path(result.run_dir) / "checkpoints")]
     assert max(score for score in scores if score is not None) == -min(errors)
+
+
+class Correlation:
+    """A task whose metric is not defined in the first epoch, of 44 micro-batches."""
+
+    metric = "correlation"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def training_loss(self, model: Any, batch: Any) -> Tensor:
+        self.calls += 1
+        return self.validation_metrics(model, batch)["loss"].mean()
+
+    def validation_metrics(self, model: Any, batch: Any) -> dict[str, Tensor]:
+        loss = cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return {"loss": loss, "correlation": -loss if self.calls > 60 else loss * math.nan}
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_an_epoch_whose_metric_is_not_finite_is_saved_and_never_the_best(tmp_path: Path) -> None:
+    schedule = {"policy": "schedule", "initial": 0.1}
+    job = small_job(tmp_path, task=Correlation, epochs=2, learning_rate=schedule)
+    result = run(job, in_process=True)
+    assert result.best_epoch == 2
+    first, last = read_index(Path(result.run_dir) / "checkpoints")
+    assert (first.score, last.score) == (None, result.test_metric)
 
 
 @pytest.mark.usefixtures("without_plots")
