@@ -259,31 +259,32 @@ class TrainingRun:
             self.recorder.predictions(PredictionsRecord.of(epoch, labels, test.predictions))
 
     def checkpoint_epoch(self, state: StateRef, history: History) -> None:
-        epoch = self.progress.next_epoch
-        optimizer = self.job.optimizers[self._epoch.optimizer]
-        name, workers = str(optimizer.name), self._worker_events.at_work
-        record = epoch_record(epoch, self.length.epochs, self._epoch, workers, name, self.lrs)
-        self.progress = replace(
-            self.progress, next_epoch=epoch + 1, history=history, partial_epoch=PartialEpoch()
-        )
-        self.recorder.epoch(record, self.steps.before(epoch + 1))
-        self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
-        schedule = ScheduleRecord(
-            epoch=epoch,
-            optimizer=name,
-            weight_decay_factor=self._epoch.weight_decay_factor,
-            lr_multipliers=dict(optimizer.group_lr_multipliers),
-            full_steps=self.steps(epoch),
-            lrs=tuple(self._epoch.lrs),
-        )
-        self.recorder.schedule(schedule)
-        self._lrs += schedule.lrs
-        # The next epoch starts where this record's time ends, so that no time is lost.
-        self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
-        ends = self.length.after_epoch(record)
-        self.terminal.epoch(record)
-        self.callbacks.call("on_epoch", record)
+        # A signal that arrives in here, perhaps in a callback, must not lose the epoch.
         with self._stop.deferred(self.job.timeouts.stop_s):
+            epoch = self.progress.next_epoch
+            optimizer = self.job.optimizers[self._epoch.optimizer]
+            name, workers = str(optimizer.name), self._worker_events.at_work
+            record = epoch_record(epoch, self.length.epochs, self._epoch, workers, name, self.lrs)
+            self.progress = replace(
+                self.progress, next_epoch=epoch + 1, history=history, partial_epoch=PartialEpoch()
+            )
+            self.recorder.epoch(record, self.steps.before(epoch + 1))
+            self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
+            schedule = ScheduleRecord(
+                epoch=epoch,
+                optimizer=name,
+                weight_decay_factor=self._epoch.weight_decay_factor,
+                lr_multipliers=dict(optimizer.group_lr_multipliers),
+                full_steps=self.steps(epoch),
+                lrs=tuple(self._epoch.lrs),
+            )
+            self.recorder.schedule(schedule)
+            self._lrs += schedule.lrs
+            # The next epoch starts where this record's time ends, so that no time is lost.
+            self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
+            ends = self.length.after_epoch(record)
+            self.terminal.epoch(record)
+            self.callbacks.call("on_epoch", record)
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
             if is_due or self._stop.error is not None:
                 self._save(state, record.score)

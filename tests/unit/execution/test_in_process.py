@@ -23,7 +23,7 @@ from raytrain_opt.config.schema import CheckpointSection, Job
 from raytrain_opt.driver import run
 from raytrain_opt.errors import DivergedError, JobError, RecordError, ResourcesError
 from raytrain_opt.execution.signals import Terminated
-from raytrain_opt.recording.records import RoundRecord
+from raytrain_opt.recording.records import EpochRecord, RoundRecord
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.data_parallel import Parallel
 from tests.support.small_jobs import large_batch_job, read_lines, small_job, without_times
@@ -373,6 +373,21 @@ class StopInEpoch1(Callback):
     def on_round(self, record: RoundRecord) -> None:
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+class StopInCallback(Callback):
+    """Sends SIGTERM while it takes an epoch."""
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_an_epoch_whose_callback_is_interrupted_is_saved(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, callbacks=[f"{__name__}:StopInCallback"])
+    with pytest.raises(Terminated):
+        run(job, in_process=True)
+    (run_dir,) = tmp_path.iterdir()
+    assert read_index(run_dir / "checkpoints")[-1].folder == "epoch-0001"
 
 
 @pytest.mark.parametrize("killed", [False, True])
