@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial, update_wrapper
 from importlib.util import find_spec
 from typing import Any, Literal
 
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import Job, TrackingSection
 from raytrain_opt.errors import Problem
+from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
 from raytrain_opt.storage import check_uri
@@ -43,14 +45,14 @@ class Callbacks:
     """All callbacks of a run. A failure of one is logged once for each of its methods."""
 
     def __init__(
-        self, job: Job, run_dir: str, event_log: EventLog, observers: Sequence[object] = ()
+        self, job: Job, paths: RunPaths, event_log: EventLog, observers: Sequence[object] = ()
     ) -> None:
         self._event_log, self._epoch = event_log, 1
         self._failed: set[tuple[str, str]] = set()
         self._callbacks: list[Any] = list(observers)
-        for kind in _classes(job):
+        for kind in _classes(job, paths.run_id):
             try:
-                self._callbacks.append(kind(job, run_dir))
+                self._callbacks.append(kind(job, str(paths.local)))
             except Exception as error:  # noqa: BLE001 - code of the user's own
                 self._log(getattr(kind, "__name__", str(kind)), "__init__", error)
 
@@ -80,10 +82,11 @@ def check_tracking(section: TrackingSection | None) -> list[Problem]:
     return check_uri(section.mlflow, "tracking.mlflow")
 
 
-def _classes(job: Job) -> list[Callable[[Job, str], object]]:
+def _classes(job: Job, run_id: str) -> list[Callable[[Job, str], object]]:
     classes = [resolve_function(name, f"callbacks.{i}") for i, name in enumerate(job.callbacks)]
     if job.tracking is not None:
         from raytrain_opt.execution.mlflow_tracking import MlflowTracking
 
-        classes.append(MlflowTracking)
+        tracking = partial(MlflowTracking, name=run_id)
+        classes.append(update_wrapper(tracking, MlflowTracking))  # for messages
     return classes

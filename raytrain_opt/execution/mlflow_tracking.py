@@ -20,9 +20,12 @@ _MAX_VALUE, _MAX_PARAMS = 500, 100
 
 
 class MlflowTracking(Callback):
-    """Writes to the experiment of the job's name; a resumed run continues its run in MLflow."""
+    """Writes to the experiment of the job's name; a resumed run continues its run in MLflow.
 
-    def __init__(self, job: Job, run_dir: str) -> None:
+    `name`: of the run directory, which under a URI is not that of its local copy.
+    """
+
+    def __init__(self, job: Job, run_dir: str, name: str) -> None:
         super().__init__(job, run_dir)
         assert job.tracking is not None
         self._client = MlflowClient(tracking_uri=job.tracking.mlflow)
@@ -32,7 +35,6 @@ class MlflowTracking(Callback):
             if experiment is None
             else experiment.experiment_id
         )
-        name = Path(run_dir).name
         runs: list[Run] = self._client.search_runs(
             [experiment_id], filter_string=f"tags.`{_RUN_DIR}` = '{name}'", max_results=1
         )

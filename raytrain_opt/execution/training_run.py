@@ -405,7 +405,7 @@ def open_training_run(
     recorder = Recorder(paths)
     event_log = EventLog(recorder, workspace.terminal.note, workspace.startup.began_s)
     writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)
-    callbacks = Callbacks(job, str(paths.local), event_log, observers)
+    callbacks = Callbacks(job, paths, event_log, observers)
     run = TrainingRun(resolved, backend, workspace, recorder, writer, event_log, callbacks)
     if resolved.note is not None and checkpoints.latest is None:
         event_log.log("optimizer", 1, resolved.note)

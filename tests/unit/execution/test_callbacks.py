@@ -13,6 +13,8 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.driver import run
 from raytrain_opt.errors import DivergedError, JobError
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
+from raytrain_opt.storage import last_name
+from tests.support.s3_server import S3Server
 from tests.support.small_jobs import read_lines, small_job
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -93,9 +95,9 @@ def test_without_mlflow_the_extra_is_named(
         run(job, in_process=True)
 
 
-@pytest.mark.parametrize("store", ["file", "sqlite"])
+@pytest.mark.parametrize(("store", "is_remote"), [("file", True), ("sqlite", False)])
 def test_mlflow_has_the_run_and_a_resumed_one_continues_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: S3Server, store: str, is_remote: bool
 ) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -103,14 +105,16 @@ def test_mlflow_has_the_run_and_a_resumed_one_continues_it(
 
     monkeypatch.chdir(tmp_path)  # where MLflow keeps the files of a run in a database
     tracking = {"mlflow": f"{store}:///{tmp_path}/mlflow"}
-    first = run(tiny_job(tmp_path / "runs", callbacks=[], tracking=tracking), in_process=True)
-    longer = tiny_job(tmp_path / "runs", callbacks=[], tracking=tracking, epochs=3)
+    changes: dict[str, Any] = {"callbacks": [], "tracking": tracking}
+    changes["storage_path"] = s3.new_uri() if is_remote else str(tmp_path / "runs")
+    first = run(tiny_job(tmp_path, **changes), in_process=True)
+    longer = tiny_job(tmp_path, **changes, epochs=3)
     run(longer, in_process=True, resume=first.run_dir)
     client = MlflowClient(tracking["mlflow"])
     experiment = client.get_experiment_by_name("test")
     [tracked] = client.search_runs([experiment.experiment_id])
     assert tracked.info.status == "FINISHED"
-    assert tracked.info.run_name == Path(first.run_dir).name
+    assert tracked.info.run_name == last_name(first.run_dir)
     assert tracked.data.params["global_batch_size"] == "64"
     accuracies = client.get_metric_history(tracked.info.run_id, "test_accuracy")
     assert [metric.step for metric in accuracies] == [1, 2, 3]
