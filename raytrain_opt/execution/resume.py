@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 from raytrain_opt import storage
@@ -16,11 +17,11 @@ from raytrain_opt.paths import check_run, newest_unfinished
 from raytrain_opt.recording.reader import read_record, read_text
 from raytrain_opt.recording.records import BatchSizeRecord
 
-# They say where runs are and which of them is resumed, not what a run computes.
-_NOT_COMPARED = ("storage_path", "resume")
 _ABSENT = object()
 # They change when a run gives up, what it keeps and where it runs, not what it computes.
 _HARMLESS = ("checkpoint.", "max_restarts", "timeouts.", "workers.resources")
+# Nor do these: where runs are and which of them is resumed.
+_NOT_COMPARED = (*_HARMLESS, "storage_path", "resume")
 
 
 def refuse_changes(overrides: Sequence[str]) -> None:
@@ -48,6 +49,12 @@ def load_run_job(run_dir: str, overrides: Sequence[str], *, trust: bool) -> Job:
     return job
 
 
+def resume_command(run_dir: str, job: Job) -> str:
+    """Return the command that resumes the run of the job."""
+    # Quoted for a shell: options of a URI contain &.
+    return f"raytrain-opt run --resume {quote(run_dir)}{' --trust' if job.functions else ''}"
+
+
 def find_unfinished_run(job: Job) -> str | None:
     """Return the run for `resume: auto` to resume, if any. Raises JobError if its job differs."""
     run_dir = newest_unfinished(job.storage_path, job.name) if job.resume == "auto" else None
@@ -69,23 +76,22 @@ def _read_job(run_dir: str) -> Job:
 
 
 def _refuse_another_job(job: Job, run_dir: str) -> None:
-    jobs = (job, _read_job(run_dir))
-    now, then = (flatten(plain_job(_resolve(job, run_dir))) for job in jobs)
+    unfinished = _read_job(run_dir)
+    now, then = (flatten(plain_job(_resolve(j, run_dir))) for j in (job, unfinished))
     problems = [
         Problem(key, f"is {_value_text(then, key)} in that run", _value_text(now, key))
         for key in {**now, **then}
-        if now.get(key, _ABSENT) != then.get(key, _ABSENT) and key not in _NOT_COMPARED
+        if now.get(key, _ABSENT) != then.get(key, _ABSENT) and not key.startswith(_NOT_COMPARED)
     ]
     if problems:
-        raise JobError([_remedies(run_dir), *problems])
+        raise JobError([_remedies(run_dir, unfinished), *problems])
 
 
-def _remedies(run_dir: str) -> Problem:
+def _remedies(run_dir: str, job: Job) -> Problem:
     rule = f"auto found the unfinished run {run_dir}, which was started with another job"
     hint = (
         "set the fields below to their values in that run, or resume that run unchanged: "
-        f"raytrain-opt run --resume {run_dir}, or start a new run: --set resume=never, or another "
-        "name"
+        f"{resume_command(run_dir, job)}, or start a new run: --set resume=never, or another name"
     )
     return Problem("resume", rule, hint=hint)
 

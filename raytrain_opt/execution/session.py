@@ -7,7 +7,6 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from shlex import quote
 
 from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session
@@ -28,7 +27,7 @@ from raytrain_opt.execution.preflight import (
 )
 from raytrain_opt.execution.progress import RunProgress, Startup
 from raytrain_opt.execution.rescale import resolve_lr_scaling, set_worker_count
-from raytrain_opt.execution.resume import keep_worker_count
+from raytrain_opt.execution.resume import keep_worker_count, resume_command
 from raytrain_opt.execution.signals import StopRequest, Terminated, stop_on_signals
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
@@ -216,7 +215,4 @@ def how_to_resume(paths: RunPaths, job: Job) -> str:
     if not checkpoints:
         return f"no checkpoint was saved yet in {paths.shown}"
     reached = checkpoints[-1].reached
-    # Quoted for a shell: options of a URI contain &.
-    trust = " --trust" if job.functions else ""
-    command = f"raytrain-opt run --resume {quote(paths.shown)}{trust}"
-    return f"saved through {reached}; resume with: {command}"
+    return f"saved through {reached}; resume with: {resume_command(paths.shown, job)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def test_another_job_is_refused_with_the_fields_that_differ(storage: str) -> Non
         find_unfinished_run(other)
     message = str(caught.value)
     assert f"resume: auto found the unfinished run {run_dir}" in message
-    assert f"raytrain-opt run --resume {run_dir}" in message
+    assert f"raytrain-opt run --resume {quote(run_dir)}, or start" in message
     assert "--set resume=never" in message
     assert "epochs: is 3 in that run (given: 5)" in message
     assert "model.args.width: is 4 in that run (given: not set)" in message
@@ -108,6 +109,28 @@ def test_another_job_is_refused_with_the_fields_that_differ(storage: str) -> Non
     assert "learning_rate.shape: is not set in that run (given: 'linear')" in message
     assert "data" not in {problem.path.split(".")[0] for problem in caught.value.problems}
     assert caught.value.exit_code == 2
+
+
+def test_the_command_for_another_job_trusts_the_functions_of_the_unfinished_run(
+    tmp_path: Path,
+) -> None:
+    own = job(tmp_path, model="my.models:net")
+    run_dir = make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", own, *SAVED)
+    with pytest.raises(JobError, match=f"raytrain-opt run --resume {run_dir} --trust, or start"):
+        find_unfinished_run(job(tmp_path))
+
+
+def test_what_a_resumed_run_may_change_is_not_another_job(tmp_path: Path) -> None:
+    """Also if it was changed before, by `--resume RUN_DIR --set`."""
+    changes: dict[str, Any] = {
+        "checkpoint": {"keep": 5},
+        "max_restarts": 7,
+        "timeouts": {"no_progress_s": 3600},
+        "workers": {"resources": {"GPU": 0.5}},
+    }
+    run_id = "r-20260101-000000-aaaaaaaaaaaaaaaa"
+    run_dir = make_run(tmp_path, run_id, job(tmp_path, **changes), *SAVED)
+    assert find_unfinished_run(job(tmp_path)) == run_dir
 
 
 @pytest.mark.parametrize(
