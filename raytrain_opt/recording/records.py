@@ -253,7 +253,7 @@ class SpanRecord(Span, Record):
 
 
 class EventRecord(Event, Record):
-    """One line of events.jsonl: a failure, a recovery, a resume, or an early end."""
+    """One line of events.jsonl: a failure, a recovery, a resume, a plan, or an early end."""
 
     utc: str = Field(description="Date, ISO 8601 in UTC.")
     epoch: int = Field(description="Epoch, from 1.")

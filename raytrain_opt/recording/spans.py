@@ -34,7 +34,7 @@ class Span(BaseModel):
 
 
 class Event(BaseModel):
-    """Something that a run survived, or that ended it."""
+    """What happened in a run: something that it survived, decided, or that ended it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,7 +43,10 @@ class Event(BaseModel):
             "`restarted` (a process), `lost` (a slot, for good), `fewer` or `more` (workers), "
             "`continued` (after a worker died, within an epoch), "
             "`imbalance` (micro-batches too coarse for the workers' speeds), "
-            "`storage` (refused copies, then took one), `resumed`, `interrupted`, `failed`."
+            "`storage` (refused copies, then took one), `callback` (one failed), `optimizer` (one "
+            "is left out of the search), `planned` (the length of a training for a time), "
+            "`patience` (lost, training continues), `stopped` (by the `stop` section), `resumed`, "
+            "`interrupted`, `failed`."
         )
     )
     text: str = Field(description="What happened, as text.")
