@@ -48,10 +48,19 @@ RECORD_PART = 2**20
 
 
 def check_uri(storage_path: str, field: str = "storage_path") -> list[Problem]:
-    """Return a problem of `field` when the URI may hold secrets: every record would show them."""
+    """Return a problem of `field` when it is a wrong URI, or one that may hold secrets.
+
+    Every record would show them.
+    """
     if "://" not in storage_path:
         return []
-    uri = urlsplit(storage_path)
+    try:
+        uri = urlsplit(storage_path)
+    except ValueError:
+        return [Problem(field, "is no valid URI; brackets belong around IPv6 addresses only")]
+    if uri.scheme == "file" and uri.netloc not in ("", "localhost"):
+        hint = "write three slashes before an absolute path, or a relative path without file://"
+        return [Problem(field, "names a host, not a folder", hint=hint)]
     # A user without a password is not a secret: abfss://container@account names a container.
     user, separator, _ = uri.netloc.rpartition("@")
     has_password = bool(separator) and ":" in user

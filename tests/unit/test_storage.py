@@ -42,6 +42,22 @@ def test_credentials_in_a_uri_are_refused_without_showing_them(uri: str, secret:
 
 
 @pytest.mark.parametrize(
+    ("uri", "rule"),
+    [
+        ("s3://[bucket]/runs", "is no valid URI"),
+        ("s3://KEY:SECRET@[bucket]/runs", "is no valid URI"),
+        ("file://runs", "names a host, not a folder"),
+        ("file:///runs", ""),
+        ("file://localhost/runs", ""),
+    ],
+)
+def test_a_wrong_uri_is_refused(uri: str, rule: str) -> None:
+    problems = check_uri(uri)
+    assert [problem.rule.startswith(rule) for problem in problems] == [True] * bool(rule)
+    assert "SECRET" not in str(problems)
+
+
+@pytest.mark.parametrize(
     ("storage_path", "joined"),
     [
         ("runs/", "runs/r-1"),
