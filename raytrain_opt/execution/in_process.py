@@ -29,12 +29,12 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
     job = resolve_lr_scaling(keep_worker_count(job, resume))
     job = set_worker_count(job, job.workers.size)
     startup = Startup(began_s)
+    preflight = run_preflight(job, resumed=resume is not None)
+    startup.mark("data_read_s")
     with (
         open_terminal() as terminal,
         open_run_directory(job, resume, terminal) as (paths, checkpoints),
     ):
-        preflight = run_preflight(job, resumed=resume is not None)
-        startup.mark("data_read_s")
         terminal.note("training in one process, without Ray: for debugging, not for speed")
         resolved = preflight.resolved
         assert resolved is not None  # no batch size is to be searched

@@ -26,6 +26,7 @@ from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.recording.records import EpochRecord, RoundRecord
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.data_parallel import Parallel
+from tests.support.s3_server import S3Server
 from tests.support.small_jobs import large_batch_job, read_lines, small_job, without_times
 from tests.support.synthetic_runs import write_schedule
 
@@ -420,6 +421,13 @@ def test_a_job_that_needs_several_processes_is_refused(
     with pytest.raises(JobError, match=message):
         run(tiny_job(tmp_path, **changes), in_process=True)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_job_that_does_not_fit_its_data_leaves_nothing_under_a_uri(s3: S3Server) -> None:
+    job = tiny_job(Path(), storage_path=s3.new_uri(), global_batch_size=2048)
+    with pytest.raises(JobError, match="global_batch_size"):
+        run(job, in_process=True)
+    assert not s3.requests
 
 
 def test_the_command_line_has_the_option(tmp_path: Path) -> None:
