@@ -30,6 +30,7 @@ from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.reductions import reduce_sums, sum_over_ranks
 from raytrain_opt.train.state import TrainingState
+from raytrain_opt.train.task import metric_of
 
 
 class CandidateTrainer(LearnerHandler):
@@ -97,7 +98,8 @@ class CandidateTrainer(LearnerHandler):
         losses = TrainingLosses(learner, plan, on_step)
         trained = sum_over_ranks(self._train(plan, candidate, losses.on_step), learner.device)
         if losses.fell_behind:
-            return CandidateResult.stopped(candidate, trained, slot, tuple(losses.losses))
+            metric = metric_of(learner.task)
+            return CandidateResult.stopped(candidate, trained, slot, metric, tuple(losses.losses))
         part = learner.evaluate("validation", self._rank, self.world_size)
         scored = sum_over_ranks(part, learner.device)
         return CandidateResult.of(candidate, trained, scored, slot, tuple(losses.losses))

@@ -137,7 +137,12 @@ class CandidateResult:
 
     @classmethod
     def stopped(
-        cls, candidate: Candidate, trained: TrainTotals, slot: int, losses: tuple[float, ...]
+        cls,
+        candidate: Candidate,
+        trained: TrainTotals,
+        slot: int,
+        metric: Metric,
+        losses: tuple[float, ...],
     ) -> CandidateResult:
         """Return the result of a candidate that was stopped within its schedule, without score."""
         return cls(
@@ -150,6 +155,7 @@ class CandidateResult:
             train_s=trained.duration_s,
             score_s=0.0,
             slot=slot,
+            metric=metric,
             losses=losses,
         )
 

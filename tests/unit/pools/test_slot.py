@@ -16,6 +16,7 @@ from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.task import Classification
 from tests.support.small_jobs import small_job
 
 WORKERS, STEPS, LR = 4, 3, 0.1
@@ -80,8 +81,14 @@ STEPS_OF_RACE = 8
     ],
 )
 def test_a_candidate_that_falls_behind_or_diverges_stops_within_its_schedule(
-    tmp_path: Path, lr: float, rival: tuple[float, ...], status: str, steps: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lr: float,
+    rival: tuple[float, ...],
+    status: str,
+    steps: int,
 ) -> None:
+    monkeypatch.setattr(Classification, "metric", "top5")
     states = InProcessStates()
     slot = Slot(open_learner(tmp_path), 0, states, None)
     start = states.put("start", slot.learner.state(copy=True))
@@ -89,4 +96,5 @@ def test_a_candidate_that_falls_behind_or_diverges_stops_within_its_schedule(
     plan = TryCandidates(1, lr, "", (Candidate(0, 1.0, lr),), shape, rival=rival)
     (result,) = slot.handle(Pretrain(start, plan, (0,)), lambda _done, _total: None).results
     assert (result.status, result.samples) == (status, 64 * steps)
+    assert result.metric.name == "top5"
     assert len(result.losses) == sum(step <= steps for step in (1, 2, 4, 6))
