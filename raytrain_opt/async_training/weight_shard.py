@@ -224,8 +224,7 @@ class WeightShard:
 
     def state(self) -> TrainingState:
         """Return this shard's tensors and optimizer state, in memory of their own."""
-        own = {name: parameter.data for name, parameter in self._named.items()}
-        optimizer = self.optimizer.state_dict()
+        own, optimizer = self._named, self.optimizer.state_dict()
         groups = [
             {key: (loaded if key in CONVERTED else group)[key] for key in loaded}
             for group, loaded in zip(optimizer["param_groups"], self._loaded_groups, strict=True)

@@ -272,6 +272,7 @@ def _check_last_updates(job: Job, info: DataInfo) -> None:
 
 def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
     """Build the model on the CPU, as every worker does, call it once, and weigh Muon's cost."""
+    from torch import is_tensor
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
@@ -284,6 +285,10 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
     info = preflight.info
     shape, classes = info.sample_shape, info.num_classes
     model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
+    for name, value in model.state_dict().items():
+        if not is_tensor(value):  # of `get_extra_state`
+            rule = f"state_dict() must hold tensors only, but {name} is a {type(value).__name__}"
+            raise JobError([Problem("model.name", rule, hint="store it as a buffer")])
     norms = (_NormBase, GroupNorm)
     preflight.channel_norm = any(isinstance(layer, norms) for layer in model.modules())
     alone = job.batch_size_per_worker == 1 and job.batch_size_search is None

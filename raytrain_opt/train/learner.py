@@ -103,7 +103,7 @@ class Learner:
     def state(self, *, copy: bool) -> TrainingState:
         """Capture the current state; see `train.state.to_cpu_state`."""
         return to_cpu_state(
-            self.model.state_dict(),
+            self.model.state_dict(keep_vars=True),
             self.optimizer.state_dict(),
             self.scaler.state_dict(),
             copy=copy,

@@ -33,17 +33,21 @@ _MEMORY_ORDER = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4,
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """One tensor as bytes in memory order, with the shape and the name of that order."""
+    """One tensor as bytes in memory order, with the shape and the name of that order.
+
+    `trains`: it is a parameter, of which the gradient changes the value.
+    """
 
     data: np.ndarray[Any, np.dtype[np.uint8]]
     shape: tuple[int, ...]
     dtype: str
     order: str
+    trains: bool = False
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, copy: bool) -> PackedTensor:
         """Pack a live tensor; on CPU without `copy`, the result shares its memory."""
-        tensor, order = tensor.detach(), "contiguous"
+        trains, tensor, order = tensor.requires_grad, tensor.detach(), "contiguous"
         for name, dimensions in _MEMORY_ORDER.items():
             is_candidate = tensor.dim() == len(dimensions) and not tensor.is_contiguous()
             if is_candidate and tensor.permute(dimensions).is_contiguous():
@@ -53,7 +57,7 @@ class PackedTensor:
         flat = tensor.contiguous().reshape(-1).view(torch.uint8).cpu()
         if copy and flat.data_ptr() == tensor.data_ptr():
             flat = flat.clone()
-        return cls(flat.numpy(), shape, dtype, order)
+        return cls(flat.numpy(), shape, dtype, order, trains)
 
     def tensor(self) -> Tensor:
         """Return a tensor over the same memory. Do not write to it: it may be shared."""
@@ -82,13 +86,17 @@ class TrainingState:
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
 
     def first_not_finite(self) -> str | None:
-        """Return a tensor's name with NaN or infinity (not -inf, which masks have) or None."""
+        """Return the name of a tensor with NaN or, where training computed it, infinity, or None.
+
+        Buffers may hold infinity (the lowest loss so far), and all tensors -inf (masks).
+        """
         for name, packed in self.tensors.items():
             tensor = packed.tensor()
             if tensor.is_floating_point() and tensor.numel():
                 # NaN is the maximum of any tensor that has one. Eight-bit types have no maximum.
-                wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-                if not wide.max() < torch.inf:
+                largest = (tensor.float() if tensor.itemsize == 1 else tensor).max()
+                is_trained = packed.trains or name.startswith("optimizer.")
+                if largest.isnan() or (is_trained and largest == torch.inf):
                     return name
         return None
 
@@ -125,7 +133,7 @@ def capture(
     copy: bool,
 ) -> TrainingState:
     """Capture a training's state; see `to_cpu_state`."""
-    states = (model.state_dict(), optimizer.state_dict(), scaler.state_dict())
+    states = (model.state_dict(keep_vars=True), optimizer.state_dict(), scaler.state_dict())
     return to_cpu_state(*states, copy=copy)
 
 

@@ -29,9 +29,11 @@ from tests.support.s3_server import S3Server, refuse
 from tests.support.small_jobs import read_lines
 
 
-def state(value: float = 1.0, mask: float = 1.0) -> TrainingState:
+def state(
+    value: float = 1.0, mask: float = 1.0, dtype: torch.dtype = torch.float16
+) -> TrainingState:
     model = nn.Linear(2, 2)
-    model.register_buffer("mask", torch.full((2, 2), mask, dtype=torch.float16))
+    model.register_buffer("mask", torch.full((2, 2), mask).to(dtype))
     torch.nn.init.constant_(model.weight, value)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return capture(model, optimizer, torch.amp.GradScaler("cpu"), copy=True)
@@ -142,8 +144,12 @@ def test_a_state_that_is_not_finite_is_not_saved(
     assert [checkpoint.epoch for checkpoint in read_index(paths.checkpoints)] == [1]
 
 
-def test_masks_of_negative_infinity_are_saved(open_writer: OpenWriter, paths: RunPaths) -> None:
+@pytest.mark.parametrize("value", [float("-inf"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2])
+def test_masks_of_infinity_are_saved(
+    open_writer: OpenWriter, value: float, dtype: torch.dtype
+) -> None:
     writer = open_writer()
-    writer.save(state(mask=float("-inf")), RunProgress(next_epoch=2))
+    writer.save(state(mask=value, dtype=dtype), RunProgress(next_epoch=2))
     writer.wait()
     assert writer.latest is not None

@@ -144,6 +144,21 @@ def test_the_policy_knows_whether_the_network_normalizes_channels(
     assert resolved.policy.channel_norm is normalizes
 
 
+def with_extra_state(num_classes: int) -> nn.Module:
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"calls": 1}
+
+    return nn.Sequential(nn.Flatten(), Counting(64, num_classes))
+
+
+def test_a_model_whose_state_is_more_than_tensors_is_refused() -> None:
+    values = {"model": with_extra_state, "data": "digits", "epochs": 2, "global_batch_size": 8}
+    message = r"model\.name: state_dict\(\) .* 1\._extra_state is a dict.*buffer"
+    with pytest.raises(JobError, match=message):
+        run_preflight(parse_job(values))
+
+
 @pytest.mark.parametrize(
     ("length", "has_muon"),
     [({"epochs": 2}, True), ({"epochs": 10_000}, False), ({"train_for": "1h"}, False)],
