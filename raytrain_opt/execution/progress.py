@@ -40,6 +40,7 @@ class PartialEpoch:
     duration_s: float = 0.0
     timings_s: dict[str, float] = field(default_factory=dict)
     train: TrainTotals | None = None  # of the steps of the main training
+    staleness: StalenessRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ class EpochMetrics:
         """Add the steps of a main training, or of the part of it before it was stopped."""
         totals = outcome.totals
         self.train = totals if self.train is None else self.train.plus(totals)
-        self.staleness = outcome.staleness
+        if totals.steps:  # none are left where a signal arrived in the evaluation
+            self.staleness = outcome.staleness
         self.weight_decay_factor, self.optimizer = command.weight_decay_factor, command.optimizer
         self.lrs.extend(command.lrs[: totals.steps])
         for name, seconds in outcome.timings_s.items():
@@ -134,15 +136,21 @@ class EpochMetrics:
             round_record=partial.round_record,
             lrs=list(partial.lrs),
             train=partial.train,
+            staleness=partial.staleness,
         )
         metrics.stopwatch.timings_s.update(partial.timings_s)
         return metrics
 
     def partial(self) -> PartialEpoch:
         """Return what a run resumed now needs of this epoch."""
-        duration_s = monotonic_s() - self.started_s
-        timings_s = dict(self.stopwatch.timings_s)
-        return PartialEpoch(tuple(self.lrs), self.round_record, duration_s, timings_s, self.train)
+        return PartialEpoch(
+            tuple(self.lrs),
+            self.round_record,
+            monotonic_s() - self.started_s,
+            dict(self.stopwatch.timings_s),
+            self.train,
+            self.staleness,
+        )
 
 
 def epoch_record(

@@ -33,9 +33,10 @@ from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools import in_process
 from raytrain_opt.pools.commands import Command, MainTrain, OnStep, Pretrain, Progress
 from raytrain_opt.pools.in_process import InProcessPool, in_process_backend
-from raytrain_opt.pools.protocol import Backend, SynchronousTraining
+from raytrain_opt.pools.protocol import Backend, SynchronousTraining, TrainingOutcome
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
+from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.search.factory import build_policy, max_candidates
 from raytrain_opt.search.fixed_schedule import PlateauSchedule
 from raytrain_opt.search.policy import History, TrainEpoch
@@ -301,6 +302,28 @@ def test_workers_may_grow_before_the_main_training_of_each_epoch_but_not_within_
     assert checkpoint.steps
     assert execute(job, paths, never).finished
     assert len(grown) == job.epochs
+
+
+def test_a_run_that_is_stopped_in_an_evaluation_keeps_the_staleness_of_its_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_steps = SynchronousTraining.train
+
+    def train_asynchronously(
+        training: SynchronousTraining, command: MainTrain, *, check: bool
+    ) -> TrainingOutcome:
+        outcome = train_steps(training, command, check=check)
+        staleness = StalenessRecord(counts=(outcome.totals.steps,), mean=0.0, max=0)
+        return replace(outcome, staleness=staleness)
+
+    monkeypatch.setattr(SynchronousTraining, "train", train_asynchronously)
+    monkeypatch.setattr(in_process, "_REPORT_EVERY_S", 0.0)
+    job = tiny_job(tmp_path, **{**JOBS["schedule"], "epochs": 1})
+    paths = RunPaths.create(str(tmp_path), "stopped")
+    assert not execute(job, paths, never, stop_in=IN_EVALUATION).finished
+    assert execute(job, paths, never).finished
+    [epoch] = outcome(paths)["epochs"]
+    assert epoch["staleness"]["counts"] == [len(outcome(paths)["schedule"][0]["lrs"])]
 
 
 def outcome(paths: RunPaths) -> dict[str, Any]:
