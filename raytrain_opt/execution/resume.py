@@ -40,6 +40,9 @@ def load_run_job(run_dir: str, overrides: Sequence[str], *, trust: bool) -> Job:
     """
     refuse_changes(overrides)
     check_run(run_dir)
+    if storage.read(run_dir, "result.json") is not None:
+        rule = f"has finished; see {storage.join(run_dir, 'report.html')}"
+        raise JobError([Problem("--resume", rule, repr(run_dir))], "arguments")
     text, source = read_text(run_dir, "job.yaml"), storage.join(run_dir, "job.yaml")
     if text is None:
         raise JobError([Problem("the file", "does not exist")], source)

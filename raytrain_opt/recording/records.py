@@ -424,6 +424,6 @@ class ResultRecord(Record):
     noise_scale: NoiseScaleSummary | None = Field(
         description="Noise scale of the training; null when not measured."
     )
-    restarts: dict[str, int] = Field(description="Restarted processes by pool.")
+    restarts: dict[str, int] = Field(description="Restarts by pool, of the last execution.")
     versions: dict[str, str] = Field(description="Versions of Python and of packages.")
     hardware: Hardware = Field(description="The machines.")
