@@ -16,13 +16,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.config.schema import CheckpointSection
-from raytrain_opt.errors import CheckpointError, StorageError
+from raytrain_opt.errors import CheckpointError, JobError, Problem, StorageError
 from raytrain_opt.recording.reader import first_error
 from raytrain_opt.storage import remove_tree, sync, write_atomic, write_json
 
@@ -181,7 +182,10 @@ def write_checkpoint(
     progress: dict[str, Any],
     metadata: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Write the files of a checkpoint; return the SHA-256 of each. Raises StorageError."""
+    """Write the files of a checkpoint; return the SHA-256 of each.
+
+    Raises StorageError, and JobError if an optimizer of one's own could not be read back.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -192,6 +196,13 @@ def write_checkpoint(
         sync(folder.parent)  # before the index names it
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}") from error
+    plain = BytesIO()
+    torch.save((state.plain["param_groups"], state.plain["optimizer_state"]), plain)
+    plain.seek(0)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(plain):
+        rule = f"its groups or state hold {', '.join(unsafe)}, which a resume would not read"
+        hint = "keep tensors, numbers, texts, lists and dicts there"
+        raise JobError([Problem("optimizer.name", rule, hint=hint)])
     weights = {name: tensor.contiguous() for name, tensor in model_tensors(state).items()}
     # One entry at most: safetensors writes several in random order, so that digests would differ.
     texts = dict(metadata or {})
