@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,13 @@ def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> C
 
         model._compiled_call_impl = torch.compile(call, backend=BACKENDS[setting])
     return setting
+
+
+@contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Run calls of the model without its compiled code, if any."""
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = compiled

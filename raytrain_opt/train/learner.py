@@ -34,7 +34,7 @@ from raytrain_opt.optim.factory import (
 from raytrain_opt.random_state import seed_torch
 from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, Split, TrainTotals
 from raytrain_opt.train import batch_norm
-from raytrain_opt.train.compilation import compile_model
+from raytrain_opt.train.compilation import compile_model, eager
 from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.evaluation import Evaluator
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -335,17 +335,12 @@ class Learner:
         steps = self._epoch_size // self._global_batch_size(epoch)
         places = islice(product(range(steps), indices), recalibrate_batches)
         batches = self.micro_batches_at(places)
-        with self.autocast():
-            passes = ((batch.size, partial(self._forward, batch)) for batch in batches)
+        loss = partial(self.task.training_loss, self.model)
+        passes = ((batch.size, partial(loss, batch.content)) for batch in batches)
+        # With the cumulative averages of a recalibration the model would be compiled again, with a
+        # graph break at every layer's counter.
+        with self.autocast(), eager(self.model):
             batch_norm.recalibrate(self.model, passes, self._values_per_channel)
-
-    def _forward(self, batch: Batch) -> None:
-        """Call the model on a batch.
-
-        Not as the module, which is compiled if the model is: with the cumulative averages of a
-        recalibration it would be compiled again, with a graph break at every layer's counter.
-        """
-        self.task.training_loss(self.model.forward, batch.content)  # type: ignore[arg-type]
 
     @property
     def _epoch_size(self) -> int:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from raytrain_opt.train.compilation import eager
+
 
 class NetworkGraph:
     """Graphs of a network for inputs of the shapes of `inputs`.
@@ -47,15 +49,14 @@ class NetworkGraph:
     def in_use(self) -> Iterator[None]:
         """Let the model's calls run the graphs, in place of compiled code, if any."""
         model = self._model
-        compiled, model._compiled_call_impl = model._compiled_call_impl, None
         own = {key: value for key, value in vars(model).items() if key == "forward"}
         model.forward = self.forward
         try:
-            yield
+            with eager(model):
+                yield
         finally:
             del model.forward
             vars(model).update(own)
-            model._compiled_call_impl = compiled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph of the forward pass; its backward pass runs the other one."""

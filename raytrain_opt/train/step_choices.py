@@ -17,7 +17,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Compile
 from raytrain_opt.data.base import Batch
 from raytrain_opt.models.dry_run import preserve_model
-from raytrain_opt.train.compilation import compile_model
+from raytrain_opt.train.compilation import compile_model, eager
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.network_graph import NetworkGraph
 from raytrain_opt.train.precision import autocast_dtype
@@ -110,8 +110,8 @@ def time_compiled(learner: Learner) -> tuple[float, float]:
     with preserve_model(model, learner.device):
         model.train()
         compiled_s, eager_s = _fastest(learner, model, batch)[0], math.inf
-        with suppress(torch.OutOfMemoryError):
-            eager_s = _fastest(learner, model.forward, batch)[0]
+        with suppress(torch.OutOfMemoryError), eager(model):
+            eager_s = _fastest(learner, model, batch)[0]
     learner.release_memory()
     return compiled_s, eager_s
 

@@ -573,6 +573,26 @@ def test_statistics_are_recomputed_from_training_batches() -> None:
     assert norm.momentum == 0.1
 
 
+class Penalty:
+    """A task whose loss reads the parameters of the model that it gets."""
+
+    def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        penalty = 1e-3 * sum(p.square().sum() for p in model.parameters())
+        return nn.functional.cross_entropy(model(x), y) + penalty
+
+    def validation_metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        x, y = batch
+        return {"loss": nn.functional.cross_entropy(model(x), y, reduction="none")}
+
+
+def test_statistics_are_recomputed_with_the_model_that_a_task_gets_in_training() -> None:
+    trained = learner(net_with_norm, task=Penalty, average={"decay": 0.5})
+    trained.train(1, 0, LRS, all_of(1))
+    trained.sync_batch_norm_stats()
+    assert trained.model[1].num_batches_tracked == 5  # type: ignore[index, union-attr]
+
+
 CONSTANT = {"policy": "schedule", "shape": "constant"}
 
 
