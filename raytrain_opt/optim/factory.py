@@ -38,6 +38,8 @@ _UNSUPPORTED = {
     "SparseAdam": "needs sparse gradients; those of a data-parallel model are dense",
     "Rprop": "uses the learning rate for its first step only, so no policy could control it",
 }
+# Until the first rate is set: some classes refuse 0.
+_INITIAL_LR = 1e-3
 _RESERVED_ARGUMENTS = {
     "lr": "is set by the learning-rate policy: use learning_rate.initial",
     "differentiable": "is for differentiating through an update, which this loop does not do",
@@ -82,10 +84,12 @@ def build_optimizer(
     }
     groups = group_parameters(section, model)
     try:
-        optimizer: Optimizer = optimizer_class(groups, lr=0.0, **args)
+        optimizer: Optimizer = optimizer_class(groups, lr=_INITIAL_LR, **args)
     except Exception as error:  # a user's class may raise anything
-        rule = f"{section.name} rejects this model's parameters: {error}"
+        message = str(error) or type(error).__name__
+        rule = f"{section.name} rejects this model's parameters: {message}"
         raise JobError([Problem("optimizer", rule)]) from error
+    set_lr(optimizer, 0.0)
     return optimizer
 
 
@@ -247,7 +251,7 @@ def _rejection(optimizer_class: Any, args: dict[str, Any]) -> str | None:
     messages: list[str | None] = []
     for given in ({}, args):
         try:
-            optimizer_class([], lr=0.0, **given, **_implied_arguments(optimizer_class))
+            optimizer_class([], lr=_INITIAL_LR, **given, **_implied_arguments(optimizer_class))
             messages.append(None)
         except Exception as error:  # noqa: BLE001 - a user's class may raise anything
             messages.append(str(error) or type(error).__name__)

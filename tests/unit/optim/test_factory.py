@@ -36,9 +36,10 @@ WORKING = [
 
 
 class OwnSGD(torch.optim.SGD):
-    """An optimizer of the user's own."""
+    """An optimizer of the user's own, which takes no rate of 0, as Lion and Prodigy."""
 
     def __init__(self, params: Any, lr: float, *, double: bool = False) -> None:
+        assert lr > 0
         assert double in (True, False), "double is a flag"
         super().__init__(params, lr=2 * lr if double else lr)
 
