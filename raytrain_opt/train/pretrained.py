@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 _PATH = "model.weights"
 # Names of tensors in one message.
 _SHOWN = 5
+# Names in the files of torchvision's DenseNets: `denselayer1.norm.1`, now `denselayer1.norm1`.
+_OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
+# Heads of GoogLeNet and Inception that torchvision has for training only.
+_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 
 
 def read_pretrained(section: ModelSection) -> dict[str, Tensor]:
@@ -51,8 +56,15 @@ def fit_pretrained(
     """Return the pretrained tensors that the network takes; those of its head may be missing.
 
     The head is the one layer whose tensors differ in their first axis only, which is
-    `num_classes` in the network. Raises JobError naming the tensors that fit in no other way.
+    `num_classes` in the network. Files of torchvision fit as well: old ones without BatchNorm's
+    counts, with other names, with auxiliary heads. Raises JobError naming the tensors that do not.
     """
+    counts = {n: t for n, t in own.items() if n.endswith("num_batches_tracked")}
+    pretrained = counts | {
+        name if name in own else _OLD_NAME.sub(r"\1\2", name): tensor
+        for name, tensor in pretrained.items()
+        if name in own or not name.startswith(_AUXILIARY)
+    }
     different = {n for n in own if n in pretrained and own[n].shape != pretrained[n].shape}
     heads = {name.rpartition(".")[0] for name in different}
     fits = len(heads) <= 1 and all(

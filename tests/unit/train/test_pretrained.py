@@ -141,6 +141,17 @@ def test_only_a_head_for_other_classes_may_differ() -> None:
             fit_pretrained(linear(5), other, 5)
 
 
+def test_files_of_torchvision_differ_from_its_networks() -> None:
+    """Those of VGG, DenseNet, GoogLeNet and Inception."""
+    count, weight = torch.tensor(0), torch.full((3,), 2.0)
+    own = linear(5, **{"denselayer1.norm1.weight": torch.ones(3), "bn.num_batches_tracked": count})
+    heads = {f"{head}.fc.weight": torch.ones(1) for head in ("aux1", "aux2", "AuxLogits")}
+    taken = fit_pretrained(own, linear(10, **{"denselayer1.norm.1.weight": weight}, **heads), 5)
+    assert set(own) - set(taken) == {"head.weight"}
+    assert torch.equal(taken["denselayer1.norm1.weight"], weight)
+    assert set(fit_pretrained(heads, heads, 5)) == set(heads)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"damaged", "cannot be read as tensors"), (None, "must be a state_dict")],
