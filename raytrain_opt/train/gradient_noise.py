@@ -55,7 +55,8 @@ class GradientNormMeter:
         return torch.stack((mean_square, square_of_mean)) / scale_square
 
     def _record(self, gradient: Tensor) -> None:
-        self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        self._norms.append(torch.linalg.vector_norm(gradient, dtype=wide))
 
 
 class NoiseTracker:

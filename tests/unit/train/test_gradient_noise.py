@@ -87,6 +87,15 @@ def test_norms_are_those_of_the_micro_batches_and_of_their_mean(factor: float) -
         assert pair.tolist() == pytest.approx(by_hand(model, range(MICRO_BATCHES)), rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16])
+def test_norms_of_other_number_types(dtype: torch.dtype) -> None:
+    model = nn.ParameterList([torch.full((4,), 3.0), torch.full((4,), 3.0, dtype=dtype)])
+    meter = GradientNormMeter(model)
+    with meter.micro_batch():
+        sum(parameter.abs().square().sum() / 2 for parameter in model).backward()
+    assert meter.finish(1, identity).tolist() == pytest.approx([72, 72])
+
+
 def test_gradients_do_not_change_and_no_hook_is_left() -> None:
     watched, plain = Net(), Net()
     accumulate(watched, GradientNormMeter(watched), identity)
