@@ -132,7 +132,7 @@ class Learner:
             distributed=self.parallel.distributed,
         )
         average = self.config.average
-        if average is not None and not self.config.optimizers[index].is_schedule_free:
+        if average is not None and not averaging.averages_weights(self.optimizer):
             averaging.attach_ema(self.optimizer, average.decay)
         self.clip_norm = self.config.optimizers[index].clip_norm
         self._weight_decays = get_weight_decays(self.optimizer)

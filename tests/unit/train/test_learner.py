@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from schedulefree import SGDScheduleFree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -616,6 +617,20 @@ def test_averaged_weights_have_the_statistics_that_belong_to_them(job: dict[str,
     batches = list(trained.data.train_batches(1, product(range(5), range(1)), 1, 16))
     means = [convolution(batch.x).mean((0, 2, 3)) for batch in batches]
     assert_close([norm.running_mean], [torch.stack(means).mean(0)])
+
+
+class OwnScheduleFree(SGDScheduleFree):
+    """A schedule-free optimizer that the job cannot tell by its name."""
+
+
+def test_no_average_is_added_to_that_of_an_optimizer_of_ones_own() -> None:
+    digests = set()
+    for average in (None, {"decay": 0.5}):
+        trained = learner(optimizer=OwnScheduleFree, learning_rate=CONSTANT, average=average)
+        for epoch in (1, 2):
+            trained.train(epoch, 0, LRS, all_of(1))
+        digests.add(trained.state(copy=True).digest())
+    assert len(digests) == 1
 
 
 def test_a_phase_that_was_stopped_leaves_nothing_behind_a_loaded_state() -> None:
