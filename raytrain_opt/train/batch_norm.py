@@ -163,10 +163,10 @@ def pool_statistics(
 
 
 def gather_buffers(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return the buffers of each worker, by rank; none without a group of at least two."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return []
-    own = {name: buffer.cpu() for name, buffer in model.named_buffers()}
+    """Return copies of the buffers of each worker, by rank; without a group of this process."""
+    own = {name: buffer.to("cpu", copy=True) for name, buffer in model.named_buffers()}
+    if not dist.is_initialized():
+        return [own]
     of_ranks = [own] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     return of_ranks
@@ -174,9 +174,12 @@ def gather_buffers(model: nn.Module) -> list[dict[str, Tensor]]:
 
 def take_own_buffers(model: nn.Module, of_ranks: Sequence[Mapping[str, Tensor]]) -> bool:
     """Give a worker back what it had at `gather_buffers`; return whether the group is the same."""
-    if not dist.is_initialized() or dist.get_world_size() != len(of_ranks):
+    rank, world_size = (
+        (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    )
+    if world_size != len(of_ranks):
         return False
-    for name, buffer in of_ranks[dist.get_rank()].items():
+    for name, buffer in of_ranks[rank].items():
         model.get_buffer(name).copy_(buffer)
     return True
 

@@ -652,6 +652,26 @@ def test_a_phase_that_was_stopped_leaves_nothing_behind_a_loaded_state() -> None
     assert once.state(copy=True).digest() == again.state(copy=True).digest()
 
 
+def net_with_spectral_norm(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build a network whose spectral norm has a vector that each pass in training changes."""
+    normalized = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 8))
+    return nn.Sequential(nn.Flatten(), normalized, nn.BatchNorm1d(8), nn.Linear(8, num_classes))
+
+
+def test_a_phase_that_was_stopped_continues_with_the_buffers_of_its_last_step() -> None:
+    once, stopped, resumed = (
+        learner(net_with_spectral_norm, average={"decay": 0.5}) for _ in range(3)
+    )
+    once.train(1, 0, LRS, all_of(1))
+    stopped.train(1, 0, LRS, all_of(1), lambda step: step == 1)
+    stopped.sync_batch_norm_stats()  # with forward passes of its own
+    resumed.load(stopped.state(copy=True))
+    resumed.train(1, 1, LRS[1:], all_of(1))
+    for trained in (once, resumed):
+        trained.sync_batch_norm_stats()
+    assert once.state(copy=True).digest() == resumed.state(copy=True).digest()
+
+
 def test_released_memory_is_given_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     trained, released = learner(), []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append("cache"))
