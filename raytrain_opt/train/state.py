@@ -19,6 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import (
+    keystr,
+    tree_leaves_with_path,
+    tree_map_only,
+    tree_map_with_path,
+)
 
 # Threads that hash a state. Part of the digest, so it must not depend on the machine.
 _LANES = 4
@@ -161,11 +167,9 @@ def to_cpu_state(
     return TrainingState(tensors, plain)
 
 
-def _plain_state(optimizer: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    return {
-        index: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-        for index, values in optimizer["state"].items()
-    }
+def _plain_state(optimizer: Mapping[str, Any]) -> Any:
+    """Return the state by parameter, with None in place of each tensor."""
+    return tree_map_only(Tensor, lambda _: None, optimizer["state"])
 
 
 def _named_tensors(
@@ -173,10 +177,15 @@ def _named_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in model.items():
         yield f"model.{name}", tensor
-    for index, values in optimizer["state"].items():
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                yield f"optimizer.{index}.{key}", value
+    for path, value in tree_leaves_with_path(optimizer["state"]):
+        if isinstance(value, Tensor):
+            yield _optimizer_name(path), value
+
+
+def _optimizer_name(path: tuple[Any, ...]) -> str:
+    """Return the name of a tensor: index of the parameter, key, place in lists (`GG[0]`)."""
+    index, key, *nested = path
+    return f"optimizer.{index.key}.{key.key}{keystr(tuple(nested))}"
 
 
 def restore(
@@ -232,12 +241,10 @@ def model_tensors(state: TrainingState) -> dict[str, Tensor]:
 
 def optimizer_state_dict(state: TrainingState) -> dict[str, Any]:
     """Return the optimizer's `state_dict`, copied, because the optimizer keeps its tensors."""
-    per_parameter: dict[int, dict[str, Any]] = {
-        index: dict(values) for index, values in state.plain["optimizer_state"].items()
-    }
-    for name, value in state.tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "optimizer":
-            index, _, key = rest.partition(".")
-            per_parameter[int(index)][key] = value.tensor().clone()
+
+    def unpack(path: tuple[Any, ...], value: Any) -> Any:
+        packed = state.tensors.get(_optimizer_name(path))
+        return value if packed is None else packed.tensor().clone()
+
+    per_parameter = tree_map_with_path(unpack, state.plain["optimizer_state"])
     return {"state": per_parameter, "param_groups": state.plain["param_groups"]}

@@ -11,12 +11,25 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from raytrain_opt.train.state import PackedTensor, TrainingState, capture, model_tensors, restore
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
+
+class Nested(torch.optim.SGD):
+    """SGD whose momentum is in a list, as parts of the state of SOAP and Shampoo are."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            [momentum] = self.state[parameter].setdefault("GG", [torch.zeros_like(parameter)])
+            momentum.mul_(0.9).add_(parameter.grad)
+            parameter.data.sub_(momentum, alpha=0.1)
+
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "nested": lambda m: Nested(m.parameters(), lr=0.1),
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True),
@@ -55,12 +68,8 @@ class Training:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of model and optimizer, live."""
-        moments = [
-            value
-            for values in self.optimizer.state.values()
-            for value in values.values()
-            if isinstance(value, Tensor)
-        ]
+        moments = tree_leaves(list(self.optimizer.state.values()))
+        moments = [value for value in moments if isinstance(value, Tensor)]
         return [*self.model.state_dict().values(), *moments]
 
 
