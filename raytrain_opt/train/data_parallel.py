@@ -41,6 +41,8 @@ _COMPRESSION: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
 # five is not changed by two slow ones.
 WARMUP_STEPS = 2
 TIMED_STEPS = 5
+# Names of parameters in a message.
+_SHOWN = 5
 
 
 class Parallel:
@@ -186,12 +188,18 @@ class DataParallel(Parallel):
         }
 
     def _choose_buckets(self) -> Iterator[None]:
-        """Advance by one `yield` with each training step."""
-        if self._section.gradient_buckets == "default":
-            return
+        """Advance by one `yield` with each training step. Raises JobError after the first one."""
         order = BackwardOrder(self._model)
         yield
         indices = torch.tensor(order.finish(), device=self._device)
+        named = self._model.named_parameters()
+        if unused := [n for n, p in named if p.requires_grad and p.grad is None]:
+            names = ", ".join(unused[:_SHOWN]) + (", …" if len(unused) > _SHOWN else "")
+            rule = f"must name the {len(unused)} parameters that get no gradient ({names})"
+            hint = "the loss does not depend on them, so workers would wait for their gradients"
+            raise JobError([Problem("model.freeze", rule, None, hint)])
+        if self._section.gradient_buckets == "default":
+            return
         dist.broadcast(indices, src=0)
         gradients = order.gradients(indices.tolist())
         plans = plan_buckets(self._section.gradient_buckets, gradients)

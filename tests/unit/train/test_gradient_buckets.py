@@ -194,6 +194,13 @@ def test_default_buckets_are_wrapped_once() -> None:
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("buckets", ["default", "growing"])
+def test_parameters_without_a_gradient_must_be_frozen(buckets: str) -> None:
+    with pytest.raises(JobError, match=r"model\.freeze: .*\(unused\.weight, unused\.bias\)"):
+        step(distribute(Crossed(), section(gradient_buckets=buckets)))
+
+
+@pytest.mark.usefixtures("group")
 def test_auto_does_not_time_equal_plans() -> None:
     parallel = distribute(nn.Linear(4, 2), section(gradient_buckets="auto"))
     first = parallel.forward
