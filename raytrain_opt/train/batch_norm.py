@@ -250,7 +250,8 @@ def recalibrate(
     with preserve_modes(model), _cumulative_averages(model), torch.no_grad():
         since = count_tracked_batches(model)
         for size, forward in batches:
-            forward()
+            with torch.enable_grad():  # a loss may use torch.autograd.grad
+                forward()
             samples, count = samples + size, count + 1
         if not count:
             raise ValueError("recalibrate needs at least one batch")

@@ -192,8 +192,9 @@ def try_task(
 def count_flops(task: Task, model: nn.Module, info: DataInfo) -> float:
     """Return the operations of one sample's training, 2 for each product, on the CPU.
 
-    The backward pass counts twice the forward pass. Infinite for recurrent layers, whose fused
-    operations torch does not count. Weights, buffers, random states and modes are preserved.
+    The backward pass counts twice the forward pass. Infinite where torch does not count: fused
+    operations of recurrent layers, and derivatives within the loss. Weights, buffers, random
+    states and modes are preserved.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -206,7 +207,10 @@ def count_flops(task: Task, model: nn.Module, info: DataInfo) -> float:
     # Without gradients transformers have fused operations, too.
     with preserve_model(model, torch.device("cpu")), torch.enable_grad(), counter:
         model.eval()
-        task.training_loss(model, batch.content)
+        try:
+            task.training_loss(model, batch.content)
+        except RuntimeError:  # of the counter: the loss, which was tried, uses autograd.grad
+            return float("inf")
     return 3 * counter.get_total_flops() / 2
 
 
@@ -235,7 +239,8 @@ def _try_methods(
     with preserve_model(model, torch.device(device)), torch.no_grad():
         model.eval()
         try:
-            loss = task.training_loss(forward, batch.content)
+            with torch.enable_grad():  # a loss may use torch.autograd.grad
+                loss = task.training_loss(forward, batch.content)
             if not isinstance(loss, torch.Tensor) or loss.dim():
                 rule = "must return the mean over the batch, a tensor without dimensions"
                 raise DataError("task", f"{method} {rule}, not {_described(loss)}")

@@ -575,10 +575,12 @@ def test_statistics_are_recomputed_from_training_batches() -> None:
 
 
 class Penalty:
-    """A task whose loss reads the parameters of the model that it gets."""
+    """A task whose loss reads the parameters of the model that it gets, and its derivatives."""
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
         x, y = batch
+        x = x.clone().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
         penalty = 1e-3 * sum(p.square().sum() for p in model.parameters())
         return nn.functional.cross_entropy(model(x), y) + penalty
 
@@ -591,7 +593,7 @@ def test_statistics_are_recomputed_with_the_model_that_a_task_gets_in_training()
     trained = learner(net_with_norm, task=Penalty, average={"decay": 0.5})
     trained.train(1, 0, LRS, all_of(1))
     trained.sync_batch_norm_stats()
-    assert trained.model[1].num_batches_tracked == 5  # type: ignore[index, union-attr]
+    assert trained.model[1].num_batches_tracked == 10  # type: ignore[index, union-attr]
 
 
 CONSTANT = {"policy": "schedule", "shape": "constant"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from typing import Any, cast
@@ -20,6 +21,7 @@ from raytrain_opt.train.task import (
     build_task,
     check_loss,
     check_task,
+    count_flops,
     metric_of,
     try_task,
 )
@@ -191,6 +193,20 @@ def test_a_task_of_a_user_says_its_metrics() -> None:
     task = build_task(section, LossSection(), INFO)
     assert metric_of(task) == Metric("error", higher_is_better=False)
     assert try_task(task, nn.Linear(3, 1), INFO, "cpu") == ("loss", "error")
+
+
+class GradientPenalty(Regression):
+    def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x = batch["x"].clone().requires_grad_()
+        [slope] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return super().training_loss(model, batch) + slope.square().mean()
+
+
+def test_a_loss_may_use_derivatives() -> None:
+    model = nn.Linear(3, 1)
+    assert try_task(GradientPenalty(), model, INFO, "cpu") == ("loss", "error")
+    assert count_flops(GradientPenalty(), model, INFO) == math.inf
+    assert count_flops(Regression(), model, INFO) == 3 * 2 * 3
 
 
 def test_without_a_metric_the_loss_decides_and_less_is_better() -> None:
