@@ -61,8 +61,8 @@ class Preflight:
 
     `shared` is what all processes share, until `take_shared`, `info` the sizes. `resolved` is None
     while the batch size is still to be searched. `muon_flops`: operations with which a step of
-    Muon orthogonalizes, where the job may choose it; `sample_flops`: of one sample's training.
-    `channel_norm`: the network normalizes channels.
+    Muon orthogonalizes, where the job may choose it; infinite if it cannot train the network.
+    `sample_flops`: of one sample's training. `channel_norm`: the network normalizes channels.
     """
 
     shared: SharedData
@@ -99,12 +99,15 @@ class Preflight:
         )
         batch_flops = self.sample_flops * job.global_batch_size
         total_steps = math.inf if job.epochs is None else steps.first * job.epochs
-        if is_too_costly(self.muon_flops, batch_flops, total_steps):
-            job = job.model_copy(update={"optimizer": job.optimizer.without("Muon")})
+        if self.muon_flops == math.inf:
+            note = "Muon is left out: this model has complex parameters, which it cannot train"
+        elif is_too_costly(self.muon_flops, batch_flops, total_steps):
             note = (
                 f"Muon is left out: orthogonalizing takes {self.muon_flops / batch_flops:.0f} "
                 "times as many operations as training a batch; optimizer.candidates can name it"
             )
+        if note is not None:
+            job = job.model_copy(update={"optimizer": job.optimizer.without("Muon")})
         policy = build_policy(job, steps, channel_norm=self.channel_norm)
         return ResolvedJob(job, info, steps, policy, note)
 
@@ -299,7 +302,8 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
     groups = {str(o.name): group_parameters(o, model) for o in job.optimizers}
     if job.optimizer.chooses_freely:
         matrices = [p.shape for g in groups["Muon"] if g["use_muon"] for p in g["params"]]
-        preflight.muon_flops = orthogonalization_flops(matrices)
+        is_complex = any(p.is_complex() for p in model.parameters())
+        preflight.muon_flops = math.inf if is_complex else orthogonalization_flops(matrices)
         preflight.sample_flops = count_flops(task, model, info)
     if job.parallel.mode == "async":
         from raytrain_opt.async_training.weight_shard import split_parameters

@@ -100,6 +100,20 @@ def recurrent(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
     return Rows()
 
 
+def complex_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build a network that filters by complex weights in the frequency domain."""
+
+    class Filter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(sample_shape, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.ifft2(torch.fft.fft2(x) * self.weight).real
+
+    return nn.Sequential(Filter(), small_mlp(num_classes, sample_shape))
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "optimizer", "has_muon"),
     [
@@ -110,6 +124,7 @@ def recurrent(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
         (mlp, 8, "Muon", True),
         ("small_cnn", 8, "auto", True),
         (recurrent, 8, "auto", True),  # its operations are not known
+        (complex_net, 8, "auto", False),  # which Muon cannot train
     ],
 )
 def test_muon_is_left_out_where_it_takes_several_times_the_operations_of_a_batch(
