@@ -114,6 +114,8 @@ class TrainedModel(ModelDescription):
 
     def probabilities(self, samples: Sequence[Any]) -> Tensor:
         """Return the probability of each class, [samples, classes], on the CPU."""
+        if not len(samples):
+            return torch.empty(0, len(self.class_names))
         return self.classify(self.preprocess(samples))
 
     def classify(self, batch: Tensor) -> Tensor:
@@ -128,7 +130,8 @@ class TrainedModel(ModelDescription):
         from raytrain_opt.data.images import center_crop, stretch
 
         if isinstance(sample, Image.Image):
-            sample.save(file := BytesIO(), "PNG")
+            is_gray = sample.mode[0] in "IF"  # of 16 bits or more, which the decoder judges
+            (sample if is_gray else sample.convert("RGB")).save(file := BytesIO(), "TIFF")
             sample = file.getvalue()
         elif isinstance(sample, (str, Path)):
             sample = Path(sample).read_bytes()
