@@ -188,7 +188,7 @@ class ObservedRun(TrainingRun):
             recorder,
             NullCheckpoints(),
             event_log,
-            Callbacks(job, job.name, event_log),
+            Callbacks(job, paths, event_log),
         )
         self.reporter = Reporter(learner, job)
 
