@@ -52,11 +52,16 @@ def test_it_is_the_fit_of_the_last_epoch_in_times_of_the_training(
     A search that began elsewhere has tried other rates, but has tried this one, too.
     """
     history = replace(SEARCHED, epoch_losses=losses)
-    assert decay_by_fit(history, 0, sum_of_lrs=50.0) == pytest.approx(10 * fit / 50)
+    assert decay_by_fit(history, 0, sum_of_lrs=100.0) == pytest.approx(10 * fit / 100)
+
+
+def test_a_short_training_has_no_decay_that_the_weights_could_not_bear() -> None:
+    history = replace(SEARCHED, epoch_losses=(1.0,))
+    assert decay_by_fit(history, 0, sum_of_lrs=3.0) == pytest.approx(0.2 * 0.5)
 
 
 def test_without_a_search_the_fit_is_relative_to_the_first_epoch() -> None:
-    assert decay_by_fit(History((), (4.0, 1.0)), 0, sum_of_lrs=10.0) == pytest.approx(0.75)
+    assert decay_by_fit(History((), (4.0, 1.0)), 0, sum_of_lrs=100.0) == pytest.approx(0.075)
 
 
 def test_a_loss_that_is_not_positive_says_nothing_about_the_fit() -> None:
