@@ -36,8 +36,11 @@ def resolve_function(name: str | Callable[..., Any], path: str) -> Callable[...,
         raise JobError([_import_problem(module_name, error, path, name)]) from error
     for part in function.split("."):
         if not hasattr(target, part):
-            rule = f"{module_name!r} has no {part!r}"
-            raise JobError([Problem(path, rule, repr(name), nearest(part, dir(target)))])
+            rule, hint = f"{module_name!r} has no {part!r}", nearest(part, dir(target))
+            if module_name == "__main__":
+                rule = "was defined in the script that trained"
+                hint = "put it into a module, or load the run from that script"
+            raise JobError([Problem(path, rule, repr(name), hint)])
         target = getattr(target, part)
         if inspect.ismodule(target) or inspect.isroutine(target) or inspect.isclass(target):
             _refuse_standard_library(getattr(target, "__module__", target.__name__), path, name)

@@ -204,6 +204,20 @@ def linear(num_classes: int, sample_shape: tuple[int, ...]) -> torch.nn.Module:
     return torch.nn.Linear(sample_shape[0], num_classes)
 
 
+def test_a_network_of_a_script_is_found_by_that_script_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    network.__module__, network.__qualname__ = "__main__", "network"
+    run_dir = trained(tmp_path, model=network)
+    with pytest.raises(JobError, match="defined in the script that trained.*into a module, or"):
+        load_model(run_dir, trust=True)
+    monkeypatch.setattr("__main__.network", network, raising=False)
+    assert load_model(run_dir, trust=True).class_names[0] == "0"
+
+
 def test_weights_of_other_tools_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
