@@ -319,9 +319,9 @@ def predict(run_dir: str, images: tuple[str, ...], top: int, as_json: bool, trus
     Example: raytrain-opt predict runs/quickstart-* photo.png scans/
     """
     from raytrain_opt.commands.predict import predict as predict_images
-    from raytrain_opt.train.trained_model import load_model
+    from raytrain_opt.train.trained_model import load_for
 
-    model = load_model(run_dir, trust=trust)
+    model = load_for("raytrain-opt predict", run_dir, None, trust)
     predictions = []
     for prediction in predict_images(model, images, top=top):
         predictions.append(prediction)
@@ -350,9 +350,9 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     Example: raytrain-opt export runs/quickstart-* --format torch_export --output digits.pt2
     """
     from raytrain_opt.commands import export as exports
-    from raytrain_opt.train.trained_model import load_model
+    from raytrain_opt.train.trained_model import load_for
 
-    model = load_model(run_dir, device="cpu", trust=trust)
+    model = load_for("raytrain-opt export", run_dir, "cpu", trust)
     path = output or f"model.{exports.FORMATS[name].suffix}"
     difference = exports.export(model, name, path)
     equal = f"equal up to {difference:.1g} of the largest" if difference else "equal"

@@ -90,11 +90,11 @@ class TaskSection(NamedSection):
         """Whether it is the built-in task."""
         return self.name == CLASSIFICATION
 
-    def require_classification(self, purpose: str) -> None:
+    def require_classification(self, purpose: str, hint: str | None = None) -> None:
         """Raise JobError for a task of the user's own."""
         if not self.is_classification:
             rule = f"{purpose} needs task: classification, where outputs are scores of classes"
-            raise JobError([Problem("task.name", rule, repr(self.name))])
+            raise JobError([Problem("task.name", rule, repr(self.name), hint)])
 
 
 class LossSection(NamedSection):

@@ -156,11 +156,21 @@ def load_model(
 
     Warns of damaged later checkpoints. Raises JobError, CheckpointError.
     """
+    return load_for(None, run, device, trust)
+
+
+def load_for(
+    command: str | None, run: str | Path, device: str | torch.device | None, trust: bool
+) -> TrainedModel:
+    """Load as `load_model` does; refuse a task of the user's own if a `command` is given."""
     saved = find_weights(run, "RUN")
     for note in saved.notes:
-        warnings.warn(note, stacklevel=2)
+        warnings.warn(note, stacklevel=3)
     metadata = read_metadata(saved.folder)
     description = _read_description(saved.folder, metadata)
+    if command is not None:
+        hint = "in Python, load_model(RUN, trust=True).network is its network"
+        description.task.require_classification(command, hint)
     if not trust and is_function_name(description.model.name):
         refuse_functions([("model.name", description.model.name)], str(run))
     network = build_model(

@@ -16,6 +16,7 @@ from raytrain_opt.config.load import load_job
 from raytrain_opt.driver import run
 from raytrain_opt.errors import JobError
 from raytrain_opt.train.checkpoint import read_index
+from tests.support.cli_errors import command_error
 from tests.support.small_jobs import read_lines, small_job
 
 ROOT = Path(__file__).parents[3]
@@ -120,6 +121,10 @@ def test_a_trained_task_has_its_network_but_no_class_probabilities(tmp_path: Pat
     for refused in (lambda: model.classify(x), lambda: evaluate_runs([run_dir], ensemble=False)):
         with pytest.raises(JobError, match="needs task: classification"):
             refused()
+    for command in (("predict", run_dir, "x.png"), ("export", run_dir, "--format", "onnx")):
+        message = command_error(*command)  # without --trust, which would not help
+        assert "needs task: classification" in message
+        assert "load_model(RUN, trust=True).network" in message
 
 
 @pytest.mark.parametrize(
