@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
@@ -235,12 +235,14 @@ def _try_methods(
     from raytrain_opt.data.nesting import map_leaves
     from raytrain_opt.models.dry_run import preserve_model
 
-    method = "training_loss"
+    method, wrapped = "training_loss", cast("Any", torch.nn.Module())
+    # As DistributedDataParallel has them: parameters and mode, but no attributes of the model.
+    wrapped.module, wrapped.forward, wrapped.training = model, forward.__call__, False
     with preserve_model(model, torch.device(device)), torch.no_grad():
         model.eval()
         try:
             with torch.enable_grad():  # a loss may use torch.autograd.grad
-                loss = task.training_loss(forward, batch.content)
+                loss = task.training_loss(wrapped, batch.content)
             if not isinstance(loss, torch.Tensor) or loss.dim():
                 rule = "must return the mean over the batch, a tensor without dimensions"
                 raise DataError("task", f"{method} {rule}, not {_described(loss)}")
@@ -252,6 +254,8 @@ def _try_methods(
         except Exception as error:
             shapes = map_leaves(lambda tensor: list(tensor.shape), batch.content)
             raised = f"raised {type(error).__name__}: {error}; called with two samples, {shapes}"
+            if getattr(error, "obj", None) is wrapped:
+                raised += ". Several workers wrap the network: call it as model(…)"
             if isinstance(task, Classification):
                 rule = f"must be callable as (output, labels), but {raised}"
                 raise DataError("loss.name", rule) from error

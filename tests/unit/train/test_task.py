@@ -209,6 +209,29 @@ def test_a_loss_may_use_derivatives() -> None:
     assert count_flops(Regression(), model, INFO) == 3 * 2 * 3
 
 
+class Parts(Regression):
+    """Uses more than the call of the network, which is wrapped where several workers train it."""
+
+    def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        assert not model.training
+        shape = [p.shape for p in model.parameters()][0]
+        part = getattr(model, "module", model).part if self.power else model.part
+        return super().training_loss(model, batch) + len(shape) * part(batch["x"]).sum()
+
+    def validation_metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        assert model.part is not None  # not wrapped
+        return super().validation_metrics(model, batch)
+
+
+def test_a_loss_that_several_workers_could_not_train_is_refused() -> None:
+    model = nn.Linear(3, 1)
+    model.part = nn.Linear(3, 1)
+    assert try_task(Parts(), model, INFO, "cpu") == ("loss", "error")
+    with pytest.raises(DataError, match=r"no attribute 'part'.*call it as model\(…\)"):
+        try_task(Parts(power=0), model, INFO, "cpu")
+    assert model.training
+
+
 def test_without_a_metric_the_loss_decides_and_less_is_better() -> None:
     assert metric_of(cast("Task", object())) == Metric("loss", higher_is_better=False)
 
