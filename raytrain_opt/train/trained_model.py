@@ -26,7 +26,7 @@ from raytrain_opt.data.transforms import Preprocessing, make_transform
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem
 from raytrain_opt.models import build_model
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.train.checkpoint import Checkpoints, read_metadata, read_weights
+from raytrain_opt.train.checkpoint import Checkpoints, read_index, read_metadata, read_weights
 
 _KEY = "raytrain_opt"
 # Brightness of red, green and blue in a gray image (ITU-R BT.601), as in PIL.
@@ -72,6 +72,10 @@ def find_weights(run: str | Path, argument: str) -> SavedWeights:
     folder = Path(run).expanduser().absolute()
     if (folder / "weights.safetensors").is_file():
         return SavedWeights(folder, folder.name, folder.parents[1] / "job.yaml")
+    if folder.parent.name == "checkpoints" and (saved := read_index(folder.parent)):
+        names = ", ".join(checkpoint.folder for checkpoint in saved)
+        rule = f"is not among the complete checkpoints: {names}"
+        raise JobError([Problem(argument, rule, repr(str(run)))], "arguments")
     paths = RunPaths.existing(str(run), argument, write=False)
     checkpoints = Checkpoints(paths.checkpoints, CheckpointSection())
     notes = tuple(f"{damage}; the one before is used" for damage in checkpoints.drop_damaged())

@@ -174,6 +174,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
         assert load_model(run_dir).checkpoint == "epoch 1"
 
 
+def test_a_checkpoint_that_was_not_kept_names_those_that_were(tmp_path: Path) -> None:
+    checkpoints = trained(tmp_path, epochs=3, checkpoint={"keep_best": False}) + "/checkpoints"
+    with pytest.raises(JobError, match=r"complete checkpoints: epoch-0002, epoch-0003 \(given"):
+        load_model(f"{checkpoints}/epoch-0001")
+
+
 def test_wrong_arguments_of_predict(digits: str, tmp_path: Path) -> None:
     for images in (tmp_path, tmp_path / "missing.png"):
         assert "neither a file nor a folder with" in command_error("predict", digits, str(images))
