@@ -205,7 +205,9 @@ def _read_table(folder: Path, path: Path) -> list[Row]:
     names.update((str(image), str(image)) for image in images)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = list(csv.DictReader(file))
+            delimiter = max(",;\t", key=file.readline().count)  # that of the header
+            file.seek(0)
+            lines = list(csv.DictReader(file, delimiter=delimiter))
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(str(path), f"is not a CSV file in UTF-8: {error}") from error
     columns = [name for name in lines[0] if name] if lines else []

@@ -114,6 +114,8 @@ def test_a_training_set_beside_unlabeled_images_is_split(tmp_path: Path, output:
         ("age,label,image", "7,{label},images/{stem}.png", False),
         ("path,class,set", "{stem}.png,{label},{split}", True),
         ("file,label,split", "images/{stem}.png,{label},{split}", True),
+        ("\ufefffile;label", "{stem}.png;{label}", False),
+        ("note, x\tfile\tlabel", "a, b; c\t{stem}\t{label}", False),
     ],
 )
 def test_a_table_of_a_flat_folder_is_understood(
