@@ -132,7 +132,7 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
         ("search cost", f"{record.search.fraction_of_training:.0%} of the training's samples"),
         ("report", report),
         ("result", join(run_dir, "result.json")),
-        ("rounds", join(run_dir, "rounds.jsonl")),
+        *([("rounds", join(run_dir, "rounds.jsonl"))] if run.paths.rounds.exists() else []),
         ("epochs", join(run_dir, "epochs.jsonl")),
         ("schedule", join(run_dir, "schedule.jsonl")),
         ("TensorBoard", f"tensorboard --logdir {join(run_dir, 'tensorboard')}"),

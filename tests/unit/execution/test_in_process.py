@@ -45,7 +45,9 @@ def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(
 ) -> None:
     result = run(tiny_job(tmp_path, workers={"count": 2}), in_process=True)
     assert not ray.is_initialized()
-    assert "in one process, without Ray" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "in one process, without Ray" in out
+    assert "rounds.jsonl" in out
     assert (len(result.lrs), result.summary["search"]["rounds"]) == (
         2 * result.summary["steps_per_epoch"],
         2,
@@ -85,6 +87,8 @@ def test_a_training_that_is_too_short_for_a_search_says_so(
     assert result.summary["search"]["rounds"] == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "epoch 1: linear decay from 0.1: too few steps for a search" in shown
+    assert "epochs.jsonl" in shown
+    assert "rounds.jsonl" not in shown  # there is no such file
 
 
 def test_a_run_in_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
