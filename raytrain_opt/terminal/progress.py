@@ -115,14 +115,14 @@ def epoch_text(record: EpochRecord) -> str:
     """Return one epoch as one line."""
     loss = "–" if record.train_loss is None else f"{record.train_loss:.4f}"
     return (
-        f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  loss {loss}  "
+        f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  train loss {loss}  "
         f"{_metric_text(record)}{record.samples_per_s:,.0f} samples/s  {record.duration_s:.1f} s"
     )
 
 
 def _metric_text(record: EpochRecord) -> str:
     metric = record.metric
-    return f"{metric.name} {metric.text(record.test_metric)}  " if metric else ""
+    return f"test {metric.name} {metric.text(record.test_metric)}  " if metric else ""
 
 
 def print_summary(

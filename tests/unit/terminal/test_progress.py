@@ -46,7 +46,7 @@ def plain(text: str) -> str:
 
 def test_an_epoch_in_one_line() -> None:
     assert epoch_text(record()) == (
-        "epoch 3/8  lr 0.0125  loss 0.5123  accuracy 95.12 %  12,346 samples/s  2.0 s"
+        "epoch 3/8  lr 0.0125  train loss 0.5123  test accuracy 95.12 %  12,346 samples/s  2.0 s"
     )
 
 
