@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from raytrain_opt.errors import JobError, RecordError, StorageError, printable
+from raytrain_opt.errors import JobError, Problem, RecordError, StorageError, printable
 from raytrain_opt.execution.lock import is_locked
 from raytrain_opt.paths import FoundRun, find_runs
 from raytrain_opt.recording.reader import read_last, read_record
@@ -93,8 +93,12 @@ def list_runs(storage_path: str) -> list[ListedRun]:
     problems = check_uri(storage_path, "STORAGE")
     if problems:
         raise JobError(problems, "arguments")
+    found = find_runs(storage_path)
+    if not (found or is_remote(storage_path) or local_path(storage_path).exists()):
+        missing = Problem("STORAGE", "there is no such folder", repr(storage_path))
+        raise JobError([missing], "arguments")
     with ThreadPoolExecutor(_THREADS) as executor:
-        return list(executor.map(_read, find_runs(storage_path)))
+        return list(executor.map(_read, found))
 
 
 def run_state(run_dir: str) -> State:

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from raytrain_opt.cli import main
 from raytrain_opt.commands.runs import list_runs
+from raytrain_opt.errors import JobError
 from raytrain_opt.execution.lock import is_locked, lock_run_directory
 from raytrain_opt.storage import write
 from tests.support.s3_server import S3Server
@@ -115,7 +116,8 @@ def test_names_in_the_table_are_only_text(tmp_path: Path) -> None:
 
 def test_a_folder_without_runs_has_none(tmp_path: Path) -> None:
     assert list_runs(str(tmp_path)) == []
-    assert list_runs(str(tmp_path / "absent")) == []
+    with pytest.raises(JobError, match=r"STORAGE: there is no such folder \(given: '.*absent'\)"):
+        list_runs(str(tmp_path / "absent"))
     done = CliRunner().invoke(main, ["runs", "s3://user:secret@bucket/runs"])
     assert (done.exit_code, "STORAGE" in done.output) == (2, True)
 
