@@ -6,7 +6,6 @@ attributes `metric` (default: loss) and `higher_is_better`. See docs/tasks.md.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -97,8 +96,8 @@ def check_task(section: TaskSection) -> list[Problem]:
         return problems
     task = resolve_function(name, "task.name")
     methods = ("training_loss", "validation_metrics")
-    missing = [m for m in methods if inspect.isclass(task) and not hasattr(task, m)]
-    rule = f"must have the methods {' and '.join(methods)}(model, batch)"
+    missing = [m for m in methods if not hasattr(task, m)]
+    rule = f"must be a class with the methods {' and '.join(methods)}(model, batch)"
     return [Problem("task.name", rule, f"without {', '.join(missing)}")] if missing else []
 
 
