@@ -52,7 +52,10 @@ class Callbacks:
         self._callbacks: list[Any] = list(observers)
         for kind in _classes(job, paths.run_id):
             try:
-                self._callbacks.append(kind(job, str(paths.local)))
+                callback = kind(job, str(paths.local))
+                if callback is None:
+                    raise TypeError("it returned None; give a class")
+                self._callbacks.append(callback)
             except Exception as error:  # noqa: BLE001 - code of the user's own
                 self._log(getattr(kind, "__name__", str(kind)), "__init__", error)
 

@@ -71,6 +71,12 @@ def test_a_callback_is_called_for_everything_and_a_broken_one_is_noted(tmp_path:
     assert "Broken.on_epoch failed (RuntimeError: planted failure)" in event["text"]
 
 
+def test_a_callback_that_creates_nothing_is_noted(tmp_path: Path) -> None:
+    result = run(tiny_job(tmp_path, epochs=1, callbacks=[print]), in_process=True)
+    [event] = read_lines(result.run_dir, "events")
+    assert "print.__init__ failed (TypeError: it returned None; give a class)" in event["text"]
+
+
 def test_the_end_of_a_run_that_failed_has_no_result(tmp_path: Path) -> None:
     diverging = {"policy": "schedule", "shape": "constant", "initial": 1e30}
     job = tiny_job(tmp_path, learning_rate=diverging)
