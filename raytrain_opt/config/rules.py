@@ -70,13 +70,14 @@ def _task_rules(job: Job) -> Iterator[BrokenRule]:
         yield "data.sampler", "balanced needs the labels of task: classification"
     if job.loss != type(job.loss)():
         yield "loss", "belongs to task: classification; a task of your own returns its loss"
-    augment = job.data.augment
+    augment, is_own = job.data.augment, isinstance(job.data, DatasetData)
+    rule = "a task of your own gets the samples as they are; change your Dataset"
     if augment is not None and (augment.mixup or augment.cutmix):
         yield "data.augment", "mixup and cutmix need the labels of task: classification"
-    if isinstance(job.data, DatasetData) and (
-        job.data.augment != BatchAugment() or job.data.normalize != "auto"
-    ):
-        yield "data", "a task of your own gets the samples as they are; change your Dataset"
+    elif is_own and augment != BatchAugment():
+        yield "data.augment", rule
+    if is_own and job.data.normalize != "auto":
+        yield "data.normalize", rule
 
 
 def _batch_rules(job: Job) -> Iterator[BrokenRule]:

@@ -133,9 +133,11 @@ def test_a_trained_task_has_its_network_but_no_class_probabilities(tmp_path: Pat
         ("loss={label_smoothing: 0.1}", "belongs to task: classification"),
         ("data.sampler=balanced", "balanced needs the labels"),
         ("data.augment={mixup: 0.2}", "mixup and cutmix need the labels"),
+        ("data.augment={random_erasing: 0.2}", "gets the samples as they are"),
         ("data.normalize=none", "gets the samples as they are"),
     ],
 )
 def test_what_only_classification_has_is_refused(change: str, message: str) -> None:
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(JobError, match=message) as error:
         load_job(ROOT / "jobs/task_regression.yaml", [change])
+    assert [problem.path for problem in error.value.problems] == [change.partition("=")[0]]
