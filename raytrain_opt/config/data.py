@@ -220,7 +220,7 @@ def _data_kind(value: Any) -> str | None:
         return "array_set"
     if name in DATA_NAMES:
         return str(name)
-    is_missing = isinstance(section, dict) and "name" not in section
+    is_missing = "name" not in section if isinstance(section, dict) else isinstance(section, tuple)
     return None if is_missing or (isinstance(name, str) and ":" not in name) else "dataset"
 
 

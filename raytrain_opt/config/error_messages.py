@@ -176,6 +176,8 @@ def _wrong_tag(located: _LocatedError, path: str) -> Problem:
     if path == "data":
         key, choices = "name", list(DATA_NAMES)
         rule = f"one of {', '.join(choices)} or package.module:function"
+        if isinstance(section, tuple):
+            rule = "a name, or a function that returns the two Datasets (train, test)"
     if isinstance(section, dict) and key not in section:
         return Problem(f"{path}.{key}", "is required", None, rule)
     value = section[key] if isinstance(section, dict) else section

@@ -152,6 +152,11 @@ def test_a_function_without_a_name_is_refused(field: str) -> None:
         dump_job(job)
 
 
+def test_datasets_in_place_of_their_function_are_refused() -> None:
+    with pytest.raises(JobError, match=r"data\.name: must be .* a function that returns the two"):
+        Job(**{**BASE, "data": ([1], [2])})
+
+
 def test_a_wrong_job_from_python_has_the_errors_of_a_file() -> None:
     wrong = {**BASE, "data": "digit", "epochs": 0}
     with pytest.raises(JobError) as from_python:
