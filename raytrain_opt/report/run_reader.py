@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, PositiveInt, ValidationError
 
 from raytrain_opt.config.yaml_loader import read_yaml
 from raytrain_opt.errors import JobError, Problem, RecordError
@@ -29,7 +29,7 @@ from raytrain_opt.storage import check_uri, last_name
 
 
 class _Workers(BaseModel):
-    count: int = Field(gt=0)
+    count: PositiveInt | Literal["auto"] | dict[str, PositiveInt]
 
 
 class _Job(BaseModel):
