@@ -286,7 +286,7 @@ def write_run(
     all_epochs = epochs if finished else epochs + 2
     text = yaml.safe_dump(job(all_epochs, **(job_changes or {})), allow_unicode=True)
     (folder / "job.yaml").write_text(text, encoding="utf-8")
-    write_lines(folder / "epochs.jsonl", map(epoch_line, numbers))
+    write_lines(folder / "epochs.jsonl", (epoch_line(n, epochs=all_epochs) for n in numbers))
     if rounds:
         write_lines(folder / "rounds.jsonl", map(round_line, numbers))
     spans = (span for epoch in numbers for span in span_lines(epoch))

@@ -48,7 +48,7 @@ def test_a_finished_run_is_shown_completely(tmp_path: Path) -> None:
     assert lines[5].startswith(
         "round of epoch 1: 0.2 (35.00 %), 0.1 (45.00 %), 0.05 (35.00 %) -> 0.1"
     )
-    text = "epoch 2/4  lr 0.1  train loss 1.0000  test accuracy 75.00 %  960 samples/s  2.0 s"
+    text = "epoch 2/2  lr 0.1  train loss 1.0000  test accuracy 75.00 %  960 samples/s  2.0 s"
     assert text in lines
     assert any(line.startswith("finished: test accuracy 75.00 %") for line in lines)
 
