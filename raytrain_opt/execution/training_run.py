@@ -274,6 +274,7 @@ class TrainingRun:
                 epoch=epoch,
                 optimizer=name,
                 weight_decay_factor=self._epoch.weight_decay_factor,
+                auto_weight_decay=optimizer.has_auto_weight_decay,
                 lr_multipliers=dict(optimizer.group_lr_multipliers),
                 full_steps=self.steps(epoch),
                 lrs=tuple(self._epoch.lrs),

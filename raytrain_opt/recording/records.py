@@ -345,6 +345,7 @@ class ScheduleRecord(Record):
             "Factor on the optimizer's weight decay; with `weight_decay: auto` the decay itself."
         )
     )
+    auto_weight_decay: bool = Field(description="Whether the run had `weight_decay: auto`.")
     lr_multipliers: dict[str, float] = Field(
         description=(
             "Factors other than 1 on the learning rate, by patterns of parameter names; `aux`: of "

@@ -82,6 +82,7 @@ class RecordedSchedule(Policy):
     full_steps: tuple[int, ...]  # of each epoch, had it trained on all samples
     lr_multipliers: Mapping[str, float] = field(default_factory=dict)  # other than 1
     optimizer: str = "SGD"
+    auto_weight_decay: bool = False
 
     @classmethod
     def parse(cls, text: str, source: str) -> RecordedSchedule:
@@ -94,6 +95,7 @@ class RecordedSchedule(Policy):
                 tuple(int(epoch["full_steps"]) for epoch in epochs),
                 {k: float(f) for k, f in epochs[-1]["lr_multipliers"].items()},
                 str(epochs[-1]["optimizer"]),
+                bool(epochs[-1]["auto_weight_decay"]),
             )
         except (
             ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,

@@ -40,7 +40,13 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 def write_schedule(path: Path, *epochs: Sequence[float], **changes: Any) -> None:
     """Write the learning rates of these epochs, as schedule.jsonl has them."""
-    line = {"optimizer": "SGD", "weight_decay_factor": 1.0, "lr_multipliers": {}, **changes}
+    line = {
+        "optimizer": "SGD",
+        "weight_decay_factor": 1.0,
+        "auto_weight_decay": False,
+        "lr_multipliers": {},
+        **changes,
+    }
     write_lines(
         path,
         (

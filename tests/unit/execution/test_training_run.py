@@ -377,6 +377,8 @@ def uninterrupted(
     assert all(line["search_on"] == job.search_on.replace("auto", "workers") for line in kept)
     assert bool(kept) == (job.learning_rate.policy == "stpt")
     assert bool(run.outcome["rounds"]) == bool(max_candidates(job))
+    for line in run.outcome["schedule"]:  # of MUON, also where the default chooses it
+        assert line["auto_weight_decay"] == (line["optimizer"] == "Muon")
     return run
 
 

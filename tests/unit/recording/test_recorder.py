@@ -45,8 +45,16 @@ def epoch(number: int = 1, **values: Any) -> EpochRecord:
 def add_epoch(recorder: Recorder, number: int) -> None:
     """Write both lines of an epoch."""
     recorder.epoch(epoch(number), number)
-    schedule = {"optimizer": "SGD", "weight_decay_factor": 1.0, "lr_multipliers": {}}
-    recorder.schedule(ScheduleRecord(epoch=number, full_steps=2, lrs=(0.1, 0.2), **schedule))
+    schedule = ScheduleRecord(
+        epoch=number,
+        optimizer="SGD",
+        weight_decay_factor=1.0,
+        auto_weight_decay=False,
+        lr_multipliers={},
+        full_steps=2,
+        lrs=(0.1, 0.2),
+    )
+    recorder.schedule(schedule)
 
 
 def round_(number: int = 1, *scores: float, **changes: Any) -> RoundRecord:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain_opt.config.schema import Job
+from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import JobError
 from raytrain_opt.optim.epoch_steps import EpochSteps
 from raytrain_opt.search.factory import build_policy, max_candidates
@@ -80,6 +81,22 @@ def test_replay_refuses_other_rates_of_parameter_groups(tmp_path: Path) -> None:
         build_policy(replay, EpochSteps(2))
     multiplied = replay.optimizer.model_copy(update={"lr_multipliers": {"fc.*": 2.0}})
     assert build_policy(replay.model_copy(update={"optimizer": multiplied}), EpochSteps(2))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_replay_refuses_a_weight_decay_of_the_other_kind(tmp_path: Path, recorded: bool) -> None:
+    """The factors of one kind mean nothing to the other."""
+    path = tmp_path / "schedule.jsonl"
+    write_schedule(path, (0.1, 0.2), (0.3, 0.3), optimizer="Muon", auto_weight_decay=recorded)
+    replay = job(epochs=2, policy="replay", schedule=str(path))
+    for args in ({}, {"weight_decay": 0.01}, {"weight_decay": "auto"}):
+        optimizer = OptimizerChoiceSection(name="Muon", args=args)
+        changed = replay.model_copy(update={"optimizer": optimizer})
+        if optimizer.has_auto_weight_decay == recorded:
+            assert build_policy(changed, EpochSteps(2))
+        else:
+            with pytest.raises(JobError, match=r"args\.weight_decay: was .* in the run"):
+                build_policy(changed, EpochSteps(2))
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_replay_refuses_a_training_of_another_length(epochs: int, steps: int) ->
         f'{{"lrs": [{10**400}]}}\n',
         '{"lrs": [1], "weight_decay_factor": null}\n',
         '{"lrs": [1], "weight_decay_factor": 1, "full_steps": 1, "lr_multipliers": 3, '
-        '"optimizer": "SGD"}\n',
+        '"optimizer": "SGD", "auto_weight_decay": false}\n',
         "[" * 100_000 + "\n",
     ],
 )
