@@ -37,6 +37,7 @@ class TrainingLength:
     def __init__(self, job: Job, steps: EpochSteps, event_log: EventLog) -> None:
         self._job, self._steps, self._event_log = job, steps, event_log
         self._pace: Pace | None = None
+        self._optimizer = 0  # that was measured
         self._span: EpochSpan | None = None
         self._told_steps = 0
         self._warned = False
@@ -61,13 +62,18 @@ class TrainingLength:
         """Return the part of the training that is done after this number of epochs."""
         return epochs_done / self.epochs if self.epochs else 0.0
 
-    def plan(self, history: History, measure: Callable[[float], Pace]) -> History:
-        """Return the history with a plan, if time is limited; `measure` gets seconds to use."""
+    def plan(self, history: History, measure: Callable[[int, float], Pace]) -> History:
+        """Return the history with a plan, if time is limited.
+
+        `measure` gets the number of an optimizer and seconds to use.
+        """
         time_s = self._job.train_for
         if time_s is None:
             return history
-        if self._pace is None:
-            self._pace = measure(min(_MEASURED_S, _MEASURED_FRACTION * time_s))
+        optimizer = history.latest.next_optimizer if history.latest else 0
+        if self._pace is None or optimizer != self._optimizer:
+            self._pace = measure(optimizer, min(_MEASURED_S, _MEASURED_FRACTION * time_s))
+            self._optimizer = optimizer
         epoch = len(self.records) + 1
         left_s = (1 - _MARGIN) * time_s - self._event_log.elapsed_s()
         self._span = plan_epoch(
@@ -106,7 +112,7 @@ class TrainingLength:
         if self._pace is None:
             return
         timings_s, pace = record.timings_s, self._pace
-        main_s = timings_s.get("main_train_s") or 0.0
+        main_s = timings_s.get("main_compute_s") or 0.0
         evaluate_s = timings_s.get("evaluate_s")
         steps = record.samples / self._job.global_batch_size
         measured = Pace(
@@ -144,23 +150,24 @@ class TrainingLength:
 
 
 def measure_pace(
-    training: MainTraining, state: StateRef, epoch_steps: int, limit_s: float
+    training: MainTraining, state: StateRef, optimizer: int, epoch_steps: int, limit_s: float
 ) -> tuple[Pace, int]:
     """Train some updates and evaluate, both from `state`; return the pace and their number."""
     total = 0
 
-    def time_steps(steps: int) -> float:
-        """Return the seconds of an update in a training of this many."""
+    def time_steps(steps: int) -> tuple[float, float]:
+        """Return the seconds of this many updates, and of all else in a training of them."""
         nonlocal total
         total += steps
         began_s = monotonic_s()
-        training.train(MainTrain(state, 1, 0, (_MEASURED_LR,) * steps), check=False)
-        return (monotonic_s() - began_s) / steps
+        command = MainTrain(state, 1, 0, (_MEASURED_LR,) * steps, optimizer=optimizer)
+        steps_s = training.train(command, check=False).totals.duration_s
+        return steps_s, monotonic_s() - began_s - steps_s
 
     steps = min(_FIRST_STEPS, epoch_steps)
     time_steps(steps)
-    step_s = time_steps(steps)
-    while steps * step_s < limit_s / 2 and steps < epoch_steps:
+    steps_s, other_s = time_steps(steps)
+    while steps_s + other_s < limit_s / 2 and steps < epoch_steps:
         steps = min(2 * steps, epoch_steps)
-        step_s = time_steps(steps)
-    return Pace(step_s, training.evaluate(state).duration_s), total
+        steps_s, other_s = time_steps(steps)
+    return Pace(steps_s / steps, training.evaluate(state).duration_s, other_s), total

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from raytrain_opt.clock import monotonic_s
@@ -118,7 +119,7 @@ class TrainingRun:
     def plan(self, state: StateRef, history: History) -> History:
         if self._epoch.train is not None:  # resumed within it: it keeps its plan
             return history
-        history = self.length.plan(history, lambda limit_s: self._measure_pace(state, limit_s))
+        history = self.length.plan(history, partial(self._measure_pace, state))
         self.progress = replace(self.progress, history=history)
         return history
 
@@ -189,13 +190,13 @@ class TrainingRun:
         An interrupted execution did some of them, or the workers before one of them died.
         """
         # The last epoch of a time may be shorter: it trains on the last batches of its order.
-        first_step = self.steps(action.epoch) - len(action.lrs)
+        steps = self.steps(action.epoch)
         while True:
             done = self._epoch.train.steps if self._epoch.train else 0
             command = MainTrain(
                 state,
                 action.epoch,
-                first_step + done,
+                steps - len(action.lrs) + done,
                 action.lrs[done:],
                 action.weight_decay_factor,
                 action.optimizer,
@@ -208,7 +209,6 @@ class TrainingRun:
             state = outcome.state
             if outcome.totals.steps == len(command.lrs) or self._stop.error is not None:
                 return state
-            steps = self.steps(action.epoch)
             self._worker_events.continued(command, outcome.totals.steps, steps)
 
     def _followed_loss(self, state: StateRef) -> float:
@@ -310,10 +310,11 @@ class TrainingRun:
             self._workers_ready = True
         return self.backend.workers
 
-    def _measure_pace(self, state: StateRef, limit_s: float) -> Pace:
+    def _measure_pace(self, state: StateRef, optimizer: int, limit_s: float) -> Pace:
         self._wait_for_workers()
         self._show_phase(self.progress.next_epoch, "measure speed")
-        pace, steps = measure_pace(self.backend.main_training, state, self.steps.first, limit_s)
+        training, steps = self.backend.main_training, self.steps.first
+        pace, steps = measure_pace(training, state, optimizer, steps, limit_s)
         self.progress = self.progress.add_samples(search=steps * self.job.global_batch_size)
         return pace
 

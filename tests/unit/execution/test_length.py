@@ -1,0 +1,119 @@
+"""The length of a training that gets a time: from measured seconds of updates and of all else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.execution import length
+from raytrain_opt.execution.length import TrainingLength, measure_pace
+from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.paths import RunPaths
+from raytrain_opt.pools.commands import MainTrain, StateRef
+from raytrain_opt.pools.protocol import TrainingOutcome
+from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import Recorder
+from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.results import EvalTotals, Split, TrainTotals
+from raytrain_opt.search.policy import Decision, History
+from raytrain_opt.search.time_budget import Pace
+from tests.support.small_jobs import small_job
+from tests.support.synthetic_runs import epoch_line
+
+STEPS_S = (0.01, 0.04)  # of an update, by optimizer
+OTHER_S, EVALUATE_S = 1.0, 0.2
+STEPS = 100  # of an epoch
+
+
+class FakeTraining:
+    """A training whose clock shows the seconds that it says it took."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.optimizers: list[int] = []
+
+    def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
+        steps = len(command.lrs)
+        duration_s = steps * STEPS_S[command.optimizer]
+        self.now_s += duration_s + OTHER_S
+        self.optimizers.append(command.optimizer)
+        totals = TrainTotals(steps, steps, 0.0, 0, duration_s, 0.0)
+        return TrainingOutcome(command.state, totals, (), {}, 1)
+
+    def evaluate(self, state: StateRef, split: Split = "test") -> EvalTotals:
+        return EvalTotals(1, {"loss": 0.0}, EVALUATE_S)
+
+
+@pytest.mark.parametrize("optimizer", [0, 1])
+def test_the_pace_is_that_of_the_updates_of_the_optimizer_and_all_else_is_apart(
+    optimizer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = FakeTraining()
+    monkeypatch.setattr(length, "monotonic_s", lambda: training.now_s)
+    pace, steps = measure_pace(training, StateRef("0", None), optimizer, STEPS, 10.0)
+    assert pace.step_s == pytest.approx(STEPS_S[optimizer])
+    assert pace.other_s == pytest.approx(OTHER_S)
+    assert pace.evaluate_s == EVALUATE_S
+    assert set(training.optimizers) == {optimizer}
+    assert steps >= 2 * len(training.optimizers)
+
+
+@pytest.fixture
+def timed(tmp_path: Path) -> Iterator[TrainingLength]:
+    """Yield the length of a training of 100 s, which has just begun."""
+    schedule = {"policy": "schedule", "shape": "linear"}
+    job = small_job(tmp_path, epochs=None, train_for=100.0, learning_rate=schedule)
+    recorder = Recorder(RunPaths.create(str(tmp_path), "run"))
+    event_log = EventLog(recorder, lambda _: None, monotonic_s())
+    yield TrainingLength(job, EpochSteps(STEPS), event_log)
+    recorder.close()
+
+
+def test_the_optimizer_that_a_round_chose_is_measured(timed: TrainingLength) -> None:
+    measured = []
+
+    def measure(optimizer: int, _limit_s: float) -> Pace:
+        measured.append(optimizer)
+        return Pace(STEPS_S[optimizer], EVALUATE_S, OTHER_S)
+
+    history = timed.plan(History(), measure)
+    undecided = Decision(1, 0.1, (), None, 0.1, "")
+    history = timed.plan(history.after_round(undecided), measure)
+    history = timed.plan(
+        history.after_round(Decision(1, 0.1, (), None, 0.1, "", next_optimizer=1)), measure
+    )
+    timed.plan(history, measure)
+    assert measured == [0, 1]
+    first, second, third = (plan.total_steps for plan in history.plans)
+    assert first == pytest.approx(second, rel=0.01)
+    assert third < first / 2
+
+
+def test_a_resumed_run_measures_the_optimizer_that_was_chosen(timed: TrainingLength) -> None:
+    measured = []
+
+    def measure(optimizer: int, _limit_s: float) -> Pace:
+        measured.append(optimizer)
+        return Pace(0.01, EVALUATE_S)
+
+    history = History().after_round(Decision(1, 0.1, (), None, 0.1, "", next_optimizer=1))
+    timed.plan(history, measure)
+    assert measured == [1]
+
+
+def test_what_an_epoch_takes_beside_its_updates_is_no_part_of_their_speed(
+    timed: TrainingLength,
+) -> None:
+    pace = Pace(STEPS_S[0], EVALUATE_S, OTHER_S)
+    history = timed.plan(History(), lambda *_: pace)
+    steps_s = STEPS * pace.step_s
+    timings_s = {"main_train_s": steps_s + OTHER_S, "main_compute_s": steps_s}
+    line = epoch_line(1, samples=STEPS * 64, timings_s=timings_s, duration_s=steps_s + OTHER_S)
+    timed.after_epoch(EpochRecord(**line))
+    history = timed.plan(history, lambda *_: pace)
+    planned, later = (plan.total_steps for plan in history.plans)
+    # The epoch took no time of the clock, so it is trained in addition.
+    assert later == pytest.approx(planned + STEPS, rel=0.02)
