@@ -51,6 +51,10 @@ class Stpt:
             rule = f"longer than an epoch, which has {shortest} iterations"
             problem = Problem("learning_rate.alpha", rule, str(self.section.alpha))
             raise JobError([problem])
+        warmup = self.warmup.epochs  # the schema knows only one that the job gives
+        if self.steps(warmup) != self.steps.first:
+            rule = f"starts within the warm-up of {warmup} epochs, the default of candidates: mix"
+            raise JobError([Problem("batch_ramp.steps", rule)])
 
     def alpha_steps(self, epoch: int) -> int:
         """Return the steps of a pre-training: alpha itself, or that fraction of the epoch."""

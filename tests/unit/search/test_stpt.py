@@ -186,6 +186,18 @@ def test_only_mix_has_a_warm_up_of_its_own(section: dict[str, Any], epochs: int)
     assert stpt(40, **section).warmup.epochs == epochs
 
 
+@pytest.mark.parametrize(("ramp_epoch", "candidates"), [(4, "mix"), (5, "mix"), (2, "narrow")])
+def test_a_batch_ramp_begins_after_the_warm_up(ramp_epoch: int, candidates: str) -> None:
+    section = StptPolicy(policy="stpt", candidates=candidates)
+    steps = EpochSteps(20, ((ramp_epoch, 10),))
+    if ramp_epoch == 4:
+        with pytest.raises(JobError, match=r"batch_ramp\.steps: .*within the warm-up of 4 epochs"):
+            Stpt(section, 40, steps)
+    else:
+        policy = Stpt(section, 40, steps)
+        assert len(next_round(policy, ramp_epoch).candidates) == 8
+
+
 # The winner.
 
 
