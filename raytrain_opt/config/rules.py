@@ -92,6 +92,9 @@ def _batch_rules(job: Job) -> Iterator[BrokenRule]:
         )
     if job.batch_size_search is not None and job.learning_rate.policy == "replay":
         yield "batch_size_search", "a replayed schedule belongs to the batch size of its run"
+    if job.batch_size_search is not None and not job.data.drop_last:
+        rule = "false needs a given global_batch_size; write true, or remove batch_size_search"
+        yield "data.drop_last", rule
 
 
 def _rate_rules(job: Job) -> Iterator[BrokenRule]:

@@ -218,6 +218,14 @@ def test_only_the_policy_that_searches_chooses_an_optimizer() -> None:
     assert "stpt_horizon" in problem.rule
 
 
+def test_a_last_smaller_update_needs_a_given_batch_size() -> None:
+    """Whether each micro-batch of it has two samples follows from the size."""
+    search = "batch_size_search: {strategy: throughput_knee}"
+    [problem] = problems(search, "data: {name: digits, drop_last: false}")
+    assert problem.path == "data.drop_last"
+    assert parse_job("\n".join([*GOOD.values(), search])).batch_size_search is not None
+
+
 def test_a_plateau_of_the_validation_metric_needs_a_validation_split() -> None:
     plateau = "learning_rate: {policy: schedule, shape: plateau, plateau_on: val_metric}"
     [problem] = problems(plateau, "data: {name: digits, validation_fraction: 0}")
