@@ -21,8 +21,8 @@ def make_job(run_dir: str) -> Job:
     directory = Path(run_dir).expanduser()
     schedule = directory / "schedule.jsonl"
     searched = load_job(directory / "job.yaml")
-    chosen = json.loads(schedule.read_text().split("\n")[0])["optimizer"]
-    optimizer = next(o for o in searched.optimizers if o.name == chosen)
+    epochs = [json.loads(line) for line in schedule.read_text().split("\n")[:-1]]
+    optimizer = next(o for o in searched.optimizers if o.name == epochs[0]["optimizer"])
     hold_out = searched.hold_out
     values = searched.model_dump()
     values["data"]["validation_fraction"] = 0 if hold_out.only_in_search else hold_out.fraction
@@ -30,6 +30,9 @@ def make_job(run_dir: str) -> Job:
         "name": "replay",
         "learning_rate": {"policy": "replay", "schedule": str(schedule)},
         "optimizer": optimizer.model_dump(),
+        "epochs": len(epochs),  # the run may have ended early
+        "train_for": None,
+        "stop": None,
     }
     return Job.model_validate(values)
 

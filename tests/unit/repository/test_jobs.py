@@ -88,6 +88,18 @@ def test_the_replay_script_takes_job_and_rates_of_a_run(tmp_path: Path) -> None:
     assert (replay.hold_out, replay.seed, replay.epochs) == (job.hold_out, job.seed, 1)
 
 
+@pytest.mark.parametrize(
+    "ends", [["epochs=null", "train_for=10s"], ["epochs=9", "stop.patience=1"]]
+)
+def test_the_replay_script_trains_for_as_long_as_the_run(tmp_path: Path, ends: list[str]) -> None:
+    policy = "learning_rate={policy: schedule, shape: linear}"
+    job = load_job(ROOT / "jobs/quickstart.yaml", [*ends, policy])
+    (tmp_path / "job.yaml").write_text(dump_job(job))
+    write_schedule(tmp_path / "schedule.jsonl", (0.1, 0.05), (0.05, 0.02))
+    replay = script("replay_schedule").make_job(str(tmp_path))
+    assert (replay.epochs, replay.train_for, replay.stop) == (2, None, None)
+
+
 def test_the_replay_script_names_the_optimizer_that_the_search_chose(tmp_path: Path) -> None:
     job = load_job(ROOT / "jobs/quickstart.yaml", ["learning_rate={policy: stpt_horizon}"])
     assert job.optimizer.name == "auto"
