@@ -126,6 +126,12 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     assert "the weights do not match the job's model" in command_error("evaluate", run)
 
 
+def test_a_run_needs_no_schedule_that_it_replayed(tmp_path: Path) -> None:
+    replay = {"policy": "replay", "schedule": str(tmp_path / "gone.jsonl")}
+    run_dir, _ = trained(tmp_path, epochs=1, learning_rate=replay)
+    assert "top-1 error" in evaluate(run_dir).output
+
+
 def test_an_error_within_the_network_is_not_taken_for_wrong_weights(
     runs: list[tuple[str, list[Tensor]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
