@@ -41,6 +41,8 @@ class Granularity:
         `message_share`: the time in which weights arrive or a gradient is applied, whichever is
         longer, as a fraction of that of a micro-batch.
         """
+        if not samples_per_s:
+            return  # no step was left for the phase of a run that was resumed in its evaluation
         if not self._fastest:
             hidden = self.split / message_share if message_share else math.inf
             self._position = max([0, *(i for i, n in enumerate(self.splits) if n <= hidden)])

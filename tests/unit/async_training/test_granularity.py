@@ -16,6 +16,7 @@ from raytrain_opt.async_training.granularity import Granularity
         (1.5, [100, 50, 100], [1, 1, 1]),
         (0.1, [100, 70, 89, 95, 50], [1, 8, 4, 2, 2]),  # more than a tenth slower
         (0.1, [100, 50, 50, 50, 50], [1, 8, 4, 2, 1]),
+        (0.1, [0, 100, 120], [1, 1, 8]),  # the first phase had no step left
     ],
 )
 def test_micro_batches_are_as_fine_as_the_speed_allows(
