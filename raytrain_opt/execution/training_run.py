@@ -268,7 +268,7 @@ class TrainingRun:
             self.progress = replace(
                 self.progress, next_epoch=epoch + 1, history=history, partial_epoch=PartialEpoch()
             )
-            self.recorder.epoch(record, self.steps.before(epoch + 1))
+            self.recorder.epoch(record, len(self.lrs))
             self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
             schedule = ScheduleRecord(
                 epoch=epoch,
@@ -366,7 +366,7 @@ class TrainingRun:
 
     def _write_round(self, record: RoundRecord, loaded_sha256: Sequence[str | None] = ()) -> None:
         complete = record.complete(loaded_sha256, self._epoch.stopwatch.timings_s)
-        self.recorder.round(complete, self.steps.before(record.epoch))
+        self.recorder.round(complete, len(self._lrs))
         self.callbacks.call("on_round", complete)
 
     def _raise_if_diverged(self, epoch: int, split: str, loss: float) -> None:

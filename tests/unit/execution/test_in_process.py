@@ -29,6 +29,7 @@ from raytrain_opt.train.data_parallel import Parallel
 from tests.support.s3_server import S3Server
 from tests.support.small_jobs import large_batch_job, read_lines, small_job, without_times
 from tests.support.synthetic_runs import write_schedule
+from tests.support.tensorboard_scalars import read_scalars
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 
@@ -136,6 +137,7 @@ def test_a_timed_run_resumes_with_the_time_that_is_left(tmp_path: Path) -> None:
     assert resumed.summary["epochs"] == 2
     assert len(resumed.lrs) == len(first.lrs) + 1  # the time is over
     assert resumed.lrs[-1] == pytest.approx(first.lrs[-1], rel=0.1)
+    assert read_scalars(Path(resumed.run_dir) / "tensorboard")["epoch/lr"][0] == len(resumed.lrs)
 
 
 def linear(num_classes: int) -> nn.Module:

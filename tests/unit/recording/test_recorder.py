@@ -18,6 +18,7 @@ from raytrain_opt.recording.recorder import Recorder, versions
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord, ScheduleRecord
 from raytrain_opt.search.noise_scale import NoiseScale
 from tests.support import synthetic_runs
+from tests.support.tensorboard_scalars import read_scalars
 
 NAN, INF = float("nan"), float("inf")
 
@@ -236,25 +237,11 @@ def test_a_run_without_the_epochs_of_its_checkpoint_is_not_resumed(
         recorder.truncate_after(0, 1)
 
 
-def scalars_of(paths: RunPaths) -> dict[str, tuple[int, float]]:
-    """Return the last step and value of each scalar."""
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    scalars = {}
-    for file in sorted(paths.tensorboard.iterdir()):
-        for raw in RawEventFileLoader(str(file)).Load():
-            event = Event.FromString(raw)
-            for value in event.summary.value:
-                scalars[value.tag] = (event.step, value.simple_value)
-    return scalars
-
-
 def test_tensorboard_reads_the_scalars(recorder: Recorder, paths: RunPaths) -> None:
     recorder.round(round_(2, 0.25, -INF), 10)
     recorder.epoch(epoch(2, test_metrics={"accuracy": 0.5, "top5": None}), 20)
     recorder.close()
-    scalars = scalars_of(paths)
+    scalars = read_scalars(paths.tensorboard)
     assert scalars["round/candidate_0/score"] == (10, 0.25)
     assert "round/candidate_1/score" not in scalars
     assert scalars["epoch/train_loss"] == (20, 0.5)
@@ -268,9 +255,10 @@ def test_scalars_are_readable_while_the_run_continues(recorder: Recorder, paths:
     recorder.round(round_(2, 0.25, next_base_lr=0.2), 10)
     recorder.epoch(epoch(2), 20)
     deadline_s = time.monotonic() + 60
-    while "epoch/train_loss" not in scalars_of(paths) and time.monotonic() < deadline_s:
+    scalars = read_scalars(paths.tensorboard)
+    while "epoch/train_loss" not in scalars and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    scalars = scalars_of(paths)
+        scalars = read_scalars(paths.tensorboard)
     assert scalars["round/candidate_0/val_loss"] == (10, 1.0)
     assert scalars["round/next_base_lr"] == (10, pytest.approx(0.2))
     assert scalars["epoch/train_loss"] == (20, 0.5)
@@ -283,7 +271,7 @@ def test_a_long_run_begins_new_files(
     monkeypatch.setattr(tensorboard, "_FILE_POINTS", 40)
     for number in range(1, 31):
         recorder.epoch(epoch(number), number)
-        assert scalars_of(paths)["epoch/train_loss"] == (number, 0.5)
+        assert read_scalars(paths.tensorboard)["epoch/train_loss"] == (number, 0.5)
     files = list(paths.tensorboard.iterdir())
     assert len(files) == 1 + 30 * 6 // 42
     assert max(file.stat().st_size for file in files) < 5000
@@ -294,7 +282,7 @@ def test_a_noise_scale_is_a_scalar_when_it_is_finite(recorder: Recorder, paths: 
     recorder.epoch(epoch(2, noise_scale=noise_scale(1.0, -1.0)), 20)
     recorder.close()
     assert [line["noise_scale"]["value"] for line in lines(paths.epochs)] == [812.0, None]
-    assert scalars_of(paths)["epoch/noise_scale"] == (10, 812.0)
+    assert read_scalars(paths.tensorboard)["epoch/noise_scale"] == (10, 812.0)
 
 
 def test_versions_name_the_packages_that_results_depend_on() -> None:
