@@ -52,6 +52,7 @@ class RunProgress:
     search_samples: int = 0  # the search cost: all but `kept_samples`
     kept_samples: int = 0  # trained on the way to the present weights
     partial_epoch: PartialEpoch = PartialEpoch()
+    parallel: dict[str, Any] = field(default_factory=dict)  # how gradients were exchanged
 
     @property
     def samples(self) -> int:

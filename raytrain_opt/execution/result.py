@@ -86,7 +86,7 @@ def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
         wall_s=run.event_log.elapsed_s(),
         time_to_first_step_s=run.startup.marks_s.get("first_step_s"),
         startup_s=dict(run.startup.marks_s),
-        parallel=run.parallel,
+        parallel=progress.parallel,
         noise_scale=summarize([e.noise_scale for e in epochs if e.noise_scale is not None]),
         restarts={pool.name: pool.restarts() for pool in run.backend.pools},
         versions=versions(),

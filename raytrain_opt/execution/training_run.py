@@ -64,7 +64,6 @@ class TrainingRun:
         self.terminal, self.startup = workspace.terminal, workspace.startup
         self._stop = workspace.stop
         self.progress = RunProgress()
-        self.parallel: dict[str, object] = {}  # how gradients were exchanged, latest epoch
         self.length = TrainingLength(self.job, self.steps, event_log)
         self._epoch = EpochMetrics(monotonic_s())
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
@@ -227,10 +226,9 @@ class TrainingRun:
         speeds = cast("list[float]", outcome.parallel.get("speeds") or [])
         self._worker_events.trained(command.epoch, outcome.workers, speeds)
         self.backend.states.keep(outcome.state)
-        self.parallel = outcome.parallel
         self._epoch.add(command, outcome)
         samples = outcome.totals.samples + outcome.totals.skipped
-        self.progress = self.progress.add_samples(kept=samples)
+        self.progress = replace(self.progress.add_samples(kept=samples), parallel=outcome.parallel)
         if self._epoch.round_record is not None:
             self._write_round(self._epoch.round_record, outcome.loaded_sha256)
             self._epoch.round_record = None

@@ -107,6 +107,14 @@ def test_a_run_in_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert uninterrupted.lrs == resumed.lrs
 
 
+def test_a_run_that_died_before_its_result_was_written_has_the_same(tmp_path: Path) -> None:
+    first = run(tiny_job(tmp_path), in_process=True)
+    Path(first.run_dir, "result.json").unlink()
+    resumed = run(tiny_job(tmp_path), in_process=True, resume=first.run_dir)
+    assert resumed.summary["parallel"] == first.summary["parallel"] != {}
+    assert resumed.summary["final"] == first.summary["final"]
+
+
 def test_a_run_trains_for_a_time_and_its_lengths_are_replayed(tmp_path: Path) -> None:
     """How long it takes depends on the machine; that the schedule ends with it does not."""
     timed = {"epochs": None, "train_for": "8s", "optimizer": "SGD", "average": None}
