@@ -193,7 +193,8 @@ class HorizonStpt:
         weight_decay_factor = 1.0
         if self.optimizers[optimizer].has_auto_weight_decay:
             sum_of_lrs = peak * schedule.mean * span.total_steps
-            weight_decay_factor = decay_by_fit(history, optimizer, sum_of_lrs)
+            epochs = span.total_steps / self.steps.first
+            weight_decay_factor = decay_by_fit(history, optimizer, sum_of_lrs, epochs)
         return TrainEpoch(span.epoch, lrs, reason, weight_decay_factor, optimizer)
 
 

@@ -52,20 +52,26 @@ def test_it_is_the_fit_of_the_last_epoch_in_times_of_the_training(
     A search that began elsewhere has tried other rates, but has tried this one, too.
     """
     history = replace(SEARCHED, epoch_losses=losses)
-    assert decay_by_fit(history, 0, sum_of_lrs=100.0) == pytest.approx(10 * fit / 100)
+    assert decay_by_fit(history, 0, sum_of_lrs=100.0, epochs=60) == pytest.approx(10 * fit / 100)
 
 
-def test_a_short_training_has_no_decay_that_the_weights_could_not_bear() -> None:
-    history = replace(SEARCHED, epoch_losses=(1.0,))
-    assert decay_by_fit(history, 0, sum_of_lrs=3.0) == pytest.approx(0.2 * 0.5)
+@pytest.mark.parametrize(
+    ("sum_of_lrs", "epochs", "decay"),
+    [(100.0, 16.0, 0.1), (100.0, 4.0, 0.025), (100.0, 60.0, 0.1), (3.0, 16.0, 0.2)],
+)
+def test_short_trainings_repeat_samples_less_and_bear_less_decay(
+    sum_of_lrs: float, epochs: float, decay: float
+) -> None:
+    history = replace(SEARCHED, epoch_losses=(1.0,))  # a fit of 0.5
+    assert decay_by_fit(history, 0, sum_of_lrs, epochs) == pytest.approx(0.5 * decay)
 
 
 def test_without_a_search_the_fit_is_relative_to_the_first_epoch() -> None:
-    assert decay_by_fit(History((), (4.0, 1.0)), 0, sum_of_lrs=100.0) == pytest.approx(0.075)
+    assert decay_by_fit(History((), (4.0, 1.0)), 0, 100.0, 16) == pytest.approx(0.075)
 
 
 def test_a_loss_that_is_not_positive_says_nothing_about_the_fit() -> None:
-    assert decay_by_fit(History((), (0.0, 0.0)), 0, sum_of_lrs=10.0) == 0
+    assert decay_by_fit(History((), (0.0, 0.0)), 0, 10.0, 16) == 0
 
 
 def policy(*optimizers: OptimizerSection) -> HorizonStpt:
