@@ -265,7 +265,7 @@ class ParallelSection(Section):
     noise_scale: bool = True
     """Measure the gradient noise scale (McCandlish et al.) in one of 10 updates, from gradients
     that the workers compute anyway; the result says how many more samples a larger batch would
-    need. Needs two workers."""
+    need. Needs two micro-batches per update: two workers, or accumulation."""
 
     @property
     def measures_shares(self) -> bool:
