@@ -120,7 +120,9 @@ def echo_pools(
         mailbox,
         states,
         no_progress_s,
-        has_room=lambda: count_placeable(config.plan.worker_resources, 1, 10) == 1,
+        has_room=None
+        if config.min_workers == workers
+        else lambda: count_placeable(config.plan.worker_resources, 1, 10) == 1,
     )
     tune = RayPool(
         SLOT_POOL,
