@@ -227,8 +227,8 @@ class TrainingRun:
         self._worker_events.trained(command.epoch, outcome.workers, speeds)
         self.backend.states.keep(outcome.state)
         self._epoch.add(command, outcome)
-        samples = outcome.totals.samples + outcome.totals.skipped
-        self.progress = replace(self.progress.add_samples(kept=samples), parallel=outcome.parallel)
+        progress = self.progress.add_samples(kept=outcome.totals.samples)
+        self.progress = replace(progress, parallel=outcome.parallel)
         if self._epoch.round_record is not None:
             self._write_round(self._epoch.round_record, outcome.loaded_sha256)
             self._epoch.round_record = None

@@ -326,6 +326,25 @@ def test_a_run_that_is_stopped_in_an_evaluation_keeps_the_staleness_of_its_epoch
     assert epoch["staleness"]["counts"] == [len(outcome(paths)["schedule"][0]["lrs"])]
 
 
+def test_samples_that_could_not_be_read_were_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_steps = SynchronousTraining.train
+
+    def skip_one(
+        training: SynchronousTraining, command: MainTrain, *, check: bool
+    ) -> TrainingOutcome:
+        outcome = train_steps(training, command, check=check)
+        totals = replace(outcome.totals, samples=outcome.totals.samples - 1, skipped=1)
+        return replace(outcome, totals=totals)
+
+    monkeypatch.setattr(SynchronousTraining, "train", skip_one)
+    job, paths = tiny_job(tmp_path, **JOBS["schedule"]), RunPaths.create(str(tmp_path), "run")
+    assert execute(job, paths, never).finished
+    [searched, kept] = outcome(paths)["samples"]
+    assert (searched, kept) == (0, sum(epoch["samples"] for epoch in outcome(paths)["epochs"]))
+
+
 def outcome(paths: RunPaths) -> dict[str, Any]:
     """Return all numbers that a run leaves, without times."""
     latest = Checkpoints(paths.checkpoints, small_job(paths.local).checkpoint).latest
