@@ -28,8 +28,8 @@ from raytrain_opt.cluster.resources import (
 )
 from raytrain_opt.errors import ResourcesError
 
-# A cloud node takes a minute or more to join: no need to look more often.
-_POLL_S = 5.0
+# A cloud node takes a minute or more to join: no need to look more often. Ray waits whole seconds.
+_POLL_S = 5
 # A run that has just ended, in this driver or another one, has given back what it held by then.
 _RELEASE_S, _RELEASE_POLL_S = 5.0, 0.2
 _CLUSTER_FILE = Path("~/ray_bootstrap_config.yaml")
@@ -103,7 +103,6 @@ def _request_nodes(resources: list[Resources]) -> bool:
     """
     group = ray.util.placement_group(resources)
     try:
-        time.sleep(_POLL_S)
-        return bool(group.wait(_RELEASE_POLL_S))
+        return bool(group.wait(_POLL_S))
     finally:
         ray.util.remove_placement_group(group)

@@ -160,7 +160,9 @@ class GrowingCluster(Cluster):
         self.requests.append(self)
         return self
 
-    def wait(self, _: float) -> bool:
+    def wait(self, seconds: int) -> bool:
+        assert isinstance(seconds, int), "Ray takes whole seconds"
+        self.sleep(seconds)
         return len(self.total()) == 2
 
     def sleep(self, seconds: float) -> None:
