@@ -152,7 +152,8 @@ class DataLoaderData(TrainingData):
         """See `TrainingData.eval_batches`.
 
         A user's Dataset applies its transforms to the validation split too, with the same
-        random numbers each time. A batch of which no sample can be read is passed over.
+        random numbers each time. A batch of which no sample can be read is passed over, unless
+        all are like that.
         """
         source_split: SourceSplit = "test"
         purpose, indices = Purpose.TEST_SAMPLE, self._test
@@ -212,11 +213,14 @@ class DataLoaderData(TrainingData):
     def _batches(
         self, requests: Iterator[BatchRequest], *, evaluation: bool = False
     ) -> Iterator[Batch]:
+        unreadable, is_empty = None, True
         for loaded in self._loader.load(requests):
             if evaluation and loaded.skipped and loaded.error is not None:
+                unreadable = loaded.error
                 continue
             if loaded.error is not None:
                 raise loaded.error
+            is_empty = False
             self.on_copy()
             content = self._copy(loaded.content)
             if self._pairs:
@@ -224,6 +228,8 @@ class DataLoaderData(TrainingData):
                 yield Batch(self._transform(x), y, loaded.skipped)
             else:
                 yield Batch(content, None, loaded.skipped)
+        if unreadable is not None and is_empty:
+            raise unreadable
 
 
 class _ReusedLoader:

@@ -595,6 +595,9 @@ def test_of_batches_without_readable_samples_those_of_an_evaluation_are_passed_o
         indices = ((step, 0) for step in range(20))
         with pytest.raises(DataError, match=r"no sample of micro-batch 0 of 1, step .*\.png"):
             list(data.train_batches(0, indices, 1, 1))
+        shutil.rmtree(image_tree / "val")
+        with pytest.raises(DataError, match="no sample of .* can be read"):
+            list(data.eval_batches("test", 0, 1, 3))
 
 
 def test_after_an_error_the_data_can_be_used_again(image_tree: Path) -> None:
