@@ -164,7 +164,8 @@ def pool_statistics(
 
 def gather_buffers(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return copies of the buffers of each worker, by rank; without a group of this process."""
-    own = {name: buffer.to("cpu", copy=True) for name, buffer in model.named_buffers()}
+    saved = model.state_dict().keys()  # other buffers, such as caches, may change their shape
+    own = {n: b.to("cpu", copy=True) for n, b in model.named_buffers() if n in saved}
     if not dist.is_initialized():
         return [own]
     of_ranks = [own] * dist.get_world_size()

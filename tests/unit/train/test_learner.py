@@ -660,10 +660,22 @@ def net_with_spectral_norm(num_classes: int, sample_shape: tuple[int, ...]) -> n
     return nn.Sequential(nn.Flatten(), normalized, nn.BatchNorm1d(8), nn.Linear(8, num_classes))
 
 
-def test_a_phase_that_was_stopped_continues_with_the_buffers_of_its_last_step() -> None:
-    once, stopped, resumed = (
-        learner(net_with_spectral_norm, average={"decay": 0.5}) for _ in range(3)
-    )
+class NetWithCache(nn.Module):
+    """Caches something of the size of a batch in a buffer that is not saved."""
+
+    def __init__(self, num_classes: int, sample_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = net_with_spectral_norm(num_classes, sample_shape)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        self.cache = torch.ones(len(x))
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("build", [net_with_spectral_norm, NetWithCache])
+def test_a_phase_that_was_stopped_continues_with_the_buffers_of_its_last_step(build: Any) -> None:
+    once, stopped, resumed = (learner(build, average={"decay": 0.5}) for _ in range(3))
     once.train(1, 0, LRS, all_of(1))
     stopped.train(1, 0, LRS, all_of(1), lambda step: step == 1)
     stopped.sync_batch_norm_stats()  # with forward passes of its own
