@@ -135,7 +135,8 @@ class TrainedModel(ModelDescription):
 
         if isinstance(sample, Image.Image):
             is_gray = sample.mode[0] in "IF"  # of 16 bits or more, which the decoder judges
-            (sample if is_gray else sample.convert("RGB")).save(file := BytesIO(), "TIFF")
+            image = sample if is_gray else sample.convert("RGB")
+            image.save(file := BytesIO(), "TIFF", compression="raw")  # not that of its own file
             sample = file.getvalue()
         elif isinstance(sample, (str, Path)):
             sample = Path(sample).read_bytes()
