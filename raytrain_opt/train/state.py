@@ -243,8 +243,10 @@ def optimizer_state_dict(state: TrainingState) -> dict[str, Any]:
     """Return the optimizer's `state_dict`, copied, because the optimizer keeps its tensors."""
 
     def unpack(path: tuple[Any, ...], value: Any) -> Any:
+        if value is not None:
+            return value
         packed = state.tensors.get(_optimizer_name(path))
-        return value if packed is None else packed.tensor().clone()
+        return None if packed is None else packed.tensor().clone()
 
     per_parameter = tree_map_with_path(unpack, state.plain["optimizer_state"])
     return {"state": per_parameter, "param_groups": state.plain["param_groups"]}
