@@ -63,9 +63,10 @@ class WatchedRun:
         for event in self._new_lines("events.jsonl", EventRecord):
             terminal.note(f"{event.kind}: {event.text}")
         if storage.read(self.run_dir, "result.json") is None:
-            if state != "running":
-                terminal.note(f"no process writes to this run any more: {state}")
-            return state != "running"
+            if state in ("running", "not readable"):
+                return False
+            terminal.note(f"no process writes to this run any more: {state}")
+            return True
         for text in _summary_lines(read_run(self.run_dir)):
             terminal.note(text)
         return True
