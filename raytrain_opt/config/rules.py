@@ -93,7 +93,7 @@ def _batch_rules(job: Job) -> Iterator[BrokenRule]:
     if job.batch_size_search is not None and job.learning_rate.policy == "replay":
         yield "batch_size_search", "a replayed schedule belongs to the batch size of its run"
     if job.batch_size_search is not None and not job.data.drop_last:
-        rule = "false needs a given global_batch_size; write true, or remove batch_size_search"
+        rule = "must be true with find-batch-size or batch_size_search"
         yield "data.drop_last", rule
 
 
@@ -173,7 +173,7 @@ def _micro_batch_rules(job: Job) -> Iterator[BrokenRule]:
     if micro_batches and job.workers.count == "auto":
         yield "parallel.micro_batches", _NEEDS_COUNT
     if micro_batches and job.batch_size_search is not None:
-        rule = "belongs to a given global_batch_size; remove it or batch_size_search"
+        rule = "belongs to one global_batch_size: not with find-batch-size or batch_size_search"
         yield "parallel.micro_batches", rule
 
 

@@ -76,7 +76,7 @@ def test_a_chosen_batch_is_scaled_by_the_jobs_own_rule() -> None:
         ),
         (
             {"parallel": {"mode": "balanced", "micro_batches": 16}},
-            r"parallel\.micro_batches: belongs to a given global_batch_size",
+            r"parallel\.micro_batches: belongs to one global_batch_size",
         ),
     ],
 )
