@@ -248,7 +248,7 @@ def arithmetic(job: Job) -> dict[str, float]:
     with torch.no_grad():
         with FlopCounterMode(display=False) as counter:
             model(image)
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
             model(image)
     names = {f"aten::{kernel}" for kernel in KERNELS}
     calls = sum(event.count for event in profiled.key_averages() if event.key in names)
