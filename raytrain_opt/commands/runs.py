@@ -93,12 +93,12 @@ def list_runs(storage_path: str) -> list[ListedRun]:
     problems = check_uri(storage_path, "STORAGE")
     if problems:
         raise JobError(problems, "arguments")
-    found = find_runs(storage_path)
-    if not (found or is_remote(storage_path) or local_path(storage_path).exists()):
+    runs = find_runs(storage_path)
+    if not (runs or is_remote(storage_path) or local_path(storage_path).exists()):
         missing = Problem("STORAGE", "there is no such folder", repr(storage_path))
         raise JobError([missing], "arguments")
     with ThreadPoolExecutor(_THREADS) as executor:
-        return list(executor.map(_read, found))
+        return list(executor.map(_read, runs))
 
 
 def run_state(run_dir: str) -> State:

@@ -50,8 +50,8 @@ def build_policy(job: Job, steps: EpochSteps, *, channel_norm: bool = True) -> P
     if recorded.auto_weight_decay != job.optimizer.has_auto_weight_decay:
         kind = "auto" if recorded.auto_weight_decay else "a number, or not given,"
         rule = f"was {kind} in the run that is replayed; write the same"
-        given = str(job.optimizer.args.get("weight_decay", "nothing"))
-        raise JobError([Problem("optimizer.args.weight_decay", rule, given)])
+        weight_decay = str(job.optimizer.args.get("weight_decay", "nothing"))
+        raise JobError([Problem("optimizer.args.weight_decay", rule, weight_decay)])
     multipliers = job.optimizer.group_lr_multipliers
     if recorded.lr_multipliers != multipliers:
         rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
