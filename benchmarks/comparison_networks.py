@@ -232,3 +232,46 @@ def gru(*, num_classes: int, sample_shape: tuple[int, ...], width: int) -> Any:
             return self.head(outputs[:, -1])  # type: ignore[no-any-return]
 
     return RowGru()
+
+
+def text_transformer(*, num_classes: int, sample_shape: tuple[int, ...], width: int) -> Any:
+    """Return two pre-norm blocks with four heads on characters; the last token decides."""
+    import torch
+    from torch import nn
+
+    class TextTransformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.characters = nn.Embedding(num_classes, width)
+            self.positions = nn.Parameter(0.02 * torch.randn(1, sample_shape[0], width))
+            block = nn.TransformerEncoderLayer(
+                width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            self.blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, num_classes)
+
+        def forward(self, characters: torch.Tensor) -> torch.Tensor:
+            tokens = self.characters(characters.long()) + self.positions
+            return self.head(self.norm(self.blocks(tokens)[:, -1]))  # type: ignore[no-any-return]
+
+    return TextTransformer()
+
+
+def text_gru(*, num_classes: int, sample_shape: tuple[int, ...], width: int) -> Any:
+    """Return a GRU over characters; its last output decides."""
+    import torch
+    from torch import nn
+
+    class TextGru(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.characters = nn.Embedding(num_classes, 24)
+            self.recurrent = nn.GRU(24, width, batch_first=True)
+            self.head = nn.Linear(width, num_classes)
+
+        def forward(self, characters: torch.Tensor) -> torch.Tensor:
+            outputs, _ = self.recurrent(self.characters(characters.long()))
+            return self.head(outputs[:, -1])  # type: ignore[no-any-return]
+
+    return TextGru()

@@ -1,4 +1,4 @@
-"""The tasks of the comparisons: subsets of real image sets as .npy pairs for the job file.
+"""The tasks of the comparisons: subsets of real data as .npy pairs for the job file.
 
 Layout of the folder `--data-root` (arrays of an .npz file by name):
 
@@ -11,8 +11,11 @@ Layout of the folder `--data-root` (arrays of an .npz file by name):
 
 from __future__ import annotations
 
+import argparse
 import gzip
+import inspect
 import io
+import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,6 +174,28 @@ OTHER_NETWORKS = {
     )
     for images in image_sets
 }
+# Other data: labels of which 40 % are random, classes of unequal size, few images, one of four
+# rotations to be told, the next character of a text. Not among the default tasks.
+OTHER_DATA = {
+    task.name: task
+    for task in (
+        replace(_IMAGES["fashion"], name="noisy_fashion", source="fashion_mnist_noisy"),
+        replace(_IMAGES["coarse"], name="noisy_coarse", source="cifar100_coarse_noisy"),
+        replace(_IMAGES["coarse"], name="long_tail_coarse", source="cifar100_coarse_long_tail"),
+        replace(_IMAGES["coarse"], name="few_coarse", train=768, validation=256),
+        Task("rotations_16", "cifar100_rotations", 16, 3072, 1024),
+        Task(
+            "text_transformer",
+            "text",
+            32,
+            6144,
+            1024,
+            network=f"{_OTHER}text_transformer",
+            width=48,
+        ),
+        Task("text_gru", "text", 32, 6144, 1024, network=f"{_OTHER}text_gru", width=64),
+    )
+}
 # Too small for a meaningful result: it shows that the benchmark works.
 SYNTHETIC = Task("synthetic", "synthetic", 4, 256, 64, batch=32, width=2)
 
@@ -197,6 +222,17 @@ def _read(source: str, root: Path, side: int) -> tuple[Pair, Pair]:
         "cifar100_fine": lambda root, side: read_cifar100(root, side, coarse=False),
         "cifar100_coarse": lambda root, side: read_cifar100(root, side, coarse=True),
         "imagenette": _imagenette,
+        "fashion_mnist_noisy": lambda root, side: _noisy(*read_fashion_mnist(root, side)),
+        "cifar100_coarse_noisy": lambda root, side: _noisy(
+            *read_cifar100(root, side, coarse=True)
+        ),
+        "cifar100_coarse_long_tail": lambda root, side: _long_tail(
+            *read_cifar100(root, side, coarse=True)
+        ),
+        "cifar100_rotations": lambda root, side: _rotations(
+            *read_cifar100(root, side, coarse=True)
+        ),
+        "text": lambda _root, side: _text(side),
         "synthetic": _synthetic,
     }
     try:
@@ -244,6 +280,53 @@ def _imagenette(root: Path, side: int) -> tuple[Pair, Pair]:
             for split in ("train", "val")
         )
     return train, test
+
+
+def _noisy(train: Pair, test: Pair) -> tuple[Pair, Pair]:
+    """Replace 40 % of the training labels by random ones; the test split keeps the true ones."""
+    rng = np.random.default_rng(1)
+    x, y = train
+    random = rng.integers(y.max() + 1, size=len(y))
+    return (x, np.where(rng.random(len(y)) < 0.4, random, y)), test
+
+
+def _long_tail(train: Pair, test: Pair) -> tuple[Pair, Pair]:
+    """Keep a part of each class, from all to a twentieth of the images; the test split has all."""
+    x, y = train
+    share = np.power(0.05, y / y.max())
+    kept = np.random.default_rng(1).random(len(y)) < share
+    return (x[kept], y[kept]), test
+
+
+def _rotations(train: Pair, test: Pair) -> tuple[Pair, Pair]:
+    """Rotate each image by a random number of quarter turns, its label."""
+    rng = np.random.default_rng(1)
+
+    def rotate(pair: Pair) -> Pair:
+        turns = rng.integers(4, size=len(pair[0]))
+        images = [np.rot90(image, turn) for image, turn in zip(pair[0], turns, strict=True)]
+        return np.stack(images), turns
+
+    return rotate(train), rotate(test)
+
+
+def _text(length: int) -> tuple[Any, Any]:
+    """Return pieces of the standard library's source, float32 [N, length], and the next character.
+
+    The 31 most frequent characters have numbers of their own, all others one. The test split is
+    another module.
+    """
+    codes = [np.frombuffer(inspect.getsource(m).encode(), np.uint8) for m in (argparse, tarfile)]
+    frequent = np.argsort(-np.bincount(codes[0], minlength=256), kind="stable")[:31]
+    numbers = np.full(256, len(frequent))
+    numbers[frequent] = range(len(frequent))
+
+    def split(text: npt.NDArray[np.uint8]) -> tuple[Any, Any]:
+        pieces = np.lib.stride_tricks.sliding_window_view(numbers[text], length + 1)
+        return pieces[:, :-1].astype(np.float32), pieces[:, -1]
+
+    train, (test_pieces, test_next) = map(split, codes)
+    return train, (test_pieces[::20], test_next[::20])
 
 
 def _synthetic(_root: Path, side: int) -> tuple[Pair, Pair]:

@@ -12,6 +12,7 @@ from raytrain_opt.execution.session import open_session
 from raytrain_opt.search.policy import (
     CandidateResult,
     Decision,
+    EpochLosses,
     History,
     Policy,
     TrainEpoch,
@@ -54,10 +55,10 @@ class Run(Protocol[State]):
     def checkpoint_round(self, state: State, history: History) -> None:
         """Save the run, so that a resumed one does not repeat the round."""
 
-    def train_epoch(self, state: State, action: TrainEpoch) -> tuple[State, float]:
-        """Train the rest of the epoch on all workers; return the new state and the mean loss.
+    def train_epoch(self, state: State, action: TrainEpoch) -> tuple[State, EpochLosses]:
+        """Train the rest of the epoch on all workers; return the new state and the mean losses.
 
-        With `plateau_on: val_metric`, the negative score in place of the loss. Raises
+        With `plateau_on: val_metric`, the negative score in place of the training loss. Raises
         DivergedError if the loss is not finite.
         """
 
@@ -128,7 +129,7 @@ def train(run: Run[State]) -> None:
             history = run.plan(state, history.after_round(decision))
             run.checkpoint_round(state, history)
         # Train: all workers together, the rest of the epoch at the decided rates.
-        state, loss = run.train_epoch(state, action)
-        history = history.after_epoch(loss)
+        state, losses = run.train_epoch(state, action)
+        history = history.after_epoch(losses)
         run.evaluate(state, epoch)
         run.checkpoint_epoch(state, history)

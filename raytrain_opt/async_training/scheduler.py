@@ -51,6 +51,7 @@ class EpochPhase:
     micro_batches: int
     bound: int | None  # s; None for no bound
     weight_decay_factor: float = 1.0  # of the job's weight decay
+    held_out: int = 0  # samples of the validation split that others replace
 
     @property
     def size(self) -> int:
@@ -75,6 +76,7 @@ def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
         micro_batches=config.worker_count * command.split * factor,
         bound=config.parallel.staleness_bound,
         weight_decay_factor=command.weight_decay_factor,
+        held_out=command.held_out,
     )
 
 

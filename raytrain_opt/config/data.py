@@ -56,8 +56,8 @@ class Augment(BatchAugment):
 class HoldOut:
     """How much of the training set is the validation split, and how long it is held out.
 
-    `fraction` of the samples, at most `max_samples`. With `only_in_search` candidates alone do
-    not train on them.
+    `fraction` of the samples, at most `max_samples`. With `only_in_search` only candidates and
+    epochs that the policy chooses do not train on them.
     """
 
     fraction: float
@@ -68,8 +68,9 @@ class HoldOut:
 class _DataSection(NamedSection):
     validation_fraction: Fraction | None = None
     """Fraction of the training set held out to score candidates (the validation split): during the
-    whole training, or with policy stpt_horizon during the search alone. Default: 0.1, or 0 with
-    policies without candidates that do not follow it (`learning_rate.plateau_on`)."""
+    whole training, or with policy stpt_horizon during the search and, with `weight_decay: auto`,
+    half of the training. Default: 0.1, or 0 with policies without candidates that do not follow it
+    (`learning_rate.plateau_on`)."""
     validation_max_samples: PositiveInt = 5000
     """Maximum size of the validation split, in samples."""
     sampler: Literal["random", "balanced"] = "random"

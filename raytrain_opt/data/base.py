@@ -130,11 +130,13 @@ class TrainingData(ABC):
         global_batch_size: int,
         *,
         search: bool = False,
+        held_out: int = 0,
     ) -> Iterator[Batch]:
         """Yield the micro-batch of each (step, micro-batch) in `indices`, in that order.
 
         Loader processes take from `indices` ahead of the batches that are yielded. In a `search`
-        the validation split is held out. Samples and augmentation depend only on (seed, epoch,
+        the validation split is held out; `held_out` of its samples are replaced by others, see
+        `TrainingSplit`. Samples and augmentation depend only on (seed, epoch,
         step, index in the global batch), not on the process that computes a micro-batch. Raises
         DataError for unreadable samples, ValueError for a step or micro-batch that does not exist.
         """

@@ -91,9 +91,10 @@ class InMemoryData(TrainingData):
         global_batch_size: int,
         *,
         search: bool = False,
+        held_out: int = 0,
     ) -> Iterator[Batch]:
         """See `TrainingData.train_batches`."""
-        order = self._split.order(epoch, search=search)
+        order = self._split.order(epoch, search=search, held_out=held_out)
         padding, flip = self._augment.crop_padding, self._augment.flip
         for step, number in indices:
             samples, rows, relative_size = sampling.micro_batch(

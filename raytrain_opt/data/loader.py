@@ -123,9 +123,10 @@ class DataLoaderData(TrainingData):
         global_batch_size: int,
         *,
         search: bool = False,
+        held_out: int = 0,
     ) -> Iterator[Batch]:
         """See `TrainingData.train_batches`."""
-        order = self._split.order(epoch, search=search)
+        order = self._split.order(epoch, search=search, held_out=held_out)
         requested: deque[tuple[int, sampling.MicroBatch]] = deque()
 
         def requests() -> Iterator[BatchRequest]:

@@ -90,15 +90,20 @@ def split_validation(
         rule = f"the validation split takes all {size} samples, so no sample is left to train on"
         hint = f"use more samples, or data.validation_fraction: 0 (now {fraction})"
         raise DataError("data", f"{rule}; {hint}")
-    shuffled = permutation(generator(seed, Purpose.VALIDATION_SPLIT), np.arange(size))
+    shuffled = _shuffle(size, seed, permutation)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+
+
+def _shuffle(size: int, seed: int, permutation: Permutation) -> Indices:
+    """Return the samples in the order in which a validation split takes them."""
+    return permutation(generator(seed, Purpose.VALIDATION_SPLIT), np.arange(size))
 
 
 class TrainingSplit:
     """The training set of a job, cut into samples to train on and the validation split.
 
     Candidates never train on the validation split; the training does if it is held out in the
-    search only. Raises DataError like `split_validation`.
+    search only, but for epochs that leave it out. Raises DataError like `split_validation`.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class TrainingSplit:
         searched, self.validation = split_validation(
             size, hold_out.fraction, hold_out.max_samples, seed, permutation
         )
+        self._size, self._seed, self._permutation = size, seed, permutation
         settings = (seed, repeats, permutation, balanced_labels)
         self.search = EpochOrders(searched, *settings)
         self.training = (
@@ -124,9 +130,21 @@ class TrainingSplit:
         """Samples of the training, of the search and of the validation split."""
         return len(self.training.samples), len(self.search.samples), len(self.validation)
 
-    def order(self, epoch: int, *, search: bool) -> Indices:
-        """Return the order of an epoch, for candidates or for the training."""
-        return (self.search if search else self.training).order(epoch)
+    def order(self, epoch: int, *, search: bool, held_out: int = 0) -> Indices:
+        """Return the order of an epoch, for candidates or for the training.
+
+        held_out: first samples of the validation split, in whose place the training takes others.
+        Each is one that comes a little later in the epoch, for data in several files.
+        """
+        order = (self.search if search else self.training).order(epoch)
+        if not held_out:
+            return order
+        is_left_out = np.isin(order, self._shuffled()[:held_out])
+        others = order[~is_left_out]
+        return np.where(is_left_out, others[np.arange(len(order)) % len(others)], order)
+
+    def _shuffled(self) -> Indices:
+        return _shuffle(self._size, self._seed, self._permutation)
 
 
 class EpochOrders:

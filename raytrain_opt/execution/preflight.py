@@ -108,7 +108,12 @@ class Preflight:
             )
         if note is not None:
             job = job.model_copy(update={"optimizer": job.optimizer.without("Muon")})
-        policy = build_policy(job, steps, channel_norm=self.channel_norm)
+        policy = build_policy(
+            job,
+            steps,
+            channel_norm=self.channel_norm,
+            validation_size=self.info.validation_size,
+        )
         return ResolvedJob(job, info, steps, policy, note)
 
 

@@ -108,6 +108,7 @@ class EpochMetrics:
     lrs: list[float] = field(default_factory=list)  # of the steps on the way to the weights
     weight_decay_factor: float = 1.0
     optimizer: int = 0
+    held_out: int = 0
     train: TrainTotals | None = None
     test: EvalTotals | None = None
     staleness: StalenessRecord | None = None
@@ -125,6 +126,7 @@ class EpochMetrics:
         if totals.steps:  # none are left where a signal arrived in the evaluation
             self.staleness = outcome.staleness
         self.weight_decay_factor, self.optimizer = command.weight_decay_factor, command.optimizer
+        self.held_out = command.held_out
         self.lrs.extend(command.lrs[: totals.steps])
         for name, seconds in outcome.timings_s.items():
             self.stopwatch.add(f"main_{name}", seconds)

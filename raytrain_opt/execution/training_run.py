@@ -33,6 +33,7 @@ from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.search.policy import (
     CandidateResult,
     Decision,
+    EpochLosses,
     History,
     TrainEpoch,
     TryCandidates,
@@ -166,7 +167,7 @@ class TrainingRun:
         )
         self._save(state)
 
-    def train_epoch(self, state: StateRef, action: TrainEpoch) -> tuple[StateRef, float]:
+    def train_epoch(self, state: StateRef, action: TrainEpoch) -> tuple[StateRef, EpochLosses]:
         """Train the rest of the epoch; the loss is NaN if pre-training was as long as it."""
         self._wait_for_workers()
         self._in_round = False
@@ -175,13 +176,17 @@ class TrainingRun:
             self.terminal.note(f"epoch 1: {action.reason}")
         if self._epoch.train is None:
             self.backend.workers.grow()
+            if action.note:
+                self.event_log.log(
+                    "overfitting", action.epoch, f"epoch {action.epoch}: {action.note}"
+                )
         # Asynchronous workers have no common step to stop at: they are interrupted.
         is_sync = self.job.parallel.mode != "async"
         with self._stop.deferred(self.job.timeouts.stop_s) if is_sync else nullcontext():
             state = self._train_steps_left(state, action)
             if self._stop.error is not None:
                 self._save_step(state)
-        return state, self._followed_loss(state)
+        return state, self._losses(state, action)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
         """Train the steps of the epoch that are not done yet.
@@ -199,6 +204,7 @@ class TrainingRun:
                 action.lrs[done:],
                 action.weight_decay_factor,
                 action.optimizer,
+                action.held_out,
             )
             with self._epoch.stopwatch.measure("main_train_s"):
                 outcome = self.backend.main_training.train(
@@ -210,17 +216,21 @@ class TrainingRun:
                 return state
             self._worker_events.continued(command, outcome.totals.steps, steps)
 
-    def _followed_loss(self, state: StateRef) -> float:
-        """Return the mean training loss, or the negative score that a plateau follows."""
-        if getattr(self.job.learning_rate, "plateau_on", "") != "val_metric":
-            return self._epoch.train_loss
+    def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
+        """Score the validation split where the policy asks for it or a plateau follows it."""
+        follows_metric = getattr(self.job.learning_rate, "plateau_on", "") == "val_metric"
+        if not (follows_metric or action.scores):
+            return EpochLosses(self._epoch.train_loss)
         try:
             with self._epoch.stopwatch.measure("evaluate_s"):
                 scored = self.backend.main_training.evaluate(state, "validation")
         except KeyboardInterrupt:
             self._save_step(state)
             raise
-        return -scored.metric.score(scored.means[scored.metric.name])
+        if follows_metric:
+            return EpochLosses(-scored.metric.score(scored.means[scored.metric.name]))
+        self._raise_if_diverged(action.epoch, "validation", scored.loss)
+        return EpochLosses(self._epoch.train_loss, scored.loss)
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
         speeds = cast("list[float]", outcome.parallel.get("speeds") or [])
@@ -273,6 +283,7 @@ class TrainingRun:
                 optimizer=name,
                 weight_decay_factor=self._epoch.weight_decay_factor,
                 auto_weight_decay=optimizer.has_auto_weight_decay,
+                held_out=self._epoch.held_out,
                 lr_multipliers=dict(optimizer.group_lr_multipliers),
                 full_steps=self.steps(epoch),
                 lrs=tuple(self._epoch.lrs),

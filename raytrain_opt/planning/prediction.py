@@ -31,7 +31,13 @@ from raytrain_opt.optim.epoch_steps import epoch_steps, ramp_factor
 from raytrain_opt.planning.cluster import ClusterSection
 from raytrain_opt.planning.terms import MeasuredStep, Terms
 from raytrain_opt.search.factory import build_policy, max_candidates
-from raytrain_opt.search.policy import CandidateResult, History, Policy, TryCandidates
+from raytrain_opt.search.policy import (
+    CandidateResult,
+    EpochLosses,
+    History,
+    Policy,
+    TryCandidates,
+)
 
 # DDP's first message has 1 MiB, the others 25.
 _FIRST_MESSAGE_BYTES, _MESSAGE_BYTES = 2**20, 25 * 2**20
@@ -241,5 +247,5 @@ def search_rounds(policy: Policy, epochs: int) -> list[TryCandidates]:
                 result = CandidateResult(candidate, "ok", 1 / loss, loss, loss, 1, 0, 0, 0, 64)
                 results.append(result)
             history = history.after_round(policy.decide(action, results, history))
-        history = history.after_epoch(1.0)
+        history = history.after_epoch(EpochLosses(1.0))
     return rounds

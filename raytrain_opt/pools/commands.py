@@ -77,6 +77,7 @@ class MainTrain:
     lrs: tuple[float, ...]
     weight_decay_factor: float = 1.0  # of the job's weight decay
     optimizer: int = 0  # position among those of the job
+    held_out: int = 0  # samples of the validation split that others replace
     split: int = 1  # async: micro-batches of a worker's share of a step
 
 

@@ -85,6 +85,7 @@ class Worker(CandidateTrainer):
             on_step=lambda done: on_step(done, total),
             weight_decay_factor=command.weight_decay_factor,
             optimizer=command.optimizer,
+            held_out=command.held_out,
         )
         timings_s["data_wait_s"] = totals.data_wait_s
         timings_s["compute_s"] = totals.duration_s - totals.data_wait_s

@@ -346,6 +346,9 @@ class ScheduleRecord(Record):
         )
     )
     auto_weight_decay: bool = Field(description="Whether the run had `weight_decay: auto`.")
+    held_out: int = Field(
+        description="Samples of the validation split that the epoch replaced by others."
+    )
     lr_multipliers: dict[str, float] = Field(
         description=(
             "Factors other than 1 on the learning rate, by patterns of parameter names; `aux`: of "

@@ -24,14 +24,19 @@ from raytrain_opt.search.stpt_horizon import HorizonStpt
 _ENDLESS_STEPS = 2**53
 
 
-def build_policy(job: Job, steps: EpochSteps, *, channel_norm: bool = True) -> Policy:
+def build_policy(
+    job: Job, steps: EpochSteps, *, channel_norm: bool = True, validation_size: int = 0
+) -> Policy:
     """Build the job's policy. Raises JobError if it does not match the steps per epoch.
 
-    `channel_norm`: the network normalizes channels, see `HorizonStpt`.
+    `channel_norm`: the network normalizes channels; `validation_size`: samples of the validation
+    split; see `HorizonStpt`.
     """
     section = job.learning_rate
     if isinstance(section, HorizonPolicy):
-        return HorizonStpt(section, job.epochs, steps, job.optimizers, channel_norm)
+        return HorizonStpt(
+            section, job.epochs, steps, job.optimizers, channel_norm, validation_size
+        )
     if isinstance(section, SchedulePolicy):
         schedule: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
         if job.epochs is not None:

@@ -80,6 +80,7 @@ class RecordedSchedule(Policy):
     lrs: tuple[tuple[float, ...], ...]  # by epoch and step
     weight_decay_factors: tuple[float, ...]  # by epoch
     full_steps: tuple[int, ...]  # of each epoch, had it trained on all samples
+    held_out: tuple[int, ...]  # samples by epoch
     lr_multipliers: Mapping[str, float] = field(default_factory=dict)  # other than 1
     optimizer: str = "SGD"
     auto_weight_decay: bool = False
@@ -93,6 +94,7 @@ class RecordedSchedule(Policy):
                 tuple(tuple(float(lr) for lr in epoch["lrs"]) for epoch in epochs),
                 tuple(float(epoch["weight_decay_factor"]) for epoch in epochs),
                 tuple(int(epoch["full_steps"]) for epoch in epochs),
+                tuple(int(epoch["held_out"]) for epoch in epochs),
                 {k: float(f) for k, f in epochs[-1]["lr_multipliers"].items()},
                 str(epochs[-1]["optimizer"]),
                 bool(epochs[-1]["auto_weight_decay"]),
@@ -116,8 +118,8 @@ class RecordedSchedule(Policy):
         return self
 
     def next(self, epoch: int, history: History) -> TrainEpoch:
-        factor = self.weight_decay_factors[epoch - 1]
-        return TrainEpoch(epoch, self.lrs[epoch - 1], "replay", factor)
+        factor, held_out = self.weight_decay_factors[epoch - 1], self.held_out[epoch - 1]
+        return TrainEpoch(epoch, self.lrs[epoch - 1], "replay", factor, held_out=held_out)
 
 
 def _span(steps: Sequence[int]) -> str:

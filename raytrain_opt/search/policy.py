@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from raytrain_opt.optim.epoch_steps import EpochSpan
 from raytrain_opt.results import EvalTotals, Metric, TrainTotals
@@ -89,6 +89,9 @@ class TrainEpoch:
     reason: str
     weight_decay_factor: float = 1.0
     optimizer: int = 0  # among those of the job; one that did not train so far starts anew
+    held_out: int = 0  # samples of the validation split that others replace
+    scores: bool = False  # the validation split, after the epoch
+    note: str = ""  # what the policy found out before the epoch
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,16 @@ class Decision:
     next_optimizer: int = 0
 
 
+class EpochLosses(NamedTuple):
+    """What an epoch tells the policy: its training loss, or the negative score of a plateau.
+
+    `validation`: after the epoch, where it scores.
+    """
+
+    training: float
+    validation: float | None = None
+
+
 @dataclass(frozen=True)
 class History:
     """Everything a policy may depend on."""
@@ -194,15 +207,21 @@ class History:
     decisions: tuple[Decision, ...] = ()
     # Of each finished epoch: mean training loss, or the negative score that a plateau follows.
     epoch_losses: tuple[float, ...] = ()
+    validation_losses: tuple[float, ...] = ()  # after each epoch that scores
     plans: tuple[EpochSpan, ...] = ()  # of `train_for`, before each epoch and after each round
 
     def after_round(self, decision: Decision) -> History:
         """Return the history with one more decision."""
         return replace(self, decisions=(*self.decisions, decision))
 
-    def after_epoch(self, loss: float) -> History:
-        """Return the history with the loss of one more epoch."""
-        return replace(self, epoch_losses=(*self.epoch_losses, loss))
+    def after_epoch(self, losses: EpochLosses) -> History:
+        """Return the history with the losses of one more epoch."""
+        scored = () if losses.validation is None else (losses.validation,)
+        return replace(
+            self,
+            epoch_losses=(*self.epoch_losses, losses.training),
+            validation_losses=(*self.validation_losses, *scored),
+        )
 
     def after_plan(self, plan: EpochSpan) -> History:
         """Return the history with one more plan."""

@@ -6,8 +6,9 @@ schedules, compressed into few steps:
 
     before epoch 1   search the peak (see `peak_search`), of several optimizers where the job names
                      none (`optimizer_race`). None of these steps are kept.
-    then             train with this peak on all samples, the validation split included: warm-up
-                     and decay to zero over all epochs.
+    then             train with this peak: warm-up and decay to zero over all epochs. Where the
+                     weight decay follows the training, the first half holds the validation split
+                     out (see `weight_decay`); otherwise, and then, it trains on all samples.
 
 Source of pre-training candidates from one state: Yamada et al. (Kobe University), STPT.
 """
@@ -39,7 +40,7 @@ from raytrain_opt.search.policy import (
     TrainEpoch,
     TryCandidates,
 )
-from raytrain_opt.search.weight_decay import decay_by_fit
+from raytrain_opt.search.weight_decay import Watch, decay_by_fit
 
 # Of several optimizers, each starts at its usual rate times initial / this, SGD's usual rate.
 _SGD_LR = 0.1
@@ -64,6 +65,7 @@ class HorizonStpt:
     steps: EpochSteps
     optimizers: tuple[OptimizerSection, ...]
     channel_norm: bool = True  # the network has BatchNorm, GroupNorm or InstanceNorm
+    validation_size: int = 0  # samples of the validation split
 
     def schedule(self, optimizer: int) -> RelativeSchedule:
         """Return the schedule of the full training, relative to the peak."""
@@ -190,12 +192,24 @@ class HorizonStpt:
             if cost <= 1 and self._race(self.optimizers[:1], FEWEST_STEPS).is_possible:
                 reason += f" within learning_rate.max_search_cost; {cost:g} allows one"
         lrs = tuple(peak * part for part in schedule.of_epoch(span))
-        weight_decay_factor = 1.0
-        if self.optimizers[optimizer].has_auto_weight_decay:
-            sum_of_lrs = peak * schedule.mean * span.total_steps
-            epochs = span.total_steps / self.steps.first
-            weight_decay_factor = decay_by_fit(history, optimizer, sum_of_lrs, epochs)
-        return TrainEpoch(span.epoch, lrs, reason, weight_decay_factor, optimizer)
+        action = TrainEpoch(span.epoch, lrs, reason, optimizer=optimizer)
+        if not self.optimizers[optimizer].has_auto_weight_decay:
+            return action
+        sum_of_lrs = peak * schedule.mean * span.total_steps
+        epochs = span.total_steps / self.steps.first
+        decay = decay_by_fit(history, optimizer, sum_of_lrs, epochs)
+        watch = Watch.of(self.epochs) if self.validation_size else None
+        if watch is None:
+            return replace(action, weight_decay_factor=decay)
+        watched = decay_by_fit(history, optimizer, sum_of_lrs, epochs, watch)
+        finds_out = span.epoch == watch.end + 1 and watched > decay
+        return replace(
+            action,
+            weight_decay_factor=watched,
+            held_out=self.validation_size if span.epoch <= watch.end else 0,
+            scores=span.epoch in (watch.start, watch.end),
+            note=watch.finding(history) if finds_out else "",
+        )
 
 
 def _rival(rounds: Sequence[Decision], request: PeakRequest) -> tuple[float, ...]:

@@ -12,12 +12,22 @@ A network that fits its training samples closely is about to overfit, if it sees
 needs a strong decay; another is slowed by it (our trials, benchmarks/RESULTS.md). A decay of d
 keeps the singular values of a matrix that Muon trains, and each weight that AdamW trains, below
 about 1 / d, whatever the loss needs: hence the limit, which trainings of few steps reach.
+
+A network may also memorize long before it fits its samples closely: wrong labels, for example. So
+the first half of the training leaves the validation split out, and scores it twice:
+
+    g    fall of the loss of the validation split / fall of the training loss, both from a quarter
+         to half of the epochs
+
+From then on f is at least 2 - 6 g, 2 at most. The split joins the training.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from raytrain_opt.search.optimizer_race import optimizer_of
-from raytrain_opt.search.peak_search import hardly_trained_loss
+from raytrain_opt.search.peak_search import TOLERANCE, hardly_trained_loss
 from raytrain_opt.search.policy import History
 
 # Times 1 / (rate x decay) in a training of a network that fits its samples perfectly.
@@ -26,17 +36,63 @@ _TIMES = 10.0
 _EPOCHS = 16
 # Without it, a regression in 120 steps ends with an R2 of 0.850 in place of 0.996.
 _MAX_DECAY = 0.2
+# The fit of a network that memorizes: samples that are held out gain nothing at all, and the share
+# of what others gain at which it does not.
+_MEMORIZING_FIT, _HEALTHY_SHARE = 2.0, 1 / 3
 
 
-def decay_by_fit(history: History, optimizer: int, sum_of_lrs: float, epochs: float) -> float:
+@dataclass(frozen=True)
+class Watch:
+    """The epochs after which the validation split is scored; until `end` it is held out."""
+
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, epochs: int | None) -> Watch | None:
+        """Return those of a training; None if it is short, or its length is not known."""
+        return None if epochs is None or epochs < _EPOCHS else cls(epochs // 4, epochs // 2)
+
+    def falls(self, history: History) -> tuple[float, float]:
+        """Return by how much the training and the validation loss fell; 0 before the end."""
+        if len(history.validation_losses) < 2:
+            return 0.0, 0.0
+        (before, after), losses = history.validation_losses, history.epoch_losses
+        return losses[self.start - 1] - losses[self.end - 1], before - after
+
+    def fit(self, history: History, untrained: float) -> float:
+        """Return the least fit that the watch says, 0 if held-out samples gain as others do.
+
+        0 also where the training loss hardly falls, relative to the `untrained` network's.
+        """
+        learned, generalized = self.falls(history)
+        if learned <= TOLERANCE * untrained:
+            return 0.0
+        share = generalized / learned
+        return _MEMORIZING_FIT * min(max(1 - share / _HEALTHY_SHARE, 0.0), 1.0)
+
+    def finding(self, history: History) -> str:
+        """Say what the losses show."""
+        learned, generalized = self.falls(history)
+        return (
+            f"from epoch {self.start} to {self.end} the training loss fell by {learned:.3g}, that "
+            f"of held-out samples by {generalized:.3g}: more weight decay"
+        )
+
+
+def decay_by_fit(
+    history: History, optimizer: int, sum_of_lrs: float, epochs: float, watch: Watch | None = None
+) -> float:
     """Return the decoupled weight decay of the next epoch, of the job's n-th `optimizer`."""
     losses = history.epoch_losses
     untrained = _untrained_loss(history, optimizer) if losses else 0.0
     if untrained <= 0:  # nothing is known, or a loss of the user's own that may be negative
         return 0.0
-    fit = 1 - losses[-1] / untrained
+    fit = min(max(1 - losses[-1] / untrained, 0.0), 1.0)
+    if watch is not None:
+        fit = max(fit, watch.fit(history, untrained))
     times = _TIMES * min(1.0, epochs / _EPOCHS)
-    return min(max(fit, 0.0), 1.0) * min(times / sum_of_lrs, _MAX_DECAY)
+    return fit * min(times / sum_of_lrs, _MAX_DECAY)
 
 
 def _untrained_loss(history: History, optimizer: int) -> float:

@@ -148,6 +148,7 @@ class Learner:
         optimizer: int = 0,
         *,
         search: bool = False,
+        held_out: int = 0,
     ) -> TrainTotals:
         """Train one step of `epoch` per learning rate, starting at `first_step`.
 
@@ -155,11 +156,13 @@ class Learner:
         the same as if one worker per micro-batch computed it. The same arguments from the same
         state give the same result, whatever ran before. The configured weight decay is
         multiplied by `weight_decay_factor`. `optimizer`: position among those of the job; one
-        that did not train before starts anew. In a `search` the validation split is held out.
+        that did not train before starts anew. In a `search` the validation split is held out;
+        `held_out` of its samples are replaced by others.
         With averaging, the model has the averaged weights afterwards; `sync_batch_norm_stats`
         takes the statistics that belong to them.
         """
-        self._begin_phase(epoch, self._grown(epoch, micro_batches), search=search)
+        grown = self._grown(epoch, micro_batches)
+        self._begin_phase(epoch, grown, search=search, held_out=held_out)
         phase, parallel, batch_size = self._phase, self.parallel, self._global_batch_size(epoch)
         self._use_optimizer(optimizer)
         set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
@@ -243,19 +246,22 @@ class Learner:
         """Return the sum of the losses of this process's phase so far, and its samples."""
         return self._phase.loss_sum.item(), self._phase.samples
 
-    def begin_micro_batches(self, epoch: int, count: int) -> None:
+    def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
         """Begin a phase in which single micro-batches are computed, in any order.
 
-        `count` micro-batches make up one step of `epoch`. See `add_gradient`.
+        `count` micro-batches make up one step of `epoch`. See `add_gradient`, and `train` for
+        `held_out`.
         """
-        self._begin_phase(epoch, MicroBatches(range(1), count))
+        self._begin_phase(epoch, MicroBatches(range(1), count), held_out=held_out)
         self.model.train()
 
     def micro_batches_at(self, indices: Iterable[tuple[int, int]]) -> Iterator[Batch]:
         """Yield the batches at these (step, micro-batch) indices of the current phase's epoch."""
         epoch, count = self._phase.epoch, self._phase.micro_batches.count
         size, search = self._global_batch_size(epoch), self._phase.search
-        return self.data.train_batches(epoch, indices, count, size, search=search)
+        return self.data.train_batches(
+            epoch, indices, count, size, search=search, held_out=self._phase.held_out
+        )
 
     def add_gradient(self, batch: Batch, index: tuple[int, int]) -> float:
         """Add the gradient of one micro-batch's mean loss to the parameters' gradients.
@@ -275,7 +281,7 @@ class Learner:
         )
 
     def _begin_phase(
-        self, epoch: int, micro_batches: MicroBatches, *, search: bool = False
+        self, epoch: int, micro_batches: MicroBatches, *, search: bool = False, held_out: int = 0
     ) -> None:
         before = batch_norm.count_tracked_batches(self.model)
         stopped, self._stopped = self._stopped, None
@@ -285,7 +291,7 @@ class Learner:
             if batch_norm.take_own_buffers(self.model, stopped["buffers"]):
                 before = stopped["tracked_before"]
         loss_sum = torch.zeros(1, device=self.device, dtype=torch.float64)
-        self._phase = Phase(epoch, micro_batches, before, search, loss_sum)
+        self._phase = Phase(epoch, micro_batches, before, search, held_out, loss_sum)
 
     def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
         """Run forward and backward of one micro-batch, with its mean loss divided by `divisor`.

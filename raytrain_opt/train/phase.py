@@ -22,6 +22,7 @@ class Phase:
     micro_batches: MicroBatches
     tracked_before: dict[str, int]
     search: bool
+    held_out: int
     loss_sum: Tensor  # [1], float64, on the device
     steps: int = 0
     samples: int = 0

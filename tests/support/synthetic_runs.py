@@ -44,6 +44,7 @@ def write_schedule(path: Path, *epochs: Sequence[float], **changes: Any) -> None
         "optimizer": "SGD",
         "weight_decay_factor": 1.0,
         "auto_weight_decay": False,
+        "held_out": 0,
         "lr_multipliers": {},
         **changes,
     }

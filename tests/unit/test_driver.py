@@ -17,6 +17,7 @@ from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,
     Decision,
+    EpochLosses,
     History,
     TrainEpoch,
     TryCandidates,
@@ -103,11 +104,11 @@ class ScriptedRun:
         self.moves.append(Move("state_after", action.epoch, state, (lr,)))
         return f"{state} {action.epoch}:pre@{lr:g}x{action.kept_steps}"
 
-    def train_epoch(self, state: str, action: TrainEpoch) -> tuple[str, float]:
+    def train_epoch(self, state: str, action: TrainEpoch) -> tuple[str, EpochLosses]:
         lrs = action.lrs
         self.moves.append(Move("train_epoch", action.epoch, state, lrs))
         rate = f"@{lrs[0]:g}" if lrs else ""
-        return f"{state} {action.epoch}:main{rate}x{len(lrs)}", 1 / action.epoch
+        return f"{state} {action.epoch}:main{rate}x{len(lrs)}", EpochLosses(1 / action.epoch)
 
     def evaluate(self, state: str, epoch: int) -> None:
         self.moves.append(Move("evaluate", epoch, state))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.data import TensorDataset
 from raytrain_opt import Job
 from raytrain_opt.async_training import worker_loop
 from raytrain_opt.async_training.buffer_pooling import advance_buffers
-from raytrain_opt.async_training.scheduler import EpochPhase
+from raytrain_opt.async_training.scheduler import EpochPhase, epoch_phase
 from raytrain_opt.async_training.update_conversion import convert
 from raytrain_opt.async_training.weight_shard import Weights, assemble_state, split_parameters
 from raytrain_opt.async_training.worker_loop import AsyncTrainer, WeightPrefetcher
@@ -24,6 +25,7 @@ from raytrain_opt.clock import Stopwatch
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
+from raytrain_opt.pools.commands import MainTrain, StateRef
 from raytrain_opt.results import AsyncWorkerMetrics
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -73,11 +75,13 @@ def asynchronous(
     shards: int = 2,
     decay: float = 1.0,
     first_step: int = 0,
+    held_out: int = 0,
     workers: int = WORKERS,
 ) -> tuple[TrainingState, LocalServer, list[AsyncWorkerMetrics]]:
     """Train one phase; each worker is a thread with its own learner."""
     learners = [Learner(LearnerConfig.from_job(job), digits, CPU) for _ in range(workers)]
-    phase = EpochPhase("1.x", 1, first_step, LRS, WORKERS, bound, weight_decay_factor=decay)
+    command = MainTrain(StateRef("1", None), 1, first_step, LRS, decay, held_out=held_out)
+    phase = replace(epoch_phase(learners[0].config, command), bound=bound)
     wire = torch.bfloat16 if job.parallel.compression == "bf16" else torch.float32
     shard_list = open_shards(job, learners[0].info, shards)
     server = LocalServer.for_phase(phase, shard_list, state, wire=wire)
@@ -124,7 +128,15 @@ def test_without_staleness_each_gradient_is_a_step_of_synchronous_training(
     async_job = job(optimizer=OPTIMIZERS[name])
     learner, state = trained_learner(async_job, digits)
     final_state, server, _ = asynchronous(
-        async_job, digits, state, 0, shards=shards, decay=0.5, first_step=2, workers=1
+        async_job,
+        digits,
+        state,
+        0,
+        shards=shards,
+        decay=0.5,
+        first_step=2,
+        held_out=600,
+        workers=1,
     )
     small_job = job(optimizer=OPTIMIZERS[name], global_batch_size=16, workers={"count": 1})
     small = Learner(LearnerConfig.from_job(small_job), digits, CPU)
@@ -136,7 +148,8 @@ def test_without_staleness_each_gradient_is_a_step_of_synchronous_training(
     lrs = [lr for lr in LRS for _ in range(WORKERS)]
     # AdamW's decay is converted, and the learner sets that of each group itself.
     decay = 0.5 * (WORKERS**-0.5 if name == "AdamW" else 1.0)
-    small.train(1, 2 * WORKERS, lrs, MicroBatches(range(1), 1), weight_decay_factor=decay)
+    whole = MicroBatches(range(1), 1)
+    small.train(1, 2 * WORKERS, lrs, whole, weight_decay_factor=decay, held_out=600)
     expected = small.state(copy=True)
     assert final_state.tensors.keys() == expected.tensors.keys()
     for key, tensor in expected.tensors.items():

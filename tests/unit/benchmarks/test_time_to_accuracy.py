@@ -14,10 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import comparison_command, comparison_units, in_process
+from benchmarks import comparison_command, comparison_tasks, comparison_units, in_process
 from benchmarks import comparison_rows as rows_of
 from benchmarks import time_to_accuracy as benchmark
-from benchmarks.comparison_tasks import OPTIMIZERS, OTHER_NETWORKS, SYNTHETIC, TASKS, Task
+from benchmarks.comparison_tasks import (
+    OPTIMIZERS,
+    OTHER_DATA,
+    SYNTHETIC,
+    TASKS,
+    Task,
+)
 from benchmarks.comparison_units import Cache, Result, Setting, Unit, compute
 from raytrain_opt.config.schema import Job
 from raytrain_opt.driver import train
@@ -127,7 +133,7 @@ def test_the_search_affects_the_weights_only_through_the_rates_it_chose(
     train(searched)
     ends = [searched.steps.before(epoch) for epoch in range(1, EPOCHS + 2)]
     lrs = tuple(searched.lrs[first:end] for first, end in pairwise(ends))
-    recorded = RecordedSchedule(lrs, (1.0,) * EPOCHS, tuple(map(len, lrs)))
+    recorded = RecordedSchedule(lrs, (1.0,) * EPOCHS, tuple(map(len, lrs)), (0,) * EPOCHS)
     replayed.policy = recorded.policy(EPOCHS, replayed.steps)
     train(replayed)
     assert len(set(searched.lrs)) > 1
@@ -401,9 +407,71 @@ def test_missing_data_are_named(tmp_path: Path) -> None:
             task.prepare(tmp_path, tmp_path / "prepared")
 
 
-@pytest.mark.parametrize("task", [*TASKS.values(), *OTHER_NETWORKS.values()], ids=lambda t: t.name)
+@pytest.mark.parametrize("task", benchmark.ALL_TASKS.values(), ids=lambda t: t.name)
 def test_the_network_of_each_task_takes_its_images(task: Task) -> None:
-    shape = (1 if task.source == "fashion_mnist" else 3, task.side, task.side)
+    channels = 1 if task.source.startswith("fashion_mnist") else 3
+    shape = (32,) if task.source == "text" else (channels, task.side, task.side)
     job = Job.model_validate(task.job({"name": "digits"}, 1, 0, {"policy": "stpt_horizon"}))
     model = build_model(job.model, num_classes=20, sample_shape=shape, seed=0)
     assert model(torch.zeros(2, *shape)).shape == (2, 20)
+
+
+Arrays = tuple[np.ndarray[Any, Any], ...]
+
+
+def prepare(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Arrays:
+    """Return x, y of the training and of the test set, whose images are numbers of 10 classes."""
+
+    def numbered(root: Path, side: int, coarse: bool = True) -> Any:
+        assert coarse
+        y = np.arange(4100) % 10
+        x = np.arange(4100 * side * side).reshape(-1, side, side, 1)
+        return (x, y), (x[:100], y[:100])
+
+    for reader in ("read_cifar100", "read_fashion_mnist"):
+        monkeypatch.setattr(comparison_tasks, reader, numbered)
+    task = replace(OTHER_DATA[name], train=100, validation=20)
+    data = task.prepare(Path(), folder)
+    return tuple(np.load(path) for path in (*data["train"], *data["test"]))
+
+
+@pytest.mark.parametrize("name", ["noisy_fashion", "noisy_coarse"])
+def test_forty_percent_of_the_training_labels_are_random(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y, test_x, test_y = prepare(name, tmp_path, monkeypatch)
+    side = OTHER_DATA[name].side
+    true = x[:, 0, 0, 0] // side**2 % 10
+    assert 0.2 < np.mean(y != true) < 0.5  # a tenth of the random ones are right
+    assert np.array_equal(test_y, test_x[:, 0, 0, 0] // side**2 % 10)
+
+
+def test_a_long_tail_has_few_images_of_the_last_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, y, _, test_y = prepare("long_tail_coarse", tmp_path, monkeypatch)
+    counts = np.bincount(y, minlength=10)
+    assert counts[:3].sum() > 4 * counts[-3:].sum()
+    assert set(np.bincount(test_y)) == {10}
+
+
+def test_the_label_of_a_rotated_image_is_its_number_of_quarter_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y, *_ = prepare("rotations_16", tmp_path, monkeypatch)
+    assert set(y) == {0, 1, 2, 3}
+    for image, turns in zip(x, y, strict=True):
+        rows = np.rot90(image, -turns)[..., 0]
+        assert np.array_equal(rows, rows.min() + np.arange(rows.size).reshape(rows.shape))
+
+
+def test_texts_are_pieces_and_the_character_that_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y, test_x, test_y = prepare("text_gru", tmp_path, monkeypatch)
+    assert x.shape == (120, 32)
+    assert x.dtype == np.float32
+    assert {*y, *test_y, *x.flat, *test_x.flat} <= set(range(32))
+    repeated = test_x[:, 20:]  # one piece in twenty
+    assert np.array_equal(repeated[:-1], test_x[1:, :12])
+    assert np.array_equal(test_y[:-1], test_x[1:, 12])

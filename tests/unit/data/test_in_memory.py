@@ -272,6 +272,28 @@ def test_a_split_held_out_in_the_search_only_joins_the_training() -> None:
     assert sorted(whole.tolist()) == list(range(53))
 
 
+@pytest.mark.parametrize("held_out", [2, 5])
+def test_others_take_the_place_of_samples_that_an_epoch_holds_out(held_out: int) -> None:
+    """Without a validation split of its own, as a replay has none, too."""
+    data, other = (
+        open_arrays(hold_out=HoldOut(fraction, only_in_search=True)) for fraction in (0.1, 0.0)
+    )
+    validation = {int(y) for b in data.eval_batches("validation", 0, 1, 5) for y in b.y}
+    whole, epoch, replayed = (
+        torch.cat(
+            [b.y for b in d.train_batches(2, product(range(1), range(1)), 1, 53, held_out=n)]
+        )
+        for d, n in ((data, 0), (data, held_out), (other, held_out))
+    )
+    assert torch.equal(epoch, replayed)
+    changed = whole != epoch
+    assert changed.sum() == held_out
+    left_out = set(whole[changed].tolist())
+    assert left_out <= validation
+    assert not left_out & set(epoch.tolist())
+    assert torch.bincount(epoch).max() == 2
+
+
 def test_wrong_steps_and_micro_batches_are_errors() -> None:
     data = open_arrays()
     with pytest.raises(ValueError, match="step 6 of an epoch of 6 steps"):

@@ -334,6 +334,8 @@ def test_a_split_held_out_in_the_search_only_joins_the_training() -> None:
         one = range(1)
         [searched] = data.train_batches(0, product(one, one), 1, 24, search=True)
         validation = concatenate(list(data.eval_batches("validation", 0, 1, 8)))[1].tolist()
+        [watched] = data.train_batches(0, product(one, one), 1, 26, held_out=2)
+    assert not set(watched.y.tolist()) & set(validation)
     assert sorted(trained) == sorted([*searched.y.tolist(), *validation]) == list(range(26))
 
 

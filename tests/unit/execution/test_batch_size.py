@@ -110,7 +110,7 @@ def test_wrong_settings_are_named(search: Any, path: str) -> None:
 def test_a_resumed_run_keeps_its_batch_size(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.batch_size.write_text(json.dumps(batch_size(batch_size_per_worker=48)))
-    info: Any = SimpleNamespace(train_size=1000, search_size=900)
+    info: Any = SimpleNamespace(train_size=1000, search_size=900, validation_size=100)
     preflight = Preflight(None, info)
     session: Any = SimpleNamespace(job=job(), paths=paths, preflight=preflight)
     resolved = search_batch_size(session, fresh=True)
@@ -142,7 +142,7 @@ def test_the_largest_size_leaves_room_for_the_batch_ramp(
     # What is searched has the place of its bounds.
     place = Cache.for_job(ramped, SizeBounds(largest, 500, 2), use_gpu=False)
     place.write(search_result(largest))
-    info: Any = SimpleNamespace(train_size=1000, search_size=900)
+    info: Any = SimpleNamespace(train_size=1000, search_size=900, validation_size=100)
     session: Any = SimpleNamespace(
         job=ramped,
         paths=RunPaths.create(str(tmp_path), "run"),

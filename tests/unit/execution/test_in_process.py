@@ -242,7 +242,7 @@ def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     muon = {"name": "Muon", "args": {"weight_decay": "auto"}}
     auto = {"name": "auto", "candidates": ["Adagrad", muon]}
     section = {"policy": "stpt_horizon", "max_search_cost": 1.0}
-    changes = {"epochs": 3, "global_batch_size": 32}
+    changes = {"epochs": 16, "global_batch_size": 128}
     job = tiny_job(tmp_path / "a", optimizer=auto, learning_rate=section, **changes)
     searched = run(job, in_process=True)
     rounds = read_lines(searched.run_dir, "rounds")
@@ -256,7 +256,9 @@ def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     replayed = run(job, in_process=True)
     decays = [line["weight_decay_factor"] for line in read_lines(searched.run_dir, "epochs")]
     assert decays[0] == 0 < decays[1] < decays[2]
-    file = "checkpoints/epoch-0003/weights.safetensors"
+    held_out = [line["held_out"] for line in read_lines(searched.run_dir, "schedule")]
+    assert held_out == [143] * 8 + [0] * 8  # a tenth of the digits
+    file = "checkpoints/epoch-0016/weights.safetensors"
     weights = [(Path(r.run_dir) / file).read_bytes() for r in (searched, replayed)]
     assert weights[0] == weights[1]
 

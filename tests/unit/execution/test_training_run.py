@@ -179,7 +179,12 @@ def execute(
     process = Process([], "", finished=False)
     try:
         with open_training_run(
-            ResolvedJob(job, info, steps, build_policy(job, steps)),
+            ResolvedJob(
+                job,
+                info,
+                steps,
+                build_policy(job, steps, validation_size=info.validation_size),
+            ),
             backend,
             Workspace(paths, checkpoints, Terminal(Console(file=output)), Startup(0.0), stop),
         ) as run:
@@ -398,6 +403,8 @@ def uninterrupted(
     assert bool(run.outcome["rounds"]) == bool(max_candidates(job))
     for line in run.outcome["schedule"]:  # of MUON, also where the default chooses it
         assert line["auto_weight_decay"] == (line["optimizer"] == "Muon")
+        is_watched = line["auto_weight_decay"] and line["epoch"] <= 8 and job.epochs == 16
+        assert bool(line["held_out"]) == is_watched
     return run
 
 

@@ -51,6 +51,7 @@ def add_epoch(recorder: Recorder, number: int) -> None:
         optimizer="SGD",
         weight_decay_factor=1.0,
         auto_weight_decay=False,
+        held_out=0,
         lr_multipliers={},
         full_steps=2,
         lrs=(0.1, 0.2),

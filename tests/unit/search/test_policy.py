@@ -11,6 +11,7 @@ from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,
     Decision,
+    EpochLosses,
     History,
     TryCandidates,
     falls_behind,
@@ -23,10 +24,12 @@ DECIDED = replace(UNDECIDED, winner=CandidateResult.lost(Candidate(0, 1.0, 0.1))
 
 def test_a_history_grows_by_rounds_and_epochs_and_never_changes() -> None:
     empty = History()
-    history = empty.after_round(UNDECIDED).after_round(DECIDED).after_epoch(0.5)
+    history = empty.after_round(UNDECIDED).after_round(DECIDED).after_epoch(EpochLosses(0.5))
     assert (empty.decisions, empty.epoch_losses, empty.latest) == ((), (), None)
     assert (history.decisions, history.epoch_losses) == ((UNDECIDED, DECIDED), (0.5,))
     assert history.latest == DECIDED
+    scored = history.after_epoch(EpochLosses(0.4, 0.6))
+    assert (scored.epoch_losses, scored.validation_losses) == ((0.5, 0.4), (0.6,))
 
 
 def test_an_epoch_is_decided_when_its_last_round_has_a_winner() -> None:

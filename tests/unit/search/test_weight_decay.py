@@ -1,8 +1,9 @@
-"""The weight decay that follows the fit: its formula, and in the policy."""
+"""The weight decay that follows the fit and held-out samples: its formula, and in the policy."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,13 @@ from raytrain_opt.search.policy import (
     Candidate,
     CandidateResult,
     Decision,
+    EpochLosses,
     History,
     TrainEpoch,
     TryCandidates,
 )
 from raytrain_opt.search.stpt_horizon import HorizonStpt
-from raytrain_opt.search.weight_decay import decay_by_fit
+from raytrain_opt.search.weight_decay import Watch, decay_by_fit
 
 AUTO = OptimizerSection(name="Muon", args={"weight_decay": "auto"})
 
@@ -98,7 +100,7 @@ def test_candidates_train_without_it_and_epochs_with_their_own() -> None:
         assert isinstance(action, TrainEpoch)
         assert action.optimizer == 0
         decays.append(action.weight_decay_factor)
-        history = history.after_epoch(loss)
+        history = history.after_epoch(EpochLosses(loss))
     assert decays[0] == 0
     # The sum of all rates: 16 x 96 steps, half the peak in the mean.
     peak = history.decisions[-1].next_base_lr
@@ -112,3 +114,68 @@ def test_a_weight_decay_that_is_a_number_stays() -> None:
     action = given.next(2, history)
     assert isinstance(action, TrainEpoch)
     assert action.weight_decay_factor == 1
+
+
+@pytest.mark.parametrize(("epochs", "watch"), [(None, None), (15, None), (17, Watch(4, 8))])
+def test_trainings_of_16_epochs_or_more_are_watched(
+    epochs: int | None, watch: Watch | None
+) -> None:
+    assert Watch.of(epochs) == watch
+
+
+@pytest.mark.parametrize(
+    ("share", "fit"), [(1.0, 0.5), (0.34, 0.5), (0.2, 0.8), (0.0, 2.0), (-3.0, 2.0)]
+)
+def test_a_network_that_memorizes_has_more_decay(share: float, fit: float) -> None:
+    """`share`: what held-out samples gain, relative to the others, from epoch 1 to 2.
+
+    The network that has hardly trained has a loss of 2, so the fit alone is 0.5.
+    """
+    history = replace(SEARCHED, epoch_losses=(1.6, 1.2, 1.0), validation_losses=(1.7,))
+    assert decay_by_fit(history, 0, 100.0, 16, Watch(1, 2)) == pytest.approx(0.05)
+    scored = replace(history, validation_losses=(1.7, 1.7 - 0.4 * share))
+    assert decay_by_fit(scored, 0, 100.0, 16, Watch(1, 2)) == pytest.approx(0.1 * fit)
+
+
+def test_losses_that_hardly_fall_say_nothing() -> None:
+    history = replace(SEARCHED, epoch_losses=(1.0, 0.97), validation_losses=(1.0, 1.1))
+    assert decay_by_fit(history, 0, 100.0, 16, Watch(1, 2)) == pytest.approx(0.1 * 0.515)
+
+
+def test_the_first_half_holds_the_validation_split_out_and_scores_it_twice() -> None:
+    watching = replace(policy(AUTO), validation_size=64)
+    history = SEARCHED.after_round(
+        replace(SEARCHED.decisions[0], winner=result(0.1, 1.5), next_base_lr=0.1)
+    )
+    actions = []
+    for epoch in range(1, 17):
+        action = watching.next(epoch, history)
+        assert isinstance(action, TrainEpoch)
+        actions.append(action)
+        validation = 1.5 if action.scores else None
+        history = history.after_epoch(EpochLosses(1.6 - 0.1 * epoch, validation))
+    assert [action.held_out for action in actions] == [64] * 8 + [0] * 8
+    assert [action.epoch for action in actions if action.scores] == [4, 8]
+    factors = [action.weight_decay_factor for action in actions]
+    assert factors[8] == factors[15] == pytest.approx(2 * 10 / (0.1 * 0.5 * 16 * 96), rel=0.01)
+    assert factors[7] < factors[8] / 2
+    [note] = {action.note for action in actions if action.note}
+    assert actions[8].note == note
+    assert note == (
+        "from epoch 4 to 8 the training loss fell by 0.4, that of held-out samples by 0: more "
+        "weight decay"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"validation_size": 0}, {"epochs": 8}, {"optimizers": (OptimizerSection(name="Muon"),)}],
+)
+def test_a_training_that_cannot_answer_holds_nothing_out(changes: dict[str, Any]) -> None:
+    watching = replace(replace(policy(AUTO), validation_size=64), **changes)
+    history = SEARCHED.after_round(
+        replace(SEARCHED.decisions[0], winner=result(0.1, 1.5), next_base_lr=0.1)
+    )
+    action = watching.next(1, history)
+    assert isinstance(action, TrainEpoch)
+    assert (action.held_out, action.scores) == (0, False)
