@@ -207,7 +207,7 @@ class History:
     decisions: tuple[Decision, ...] = ()
     # Of each finished epoch: mean training loss, or the negative score that a plateau follows.
     epoch_losses: tuple[float, ...] = ()
-    validation_losses: tuple[float, ...] = ()  # after each epoch that scores
+    validation_losses: tuple[tuple[int, float], ...] = ()  # epochs that score, and their losses
     plans: tuple[EpochSpan, ...] = ()  # of `train_for`, before each epoch and after each round
 
     def after_round(self, decision: Decision) -> History:
@@ -216,7 +216,8 @@ class History:
 
     def after_epoch(self, losses: EpochLosses) -> History:
         """Return the history with the losses of one more epoch."""
-        scored = () if losses.validation is None else (losses.validation,)
+        epoch = len(self.epoch_losses) + 1
+        scored = () if losses.validation is None else ((epoch, losses.validation),)
         return replace(
             self,
             epoch_losses=(*self.epoch_losses, losses.training),

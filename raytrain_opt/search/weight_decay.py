@@ -54,11 +54,15 @@ class Watch:
         return None if epochs is None or epochs < _EPOCHS else cls(epochs // 4, epochs // 2)
 
     def falls(self, history: History) -> tuple[float, float]:
-        """Return by how much the training and the validation loss fell; 0 before the end."""
-        if len(history.validation_losses) < 2:
+        """Return by how much the training and the validation loss fell; 0 if that is unknown.
+
+        It is before the end, and in a resumed training whose length was another.
+        """
+        scored, losses = dict(history.validation_losses), history.epoch_losses
+        if self.start not in scored or self.end not in scored:
             return 0.0, 0.0
-        (before, after), losses = history.validation_losses, history.epoch_losses
-        return losses[self.start - 1] - losses[self.end - 1], before - after
+        learned = losses[self.start - 1] - losses[self.end - 1]
+        return learned, scored[self.start] - scored[self.end]
 
     def fit(self, history: History, untrained: float) -> float:
         """Return the least fit that the watch says, 0 if held-out samples gain as others do.

@@ -29,7 +29,7 @@ def test_a_history_grows_by_rounds_and_epochs_and_never_changes() -> None:
     assert (history.decisions, history.epoch_losses) == ((UNDECIDED, DECIDED), (0.5,))
     assert history.latest == DECIDED
     scored = history.after_epoch(EpochLosses(0.4, 0.6))
-    assert (scored.epoch_losses, scored.validation_losses) == ((0.5, 0.4), (0.6,))
+    assert (scored.epoch_losses, scored.validation_losses) == ((0.5, 0.4), ((2, 0.6),))
 
 
 def test_an_epoch_is_decided_when_its_last_round_has_a_winner() -> None:

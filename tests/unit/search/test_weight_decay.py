@@ -131,14 +131,22 @@ def test_a_network_that_memorizes_has_more_decay(share: float, fit: float) -> No
 
     The network that has hardly trained has a loss of 2, so the fit alone is 0.5.
     """
-    history = replace(SEARCHED, epoch_losses=(1.6, 1.2, 1.0), validation_losses=(1.7,))
+    history = replace(SEARCHED, epoch_losses=(1.6, 1.2, 1.0), validation_losses=((1, 1.7),))
     assert decay_by_fit(history, 0, 100.0, 16, Watch(1, 2)) == pytest.approx(0.05)
-    scored = replace(history, validation_losses=(1.7, 1.7 - 0.4 * share))
+    scored = replace(history, validation_losses=((1, 1.7), (2, 1.7 - 0.4 * share)))
     assert decay_by_fit(scored, 0, 100.0, 16, Watch(1, 2)) == pytest.approx(0.1 * fit)
 
 
+def test_a_training_that_is_resumed_with_more_epochs_is_not_watched() -> None:
+    """It was scored after epochs 4 and 8, as one of 16, and after 9, as one of 18."""
+    scored = ((4, 1.7), (8, 1.7), (9, 1.7))
+    losses = tuple(1.8 - 0.1 * epoch for epoch in range(9))
+    history = replace(SEARCHED, epoch_losses=losses, validation_losses=scored)
+    assert Watch(5, 9).falls(history) == (0, 0)
+
+
 def test_losses_that_hardly_fall_say_nothing() -> None:
-    history = replace(SEARCHED, epoch_losses=(1.0, 0.97), validation_losses=(1.0, 1.1))
+    history = replace(SEARCHED, epoch_losses=(1.0, 0.97), validation_losses=((1, 1.0), (2, 1.1)))
     assert decay_by_fit(history, 0, 100.0, 16, Watch(1, 2)) == pytest.approx(0.1 * 0.515)
 
 
