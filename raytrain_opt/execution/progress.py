@@ -109,6 +109,7 @@ class EpochMetrics:
     weight_decay_factor: float = 1.0
     optimizer: int = 0
     held_out: int = 0
+    restarts: bool = False
     train: TrainTotals | None = None
     test: EvalTotals | None = None
     staleness: StalenessRecord | None = None

@@ -42,6 +42,7 @@ from raytrain_opt.search.policy import (
 from raytrain_opt.search.time_budget import Pace
 from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
+from raytrain_opt.train.state import TrainingState
 from raytrain_opt.train.trained_model import model_metadata
 
 
@@ -70,6 +71,7 @@ class TrainingRun:
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
         self._announced = checkpoints.latest
         self._workers_ready = False
+        self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
         self._worker_events = WorkerEvents(self.job, event_log, backend.workers)
         for pool in backend.pools:
@@ -105,15 +107,14 @@ class TrainingRun:
             self.startup.mark("slots_ready_s")
             self.backend.workers.start()
         if self.checkpoints.latest is not None:
-            return self._resume_from(self.checkpoints.latest)
-        pool = slots or self._wait_for_workers()
-        state = fetch_initial_state(pool)
-        if self.job.model.weights is not None:
-            section, classes = self.job.model, self._info.num_classes
-            start, note = start_from_pretrained(self.backend.states.get(state), section, classes)
-            self.terminal.note(note)
-            state = self.backend.states.put("pretrained", start)
+            resumed = self._resume_from(self.checkpoints.latest)
+            if self._may_restart:
+                self._initial = self.backend.states.get(self._fetch_initial_state())
+            return resumed
+        state = self._fetch_initial_state()
         self.backend.states.keep(state)
+        if self._may_restart:
+            self._initial = self.backend.states.get(state)
         return state
 
     def plan(self, state: StateRef, history: History) -> History:
@@ -177,15 +178,21 @@ class TrainingRun:
         if self._epoch.train is None:
             self.backend.workers.grow()
             if action.note:
-                self.event_log.log(
-                    "overfitting", action.epoch, f"epoch {action.epoch}: {action.note}"
-                )
+                kind = "collapsed" if action.restarts else "overfitting"
+                self.event_log.log(kind, action.epoch, f"epoch {action.epoch}: {action.note}")
+            if action.restarts:
+                kept = self.progress.kept_samples
+                self.progress = self.progress.add_samples(search=kept, kept=-kept)
+                state = self._put_initial_state(action.epoch)
+        self._epoch.restarts = action.restarts
         # Asynchronous workers have no common step to stop at: they are interrupted.
         is_sync = self.job.parallel.mode != "async"
         with self._stop.deferred(self.job.timeouts.stop_s) if is_sync else nullcontext():
             state = self._train_steps_left(state, action)
             if self._stop.error is not None:
                 self._save_step(state)
+        if not is_finite(self._epoch.train_loss) and self._may_restart_after(action.epoch):
+            state = self._put_initial_state(action.epoch + 1)
         return state, self._losses(state, action)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
@@ -242,7 +249,8 @@ class TrainingRun:
         if self._epoch.round_record is not None:
             self._write_round(self._epoch.round_record, outcome.loaded_sha256)
             self._epoch.round_record = None
-        self._raise_if_diverged(command.epoch, "training", outcome.totals.loss)
+        if not self._may_restart_after(command.epoch):
+            self._raise_if_diverged(command.epoch, "training", outcome.totals.loss)
 
     def _save_step(self, state: StateRef) -> None:
         """Begin to save the state between two steps of an epoch, where a signal ends the run."""
@@ -284,6 +292,7 @@ class TrainingRun:
                 weight_decay_factor=self._epoch.weight_decay_factor,
                 auto_weight_decay=optimizer.has_auto_weight_decay,
                 held_out=self._epoch.held_out,
+                restarts=self._epoch.restarts,
                 lr_multipliers=dict(optimizer.group_lr_multipliers),
                 full_steps=self.steps(epoch),
                 lrs=tuple(self._epoch.lrs),
@@ -306,6 +315,30 @@ class TrainingRun:
         self.recorder.close()
 
     # Details of the moves.
+
+    @property
+    def _may_restart(self) -> bool:
+        """Whether the next epoch or a later one may begin from the initial weights."""
+        first, last = max(self.progress.next_epoch - 1, 1), self.job.epochs or 0
+        return any(self.policy.may_restart(epoch, History()) for epoch in range(first, last))
+
+    def _may_restart_after(self, epoch: int) -> bool:
+        return self.policy.may_restart(epoch, self.history)
+
+    def _fetch_initial_state(self) -> StateRef:
+        """Return the state of a pool that has not trained, with the pretrained weights."""
+        state = fetch_initial_state(self._candidate_pool())
+        if self.job.model.weights is None:
+            return state
+        section, classes = self.job.model, self._info.num_classes
+        start, note = start_from_pretrained(self.backend.states.get(state), section, classes)
+        self.terminal.note(note)
+        return self.backend.states.put("pretrained", start)
+
+    def _put_initial_state(self, epoch: int) -> StateRef:
+        """Store the initial state as the one before this epoch."""
+        assert self._initial is not None
+        return self.backend.states.put(f"initial, epoch {epoch}", self._initial)
 
     def _candidate_pool(self) -> Pool:
         return self.backend.slots or self._wait_for_workers()

@@ -38,6 +38,8 @@ _UNSUPPORTED = {
     "SparseAdam": "needs sparse gradients; those of a data-parallel model are dense",
     "Rprop": "uses the learning rate for its first step only, so no policy could control it",
 }
+# What torch says of a class that takes its arguments.
+_NO_PARAMETERS = "optimizer got an empty parameter list"
 # Until the first rate is set: some classes refuse 0.
 _INITIAL_LR = 1e-3
 _RESERVED_ARGUMENTS = {
@@ -255,4 +257,5 @@ def _rejection(optimizer_class: Any, args: dict[str, Any]) -> str | None:
             messages.append(None)
         except Exception as error:  # noqa: BLE001 - a user's class may raise anything
             messages.append(str(error) or type(error).__name__)
-    return None if messages[0] == messages[1] else messages[1]
+    # A class of the user's that requires an argument rejects no arguments for that reason.
+    return None if messages[1] in (messages[0], _NO_PARAMETERS) else messages[1]

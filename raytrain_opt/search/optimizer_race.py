@@ -72,11 +72,11 @@ class OptimizerRace:
                 "epoch 1: the loss of every candidate of every optimizer was not finite. Likely "
                 "causes: data or a loss that is not finite."
             )
-        left.sort(key=lambda i: (i > 0, _lowest_loss(_rounds_of(i, rounds), COARSE)))
+        left.sort(key=lambda i: (i > 0, _lowest_loss(rounds_of(i, rounds), COARSE)))
         finalists = left[:_FINALISTS]
         losses: dict[int, float] = {}
         for index in finalists:
-            own, request = _rounds_of(index, rounds), following[index]
+            own, request = rounds_of(index, rounds), following[index]
             losses[index] = _lowest_loss(own)
             first = finalists[0]
             if isinstance(request, PeakRequest) and not _is_behind(own, losses[first]):
@@ -92,7 +92,7 @@ class OptimizerRace:
 
     def _next_of(self, index: int, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice | None:
         """Return what the search of one optimizer does next; None if it left the race."""
-        own = _rounds_of(index, rounds)
+        own = rounds_of(index, rounds)
         others = [r for r in rounds if optimizer_of(r) != index]
         search = replace(self.searches[index], budget_steps=steps_left(self.budget_steps, others))
         try:
@@ -113,13 +113,18 @@ def is_too_costly(step_flops: float, batch_flops: float, steps: float) -> bool:
 
 def all_diverged(rounds: Sequence[Decision]) -> bool:
     """Return whether all candidates of the last round's optimizer and stage diverged."""
-    own = _rounds_of(optimizer_of(rounds[-1]), rounds)
+    own = rounds_of(optimizer_of(rounds[-1]), rounds)
     return math.isinf(_lowest_loss(own)) and not _has_stopped(own)
 
 
 def optimizer_of(decision: Decision) -> int:
     """Return the optimizer of a round before epoch 1: all its candidates have the same."""
     return decision.tried[0].candidate.optimizer
+
+
+def rounds_of(optimizer: int, rounds: Sequence[Decision]) -> tuple[Decision, ...]:
+    """Return the rounds of an optimizer, without the last one, which decided."""
+    return tuple(r for r in rounds if r.tried and optimizer_of(r) == optimizer)
 
 
 def _is_behind(own: Sequence[Decision], first: float) -> bool:
@@ -141,10 +146,6 @@ def _single(request: PeakRequest, against: str) -> PeakRequest:
     middle = request.points[len(request.points) // 2]
     reason = f"{point_to_lr(middle):.3g}, the best in fewer steps, against {against}"
     return replace(request, points=(middle,), reason=reason)
-
-
-def _rounds_of(index: int, rounds: Sequence[Decision]) -> tuple[Decision, ...]:
-    return tuple(r for r in rounds if optimizer_of(r) == index)
 
 
 def _lowest_loss(rounds: Sequence[Decision], stage: str | None = None) -> float:

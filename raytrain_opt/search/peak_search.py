@@ -231,8 +231,9 @@ class PeakSearch:
 
     def _choose_peak(self, trials: _Trials, rounds: Sequence[Decision]) -> PeakChoice:
         """Return `peak_factor` times the rate at the weighted mean."""
-        untrained, steps, best = hardly_trained_loss(rounds), rounds[-1].steps, trials.largest(0.0)
-        assert untrained is not None
+        hardly, steps, best = hardly_trained(rounds), rounds[-1].steps, trials.largest(0.0)
+        assert hardly is not None
+        untrained = hardly.val_loss
         gains = {point: max(0.0, untrained - trials.loss(point)) for point in trials.alive}
         highest, noise = gains[best], TOLERANCE * abs(untrained)
         weighed = [(float(point), gain) for point, gain in gains.items()]
@@ -272,8 +273,8 @@ class PeakSearch:
         return usual if any(coarse.loss(point) <= limit for point in near) else None
 
 
-def hardly_trained_loss(rounds: Sequence[Decision]) -> float | None:
-    """Return the loss at a rate a decade below the best coarse one, which hardly trains.
+def hardly_trained(rounds: Sequence[Decision]) -> CandidateResult | None:
+    """Return the result of a rate a decade below the best coarse one, which hardly trains.
 
     The rounds are those of one optimizer; None without a coarse candidate that trained. A
     search that began some decades away has tried this rate, too.
@@ -282,7 +283,7 @@ def hardly_trained_loss(rounds: Sequence[Decision]) -> float | None:
     if not coarse.alive:
         return None
     decade = coarse.largest(TOLERANCE)
-    return coarse.loss(max((p for p in coarse.alive if p < decade), default=decade))
+    return coarse.alive[max((p for p in coarse.alive if p < decade), default=decade)]
 
 
 def _around(point: int, stage: str) -> tuple[int, ...]:

@@ -92,6 +92,7 @@ class TrainEpoch:
     held_out: int = 0  # samples of the validation split that others replace
     scores: bool = False  # the validation split, after the epoch
     note: str = ""  # what the policy found out before the epoch
+    restarts: bool = False  # from the initial weights
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,10 @@ class Policy(Protocol):
     ) -> Decision:
         """Decide the round from the results of its candidates; a policy may have none."""
         raise ValueError(f"epoch {action.epoch}: this policy has no candidates")
+
+    def may_restart(self, epoch: int, history: History) -> bool:
+        """Return whether the next epoch restarts where the loss of this one is not finite."""
+        return False
 
 
 def is_finite(*values: float) -> bool:

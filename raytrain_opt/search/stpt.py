@@ -27,6 +27,7 @@ from raytrain_opt.search.policy import (
     CandidateResult,
     Decision,
     History,
+    Policy,
     TrainEpoch,
     TryCandidates,
     is_finite,
@@ -37,7 +38,7 @@ _MIX_EPOCHS, _MIX_WARMUP, _MIX_NARROW, _MIX_MIDDLE = 40, 4, 19, 29
 
 
 @dataclass(frozen=True)
-class Stpt:
+class Stpt(Policy):
     """The published rule, configured by a section of the job file."""
 
     section: StptPolicy

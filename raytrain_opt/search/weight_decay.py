@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raytrain_opt.search.optimizer_race import optimizer_of
-from raytrain_opt.search.peak_search import TOLERANCE, hardly_trained_loss
+from raytrain_opt.search.optimizer_race import rounds_of
+from raytrain_opt.search.peak_search import TOLERANCE, hardly_trained
 from raytrain_opt.search.policy import History
 
 # Times 1 / (rate x decay) in a training of a network that fits its samples perfectly.
@@ -49,9 +49,9 @@ class Watch:
     end: int
 
     @classmethod
-    def of(cls, epochs: int | None) -> Watch | None:
-        """Return those of a training; None if it is short, or its length is not known."""
-        return None if epochs is None or epochs < _EPOCHS else cls(epochs // 4, epochs // 2)
+    def of(cls, epochs: int) -> Watch | None:
+        """Return those of a training; None if it is short."""
+        return cls(epochs // 4, epochs // 2) if epochs >= _EPOCHS else None
 
     def falls(self, history: History) -> tuple[float, float]:
         """Return by how much the training and the validation loss fell; 0 if that is unknown.
@@ -101,6 +101,5 @@ def decay_by_fit(
 
 def _untrained_loss(history: History, optimizer: int) -> float:
     """Return the loss of a candidate that hardly trained, or without a search of epoch 1."""
-    rounds = [r for r in history.decisions if r.tried and optimizer_of(r) == optimizer]
-    loss = hardly_trained_loss(rounds)
-    return history.epoch_losses[0] if loss is None else loss
+    result = hardly_trained(rounds_of(optimizer, history.decisions))
+    return history.epoch_losses[0] if result is None else result.val_loss

@@ -133,7 +133,8 @@ def test_the_search_affects_the_weights_only_through_the_rates_it_chose(
     train(searched)
     ends = [searched.steps.before(epoch) for epoch in range(1, EPOCHS + 2)]
     lrs = tuple(searched.lrs[first:end] for first, end in pairwise(ends))
-    recorded = RecordedSchedule(lrs, (1.0,) * EPOCHS, tuple(map(len, lrs)), (0,) * EPOCHS)
+    no = (False,) * EPOCHS
+    recorded = RecordedSchedule(lrs, (1.0,) * EPOCHS, tuple(map(len, lrs)), (0,) * EPOCHS, no)
     replayed.policy = recorded.policy(EPOCHS, replayed.steps)
     train(replayed)
     assert len(set(searched.lrs)) > 1

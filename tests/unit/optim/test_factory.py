@@ -44,6 +44,14 @@ class OwnSGD(torch.optim.SGD):
         super().__init__(params, lr=2 * lr if double else lr)
 
 
+class Scaled(torch.optim.SGD):
+    """An optimizer of the user's own with an argument that has no default."""
+
+    def __init__(self, params: Any, lr: float, scale: float) -> None:
+        assert scale > 0, "scale must be positive"
+        super().__init__(params, lr=scale * lr)
+
+
 def not_an_optimizer() -> None: ...
 
 
@@ -219,6 +227,12 @@ def test_an_optimizer_of_ones_own_is_named_by_module_and_class(name: Any) -> Non
     assert str(OptimizerSection(name=name).model_dump()["name"]).endswith("test_factory:OwnSGD")
 
 
+def test_an_optimizer_of_ones_own_may_require_an_argument() -> None:
+    weight = new_weight()
+    train(build(section(f"{__name__}:Scaled", scale=0.5), weight), weight, [0.25])
+    torch.testing.assert_close(weight, new_weight() * 0.5)
+
+
 @pytest.mark.parametrize(
     ("function", "args", "message"),
     [
@@ -226,6 +240,7 @@ def test_an_optimizer_of_ones_own_is_named_by_module_and_class(name: Any) -> Non
         ("OwnSDG", {}, "optimizer.name: .* has no 'OwnSDG'.*OwnSGD"),
         ("OwnSGD", {"twice": 1}, "optimizer.args.twice: OwnSGD has no such argument"),
         ("OwnSGD", {"double": 3}, "optimizer.args.double: OwnSGD rejects it: double is a flag"),
+        ("Scaled", {"scale": -1}, "optimizer.args.scale: Scaled rejects it: scale must be posit"),
     ],
 )
 def test_mistakes_in_an_optimizer_of_ones_own_are_explained(

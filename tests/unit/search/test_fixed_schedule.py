@@ -64,24 +64,27 @@ def test_it_has_no_candidates_to_decide() -> None:
 def test_a_recorded_schedule_is_read_exactly(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     write_schedule(path, (1 / 3, *LRS[1:3]), LRS[3:], weight_decay_factor=1 / 3, held_out=4)
-    expected = RecordedSchedule(((1 / 3, *LRS[1:3]), LRS[3:]), (1 / 3, 1 / 3), (3, 3), (4, 4))
+    lrs, no = ((1 / 3, *LRS[1:3]), LRS[3:]), (False, False)
+    expected = RecordedSchedule(lrs, (1 / 3, 1 / 3), (3, 3), (4, 4), no)
     assert RecordedSchedule.parse(path.read_text(), "it") == expected
 
 
 def test_replay_trains_at_the_recorded_rates_and_on_the_recorded_samples() -> None:
-    policy = RecordedSchedule((LRS[:3], LRS[3:]), (0.5, 2.0), (3, 3), (4, 0)).policy(
-        epochs=2, steps=EpochSteps(3)
-    )
+    recorded = RecordedSchedule((LRS[:3], LRS[3:]), (0.5, 2.0), (3, 3), (4, 0), (False, True))
+    policy = recorded.policy(epochs=2, steps=EpochSteps(3))
     epochs = [policy.next(epoch, EMPTY) for epoch in (1, 2)]
     assert epochs[0].lrs + epochs[1].lrs == LRS
     assert [epoch.weight_decay_factor for epoch in epochs] == [0.5, 2.0]
     assert [epoch.held_out for epoch in epochs] == [4, 0]
+    assert [epoch.restarts for epoch in epochs] == [False, True]
+    # The loss of an epoch need not be finite before one that begins from the initial weights.
+    assert [policy.may_restart(epoch, EMPTY) for epoch in (1, 2)] == [True, False]
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(3, 3), (1, 3), (2, 4), (3, 2), (1, 6)])
 def test_replay_refuses_a_training_of_another_length(epochs: int, steps: int) -> None:
     with pytest.raises(JobError, match=r"2 epochs of 3 steps.*has \d of \d") as error:
-        RecordedSchedule((LRS[:3], LRS[3:]), (1.0, 1.0), (3, 3), (0, 0)).policy(
+        RecordedSchedule((LRS[:3], LRS[3:]), (1.0, 1.0), (3, 3), (0, 0), (False, False)).policy(
             epochs, EpochSteps(steps)
         )
     assert error.value.problems[0].path == "learning_rate.schedule"
@@ -116,16 +119,16 @@ def test_an_epoch_with_fewer_updates_covers_the_same_part_of_the_schedule() -> N
 
 
 def test_a_replay_gives_epochs_of_different_length_their_own_rates() -> None:
-    policy = RecordedSchedule((LRS[:4], LRS[4:]), (1.0, 1.0), (4, 2), (0, 0)).policy(
-        2, EpochSteps(4, ((2, 2),))
-    )
+    policy = RecordedSchedule(
+        (LRS[:4], LRS[4:]), (1.0, 1.0), (4, 2), (0, 0), (False, False)
+    ).policy(2, EpochSteps(4, ((2, 2),)))
     assert (policy.next(1, EMPTY).lrs, policy.next(2, EMPTY).lrs) == (LRS[:4], LRS[4:])
 
 
 def test_shorter_epochs_of_a_limited_time_are_replayed() -> None:
-    policy = RecordedSchedule((LRS[:4], LRS[4:]), (1.0, 1.0), (4, 4), (0, 0)).policy(
-        2, EpochSteps(4)
-    )
+    policy = RecordedSchedule(
+        (LRS[:4], LRS[4:]), (1.0, 1.0), (4, 4), (0, 0), (False, False)
+    ).policy(2, EpochSteps(4))
     assert (policy.next(1, EMPTY).lrs, policy.next(2, EMPTY).lrs) == (LRS[:4], LRS[4:])
 
 

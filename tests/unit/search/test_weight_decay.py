@@ -116,10 +116,8 @@ def test_a_weight_decay_that_is_a_number_stays() -> None:
     assert action.weight_decay_factor == 1
 
 
-@pytest.mark.parametrize(("epochs", "watch"), [(None, None), (15, None), (17, Watch(4, 8))])
-def test_trainings_of_16_epochs_or_more_are_watched(
-    epochs: int | None, watch: Watch | None
-) -> None:
+@pytest.mark.parametrize(("epochs", "watch"), [(15, None), (17, Watch(4, 8))])
+def test_trainings_of_16_epochs_or_more_are_watched(epochs: int, watch: Watch | None) -> None:
     assert Watch.of(epochs) == watch
 
 
@@ -177,13 +175,19 @@ def test_the_first_half_holds_the_validation_split_out_and_scores_it_twice() -> 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"validation_size": 0}, {"epochs": 8}, {"optimizers": (OptimizerSection(name="Muon"),)}],
+    [
+        {"validation_size": 0},
+        {"epochs": 8},
+        {"epochs": None},
+        {"optimizers": (OptimizerSection(name="Muon"),)},
+    ],
 )
 def test_a_training_that_cannot_answer_holds_nothing_out(changes: dict[str, Any]) -> None:
     watching = replace(replace(policy(AUTO), validation_size=64), **changes)
     history = SEARCHED.after_round(
         replace(SEARCHED.decisions[0], winner=result(0.1, 1.5), next_base_lr=0.1)
     )
+    history = history.after_plan(EpochSteps(96).span(1, 16))
     action = watching.next(1, history)
     assert isinstance(action, TrainEpoch)
     assert (action.held_out, action.scores) == (0, False)

@@ -1,0 +1,82 @@
+"""Start again at a lower peak where a training collapsed.
+
+A full training stays near its peak for many more updates than the candidates that chose it, so a
+peak at which they train may be too high for it: the network ends up guessing, and no lower rate
+revives it. So its losses are compared with what the search predicts:
+
+    L    training loss of the epoch
+    U    that of the candidate that hardly trained, in the third quarter of its steps
+    C    that of the candidate that was chosen, likewise
+
+    collapsed   L is not finite; or, after a tenth and after a quarter of the epochs,
+                L > U - max(U - C, 0.02 U) / 2: it has not learned half of what C had
+
+A collapsed training starts from the initial weights, for the epochs that are left. In the second
+half no training starts again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from raytrain_opt.search.optimizer_race import rounds_of
+from raytrain_opt.search.peak_search import TOLERANCE, hardly_trained
+from raytrain_opt.search.policy import History
+
+# The next rate below, on the lattice of the search (`peak_search`).
+_LR_FACTOR = 10**-0.5
+# Together two decades: if those do not train either, the cause is another.
+_MAX_RESTARTS = 4
+# Losses of the first epoch are those of the warm-up.
+_FEWEST_EPOCHS = 2
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A training from the initial weights, after `start` epochs of earlier ones."""
+
+    start: int = 0
+    number: int = 0  # of those before
+
+    @property
+    def lr_factor(self) -> float:
+        """The peak, relative to the one that the search chose."""
+        return _LR_FACTOR**self.number
+
+    def own(self, history: History) -> History:
+        """Return the history without the epochs of earlier attempts."""
+        scored = ((epoch - self.start, loss) for epoch, loss in history.validation_losses)
+        return replace(
+            history,
+            epoch_losses=history.epoch_losses[self.start :],
+            validation_losses=tuple((epoch, loss) for epoch, loss in scored if epoch > 0),
+        )
+
+
+def latest_attempt(history: History, epochs: int) -> Attempt:
+    """Return the attempt that the next epoch of a training of `epochs` belongs to."""
+    attempt, limit = Attempt(), _loss_limit(history)
+    looks = {max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25)}
+    for epoch, loss in enumerate(history.epoch_losses, 1):
+        collapsed = not math.isfinite(loss) or (epoch - attempt.start in looks and loss > limit)
+        if collapsed and may_restart(attempt, epoch, epochs):
+            attempt = Attempt(epoch, attempt.number + 1)
+    return attempt
+
+
+def may_restart(attempt: Attempt, epoch: int, epochs: int) -> bool:
+    """Return whether another attempt may begin after this epoch."""
+    return epoch <= epochs // 2 and attempt.number < _MAX_RESTARTS
+
+
+def _loss_limit(history: History) -> float:
+    """Return the highest loss of a network that has learned; infinite if nothing is predicted."""
+    chosen = history.latest.winner if history.latest else None
+    if chosen is None:
+        return math.inf
+    untrained = hardly_trained(rounds_of(chosen.candidate.optimizer, history.decisions))
+    if untrained is None or not (untrained.losses and chosen.losses):
+        return math.inf
+    start = untrained.losses[-1]
+    return start - max(start - chosen.losses[-1], TOLERANCE * abs(start)) / 2
