@@ -110,6 +110,7 @@ class EpochMetrics:
     optimizer: int = 0
     held_out: int = 0
     restarts: bool = False
+    is_ruined: bool = False  # by a loss or weights that are not finite: training starts again
     train: TrainTotals | None = None
     test: EvalTotals | None = None
     staleness: StalenessRecord | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -191,8 +192,9 @@ class TrainingRun:
             state = self._train_steps_left(state, action)
             if self._stop.error is not None:
                 self._save_step(state)
-        if not is_finite(self._epoch.train_loss) and self._may_restart_after(action.epoch):
-            state = self._put_initial_state(action.epoch + 1)
+        if self._may_restart_after(action.epoch) and self._is_ruined(state):
+            self._epoch.is_ruined = True
+            return self._put_initial_state(action.epoch + 1), EpochLosses(math.nan)
         return state, self._losses(state, action)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
@@ -260,7 +262,8 @@ class TrainingRun:
 
     def evaluate(self, state: StateRef, epoch: int) -> None:
         """Measure the test metrics. Raises DivergedError if the loss is not finite."""
-        if epoch % self.job.evaluate.every_epochs and not self.length.is_last(epoch):
+        skips = epoch % self.job.evaluate.every_epochs and not self.length.is_last(epoch)
+        if skips or self._epoch.is_ruined:
             return
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  evaluate")
         with self._epoch.stopwatch.measure("evaluate_s"):
@@ -324,6 +327,12 @@ class TrainingRun:
 
     def _may_restart_after(self, epoch: int) -> bool:
         return self.policy.may_restart(epoch, self.history)
+
+    def _is_ruined(self, state: StateRef) -> bool:
+        """Return whether the loss is not finite, or the weights, which a last step may ruin."""
+        if not is_finite(self._epoch.train_loss):
+            return True
+        return self.backend.states.get(state).first_not_finite() is not None
 
     def _fetch_initial_state(self) -> StateRef:
         """Return the state of a pool that has not trained, with the pretrained weights."""

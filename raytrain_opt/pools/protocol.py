@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import (
@@ -22,7 +22,9 @@ from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.recording.spans import Event, Span
 from raytrain_opt.results import EvalTotals, Predictions, Split, TrainTotals
 from raytrain_opt.search.policy import CandidateResult, TryCandidates
-from raytrain_opt.train.state import TrainingState
+
+if TYPE_CHECKING:
+    from raytrain_opt.train.state import TrainingState
 
 # Called about twice a second while a pool works: its name, and its slowest resident's progress.
 # Returns whether the command, which is a main training then, shall end before its last step.

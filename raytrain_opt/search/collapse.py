@@ -5,11 +5,16 @@ peak at which they train may be too high for it: the network ends up guessing, a
 revives it. So its losses are compared with what the search predicts:
 
     L    training loss of the epoch
+    F    that of the first epoch
     U    that of the candidate that hardly trained, in the third quarter of its steps
     C    that of the candidate that was chosen, likewise
 
-    collapsed   L is not finite; or, after a tenth and after a quarter of the epochs,
-                L > U - max(U - C, 0.02 U) / 2: it has not learned half of what C had
+    collapsed   L or the weights are not finite; or, in an epoch between a tenth and a quarter of
+                them, L > U - max(U - C, 0.02 U) / 2 (it has not learned half of what C had)
+                and L > 1.01 F
+
+U and C are of a few batches, which noise may make unlike others; L and F are of the same samples.
+Where a training learns anything, however little, L is below F.
 
 A collapsed training starts from the initial weights, for the epochs that are left. In the second
 half no training starts again.
@@ -56,11 +61,13 @@ class Attempt:
 
 def latest_attempt(history: History, epochs: int) -> Attempt:
     """Return the attempt that the next epoch of a training of `epochs` belongs to."""
-    attempt, limit = Attempt(), _loss_limit(history)
-    looks = {max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25)}
-    for epoch, loss in enumerate(history.epoch_losses, 1):
-        collapsed = not math.isfinite(loss) or (epoch - attempt.start in looks and loss > limit)
-        if collapsed and may_restart(attempt, epoch, epochs):
+    attempt, limit, losses = Attempt(), _loss_limit(history), history.epoch_losses
+    first, last = (max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25))
+    for epoch, loss in enumerate(losses, 1):
+        start = losses[attempt.start]
+        has_risen = loss > max(limit, start + TOLERANCE / 2 * abs(start))
+        collapsed = first <= epoch - attempt.start <= last and has_risen
+        if (collapsed or not math.isfinite(loss)) and may_restart(attempt, epoch, epochs):
             attempt = Attempt(epoch, attempt.number + 1)
     return attempt
 

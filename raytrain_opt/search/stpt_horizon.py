@@ -42,6 +42,7 @@ from raytrain_opt.search.policy import (
     Policy,
     TrainEpoch,
     TryCandidates,
+    is_finite,
 )
 from raytrain_opt.search.weight_decay import Watch, decay_by_fit
 
@@ -208,7 +209,10 @@ class HorizonStpt(Policy):
         lrs = tuple(peak * part for part in schedule.of_epoch(span))
         action = TrainEpoch(epoch, lrs, reason, optimizer=optimizer)
         if attempt.number and epoch == attempt.start + 1:
-            why = f"the training loss is {history.epoch_losses[-1]:.3g}"
+            loss = history.epoch_losses[-1]
+            why = f"the training loss is {loss:.3g}"
+            if not is_finite(loss):
+                why = "the loss or a weight is not finite"
             action = replace(
                 action,
                 restarts=True,
@@ -236,7 +240,7 @@ class HorizonStpt(Policy):
     def _watch(self, attempt: Attempt) -> Watch | None:
         if self.epochs is None or not self.validation_size:
             return None
-        return Watch.of(self.epochs - attempt.start)
+        return Watch.of(self.epochs - attempt.start, channel_norm=self.channel_norm)
 
 
 def _rival(rounds: Sequence[Decision], request: PeakRequest) -> tuple[float, ...]:

@@ -19,7 +19,8 @@ the first half of the training leaves the validation split out, and scores it tw
     g    fall of the loss of the validation split / fall of the training loss, both from a quarter
          to half of the epochs
 
-From then on f is at least 2 - 6 g, 2 at most. The split joins the training.
+From then on f is at least m (1 - 3 g), m at most: m is 2, and 1 for a network that does not
+normalize channels, of which a decay makes the outputs smaller. The split joins the training.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _TIMES = 10.0
 _EPOCHS = 16
 # Without it, a regression in 120 steps ends with an R2 of 0.850 in place of 0.996.
 _MAX_DECAY = 0.2
-# The fit of a network that memorizes: samples that are held out gain nothing at all, and the share
-# of what others gain at which it does not.
-_MEMORIZING_FIT, _HEALTHY_SHARE = 2.0, 1 / 3
+# The fit of a network that memorizes (samples that are held out gain nothing at all), with and
+# without normalized channels, and the share of what others gain at which it does not.
+_MEMORIZING_FIT, _WITHOUT_CHANNEL_NORM, _HEALTHY_SHARE = 2.0, 1.0, 1 / 3
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,12 @@ class Watch:
 
     start: int
     end: int
+    channel_norm: bool = True
 
     @classmethod
-    def of(cls, epochs: int) -> Watch | None:
+    def of(cls, epochs: int, *, channel_norm: bool) -> Watch | None:
         """Return those of a training; None if it is short."""
-        return cls(epochs // 4, epochs // 2) if epochs >= _EPOCHS else None
+        return cls(epochs // 4, epochs // 2, channel_norm) if epochs >= _EPOCHS else None
 
     def falls(self, history: History) -> tuple[float, float]:
         """Return by how much the training and the validation loss fell; 0 if that is unknown.
@@ -73,7 +75,8 @@ class Watch:
         if learned <= TOLERANCE * untrained:
             return 0.0
         share = generalized / learned
-        return _MEMORIZING_FIT * min(max(1 - share / _HEALTHY_SHARE, 0.0), 1.0)
+        most = _MEMORIZING_FIT if self.channel_norm else _WITHOUT_CHANNEL_NORM
+        return most * min(max(1 - share / _HEALTHY_SHARE, 0.0), 1.0)
 
     def finding(self, history: History) -> str:
         """Say what the losses show."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -165,3 +167,8 @@ def test_the_cluster_decides_the_number_of_workers_once(
         assert opened_session.job == opened_session.resolved.job
         assert opened_session.job.workers.count == opened_session.plan.workers == 2
         assert load_job(opened_session.paths.job).workers.count == 2
+
+
+def test_a_driver_starts_ray_before_it_imports_torch() -> None:
+    code = "import sys, raytrain_opt.driver; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -115,6 +115,11 @@ JOBS: dict[str, dict[str, Any]] = {
         **COLLAPSING,
         "optimizer": {"name": FRAGILE, "args": {"limit": 2.0}},
     },
+    "ruined": {  # by the last step of an epoch, so that the training loss does not show it
+        **COLLAPSING,
+        "global_batch_size": 89,
+        "optimizer": {"name": FRAGILE, "args": {"limit": 2.0}},
+    },
     "collapsed": {  # seen after the second epoch
         **COLLAPSING,
         "optimizer": {"name": FRAGILE, "args": {"limit": 5.0, "ruin": 0.0}},

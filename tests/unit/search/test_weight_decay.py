@@ -118,13 +118,24 @@ def test_a_weight_decay_that_is_a_number_stays() -> None:
 
 @pytest.mark.parametrize(("epochs", "watch"), [(15, None), (17, Watch(4, 8))])
 def test_trainings_of_16_epochs_or_more_are_watched(epochs: int, watch: Watch | None) -> None:
-    assert Watch.of(epochs) == watch
+    assert Watch.of(epochs, channel_norm=True) == watch
 
 
 @pytest.mark.parametrize(
-    ("share", "fit"), [(1.0, 0.5), (0.34, 0.5), (0.2, 0.8), (0.0, 2.0), (-3.0, 2.0)]
+    ("share", "channel_norm", "fit"),
+    [
+        (1.0, True, 0.5),
+        (0.34, True, 0.5),
+        (0.2, True, 0.8),
+        (0.0, True, 2.0),
+        (-3.0, True, 2.0),
+        (-3.0, False, 1.0),
+        (0.2, False, 0.5),
+    ],
 )
-def test_a_network_that_memorizes_has_more_decay(share: float, fit: float) -> None:
+def test_a_network_that_memorizes_has_more_decay(
+    share: float, channel_norm: bool, fit: float
+) -> None:
     """`share`: what held-out samples gain, relative to the others, from epoch 1 to 2.
 
     The network that has hardly trained has a loss of 2, so the fit alone is 0.5.
@@ -132,7 +143,8 @@ def test_a_network_that_memorizes_has_more_decay(share: float, fit: float) -> No
     history = replace(SEARCHED, epoch_losses=(1.6, 1.2, 1.0), validation_losses=((1, 1.7),))
     assert decay_by_fit(history, 0, 100.0, 16, Watch(1, 2)) == pytest.approx(0.05)
     scored = replace(history, validation_losses=((1, 1.7), (2, 1.7 - 0.4 * share)))
-    assert decay_by_fit(scored, 0, 100.0, 16, Watch(1, 2)) == pytest.approx(0.1 * fit)
+    watch = Watch(1, 2, channel_norm)
+    assert decay_by_fit(scored, 0, 100.0, 16, watch) == pytest.approx(0.1 * fit)
 
 
 def test_a_training_that_is_resumed_with_more_epochs_is_not_watched() -> None:
