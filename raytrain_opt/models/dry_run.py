@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from raytrain_opt.errors import DataError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+from raytrain_opt.random_state import preserve_modes, preserve_random_state
 
 # One sample would hide a model that drops or averages the batch dimension.
 _SAMPLES = 2
@@ -33,8 +32,6 @@ def check_output(
     Raises DataError: the model cannot take such samples, or its output is not
     [2, num_classes]; the message names the fields to change.
     """
-    import torch
-
     samples = torch.zeros(_SAMPLES, *sample_shape, device=device, dtype=dtype or torch.float32)
     with preserve_model(model, torch.device(device)), torch.no_grad():
         model.eval()
@@ -60,10 +57,6 @@ def check_output(
 @contextmanager
 def preserve_model(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore the mode of every layer, every buffer and the random states on exit."""
-    import torch
-
-    from raytrain_opt.random_state import preserve_modes, preserve_random_state
-
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
