@@ -314,11 +314,6 @@ def distribute(model: nn.Module, section: ParallelSection) -> DataParallel:
     return DataParallel(model, section)
 
 
-def use_threads(count: int) -> None:
-    """Set the number of CPU threads that torch uses within an operation; at least 1."""
-    torch.set_num_threads(max(1, count))
-
-
 class _NullTimer(StepTimer):
     """Measures nothing."""
 
