@@ -160,9 +160,8 @@ def try_task(
     batch = _two_samples(task, info, device)
     unfit: DataError | None = None
     if isinstance(task, Classification):
-        shape, classes = info.sample_shape, info.num_classes
         try:
-            check_output(model, shape, classes, device, info.dtype, trains_on_one=trains_on_one)
+            check_output(model, batch.x, info.num_classes, trains_on_one=trains_on_one)
         except DataError as error:
             unfit = error
 
