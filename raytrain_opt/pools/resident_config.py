@@ -73,8 +73,7 @@ class SynchronousWorkers:
 
         from raytrain_opt.pools.state_store import ObjectStore
         from raytrain_opt.pools.worker import Worker
-        from raytrain_opt.train.communicator_warmup import begin_communicator_warmup
-        from raytrain_opt.train.data_parallel import distribute
+        from raytrain_opt.train.data_parallel import begin_communicator_warmup, distribute
         from raytrain_opt.train.learner import Learner
 
         device = ray.train.torch.get_device()
