@@ -58,7 +58,7 @@ from raytrain_opt.planning.cluster import ClusterSection
 from raytrain_opt.planning.prediction import Planner
 from raytrain_opt.planning.terms import MeasuredStep, Terms, count_work, fit_line, public_terms
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
+from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -209,7 +209,7 @@ def timed(run: Callable[[], object], times: int) -> Seconds:
 
 def open_training(job: Job, rank: int, workers: int) -> Callable[[], Seconds]:
     """Return a function that trains a block of steps on this rank, and returns those of a step."""
-    use_threads(1)
+    torch.set_num_threads(1)
     shared, cpu = load_shared_data(job.data), torch.device("cpu")
     wrap = distribute if workers > 1 else Parallel
     learner = Learner(LearnerConfig.from_job(job), shared, cpu, wrap)

@@ -253,11 +253,12 @@ def _publish(shard: WeightShard) -> Any:
 
 
 def _build(config: LearnerConfig, info: DataInfo, index: int, count: int) -> WeightShard:
+    import torch
+
     from raytrain_opt.async_training.weight_shard import WeightShard
     from raytrain_opt.models import build_model
-    from raytrain_opt.train.data_parallel import use_threads
 
-    use_threads(1)
+    torch.set_num_threads(1)
     model = build_model(
         config.model,
         num_classes=info.num_classes,

@@ -40,14 +40,14 @@ class AsynchronousWorkers:
     def make_handler(self, config: ResidentConfig, context: TrainContext) -> Handler:
         """Build model and data."""
         import ray.train.torch
+        import torch
 
         from raytrain_opt.async_training.worker import AsyncWorker
         from raytrain_opt.pools.state_store import ObjectStore
-        from raytrain_opt.train.data_parallel import use_threads
         from raytrain_opt.train.learner import Learner
 
         # Ray Train places each worker separately, so their number on this node is not known.
         workers_on_node = math.ceil(config.plan.workers / len(alive_nodes()))
-        use_threads(compute_threads(config.threads, workers_on_node))
+        torch.set_num_threads(compute_threads(config.threads, workers_on_node))
         learner = Learner(config.learner, config.fetch_shared_data(), ray.train.torch.get_device())
         return AsyncWorker(learner, context.get_world_rank(), self.server, ObjectStore())

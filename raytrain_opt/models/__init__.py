@@ -3,8 +3,8 @@
 Start with `factory.build_model`, which constructs what the `model` section of a job names.
 `registry` lists the names; `check` finds wrong names and arguments without building anything;
 `dry_run` passes two samples through a built model. `resnet`, `vgg` and `small_cnn` define the
-built-in models, `init` their initialization. May import config, errors and random_state. Cheap to
-import: torch is imported when a model is built, torchvision when a name is not built in.
+built-in models, `init` their initialization. May import config, errors and random_state;
+torchvision is imported when a name is not built in.
 """
 
 from raytrain_opt.models.check import check_model

@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.models.registry import (
+    BUILTIN_MODELS,
     TORCHVISION_DEFAULTS,
-    model_function,
     model_names,
     torchvision_names,
 )
@@ -37,8 +39,7 @@ def check_model(section: ModelSection) -> list[Problem]:
     """Return all problems of the section: unknown name, wrong or missing arguments, bad values.
 
     Values are checked by building on torch's meta device, which allocates and computes nothing;
-    a user's function is not called. Imports torch only if there are arguments or a function,
-    torchvision only if the name is not built in.
+    a user's function is not called. Imports torchvision only if the name is not built in.
     """
     problems = check_names(section)
     if problems or not section.args or is_function_name(section.name):
@@ -55,12 +56,9 @@ def check_names(section: ModelSection) -> list[Problem]:
         except JobError as error:
             return error.problems
         return _check_arguments(function, section.args)
-    if name in model_names():
-        problems = _check_reserved(section.args)
-        args = {
-            key: value for key, value in section.args.items() if key not in _RESERVED_ARGUMENTS
-        }
-        return problems + (_check_arguments(model_function(str(name)), args) if args else [])
+    if name in BUILTIN_MODELS:
+        args = {key: v for key, v in section.args.items() if key not in _RESERVED_ARGUMENTS}
+        return _check_reserved(section.args) + _check_arguments(BUILTIN_MODELS[str(name)], args)
     if name in torchvision_names():
         return _check_reserved(section.args) + _check_single_output(section)
     return [_unknown_name(str(name))]
@@ -121,8 +119,6 @@ def _suggest_argument(key: str, parameters: Iterable[str]) -> str:
 
 
 def _check_values(section: ModelSection) -> list[Problem]:
-    import torch
-
     from raytrain_opt.models.factory import construct
 
     try:

@@ -4,39 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
 
 from raytrain_opt.errors import DataError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-# One sample would hide a model that drops or averages the batch dimension.
-_SAMPLES = 2
+from raytrain_opt.random_state import preserve_modes, preserve_random_state
 
 
 def check_output(
-    model: nn.Module,
-    sample_shape: tuple[int, ...],
-    num_classes: int,
-    device: torch.device | str,
-    dtype: torch.dtype | None = None,
-    *,
-    trains_on_one: bool = False,
+    model: nn.Module, samples: Tensor, num_classes: int, *, trains_on_one: bool = False
 ) -> None:
-    """Pass a batch of two zero samples through `model`, which is on `device`, in eval mode.
+    """Pass `samples`, on the device of `model`, through it in eval mode.
 
+    At least two: one would hide a model that drops or averages the batch dimension.
     `trains_on_one`: then one sample in training mode, which some layers (BatchNorm1d) refuse.
-    `dtype` is the type of the samples (default: float32). Weights, buffers, random states,
-    gradients and the mode of every layer are preserved, also when the check fails.
-    Raises DataError: the model cannot take such samples, or its output is not
-    [2, num_classes]; the message names the fields to change.
+    Weights, buffers, random states, gradients and the mode of every layer are preserved, also
+    when the check fails. Raises DataError: the model cannot take such samples, or its output is
+    not [samples, num_classes]; the message names the fields to change.
     """
-    import torch
-
-    samples = torch.zeros(_SAMPLES, *sample_shape, device=device, dtype=dtype or torch.float32)
-    with preserve_model(model, torch.device(device)), torch.no_grad():
+    with preserve_model(model, samples.device), torch.no_grad():
         model.eval()
         try:
             output = model(samples)
@@ -51,8 +38,9 @@ def check_output(
             text = f"{rule}: {type(error).__name__}: {error}. {hint}"
             raise DataError("model", text) from error
     shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-    if shape != [_SAMPLES, num_classes]:
-        rule = f"its output for {_SAMPLES} samples must be [{_SAMPLES}, {num_classes}]"
+    count = len(samples)
+    if shape != [count, num_classes]:
+        rule = f"its output for {count} samples must be [{count}, {num_classes}]"
         hint = "Change model.args, or data.num_classes if that is wrong."
         raise DataError("model", f"{rule} (samples, classes of the data), but is {shape}. {hint}")
 
@@ -60,10 +48,6 @@ def check_output(
 @contextmanager
 def preserve_model(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore the mode of every layer, every buffer and the random states on exit."""
-    import torch
-
-    from raytrain_opt.random_state import preserve_modes, preserve_random_state
-
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()

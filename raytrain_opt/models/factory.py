@@ -5,17 +5,19 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError
 from raytrain_opt.models.check import DATA_ARGUMENTS, check_names, keyword_parameters
-from raytrain_opt.models.registry import TORCHVISION_DEFAULTS, model_function, model_names
-
-if TYPE_CHECKING:
-    from torch import nn
+from raytrain_opt.models.registry import BUILTIN_MODELS, TORCHVISION_DEFAULTS, model_names
+from raytrain_opt.random_state import preserve_random_state, seed_all
 
 
 def build_model(
@@ -30,10 +32,6 @@ def build_model(
     Raises JobError (unknown name, wrong arguments, no usable nn.Module) and DataError (the
     named model cannot take such samples).
     """
-    import torch
-
-    from raytrain_opt.random_state import preserve_random_state, seed_all
-
     problems = check_names(section)
     if problems:
         raise JobError(problems)
@@ -70,7 +68,7 @@ def construct(
         function = resolve_function(section.name, "model.name")
         return _call_user_function(function, section.args, data_args)
     name = str(section.name)
-    function = model_function(name) if name in model_names() else _torchvision(name, sample_shape)
+    function = BUILTIN_MODELS.get(name) or _torchvision(name, sample_shape)
     try:
         model: nn.Module = function(**data_args, **section.args)
     except (RaytrainOptError, NotImplementedError):
@@ -99,8 +97,6 @@ def _torchvision(name: str, sample_shape: tuple[int, ...]) -> Callable[..., Any]
 def _call_user_function(
     function: Callable[..., Any], args: dict[str, Any], data_args: dict[str, Any]
 ) -> nn.Module:
-    from torch import nn
-
     parameters, accepts_any = keyword_parameters(function)
     # Factories that take **kwargs (timm's, torchvision's) know num_classes, but no sample_shape.
     keys = {*parameters, "num_classes"} if accepts_any else {*parameters}
@@ -127,8 +123,6 @@ def _rejected(name: str, args: dict[str, Any], error: Exception) -> Problem:
 
 
 def _require_trainable(model: nn.Module, *, frozen: bool) -> None:
-    from torch.nn.parameter import is_lazy
-
     if any(is_lazy(tensor) for tensor in [*model.parameters(), *model.buffers()]):
         rule = "the model has lazy layers, whose weights would not depend on the seed"
         hint = "use layers with sizes: num_classes and sample_shape are passed to your function"

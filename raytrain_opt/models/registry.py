@@ -1,22 +1,24 @@
-"""The names of models, and the functions of the built-in ones."""
+"""The built-in models by name, and the names of torchvision's."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-# Model name -> module of raytrain_opt.models. Text, so that listing and checking names does not
-# import torch.
-_BUILTIN_MODULES = {
-    "cifar_resnet18": "resnet",
-    "cifar_resnet45": "resnet",
-    "cifar_resnet50": "resnet",
-    "resnet8": "resnet",
-    "resnet45": "resnet",
-    "small_cnn": "small_cnn",
-    "vgg16_bn": "vgg",
-    "vgg16_one_bn": "vgg",
+from torch import nn
+
+from raytrain_opt.models import resnet, small_cnn, vgg
+
+# They take num_classes and sample_shape.
+BUILTIN_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "cifar_resnet18": resnet.cifar_resnet18,
+    "cifar_resnet45": resnet.cifar_resnet45,
+    "cifar_resnet50": resnet.cifar_resnet50,
+    "resnet8": resnet.resnet8,
+    "resnet45": resnet.resnet45,
+    "small_cnn": small_cnn.small_cnn,
+    "vgg16_bn": vgg.vgg16_bn,
+    "vgg16_one_bn": vgg.vgg16_one_bn,
 }
 
 # googlenet and inception_v3 return two outputs in training unless their auxiliary head is off
@@ -30,18 +32,11 @@ TORCHVISION_DEFAULTS: dict[str, dict[str, Any]] = {
 
 def model_names() -> list[str]:
     """Return the names of the built-in models, sorted."""
-    return sorted(_BUILTIN_MODULES)
+    return sorted(BUILTIN_MODELS)
 
 
 def torchvision_names() -> list[str]:
     """Return torchvision's classification models without built-in names, sorted; imports it."""
     from torchvision import models
 
-    return sorted(set(models.list_models(module=models)) - set(_BUILTIN_MODULES))
-
-
-def model_function(name: str) -> Callable[..., Any]:
-    """Return the function that constructs a built-in model. Imports torch."""
-    module = importlib.import_module(f"raytrain_opt.models.{_BUILTIN_MODULES[name]}")
-    function: Callable[..., Any] = getattr(module, name)
-    return function
+    return sorted(set(models.list_models(module=models)) - set(BUILTIN_MODELS))

@@ -78,30 +78,24 @@ def _set_mode(optimizer: Any, *, train: bool) -> None:
             for values, param in _trained(optimizer):
                 param.copy_(values.pop(_OTHER_WEIGHTS, param))
         return
+    if optimizer.param_groups[0].get("train_mode", train) == train:
+        return
     for group in optimizer.param_groups:
-        if group.get("train_mode", train) == train:
-            continue
         group["train_mode"] = train
-        for param, other in _pairs(optimizer, group):
+    for values, param in _trained(optimizer):
+        if _OTHER_WEIGHTS in values:
             weights = param.clone()
-            param.copy_(other)
-            other.copy_(weights)
+            param.copy_(values[_OTHER_WEIGHTS])
+            values[_OTHER_WEIGHTS].copy_(weights)
 
 
 def _trained(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Yield the parameters that were updated, each after its part of the optimizer's state."""
     for group in optimizer.param_groups:
         for param in group["params"]:
+            # Indexing alone would add an entry, which some optimizers take for their own.
             if param in optimizer.state:
                 yield optimizer.state[param], param
-
-
-def _pairs(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    for param in group["params"]:
-        # Not indexed: that would add an entry, which some optimizers take for their own.
-        other = optimizer.state.get(param, {}).get(_OTHER_WEIGHTS)
-        if other is not None:
-            yield param, other
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from raytrain_opt.config.error_messages import nearest
@@ -145,6 +146,21 @@ def set_weight_decays(optimizer: Optimizer, weight_decays: Sequence[float]) -> N
     for group, weight_decay in zip(optimizer.param_groups, weight_decays, strict=True):
         if "weight_decay" in group:
             group["weight_decay"] = weight_decay
+
+
+def update_weights(
+    optimizer: Optimizer, scaler: torch.amp.GradScaler, clip_norm: float | None
+) -> None:
+    """Clip the complete gradient to this norm, if any, and take a step.
+
+    Does not wait for the device.
+    """
+    if clip_norm is not None:
+        scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        clip_grad_norm_(parameters, clip_norm, foreach=True)
+    scaler.step(optimizer)
+    scaler.update()
 
 
 def _resolve_class(name: str | Callable[..., Any]) -> Any:

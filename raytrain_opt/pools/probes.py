@@ -21,7 +21,6 @@ from raytrain_opt.pools.resident import to_failure
 from raytrain_opt.recording.records import BatchSizeProbeRecord
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, Strategy
-from raytrain_opt.train.data_parallel import use_threads
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.probe import measure, open_probe_sampler, probed_training
@@ -145,7 +144,7 @@ class ProbeActor:
     def _open(self) -> Learner:
         """Build model and data once for all probes of this process."""
         config = self._config
-        use_threads(config.threads)
+        torch.set_num_threads(config.threads)
         device = torch.device("cuda" if config.use_gpu else "cpu")
         shared = cast("SharedData", ray.get(config.shared[0]))
         learner = Learner(config.learner, shared, device)

@@ -69,11 +69,11 @@ class SynchronousWorkers:
     def make_handler(self, config: ResidentConfig, context: TrainContext) -> Handler:
         """Build model, data and process group."""
         import ray.train.torch
+        import torch
 
         from raytrain_opt.pools.state_store import ObjectStore
         from raytrain_opt.pools.worker import Worker
-        from raytrain_opt.train.communicator_warmup import begin_communicator_warmup
-        from raytrain_opt.train.data_parallel import distribute, use_threads
+        from raytrain_opt.train.data_parallel import begin_communicator_warmup, distribute
         from raytrain_opt.train.learner import Learner
 
         device = ray.train.torch.get_device()
@@ -83,7 +83,7 @@ class SynchronousWorkers:
             connection.result()
             return distribute(model, section)
 
-        use_threads(compute_threads(config.threads, context.get_local_world_size()))
+        torch.set_num_threads(compute_threads(config.threads, context.get_local_world_size()))
         learner = Learner(config.learner, config.fetch_shared_data(), device, join)
         rank, world_size = context.get_world_rank(), context.get_world_size()
         return Worker(learner, rank, world_size, connection.result(), ObjectStore())
@@ -95,10 +95,9 @@ def make_training_slot(config: ResidentConfig, index: int) -> Handler:
 
     from raytrain_opt.pools.slot import Slot
     from raytrain_opt.pools.state_store import ObjectStore
-    from raytrain_opt.train.data_parallel import use_threads
     from raytrain_opt.train.learner import Learner
 
-    use_threads(compute_threads(config.threads, config.plan.slots_per_node))
+    torch.set_num_threads(compute_threads(config.threads, config.plan.slots_per_node))
     device = torch.device("cuda" if config.plan.use_gpu else "cpu")
     learner = Learner(config.learner, config.fetch_shared_data(), device)
     return Slot(learner, index, ObjectStore(), config.candidate_batch)

@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -101,16 +102,12 @@ def count_values_per_channel(model: nn.Module) -> Iterator[dict[str, float]]:
         nonlocal samples
         samples = len(next(leaves(inputs)))
 
-    def count_values(name: str, output: Tensor) -> None:
+    def count_values(name: str, _layer: nn.Module, _args: Any, output: Tensor) -> None:
         values_per_channel[name] = output.numel() / output.shape[1] / samples
 
     hooks = [model.register_forward_pre_hook(count_samples, with_kwargs=True)]
     for name, layer in _layers(model).items():
-        hooks.append(
-            layer.register_forward_hook(
-                lambda _layer, _args, output, name=name: count_values(name, output)
-            )
-        )
+        hooks.append(layer.register_forward_hook(partial(count_values, name)))
     try:
         yield values_per_channel
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.train.background import start_thread
 from raytrain_opt.train.gradient_buckets import BackwardOrder, BucketPlan, fastest, plan_buckets
 from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
 from raytrain_opt.train.load_balance import LoadBalance, MeasuredShares
@@ -43,6 +45,8 @@ WARMUP_STEPS = 2
 TIMED_STEPS = 5
 # Names of parameters in a message.
 _SHOWN = 5
+# Elements of the first messages: NCCL uses separate connections for small and large ones.
+_FIRST_MESSAGES = {"cpu": (1,), "cuda": (1, 25 * 2**18)}
 
 
 class Parallel:
@@ -296,6 +300,35 @@ class DataParallel(Parallel):
         return note_and_exchange
 
 
+def begin_communicator_warmup(device: torch.device) -> Future[float]:
+    """Connect the workers in a background thread; return the seconds it takes.
+
+    Meanwhile, model and data are built. NCCL connects on first use, which would make the first
+    step slow. gloo connects when the process group is initialized, so initialize it before. Until
+    the result is there, this process must not communicate, or the ranks would mix up their
+    messages: call `distribute` only afterwards.
+    """
+    return start_thread(lambda: _send_first_messages(device))
+
+
+def _send_first_messages(device: torch.device) -> float:
+    started_s = monotonic_s()
+    # On a separate stream, so that it does not wait for the construction of the model.
+    stream = None
+    if device.type == "cuda":
+        # A thread begins with the first GPU, where leaving the stream would take memory, too.
+        torch.cuda.set_device(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for elements in _FIRST_MESSAGES[device.type]:
+            message = torch.zeros(elements, device=device)
+            dist.all_reduce(message)
+            dist.broadcast(message, src=0)
+        if stream is not None:
+            stream.synchronize()
+    return monotonic_s() - started_s
+
+
 def distribute(model: nn.Module, section: ParallelSection) -> DataParallel:
     """Wrap a model for data parallelism over the process group, which must be initialized.
 
@@ -312,11 +345,6 @@ def distribute(model: nn.Module, section: ParallelSection) -> DataParallel:
             hint = "use none, which sends gradients without compression"
             raise JobError([Problem("parallel.compression", rule, name, hint)]) from error
     return DataParallel(model, section)
-
-
-def use_threads(count: int) -> None:
-    """Set the number of CPU threads that torch uses within an operation; at least 1."""
-    torch.set_num_threads(max(1, count))
 
 
 class _NullTimer(StepTimer):

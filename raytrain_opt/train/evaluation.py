@@ -1,35 +1,39 @@
-"""Evaluation of a model on one process's part of a split."""
+"""Evaluation of a model on one process's part of a split.
+
+Of a classifier, what it predicts is remembered: classes, confidences, worst mistakes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from io import BytesIO
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data import TrainingData
-from raytrain_opt.results import EvalTotals, Split
-from raytrain_opt.train.predictions import PredictionRecorder
+from raytrain_opt.data.base import Batch
+from raytrain_opt.data.transforms import Preprocessing
+from raytrain_opt.results import MAX_MISTAKES, EvalTotals, Predictions, Split
 from raytrain_opt.train.task import Classification, Task, metric_of
 
+# Longest side of the image of a mistake, in pixels.
+_THUMBNAIL_PX = 64
 
+
+@dataclass(frozen=True)
 class Evaluator:
     """Evaluates a model by its task; `names` are those of the task's metrics."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        names: tuple[str, ...],
-        data: TrainingData,
-        autocast: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        self._model, self._task, self._names = model, task, names
-        self._data, self._autocast = data, autocast
-        self._metric = metric_of(task)
+    model: nn.Module
+    task: Task
+    names: tuple[str, ...]
+    data: TrainingData
+    autocast: Callable[[], AbstractContextManager[object]]
 
     @torch.no_grad()
     def evaluate(
@@ -41,24 +45,88 @@ class Evaluator:
         on_step: Callable[[int, int], object],
     ) -> EvalTotals:
         """Evaluate this rank's samples of the split; see `Learner.evaluate`."""
-        started_s, samples, info = monotonic_s(), 0, self._data.info
-        device = next(self._model.parameters()).device
-        sums = torch.zeros(len(self._names), device=device, dtype=torch.float64)
-        self._model.eval()
+        started_s, samples, info = monotonic_s(), 0, self.data.info
+        device = next(self.model.parameters()).device
+        sums = torch.zeros(len(self.names), device=device, dtype=torch.float64)
+        self.model.eval()
         split_size = info.test_size if split == "test" else info.validation_size
         total = math.ceil(split_size / (world_size * batch_size))
         recorder = None
-        if split == "test" and isinstance(self._task, Classification):
-            recorder = PredictionRecorder(self._model)
-        batches = self._data.eval_batches(split, rank, world_size, batch_size)
+        if split == "test" and isinstance(self.task, Classification):
+            recorder = PredictionRecorder(self.model)
+        batches = self.data.eval_batches(split, rank, world_size, batch_size)
         for done, batch in enumerate(batches):
             on_step(done, total)
-            with self._autocast():
-                values = self._task.validation_metrics(recorder or self._model, batch.content)
+            with self.autocast():
+                values = self.task.validation_metrics(recorder or self.model, batch.content)
             if recorder is not None:
                 recorder.add(batch)
-            sums += torch.stack([values[name].double().sum() for name in self._names])
+            sums += torch.stack([values[name].double().sum() for name in self.names])
             samples += batch.size
-        named = dict(zip(self._names, sums.tolist(), strict=True))
+        named = dict(zip(self.names, sums.tolist(), strict=True))
         predictions = None if recorder is None else recorder.result(info.preprocessing)
-        return EvalTotals(samples, named, monotonic_s() - started_s, self._metric, predictions)
+        return EvalTotals(
+            samples, named, monotonic_s() - started_s, metric_of(self.task), predictions
+        )
+
+
+class PredictionRecorder(nn.Module):
+    """A classifier that remembers its predictions, on the device, in place of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._samples = 0
+        # Confidence, position in the split and input of the most confident mistakes.
+        self._worst: tuple[Tensor, ...] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self._model(x)
+        self._output = output
+        return output
+
+    def add(self, batch: Batch) -> None:
+        """Remember the predictions of the batch that was the last input."""
+        confidences, classes = self._output.float().softmax(dim=1).max(dim=1)
+        self._batches.append((batch.y, classes, confidences))
+        # Of a correct prediction -1, so that it comes after every mistake.
+        scores = confidences.where(classes != batch.y, -1.0)
+        scores, rows = scores.topk(min(MAX_MISTAKES, len(scores)))
+        worst: tuple[Tensor, ...] = (scores, rows + self._samples, batch.x[rows])
+        if self._worst is not None:
+            worst = tuple(torch.cat(pair) for pair in zip(self._worst, worst, strict=True))
+        best = worst[0].topk(min(MAX_MISTAKES, len(worst[0]))).indices
+        self._worst = tuple(values[best] for values in worst)
+        self._samples += batch.size
+
+    def result(self, preprocessing: Preprocessing | None) -> Predictions | None:
+        """Return all predictions, with pictures if the samples are images; None without any."""
+        if self._worst is None:
+            return None
+        labels, classes, confidences = (
+            torch.cat(column).cpu() for column in zip(*self._batches, strict=True)
+        )
+        mistakes = {
+            int(position): _thumbnail(sample.cpu(), preprocessing)
+            for score, position, sample in zip(*self._worst, strict=True)
+            if score >= 0
+        }
+        return Predictions(
+            labels.int().numpy(), classes.int().numpy(), confidences.numpy(), mistakes
+        )
+
+
+def _thumbnail(x: Tensor, preprocessing: Preprocessing | None) -> bytes | None:
+    """Return an input of the network [C, H, W] as JPEG; None if it is no image."""
+    from PIL import Image
+
+    if preprocessing is None or not preprocessing.is_image or preprocessing.mean_std is None:
+        return None
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in preprocessing.mean_std)
+    pixels = (255 * (x.float() * std + mean)).round().clamp(0, 255).byte()
+    array = pixels.permute(1, 2, 0).numpy() if len(pixels) == 3 else pixels[0].numpy()
+    image = Image.fromarray(array)
+    image.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
+    image.save(file := BytesIO(), "JPEG", quality=92)
+    return file.getvalue()

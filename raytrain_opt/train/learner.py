@@ -15,6 +15,7 @@ from itertools import islice, product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
@@ -22,6 +23,7 @@ from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import TrainingData, open_data
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.data.factory import SharedData
+from raytrain_opt.models import build_model
 from raytrain_opt.optim import averaging
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.optim.factory import (
@@ -30,6 +32,7 @@ from raytrain_opt.optim.factory import (
     set_lr,
     set_momentum,
     set_weight_decays,
+    update_weights,
 )
 from raytrain_opt.random_state import seed_torch
 from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, Split, TrainTotals
@@ -39,13 +42,11 @@ from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.evaluation import Evaluator
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.model_setup import set_up_model
 from raytrain_opt.train.network_graph import NetworkGraph
 from raytrain_opt.train.phase import Phase
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels
 from raytrain_opt.train.state import TrainingState, restore, to_cpu_state
-from raytrain_opt.train.task import build_task
-from raytrain_opt.train.update import update_weights
+from raytrain_opt.train.task import build_task, try_task
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
@@ -82,9 +83,9 @@ class Learner:
             classification=config.task.is_classification,
         )
         self.task = build_task(config.task, config.loss, self.info, device)
-        self.model, self._values_per_channel, metric_names = set_up_model(
-            config, self.info, self.task, device
-        )
+        self.model = self._build_model()
+        with batch_norm.count_values_per_channel(self.model) as self._values_per_channel:
+            metric_names = try_task(self.task, self.model, self.info, device)
         self._evaluator = Evaluator(self.model, self.task, metric_names, self.data, self.autocast)
         self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
@@ -94,6 +95,22 @@ class Learner:
         self._stopped: dict[str, Any] | None = None  # see `TrainingState`
         self._split = 1  # micro-batches per worker of the latest phase, before the batch ramp
         self._begin_phase(1, MicroBatches(range(1), 1))
+
+    def _build_model(self) -> nn.Module:
+        """Return the model on its device, with its BatchNorm layers prepared."""
+        config, info = self.config, self.info
+        model = build_model(
+            config.model,
+            num_classes=info.num_classes,
+            sample_shape=info.sample_shape,
+            seed=config.seed,
+        ).to(self.device)
+        if config.channels_last and len(info.sample_shape) == 3:
+            model = model.to(memory_format=torch.channels_last)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        model = batch_norm.prepare_batch_norm(model, config.batch_norm, world_size=world_size)
+        batch_norm.freeze_statistics(model, config.model.freeze)
+        return model
 
     @property
     def info(self) -> DataInfo:

@@ -20,13 +20,13 @@ from raytrain_opt.data.base import Batch, no_op
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.monitoring.samplers import NullSampler, Sampler, UtilizationMonitor, open_sampler
 from raytrain_opt.optim.averaging import use_training_weights
+from raytrain_opt.optim.factory import update_weights
 from raytrain_opt.random_state import preserve_modes, preserve_random_state
 from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.train.gradient_noise import GradientNormMeter
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.state import capture, restore
 from raytrain_opt.train.step_timer import STEP_PARTS, step_timer_for
-from raytrain_opt.train.update import update_weights
 
 _MIB = 1024**2
 # A few evaluation steps are enough to allocate the memory that evaluation needs.

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import CLASSIFICATION, LossSection, TaskSection
 from raytrain_opt.config.section import NameOrFunction, is_function_name
 from raytrain_opt.data.base import Batch, DataInfo
+from raytrain_opt.data.nesting import map_leaves
 from raytrain_opt.errors import DataError, JobError, Problem
+from raytrain_opt.models.dry_run import check_output, preserve_model
 from raytrain_opt.results import Metric
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
 
 _CROSS_ENTROPY = "cross_entropy"
 
@@ -42,8 +44,6 @@ class Classification:
 
     def __init__(self, section: LossSection, class_weights: Tensor | None = None) -> None:
         """Raise JobError with the problems that `check_loss` finds."""
-        from torch.nn import functional
-
         if problems := check_loss(section):
             raise JobError(problems)
         self._is_cross_entropy = section.name == _CROSS_ENTROPY
@@ -87,7 +87,7 @@ class Classification:
 
 
 def check_task(section: TaskSection) -> list[Problem]:
-    """Return the problems of the section without creating the task or importing torch."""
+    """Return the problems of the section without creating the task."""
     name = section.name
     if name == CLASSIFICATION:
         rule = "classification has none; its loss is chosen in the section loss"
@@ -121,8 +121,6 @@ def _class_weights(
     section: LossSection, info: DataInfo, device: torch.device | str
 ) -> Tensor | None:
     """Return `loss.class_weights` as float32 [num_classes]; raises JobError."""
-    import torch
-
     weights = section.class_weights
     if weights is None:
         return None
@@ -159,16 +157,11 @@ def try_task(
     preserved. Raises DataError: the model does not fit the data, or a method of the task raised or
     returned something else than documented. Raises JobError: model and loss are both wrong.
     """
-    import torch
-
-    from raytrain_opt.models.dry_run import check_output
-
     batch = _two_samples(task, info, device)
     unfit: DataError | None = None
     if isinstance(task, Classification):
-        shape, classes = info.sample_shape, info.num_classes
         try:
-            check_output(model, shape, classes, device, info.dtype, trains_on_one=trains_on_one)
+            check_output(model, batch.x, info.num_classes, trains_on_one=trains_on_one)
         except DataError as error:
             unfit = error
 
@@ -195,10 +188,7 @@ def count_flops(task: Task, model: nn.Module, info: DataInfo) -> float:
     operations of recurrent layers, and derivatives within the loss. Weights, buffers, random
     states and modes are preserved.
     """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from raytrain_opt.models.dry_run import preserve_model
+    from torch.utils.flop_counter import FlopCounterMode  # 0.1 s, of the driver alone
 
     batch, counter = _two_samples(task, info, "cpu"), FlopCounterMode(display=False)
     if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
@@ -214,10 +204,6 @@ def count_flops(task: Task, model: nn.Module, info: DataInfo) -> float:
 
 
 def _two_samples(task: Task, info: DataInfo, device: torch.device | str) -> Batch:
-    import torch
-
-    from raytrain_opt.data.nesting import map_leaves
-
     if not isinstance(task, Classification) and info.example is not None:
         pair = map_leaves(lambda t: torch.stack((t, t)).to(device), info.example)
         return Batch(pair, None)
@@ -229,11 +215,6 @@ def _try_methods(
     task: Task, forward: Any, model: nn.Module, batch: Batch, device: torch.device | str
 ) -> tuple[str, ...]:
     """Call the methods of the task with `forward`; see `try_task`."""
-    import torch
-
-    from raytrain_opt.data.nesting import map_leaves
-    from raytrain_opt.models.dry_run import preserve_model
-
     method, wrapped = "training_loss", cast("Any", torch.nn.Module())
     # As DistributedDataParallel has them: parameters and mode, but no attributes of the model.
     wrapped.module, wrapped.forward, wrapped.training = model, forward.__call__, False
@@ -262,8 +243,6 @@ def _try_methods(
 
 
 def _metric_names(values: Any, metric: Metric) -> tuple[str, ...]:
-    import torch
-
     needed = dict.fromkeys(("loss", metric.name))
     if not isinstance(values, Mapping) or not needed.keys() <= values.keys():
         rule = f"must return a dict with {' and '.join(needed)}"
@@ -284,7 +263,7 @@ def _described(value: object) -> str:
 
 
 def check_loss(section: LossSection) -> list[Problem]:
-    """Return the problems of the name, without calling the function or importing torch."""
+    """Return the problems of the name, without calling the function."""
     if section.name == _CROSS_ENTROPY:
         return []
     return _check_name(section.name, "loss.name", _CROSS_ENTROPY, "package.module:function")
@@ -302,8 +281,6 @@ def _check_name(name: NameOrFunction, path: str, built_in: str, form: str) -> li
 
 
 def _call_user_loss(function: Callable[..., Any], output: Tensor, labels: Tensor) -> Tensor:
-    import torch
-
     loss = function(output, labels)
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss

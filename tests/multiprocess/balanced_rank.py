@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.results import TrainTotals
-from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
+from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -167,7 +167,7 @@ def gather_samples(totals: TrainTotals, rank: int, world_size: int) -> torch.Ten
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
-    use_threads(1)
+    torch.set_num_threads(1)
     with gloo_group(rank, world_size, folder):
         results: dict[str, Any] = {}
         for name, changes in OPTIMIZERS.items():

@@ -17,8 +17,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.train import data_parallel
-from raytrain_opt.train.communicator_warmup import begin_communicator_warmup
-from raytrain_opt.train.data_parallel import DataParallel, distribute
+from raytrain_opt.train.data_parallel import (
+    DataParallel,
+    begin_communicator_warmup,
+    distribute,
+)
 from tests.support.process_group import gloo_group
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from raytrain_opt.search import stpt_horizon
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import Candidate, History, TryCandidates
 from raytrain_opt.train import gradient_noise
-from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
+from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
@@ -145,7 +145,7 @@ def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
-    use_threads(1)
+    torch.set_num_threads(1)
     stpt_horizon.FEWEST_COMPARED = 12  # the schedules here have fewer steps than usual ones
     gradient_noise.MEASURE_EVERY = 2
     results: dict[str, Any] = {"worker": {}, "slot": {}}

@@ -15,7 +15,7 @@ from torch import nn
 
 from raytrain_opt.config.schema import Compile, Job
 from raytrain_opt.data import load_shared_data
-from raytrain_opt.train.data_parallel import distribute, use_threads
+from raytrain_opt.train.data_parallel import distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -52,7 +52,7 @@ def learner(setting: Compile, world_size: int) -> Learner:
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
-    use_threads(1)
+    torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.parent / "cache")
     with gloo_group(rank, world_size, folder):
         torch.save(run(rank, world_size, folder.parent), folder / f"rank-{rank}.pt")

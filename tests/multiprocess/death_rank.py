@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from raytrain_opt.results import TrainTotals
-from raytrain_opt.train.data_parallel import use_threads
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
 from tests.multiprocess.balanced_rank import LRS, MICRO_BATCHES, OPTIMIZERS, build
@@ -73,7 +72,7 @@ def numbers(totals: TrainTotals) -> tuple[int, int, int, float]:
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
-    use_threads(1)
+    torch.set_num_threads(1)
     assert MICRO_BATCHES % world_size == 0
     case = folder.name
     torch.save({}, folder / f"rank-{rank}.pt")  # of the rank that dies

@@ -10,7 +10,7 @@ import torch
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.train import step_choices
-from raytrain_opt.train.data_parallel import distribute, use_threads
+from raytrain_opt.train.data_parallel import distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -36,7 +36,7 @@ def learner(changes: dict[str, Any], world_size: int) -> Learner:
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
-    use_threads(1)
+    torch.set_num_threads(1)
     own = MicroBatches.for_rank(rank, [1.0] * world_size, MICRO_BATCHES)
     results: dict[str, Any] = {}
     with gloo_group(rank, world_size, folder):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.optim import muon
-from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
+from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -78,7 +78,7 @@ def train(ns_dtype: str, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
-    use_threads(1)
+    torch.set_num_threads(1)
     with gloo_group(rank, world_size, folder):
         results = {dtype: train(dtype, rank, world_size) for dtype in ("float32", "bfloat16")}
     torch.save(results, folder / f"rank-{rank}.pt")

@@ -17,7 +17,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.train import gradient_noise
-from raytrain_opt.train.data_parallel import distribute, use_threads
+from raytrain_opt.train.data_parallel import distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -111,7 +111,7 @@ def train_twice(
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
-    use_threads(1)
+    torch.set_num_threads(1)
     arrays = load_shared_data(data_section())
     ramp = {"batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]}}
     with gloo_group(rank, world_size, folder):

@@ -25,7 +25,7 @@ from raytrain_opt.execution.rescale import resolve_lr_scaling
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import History, TrainEpoch
-from raytrain_opt.train.data_parallel import Parallel, distribute, use_threads
+from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -217,7 +217,7 @@ def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
-    use_threads(1)
+    torch.set_num_threads(1)
     arrays = digits()
     with gloo_group(rank, world_size, folder):
         results = {

@@ -13,6 +13,7 @@ from raytrain_opt.errors import DataError
 from raytrain_opt.models import build_model, check_output
 
 SHAPE = (1, 8, 8)
+SAMPLES = torch.zeros(2, *SHAPE)
 
 
 def small_cnn(num_classes: int = 10) -> nn.Module:
@@ -45,7 +46,7 @@ def test_model_and_random_state_are_unchanged(classes: int) -> None:
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random = torch.get_rng_state()
     try:
-        check_output(model, SHAPE, 10, "cpu")
+        check_output(model, SAMPLES, 10)
     except DataError:
         assert classes == 3
     assert torch.equal(torch.get_rng_state(), random)
@@ -56,7 +57,7 @@ def test_model_and_random_state_are_unchanged(classes: int) -> None:
 
 
 def test_a_model_that_matches_the_data_passes() -> None:
-    check_output(small_cnn(), SHAPE, 10, "cpu")
+    check_output(small_cnn(), SAMPLES, 10)
 
 
 class TwoOutputs(nn.Module):
@@ -75,23 +76,24 @@ class TwoOutputs(nn.Module):
 )
 def test_a_wrong_output_is_named_with_the_fields_to_change(model: nn.Module, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        check_output(model, SHAPE, 10, "cpu")
+        check_output(model, SAMPLES, 10)
 
 
 def test_samples_may_be_integers() -> None:
     tokens: Any = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(14, 4))
-    check_output(tokens, (7,), 4, "cpu", dtype=torch.int64)
+    check_output(tokens, torch.zeros(2, 7, dtype=torch.int64), 4)
     with pytest.raises(DataError, match="cannot process"):
-        check_output(tokens, (7,), 4, "cpu")
+        check_output(tokens, torch.zeros(2, 7), 4)
 
 
 def test_a_layer_that_cannot_train_on_one_sample_is_found() -> None:
     """With one sample a worker it would fail in the first step, with all processes started."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3))
+    samples = torch.zeros(2, 1, 2, 2)
     before = model.state_dict()["2.running_var"].clone()
-    check_output(model, (1, 2, 2), 3, "cpu")
+    check_output(model, samples, 3)
     with pytest.raises(DataError, match="Expected more than 1 value per channel when training"):
-        check_output(model, (1, 2, 2), 3, "cpu", trains_on_one=True)
+        check_output(model, samples, 3, trains_on_one=True)
     with_images = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(4, 3))
-    check_output(with_images, (1, 2, 2), 3, "cpu", trains_on_one=True)
+    check_output(with_images, samples, 3, trains_on_one=True)
     assert torch.equal(model.state_dict()["2.running_var"], before)

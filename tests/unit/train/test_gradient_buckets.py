@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError
-from raytrain_opt.train.communicator_warmup import begin_communicator_warmup
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import Parallel, begin_communicator_warmup, distribute
 from raytrain_opt.train.gradient_buckets import (
     MIB,
     BackwardOrder,
