@@ -18,12 +18,7 @@ import torch
 
 from benchmarks.async_simulation import Costs
 from raytrain_opt.async_training.scheduler import EpochPhase
-from raytrain_opt.async_training.weight_shard import (
-    FlatBuffer,
-    WeightShard,
-    from_wire,
-    to_wire,
-)
+from raytrain_opt.async_training.weight_shard import WeightShard, from_wire, to_wire
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.models.resnet import resnet8
 from raytrain_opt.optim.factory import build_optimizer
@@ -45,10 +40,10 @@ def measure_costs() -> Costs:
     """Return the costs; Ray is connected."""
     torch.set_num_threads(1)
     shard = open_shard()
-    size = shard.weights.buffer.nbytes
-    gradient = to_wire(torch.full_like(shard.weights.buffer, 1e-6), shard.dtype)
+    size = shard.weights.nbytes
+    gradient = to_wire(torch.full_like(shard.weights, 1e-6), shard.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = FlatBuffer([parameter.to(device) for parameter in shard.parameters])
+    model = torch.zeros_like(shard.weights, device=device)
     numbers = iter(range(shard.phase.size))
 
     def update() -> None:
@@ -61,8 +56,8 @@ def measure_costs() -> Costs:
 
     def work() -> Any:
         """Do what a worker does for each micro-batch: read weights, send a gradient."""
-        model.buffer.copy_(from_wire(ray.get(weights), shard.dtype))
-        return ray.put(to_wire(model.buffer, shard.dtype))
+        model.copy_(from_wire(ray.get(weights), shard.dtype))
+        return ray.put(to_wire(model, shard.dtype))
 
     # CPU seconds would not show waiting for a device.
     worker_clock = time.process_time if device == "cpu" else time.perf_counter

@@ -24,6 +24,7 @@ from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone, Ss
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import alive_nodes, on_driver_node
 from raytrain_opt.data.base import DataInfo
+from raytrain_opt.pools.mailbox_state import Signal
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -61,7 +62,7 @@ class SspCoordinator:
         self._snapshots: dict[int, tuple[int, bytes]] = {}
         self._restarted: set[int] = set()  # shards, in this phase
         self._claims: dict[int, tuple[int, int | None]] = {}  # worker -> its last request, answer
-        self._changed = asyncio.Condition()
+        self._changed = Signal()
         self._waiting: list[int] = []
         self._watcher: asyncio.Task[None] | None = None
 
@@ -106,7 +107,7 @@ class SspCoordinator:
             if scheduler.version > version:
                 shards = [self._shards[shard] for shard in self._restarted]
                 await asyncio.gather(*[s.catch_up.remote(phase, result.number) for s in shards])
-            await self._notify()
+            self._changed.notify()
 
     async def wait_for_work(self, phase: str, worker: int) -> bool:
         """Wait; return True when there is something to claim again, False when all is done."""
@@ -125,7 +126,7 @@ class SspCoordinator:
             scheduler.leave(worker)
             phase, dropped = scheduler.phase.id, scheduler.dropped
             await asyncio.gather(*[shard.drop.remote(phase, dropped) for shard in self._shards])
-            await self._notify()
+            self._changed.notify()
 
     async def result(self) -> tuple[bool, TrainTotals, StalenessRecord]:
         """Return whether the phase is finished, its sums, and the staleness of its gradients."""
@@ -153,16 +154,11 @@ class SspCoordinator:
         scheduler = self._scheduler
         return scheduler if scheduler is not None and scheduler.phase.id == phase else None
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
     async def _wait(self, worker: int, ready: Callable[[], bool]) -> None:
         """Wait on behalf of a worker, which is not silent meanwhile."""
         self._waiting.append(worker)
         try:
-            async with self._changed:
-                await self._changed.wait_for(ready)
+            await self._changed.wait_for(ready)
         finally:
             self._waiting.remove(worker)
             if self._scheduler is not None:
@@ -236,20 +232,18 @@ class WeightShardActor:
 
     def pull(self) -> tuple[int, Any]:
         """Return version and flat weights; large ones as a boxed reference, once for each node."""
-        if self._published is None or self._published[0] != self._shard.version:
-            self._published = (self._shard.version, _publish(self._shard))
+        shard = self._shard
+        if self._published is None or self._published[0] != shard.version:
+            from raytrain_opt.async_training.weight_shard import to_wire
+
+            wire = to_wire(shard.weights_ahead(), shard.dtype)
+            value = wire if wire.nbytes < _INLINE_BYTES else [ray.put(wire)]
+            self._published = (shard.version, value)
         return self._published
 
     def collect(self) -> tuple[TrainingState, int]:
         """Return its part of the state, and the number of lost updates."""
         return self._shard.state(), self._lost_updates
-
-
-def _publish(shard: WeightShard) -> Any:
-    from raytrain_opt.async_training.weight_shard import to_wire
-
-    wire = to_wire(shard.weights_ahead(), shard.dtype)
-    return wire if wire.nbytes < _INLINE_BYTES else [ray.put(wire)]
 
 
 def _build(config: LearnerConfig, info: DataInfo, index: int, count: int) -> WeightShard:

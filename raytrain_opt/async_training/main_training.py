@@ -64,11 +64,9 @@ class AsynchronousTraining:
                 parts, lost_updates = self._collect()
                 buffers = advance_buffers(start, [m.buffers for m in metrics], len(phase.lrs))
                 state = self._states.put(phase.id, assemble_state(start, parts, buffers))
-        timings_s = {"compute_s": 0.0, "data_wait_s": 0.0} | slowest(
-            [
-                {**w.timings_s, "compute_s": w.duration_s, "data_wait_s": w.data_wait_s}
-                for w in metrics
-            ]
+        timings_s = slowest(
+            {**w.timings_s, "compute_s": w.duration_s, "data_wait_s": w.data_wait_s}
+            for w in metrics
         )
         totals = replace(
             totals,

@@ -55,28 +55,22 @@ def split_parameters(model: nn.Module, shards: int) -> list[list[nn.Parameter]]:
     return [[parameters[index] for index in part] for part in parts]
 
 
-class FlatBuffer:
-    """One buffer with a view per tensor of `like`, laid out in memory as that tensor."""
+def flatten(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
+    """Make the parameters, with the values they have, and their gradients views of two buffers.
 
-    def __init__(self, like: Sequence[Tensor]) -> None:
-        first = like[0] if like else torch.empty(0)
-        size = sum(tensor.numel() for tensor in like)
-        self.buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
-        parts = torch.split(self.buffer, [tensor.numel() for tensor in like]) if like else ()
-        self.views = [
-            part.as_strided(tensor.shape, tensor.stride())
-            for part, tensor in zip(parts, like, strict=True)
-        ]
-
-
-def flatten(parameters: Sequence[nn.Parameter]) -> tuple[FlatBuffer, FlatBuffer]:
-    """Make the parameters, with the values they have, and their gradients views of buffers."""
-    weights, gradients = FlatBuffer(parameters), FlatBuffer(parameters)
-    views = zip(parameters, weights.views, gradients.views, strict=True)
-    for parameter, weight, gradient in views:
-        weight.copy_(parameter.detach())
-        parameter.data = weight
-        parameter.grad = gradient if parameter.requires_grad else None
+    Each view is laid out in memory as the parameter was.
+    """
+    first = parameters[0] if parameters else torch.empty(0)
+    sizes = [parameter.numel() for parameter in parameters]
+    weights = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+    gradients = torch.zeros_like(weights)
+    parts = zip(
+        parameters, torch.split(weights, sizes), torch.split(gradients, sizes), strict=True
+    )
+    for parameter, weight, gradient in parts:
+        layout = parameter.shape, parameter.stride()
+        parameter.data = weight.as_strided(*layout).copy_(parameter.detach())
+        parameter.grad = gradient.as_strided(*layout) if parameter.requires_grad else None
     return weights, gradients
 
 
@@ -133,14 +127,14 @@ class WeightShard:
         numbered = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._own_indices = {i for i, p in enumerate(numbered) if id(p) in own}
         self.weights, self._gradient = flatten(self.parameters)
-        self._last_change = torch.zeros_like(self.weights.buffer)
+        self._last_change = torch.zeros_like(self.weights)
         self._mean_staleness = 0.0
         self.applied: set[int] = set()
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
-        return self.weights.buffer.dtype
+        return self.weights.dtype
 
     @property
     def version(self) -> int:
@@ -194,13 +188,13 @@ class WeightShard:
         index, staleness = number % self.phase.size, max(0, self.version - version)
         if index in self.applied or number in self._dropped:
             return staleness
-        self._gradient.buffer.copy_(gradient)
-        self._last_change.copy_(self.weights.buffer)
+        self._gradient.copy_(gradient)
+        self._last_change.copy_(self.weights)
         per_step = self.phase.micro_batches
         lr = self.phase.lrs[self.version // per_step]
         set_lr(self.optimizer, lr * stale_lr_factor(per_step, self._mean_staleness))
         self.optimizer.step()
-        torch.sub(self.weights.buffer, self._last_change, out=self._last_change)
+        torch.sub(self.weights, self._last_change, out=self._last_change)
         self._mean_staleness += _STALENESS_WEIGHT * (staleness - self._mean_staleness)
         self.applied.add(index)
         return staleness
@@ -216,7 +210,7 @@ class WeightShard:
             for group in self.optimizer.param_groups
             for parameter in group["params"]
         }
-        ahead, sizes = self.weights.buffer.clone(), [p.numel() for p in self.parameters]
+        ahead, sizes = self.weights.clone(), [p.numel() for p in self.parameters]
         parts = zip(torch.split(ahead, sizes), torch.split(self._last_change, sizes), strict=True)
         for parameter, (part, change) in zip(self.parameters, parts, strict=True):
             part.add_(change, alpha=factors.get(id(parameter), 0.0))

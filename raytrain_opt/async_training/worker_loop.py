@@ -66,7 +66,7 @@ class AsyncTrainer:
         buffers = [flatten(part) for part in split_parameters(learner.model, shards)]
         self._weights = [weights for weights, _ in buffers]
         self._gradients = [gradients for _, gradients in buffers]
-        self.dtype = self._weights[0].buffer.dtype
+        self.dtype = self._weights[0].dtype
         self._wire_dtype = wire_dtype(learner.config.parallel.compression, self.dtype)
 
     def load(self, state: TrainingState) -> None:
@@ -149,12 +149,12 @@ class AsyncTrainer:
     ) -> tuple[MicroBatchDone, list[WireArray]]:
         """Compute the gradient of one micro-batch on these weights, as sent to each shard."""
         for flat, part in zip(self._weights, weights, strict=True):
-            flat.buffer.copy_(part)
+            flat.copy_(part)
         for flat in self._gradients:
-            flat.buffer.zero_()
+            flat.zero_()
         loss_sum = self.learner.add_gradient(batch, phase.index_of(number))
         result = MicroBatchDone(number, loss_sum, batch.size, batch.skipped)
-        return result, [to_wire(flat.buffer, self._wire_dtype) for flat in self._gradients]
+        return result, [to_wire(flat, self._wire_dtype) for flat in self._gradients]
 
 
 def _push(

@@ -138,12 +138,16 @@ class Mailbox(Exchange):
             board.failed.add(index)
 
     async def begin_hand_over(self, sender: Sender, number: int) -> None:
-        """Expect a part of this command from a worker whose peer died."""
-        self._board(sender[0]).begin_hand_over(sender, number)
+        """Expect a part of this command from a worker whose peer died, until the next command."""
+        board = self._board(sender[0])
+        if number == board.number:
+            board.handing_over.add(sender)
 
     async def cancel_hand_over(self, sender: Sender) -> None:
-        """Expect none."""
-        self._board(sender[0]).cancel_hand_over(sender)
+        """Expect no part of this worker any more."""
+        board = self._board(sender[0])
+        board.handing_over.discard(sender)
+        board.posted.notify()
 
     async def handed_over(self, pool: str) -> None:
         """Return when the driver has what residents of the pool are handing over."""

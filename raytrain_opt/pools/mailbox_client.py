@@ -24,8 +24,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
     state_in,
 )
-from raytrain_opt.pools.node_socket import connect
-from raytrain_opt.pools.packed_command import unpack
+from raytrain_opt.pools.node_socket import connect, unpack
 from raytrain_opt.pools.relay import Upstream
 
 _MAILBOX = "the mailbox, the process through which driver, workers and slots talk,"

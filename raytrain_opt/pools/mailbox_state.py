@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raytrain_opt.clock import monotonic_s
@@ -101,16 +101,6 @@ class CommandBoard:
         self.replied.notify()
         return True
 
-    def begin_hand_over(self, sender: Sender, number: int) -> None:
-        """Expect a part of this command until the next one is posted."""
-        if number == self.number:
-            self.handing_over.add(sender)
-
-    def cancel_hand_over(self, sender: Sender) -> None:
-        """Expect no part of this resident any more."""
-        self.handing_over.discard(sender)
-        self.posted.notify()
-
     def remove_reply(self, index: int) -> None:
         """Expect another reply of this resident."""
         self.replies.pop(index, None)
@@ -203,10 +193,7 @@ class ActivityLog:
             process=f"{pool} {index}",
             command=command,
             start_s=monotonic_s() - usage.duration_s,
-            duration_s=usage.duration_s,
-            timings_s=dict(usage.timings_s),
-            utilization_pct=usage.utilization_pct,
-            memory_mib=usage.memory_mib,
+            **asdict(usage),
         )
         if recorded:
             self.records.append(span)

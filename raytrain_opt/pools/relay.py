@@ -35,8 +35,7 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.pools.mailbox import Exchange
 from raytrain_opt.pools.mailbox_state import RECORDED_RESIDENTS, CommandBoard
-from raytrain_opt.pools.node_socket import listen
-from raytrain_opt.pools.packed_command import PackedCommand, pack
+from raytrain_opt.pools.node_socket import PackedCommand, listen, pack
 
 # Residents that call the mailbox itself: so many calls take it as long as a relay's detour.
 _DIRECT = 8

@@ -290,7 +290,7 @@ def test_of_two_gradients_of_a_micro_batch_the_first_counts_unless_it_was_droppe
     learner, state = trained_learner(async_job, digits)
     phase = EpochPhase("1.x", 1, 0, LRS, 1, None)
     [shard] = open_shards(async_job, learner.info, 1)
-    gradient = torch.ones_like(shard.weights.buffer)
+    gradient = torch.ones_like(shard.weights)
 
     def after(numbers: list[int], dropped: tuple[int, ...] = ()) -> tuple[int, str]:
         shard.load(state, phase)
@@ -314,14 +314,14 @@ def test_workers_compute_on_the_weights_that_momentum_will_have_reached(
     lrs = (0.1,) * 300
     [shard] = open_shards(async_job, learner.info, 1)
     shard.load(state, EpochPhase("1.x", 1, 0, lrs, 1, None))
-    gradient = torch.zeros_like(shard.weights.buffer)
+    gradient = torch.zeros_like(shard.weights)
     for number in range(200):
         shard.apply(number, number - 3, gradient)
     shard.apply(200, 197, gradient + 1)
     expected = shard.weights_ahead()
     for number in range(201, 204):
         shard.apply(number, number - 3, gradient)
-    torch.testing.assert_close(shard.weights.buffer, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(shard.weights, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_each_parameter_is_ahead_by_the_momentum_of_its_own_group(digits: DatasetArrays) -> None:
@@ -330,10 +330,10 @@ def test_each_parameter_is_ahead_by_the_momentum_of_its_own_group(digits: Datase
     learner, state = trained_learner(async_job, digits)
     [shard] = open_shards(async_job, learner.info, 1)
     shard.load(state, EpochPhase("1.x", 1, 0, LRS, 1, None))
-    before = shard.weights.buffer.clone()
+    before = shard.weights.clone()
     shard.apply(0, -60, torch.ones_like(before))  # a running mean of 3 updates
-    ahead = shard.weights_ahead() - shard.weights.buffer
-    change, sizes = shard.weights.buffer - before, [p.numel() for p in shard.parameters]
+    ahead = shard.weights_ahead() - shard.weights
+    change, sizes = shard.weights - before, [p.numel() for p in shard.parameters]
     momentum = {
         parameter: 0.6 if group["use_muon"] else 0.9
         for group in shard.optimizer.param_groups
@@ -356,12 +356,12 @@ def test_the_weights_move_less_by_gradients_that_a_slow_network_makes_stale(
 
     def change(staleness: int) -> float:
         shard.load(state, EpochPhase("1.x", 1, 0, (0.1,) * 300, 1, None))
-        gradient = torch.zeros_like(shard.weights.buffer)
+        gradient = torch.zeros_like(shard.weights)
         for number in range(200):
             shard.apply(number, number - staleness, gradient)
-        before = shard.weights.buffer.clone()
+        before = shard.weights.clone()
         shard.apply(200, 200 - staleness, gradient + 1)
-        return float((before - shard.weights.buffer).mean())
+        return float((before - shard.weights).mean())
 
     assert change(1) == pytest.approx(0.1, rel=1e-3)
     assert change(16) == pytest.approx(0.1 / 4, rel=1e-3)

@@ -17,7 +17,7 @@ import pytest
 from raytrain_opt.pools import node_socket
 from raytrain_opt.pools.commands import Close, Evaluate, MainTrain, Reply, Resident, StateRef
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.packed_command import unpack
+from raytrain_opt.pools.node_socket import unpack
 from raytrain_opt.pools.relay import Relay
 from tests.unit.pools.test_relay import Handle
 
