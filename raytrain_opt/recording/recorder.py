@@ -13,17 +13,11 @@ from pydantic import ValidationError
 
 from raytrain_opt.errors import RecordError
 from raytrain_opt.paths import RunPaths
+from raytrain_opt.recording.base import Record
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.reader import read_lines
-from raytrain_opt.recording.records import (
-    EpochRecord,
-    EventRecord,
-    Record,
-    ResultRecord,
-    RoundRecord,
-    ScheduleRecord,
-    SpanRecord,
-)
+from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord, ScheduleRecord
+from raytrain_opt.recording.spans import EventRecord, SpanRecord
 from raytrain_opt.recording.tensorboard import TensorBoardWriter
 from raytrain_opt.storage import append_lines, write_bytes, write_text
 
