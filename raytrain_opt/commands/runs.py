@@ -44,7 +44,7 @@ class ListedRun:
     run_dir: str
     started: datetime
     state: State
-    latest: EpochResult | EpochRecord | None = None
+    latest: EpochResult | None = None
     epochs: int | None = None
     duration_s: float | None = None
     search_fraction: float | None = None

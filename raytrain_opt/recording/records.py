@@ -143,8 +143,8 @@ class StalenessRecord(RecordPart):
     max: int = Field(description="Largest staleness, in updates; -1 without gradients.")
 
 
-class EvaluationResult(RecordPart):
-    """Results on the test split; without an evaluation there are no metrics."""
+class EpochResult(RecordPart):
+    """The measured values of one epoch; without an evaluation there are no metrics."""
 
     test_metrics: dict[str, Number] = Field(
         default_factory=dict,
@@ -156,6 +156,11 @@ class EvaluationResult(RecordPart):
     metric: Metric | None = Field(
         None, description="The metric that decides, and whether more is better."
     )
+    epoch: int = Field(description="Epoch, from 1.")
+    train_loss: Number = Field(description="Mean training loss of the main training.")
+    lr: float = Field(description="Learning rate of the last step.")
+    lr_peak: float = Field(description="Highest learning rate of all steps so far.")
+    optimizer: str = Field(description="Name of the optimizer.")
 
     @property
     def test_metric(self) -> float | None:
@@ -171,19 +176,14 @@ class EvaluationResult(RecordPart):
         return self.metric.score(value)
 
 
-class EpochRecord(EvaluationResult, Record):
+class EpochRecord(EpochResult, Record):
     """One line of epochs.jsonl."""
 
-    epoch: int = Field(description="Epoch, from 1.")
     epochs: int = Field(
         gt=0,
         description="Length of the training in epochs, with `train_for` as planned before this.",
     )
-    lr: float = Field(description="Learning rate of the last step.")
-    lr_peak: float = Field(description="Highest learning rate of all steps so far.")
-    optimizer: str = Field(description="Name of the optimizer.")
     weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
-    train_loss: Number = Field(description="Mean training loss of the main training.")
     test_samples: int = Field(description="Test samples.")
     workers: int = Field(description="Workers that trained the epoch.")
     samples: int = Field(description="Samples of the main training.")
@@ -299,21 +299,6 @@ class ScheduleRecord(Record):
         description="Steps of a full epoch; with `train_for` the last ones are shorter."
     )
     lrs: tuple[float, ...] = Field(description="Learning rate of each step.")
-
-
-class EpochResult(EvaluationResult):
-    """The measured values of one epoch."""
-
-    epoch: int = Field(description="Epoch, from 1.")
-    train_loss: Number = Field(description="Mean training loss.")
-    lr: float = Field(description="Learning rate of the last step.")
-    lr_peak: float = Field(description="Highest learning rate of all steps so far.")
-    optimizer: str = Field(description="Name of the optimizer.")
-
-    @classmethod
-    def from_epoch(cls, record: EpochRecord) -> EpochResult:
-        """Return the values of this epoch."""
-        return cls.from_values(vars(record))
 
 
 class SearchResult(RecordPart):
