@@ -22,7 +22,8 @@ from benchmarks.comparison_tasks import OTHER_NETWORKS, TASKS, Task
 from raytrain_opt import Job, run
 from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.recording.records import EpochRecord, SpanRecord
+from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.recording.spans import SpanRecord
 
 EPOCHS = 16
 

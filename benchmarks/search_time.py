@@ -33,7 +33,7 @@ from benchmarks.common import machine, synthetic_images
 from raytrain_opt import Job, run
 from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.recording.records import SpanRecord
+from raytrain_opt.recording.spans import SpanRecord
 
 SHAPE, CLASSES, TRAIN, TEST = (16, 16, 3), 20, 8192, 1024
 SEARCH = ("pretrain", "send_candidate_state")

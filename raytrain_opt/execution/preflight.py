@@ -262,8 +262,6 @@ def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
 
 def _check_last_updates(job: Job, info: DataInfo) -> None:
     """Refuse a last update with less than two samples in a micro-batch (BatchNorm, DDP)."""
-    from raytrain_opt.train.learner_config import LearnerConfig
-
     split = LearnerConfig.from_job(job).finest_split
     for factor in (1, *(step.factor for step in job.batch_ramp.steps)):
         accumulated = factor if job.batch_ramp.grow == "accumulation" else 1

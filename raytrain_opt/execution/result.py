@@ -74,8 +74,8 @@ def _result(run: TrainingRun, epochs: Sequence[EpochRecord]) -> ResultRecord:
         run_dir=run.paths.shown,
         epochs=len(epochs),
         steps_per_epoch=run.steps.first,
-        final=EpochResult.from_epoch(epochs[-1]),
-        best=None if best is None else EpochResult.from_epoch(best),
+        final=EpochResult.from_values(vars(epochs[-1])),
+        best=None if best is None else EpochResult.from_values(vars(best)),
         search=SearchResult(
             samples=progress.search_samples,
             main_samples=progress.kept_samples,

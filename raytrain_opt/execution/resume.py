@@ -43,10 +43,7 @@ def load_run_job(run_dir: str, overrides: Sequence[str], *, trust: bool) -> Job:
     if storage.read(run_dir, "result.json") is not None:
         rule = f"has finished; see {storage.join(run_dir, 'report.html')}"
         raise JobError([Problem("--resume", rule, repr(run_dir))], "arguments")
-    text, source = read_text(run_dir, "job.yaml"), storage.join(run_dir, "job.yaml")
-    if text is None:
-        raise JobError([Problem("the file", "does not exist")], source)
-    job = parse_job(text, source, overrides)
+    job = _read_job(run_dir, overrides)
     if not trust:
         refuse_functions(job.functions, run_dir)
     return job
@@ -73,9 +70,11 @@ def keep_worker_count(job: Job, run_dir: str | None) -> Job:
     return set_worker_count(job, _read_job(run_dir).workers.size)
 
 
-def _read_job(run_dir: str) -> Job:
-    text = (storage.read(run_dir, "job.yaml") or b"").decode(errors="replace")
-    return parse_job(text, f"{run_dir}/job.yaml")
+def _read_job(run_dir: str, overrides: Sequence[str] = ()) -> Job:
+    text, source = read_text(run_dir, "job.yaml"), storage.join(run_dir, "job.yaml")
+    if text is None:
+        raise JobError([Problem("the file", "does not exist")], source)
+    return parse_job(text, source, overrides)
 
 
 def _refuse_another_job(job: Job, run_dir: str) -> None:

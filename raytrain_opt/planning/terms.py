@@ -30,7 +30,8 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.planning.cluster import ClusterSection
 from raytrain_opt.recording.reader import read_lines, read_text
-from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord, SpanRecord
+from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord
+from raytrain_opt.recording.spans import SpanRecord
 from raytrain_opt.search.noise_scale import pool_noise_scales
 
 _COMPUTE_FRACTION, _MEMORY_FRACTION = 0.6, 0.8

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import RaytrainOptError, StorageError, printable
 from raytrain_opt.recording.recorder import Recorder
-from raytrain_opt.recording.records import EventRecord, SpanRecord
-from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.recording.spans import Event, EventRecord, Span, SpanRecord
 
 
 class EventLog:

@@ -13,17 +13,11 @@ from pydantic import ValidationError
 
 from raytrain_opt.errors import RecordError
 from raytrain_opt.paths import RunPaths
+from raytrain_opt.recording.base import Record
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.reader import read_lines
-from raytrain_opt.recording.records import (
-    EpochRecord,
-    EventRecord,
-    Record,
-    ResultRecord,
-    RoundRecord,
-    ScheduleRecord,
-    SpanRecord,
-)
+from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord, ScheduleRecord
+from raytrain_opt.recording.spans import EventRecord, SpanRecord
 from raytrain_opt.recording.tensorboard import TensorBoardWriter
 from raytrain_opt.storage import append_lines, write_bytes, write_text
 
@@ -86,14 +80,12 @@ class Recorder:
 
     def lrs(self) -> list[float]:
         """Return the learning rate of every step in schedule.jsonl."""
-        path = self.paths.schedule
-        epochs = read_lines(str(path.parent), path.name, ScheduleRecord)
+        epochs = _read(self.paths.schedule, ScheduleRecord)
         return [lr for epoch in epochs for lr in epoch.lrs]
 
     def epochs(self) -> list[EpochRecord]:
         """Return the lines of epochs.jsonl."""
-        path = self.paths.epochs
-        return read_lines(str(path.parent), path.name, EpochRecord)
+        return _read(self.paths.epochs, EpochRecord)
 
     def predictions(self, record: PredictionsRecord) -> None:
         """Write predictions.json, in place of that of an earlier epoch."""
@@ -132,6 +124,10 @@ class Recorder:
         self._tensorboard.close()
 
 
+def _read(path: Path, kind: type[R]) -> list[R]:
+    return read_lines(str(path.parent), path.name, kind)
+
+
 def _lines(path: Path) -> list[bytes]:
     """Return the complete lines; a line without an end was cut off when the run died."""
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -139,7 +135,7 @@ def _lines(path: Path) -> list[bytes]:
 
 def _keep_first(path: Path, kind: type[Record], count: int) -> None:
     _rewrite(path, _lines(path)[:count])
-    kept = len(read_lines(str(path.parent), path.name, kind))
+    kept = len(_read(path, kind))
     if kept < count:
         raise RecordError(
             f"{path}: has {kept} lines, but had {count} at the last checkpoint: it was cut or "

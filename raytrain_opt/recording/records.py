@@ -9,43 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from raytrain_opt.clock import utc_now
-from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.recording.base import Number, Record, RecordPart, Timings
 from raytrain_opt.results import Metric, Probe
 from raytrain_opt.search.noise_scale import NoiseScale, NoiseScaleSummary
 
 if TYPE_CHECKING:
     from raytrain_opt.search.policy import CandidateResult, Decision, TryCandidates
-
-SCHEMA_VERSION = 1
-
-# JSON has no infinity and no NaN: a float that is not finite is read back as None.
-Number = float | None
-Timings = dict[str, Number]
-
-
-class RecordPart(BaseModel):
-    """Base of every object in a record."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, object]) -> Self:
-        """Return the object with those of the values that are its fields."""
-        fields = cls.model_fields
-        return cls.model_validate({name: v for name, v in values.items() if name in fields})
-
-
-class Record(RecordPart):
-    """Base of every record."""
-
-    schema_version: int = Field(
-        SCHEMA_VERSION, le=SCHEMA_VERSION, description="Version of the record format."
-    )
 
 
 class CandidateRecord(RecordPart):
@@ -170,8 +143,8 @@ class StalenessRecord(RecordPart):
     max: int = Field(description="Largest staleness, in updates; -1 without gradients.")
 
 
-class EvaluationResult(RecordPart):
-    """Results on the test split; without an evaluation there are no metrics."""
+class EpochResult(RecordPart):
+    """The measured values of one epoch; without an evaluation there are no metrics."""
 
     test_metrics: dict[str, Number] = Field(
         default_factory=dict,
@@ -183,6 +156,11 @@ class EvaluationResult(RecordPart):
     metric: Metric | None = Field(
         None, description="The metric that decides, and whether more is better."
     )
+    epoch: int = Field(description="Epoch, from 1.")
+    train_loss: Number = Field(description="Mean training loss of the main training.")
+    lr: float = Field(description="Learning rate of the last step.")
+    lr_peak: float = Field(description="Highest learning rate of all steps so far.")
+    optimizer: str = Field(description="Name of the optimizer.")
 
     @property
     def test_metric(self) -> float | None:
@@ -198,19 +176,14 @@ class EvaluationResult(RecordPart):
         return self.metric.score(value)
 
 
-class EpochRecord(EvaluationResult, Record):
+class EpochRecord(EpochResult, Record):
     """One line of epochs.jsonl."""
 
-    epoch: int = Field(description="Epoch, from 1.")
     epochs: int = Field(
         gt=0,
         description="Length of the training in epochs, with `train_for` as planned before this.",
     )
-    lr: float = Field(description="Learning rate of the last step.")
-    lr_peak: float = Field(description="Highest learning rate of all steps so far.")
-    optimizer: str = Field(description="Name of the optimizer.")
     weight_decay_factor: float = Field(description="Factor on the optimizer's weight decay.")
-    train_loss: Number = Field(description="Mean training loss of the main training.")
     test_samples: int = Field(description="Test samples.")
     workers: int = Field(description="Workers that trained the epoch.")
     samples: int = Field(description="Samples of the main training.")
@@ -230,39 +203,6 @@ def best_epoch(epochs: Sequence[EpochRecord]) -> EpochRecord | None:
     """Return the first epoch with the best test metric; None when none was evaluated."""
     scores = [(epoch.score, -epoch.epoch, epoch) for epoch in epochs if epoch.score is not None]
     return max(scores)[2] if scores else None
-
-
-class SpanRecord(Span, Record):
-    """One line of timeline.jsonl: a command that a worker or slot executed, or a checkpoint.
-
-    Of a pool with more than 16 processes: the first 16 and, of each command, who took longest of
-    the others.
-    """
-
-    epoch: int = Field(description="Epoch, from 1.")
-
-    @classmethod
-    def from_span(cls, span: Span, epoch: int, run_start_s: float) -> SpanRecord:
-        """Return the record of `span`, whose clock showed `run_start_s` when the run began."""
-        return cls(**dict(span) | {"epoch": epoch, "start_s": span.start_s - run_start_s})
-
-    @property
-    def pool(self) -> str:
-        """`worker` of `worker 0`."""
-        return self.process.split()[0]
-
-
-class EventRecord(Event, Record):
-    """One line of events.jsonl: a failure, a recovery, a resume, a plan, or an early end."""
-
-    utc: str = Field(description="Date, ISO 8601 in UTC.")
-    epoch: int = Field(description="Epoch, from 1.")
-
-    @classmethod
-    def from_event(cls, event: Event, epoch: int, run_start_s: float) -> EventRecord:
-        """Return the record of `event`, whose clock showed `run_start_s` when the run began."""
-        update = {"epoch": epoch, "time_s": event.time_s - run_start_s, "utc": utc_now()}
-        return cls(**dict(event) | update)
 
 
 class BatchSizeProbeRecord(Record):
@@ -360,21 +300,6 @@ class ScheduleRecord(Record):
         description="Steps of a full epoch; with `train_for` the last ones are shorter."
     )
     lrs: tuple[float, ...] = Field(description="Learning rate of each step.")
-
-
-class EpochResult(EvaluationResult):
-    """The measured values of one epoch."""
-
-    epoch: int = Field(description="Epoch, from 1.")
-    train_loss: Number = Field(description="Mean training loss.")
-    lr: float = Field(description="Learning rate of the last step.")
-    lr_peak: float = Field(description="Highest learning rate of all steps so far.")
-    optimizer: str = Field(description="Name of the optimizer.")
-
-    @classmethod
-    def from_epoch(cls, record: EpochRecord) -> EpochResult:
-        """Return the values of this epoch."""
-        return cls.from_values(vars(record))
 
 
 class SearchResult(RecordPart):

@@ -1,30 +1,31 @@
-"""Spans and events as processes exchange them: records without an epoch, on any clock."""
+"""Spans and events: as processes exchange them, on any clock, and as a run records them."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from raytrain_opt.clock import utc_now
+from raytrain_opt.recording.base import Number, Record, RecordPart, Timings
 
 
-class Span(BaseModel):
+class Span(RecordPart):
     """The time in which one process executed one command."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     process: str = Field(description="`worker 0`, `slot 1`, ..., or `driver`.")
     command: str = Field(description="What it did: `pretrain`, `main_train`, `evaluate`, ...")
     start_s: float = Field(description="Start, in seconds of the run.")
     duration_s: float = Field(description="Duration.")
-    timings_s: dict[str, float | None] = Field(
+    timings_s: Timings = Field(
         default_factory=dict, description="Seconds by part, as the process measured them."
     )
-    utilization_pct: float | None = Field(
+    utilization_pct: Number = Field(
         None,
         description=(
             "Utilization of the process's compute threads during the command, or of its GPU at "
             "the end of the command; null when not known."
         ),
     )
-    memory_mib: float | None = Field(
+    memory_mib: Number = Field(
         None,
         description=(
             "Peak memory of tensors on the GPU so far, or resident memory of the process; null "
@@ -33,10 +34,8 @@ class Span(BaseModel):
     )
 
 
-class Event(BaseModel):
+class Event(RecordPart):
     """What happened in a run: something that it survived, decided, or that ended it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str = Field(
         description=(
@@ -53,6 +52,39 @@ class Event(BaseModel):
     text: str = Field(description="What happened, as text.")
     time_s: float = Field(description="When, in seconds of the run.")
     process: str | None = Field(None, description="The process; null when it is the run.")
-    silent_s: float | None = Field(
+    silent_s: Number = Field(
         None, description="Time from its last sign of life to its restart; null when not known."
     )
+
+
+class SpanRecord(Span, Record):
+    """One line of timeline.jsonl: a command that a worker or slot executed, or a checkpoint.
+
+    Of a pool with more than 16 processes: the first 16 and, of each command, who took longest of
+    the others.
+    """
+
+    epoch: int = Field(description="Epoch, from 1.")
+
+    @classmethod
+    def from_span(cls, span: Span, epoch: int, run_start_s: float) -> SpanRecord:
+        """Return the record of `span`, whose clock showed `run_start_s` when the run began."""
+        return cls(**dict(span) | {"epoch": epoch, "start_s": span.start_s - run_start_s})
+
+    @property
+    def pool(self) -> str:
+        """`worker` of `worker 0`."""
+        return self.process.split()[0]
+
+
+class EventRecord(Event, Record):
+    """One line of events.jsonl: a failure, a recovery, a resume, a plan, or an early end."""
+
+    utc: str = Field(description="Date, ISO 8601 in UTC.")
+    epoch: int = Field(description="Epoch, from 1.")
+
+    @classmethod
+    def from_event(cls, event: Event, epoch: int, run_start_s: float) -> EventRecord:
+        """Return the record of `event`, whose clock showed `run_start_s` when the run began."""
+        update = {"epoch": epoch, "time_s": event.time_s - run_start_s, "utc": utc_now()}
+        return cls(**dict(event) | update)

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING
 
-from raytrain_opt.errors import StorageError
+from raytrain_opt.storage import storage_errors
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
@@ -28,11 +28,10 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._closed, self._files = folder, False, 0
-        try:
+        self._action = f"{folder} cannot be written"
+        with storage_errors(self._action):
             folder.mkdir(exist_ok=True)
             self._writer = self._open_file()
-        except OSError as error:
-            raise self._storage_error(error) from error
 
     def _open_file(self) -> EventsWriter:
         from tensorboardX.event_file_writer import EventsWriter
@@ -46,7 +45,7 @@ class TensorBoardWriter:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
-        try:
+        with storage_errors(self._action):
             for name, value in values.items():
                 if value is not None and math.isfinite(value):
                     summary = scalar(name, value)
@@ -56,11 +55,6 @@ class TensorBoardWriter:
             if self._points >= _FILE_POINTS:
                 self._writer.close()
                 self._writer = self._open_file()
-        except OSError as error:
-            raise self._storage_error(error) from error
-
-    def _storage_error(self, error: OSError) -> StorageError:
-        return StorageError(f"{self._folder} cannot be written: {error}")
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

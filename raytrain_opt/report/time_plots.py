@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from raytrain_opt.recording.records import EpochRecord, SpanRecord
+from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.recording.spans import SpanRecord
 from raytrain_opt.report.formatting import count, duration, percent, plain, rate
 from raytrain_opt.report.plots import (
     Cell,

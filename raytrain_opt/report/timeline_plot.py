@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from raytrain_opt.recording.records import SpanRecord
+from raytrain_opt.recording.spans import SpanRecord
 from raytrain_opt.report.formatting import duration, percent
 from raytrain_opt.report.plots import Cell, Plot, Table, color, draw, duration_cell
 from raytrain_opt.report.run_reader import RunRecords

@@ -8,14 +8,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from raytrain_opt import storage
+from raytrain_opt.recording.base import Record
 from raytrain_opt.recording.reader import read_lines
-from raytrain_opt.recording.records import (
-    BatchSizeProbeRecord,
-    EpochRecord,
-    EventRecord,
-    Record,
-    RoundRecord,
-)
+from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord, RoundRecord
+from raytrain_opt.recording.spans import EventRecord
 from raytrain_opt.report.formatting import duration, rate, times
 from raytrain_opt.report.run_reader import RunRecords, read_run
 from raytrain_opt.report.summary import summarize

@@ -20,7 +20,7 @@ from raytrain_opt import storage
 from raytrain_opt.errors import JobError, StorageError, TakenOverError
 from raytrain_opt.paths import RunPaths, check_run, newest_unfinished
 from raytrain_opt.recording.reader import read_lines
-from raytrain_opt.recording.records import EventRecord
+from raytrain_opt.recording.spans import EventRecord
 from raytrain_opt.remote import lease, run_copy
 from raytrain_opt.storage import append_lines, open_store, remove_tree, write_json, write_text
 from tests.support.s3_server import Fault, Request, S3Server, cut, delay, refuse
