@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raytrain_opt import clock
-from raytrain_opt.errors import JobError, RaytrainOptError, printable
+from raytrain_opt.errors import RaytrainOptError, printable
 from raytrain_opt.execution.signals import Terminated
 
 if TYPE_CHECKING:
@@ -70,14 +70,13 @@ class _Command(click.Command):
             raise SystemExit(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED) from stop
 
 
-class _Commands(click.Group):
-    command_class = _Command
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="raytrain_opt", prog_name="raytrain-opt")
 def main() -> None:
     """Train data-parallel on Ray and find the learning rate during the training."""
+
+
+main.command_class = _Command
 
 
 @main.command()
@@ -274,14 +273,9 @@ def validate(job_file: str, overrides: tuple[str, ...]) -> None:
 
     Example: raytrain-opt validate jobs/quickstart.yaml
     """
-    from raytrain_opt.execution.preflight import check_job, run_local_preflight
+    from raytrain_opt.commands.validate import validate as validate_job
 
-    job = _load_job(job_file, overrides)
-    if problems := check_job(job):
-        raise JobError(problems, job_file)
-    checked = run_local_preflight(job, job_file) is not None
-    note = "" if checked else "\n  data not checked: the data set is not downloaded yet"
-    click.echo(f"{job_file}: valid\n{_summary(job)}{note}")
+    click.echo(validate_job(_load_job(job_file, overrides), job_file))
 
 
 @main.command()
@@ -318,19 +312,11 @@ def predict(run_dir: str, images: tuple[str, ...], top: int, as_json: bool, trus
 
     Example: raytrain-opt predict runs/quickstart-* photo.png scans/
     """
-    from raytrain_opt.commands.predict import predict as predict_images
+    from raytrain_opt.commands.predict import print_predictions
     from raytrain_opt.train.trained_model import load_for
 
     model = load_for("raytrain-opt predict", run_dir, None, trust)
-    predictions = []
-    for prediction in predict_images(model, images, top=top):
-        predictions.append(prediction)
-        if not as_json:
-            click.echo(printable(prediction.line()))
-    if as_json:
-        rows = [prediction.to_json() for prediction in predictions]
-        click.echo(json.dumps({"checkpoint": model.checkpoint, "predictions": rows}))
-    raise SystemExit(any(prediction.error for prediction in predictions))
+    raise SystemExit(not print_predictions(model, images, top=top, as_json=as_json))
 
 
 @main.command()
@@ -411,36 +397,3 @@ def _load_job(job_file: str, overrides: tuple[str, ...], *, check: bool = True) 
     from raytrain_opt.execution.preflight import check_sections
 
     return load_job(job_file, overrides, check_sections if check else None)
-
-
-def _summary(job: Job) -> str:
-    """Return the most important choices of a job, defaults included, one per line."""
-    from raytrain_opt.config.section import function_name
-
-    searched = job.batch_size_search
-    length = f"{job.epochs} epochs" if job.epochs else f"{job.train_for:g} s"
-    split = ", divided among the free GPUs"
-    if job.workers.count != "auto":
-        split = f" = {job.workers.size} workers x {job.batch_size_per_worker}"
-    lines = {
-        "model": function_name(job.model.name),
-        "data": function_name(job.data.name),
-        "learning rate": _learning_rate(job),
-        "optimizer": " or ".join(str(optimizer.name) for optimizer in job.optimizers),
-        "training": f"{length}, precision {job.precision}, seed {job.seed}",
-        "global batch": f"{job.global_batch_size}{split}"
-        + (f", before the search by {searched.strategy}" if searched else ""),
-        "results": job.storage_path,
-    }
-    return "\n".join(f"  {name:14} {text}" for name, text in lines.items())
-
-
-def _learning_rate(job: Job) -> str:
-    policy = job.learning_rate
-    if policy.policy == "replay":
-        return f"replay of {policy.schedule}"
-    if policy.policy == "schedule":
-        return f"{policy.shape} from {policy.initial:g}"
-    if policy.policy == "stpt_horizon":
-        return f"{policy.shape} decay; its peak is searched, starting at {policy.initial:g}"
-    return f"stpt from {policy.initial:g}, candidates {policy.candidates}, alpha {policy.alpha:g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from PIL import UnidentifiedImageError
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from raytrain_opt import storage
-from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.errors import JobError, Problem, printable
 from raytrain_opt.train.trained_model import TrainedModel
 
 # Images in memory at a time.
@@ -53,6 +54,21 @@ class _ImageFile:
         if content is None:
             raise FileNotFoundError("there is no such file")
         return content
+
+
+def print_predictions(
+    model: TrainedModel, images: Sequence[str], *, top: int, as_json: bool
+) -> bool:
+    """Print what `predict` yields, a line or an object each; return whether all are images."""
+    predictions = []
+    for prediction in predict(model, images, top=top):
+        predictions.append(prediction)
+        if not as_json:
+            print(printable(prediction.line()), flush=True)
+    if as_json:
+        rows = [prediction.to_json() for prediction in predictions]
+        print(json.dumps({"checkpoint": model.checkpoint, "predictions": rows}))
+    return not any(prediction.error for prediction in predictions)
 
 
 def predict(model: TrainedModel, images: Sequence[str], *, top: int) -> Iterator[Prediction]:

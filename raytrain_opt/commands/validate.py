@@ -1,0 +1,47 @@
+"""Check a job as a run does before it starts, and name its most important choices."""
+
+from __future__ import annotations
+
+from raytrain_opt.config.schema import Job
+from raytrain_opt.config.section import function_name
+from raytrain_opt.errors import JobError
+from raytrain_opt.execution.preflight import check_job, run_local_preflight
+
+
+def validate(job: Job, job_file: str) -> str:
+    """Check a job and its data, without any download; return its choices, defaults included.
+
+    Raises JobError that names `job_file`, DataError.
+    """
+    if problems := check_job(job):
+        raise JobError(problems, job_file)
+    checked = run_local_preflight(job, job_file) is not None
+    searched = job.batch_size_search
+    length = f"{job.epochs} epochs" if job.epochs else f"{job.train_for:g} s"
+    split = ", divided among the free GPUs"
+    if job.workers.count != "auto":
+        split = f" = {job.workers.size} workers x {job.batch_size_per_worker}"
+    lines = {
+        "model": function_name(job.model.name),
+        "data": function_name(job.data.name),
+        "learning rate": _learning_rate(job),
+        "optimizer": " or ".join(str(optimizer.name) for optimizer in job.optimizers),
+        "training": f"{length}, precision {job.precision}, seed {job.seed}",
+        "global batch": f"{job.global_batch_size}{split}"
+        + (f", before the search by {searched.strategy}" if searched else ""),
+        "results": job.storage_path,
+    }
+    choices = "\n".join(f"  {name:14} {text}" for name, text in lines.items())
+    note = "" if checked else "\n  data not checked: the data set is not downloaded yet"
+    return f"{job_file}: valid\n{choices}{note}"
+
+
+def _learning_rate(job: Job) -> str:
+    policy = job.learning_rate
+    if policy.policy == "replay":
+        return f"replay of {policy.schedule}"
+    if policy.policy == "schedule":
+        return f"{policy.shape} from {policy.initial:g}"
+    if policy.policy == "stpt_horizon":
+        return f"{policy.shape} decay; its peak is searched, starting at {policy.initial:g}"
+    return f"stpt from {policy.initial:g}, candidates {policy.candidates}, alpha {policy.alpha:g}"
