@@ -35,8 +35,11 @@ _VALID = (
     "CSV file with their names and labels; train_x.npy, train_y.npy, test_x.npy and test_y.npy; "
     "or train-000000.tar and val-000000.tar, as `raytrain-opt shard` writes them"
 )
-_TRAIN = ("train", "training")
-_TEST = ("val", "valid", "validation", "test", "testing")
+# Words for the sets in names of folders and files, and in tables; earlier ones are preferred.
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "test", "testing"), "test"),
+}
 _LABEL_COLUMNS = ("label", "class", "category", "target", "y")
 _TEST_FRACTION = 0.2
 # Where the largest class has this many times the samples of the smallest, settings are named.
@@ -129,10 +132,12 @@ def find_data(folder: Path, labels: Path) -> tuple[Section, list[Row]]:
 
 def _splits(names: Iterable[str]) -> dict[str, str]:
     """Return which of the names are those of the training and of the test set: by first word."""
-    words = {re.split(r"[^a-z]", name.lower())[0]: name for name in names}
-    choices = {"train": _TRAIN, "test": _TEST}
-    pairs = ((split, next((w for w in choices[split] if w in words), None)) for split in choices)
-    return {split: words[word] for split, word in pairs if word is not None}
+    first_words = {re.split(r"[^a-z]", name.lower())[0]: name for name in names}
+    splits: dict[str, str] = {}
+    for word, split in _SPLITS.items():
+        if word in first_words:
+            splits.setdefault(split, first_words[word])
+    return splits
 
 
 def _folders(folder: Path) -> list[str]:
@@ -161,15 +166,14 @@ def _find_arrays(folder: Path) -> Section | None:
     found: dict[str, dict[str, str]] = {"train": {}, "test": {}}
     for file in files:
         words = re.split(r"[^a-z]+", file.stem.lower())
-        if not {*words} & {*_TRAIN, *_TEST}:
+        split = next((_SPLITS[word] for word in words if word in _SPLITS), None)
+        if split is None:
             continue
         try:
             kind = "y" if np.load(file, mmap_mode="r", allow_pickle=False).ndim == 1 else "x"
         except Exception as error:  # a damaged header can make numpy raise anything
             raise DataError(str(file), f"is not an array of plain numbers: {error}") from error
-        for split, choices in (("train", _TRAIN), ("test", _TEST)):
-            if set(words) & set(choices):
-                found[split].setdefault(kind, str(file))
+        found[split].setdefault(kind, str(file))
     if not any(found.values()):
         return None
     if not all(len(pair) == 2 for pair in found.values()):
@@ -217,13 +221,12 @@ def _read_table(folder: Path, path: Path) -> list[Row]:
     if several := next((line[of_files] for line in lines if names.get(line[of_files]) == ""), ""):
         rule = f"lists {several}, the name of several images; list them by path below {folder}"
         raise DataError(str(path), rule)
-    is_split = {name: {line[name] for line in lines} <= {*_TRAIN, *_TEST} for name in columns}
+    is_split = {name: {line[name] for line in lines} <= _SPLITS.keys() for name in columns}
     of_splits = next((name for name in columns if is_split[name]), None)
     others = [name for name in columns if name not in (of_files, of_splits)]
     of_labels = min(others, key=lambda name: name.lower() not in _LABEL_COLUMNS, default=of_files)
-    splits = {**dict.fromkeys(_TRAIN, "train"), **dict.fromkeys(_TEST, "test")}
     return [
-        (names[line[of_files]], line[of_labels], splits[line[of_splits]] if of_splits else "")
+        (names[line[of_files]], line[of_labels], _SPLITS[line[of_splits]] if of_splits else "")
         for line in lines
         if line[of_files] in names and line[of_labels]
     ]

@@ -112,7 +112,6 @@ class InMemoryData(TrainingData):
     def eval_batches(
         self, split: Split, rank: int, world_size: int, batch_size: int
     ) -> Iterator[Batch]:
-        """See `TrainingData.eval_batches`."""
         store, indices = self._test_store, np.arange(self.info.test_size)
         if split == "validation":
             store, indices = self._train_store, self._split.validation

@@ -190,12 +190,10 @@ class DataLoaderData(TrainingData):
 
     @property
     def processes(self) -> int:
-        """See `TrainingData.processes`."""
         return self._loader.processes
 
     @property
     def read_ahead(self) -> int:
-        """See `TrainingData.read_ahead`."""
         return self.processes * self._section.prefetch
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class UserDatasetSource:
 
     def __init__(self, section: DatasetData, seed: int, *, classification: bool = True) -> None:
         name, self._classification = section.name, classification
-        self._name = name if isinstance(name, str) else function_name(name)
+        self._name = function_name(name)
         self._datasets = call_data_function(name, section.args, seed, self.field, "torch Datasets")
         for split in self._datasets:
             self._check_dataset(split)
@@ -191,7 +191,7 @@ def call_data_function(
     Raises DataError that names `field`.
     """
     function = resolve_function(name, field)
-    shown = name if isinstance(name, str) else function_name(name)
+    shown = function_name(name)
     try:
         with isolated_random_state():
             # A function that generates its data must generate the same in every process.
