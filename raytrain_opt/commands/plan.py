@@ -91,7 +91,7 @@ def _read_info(job: Job, data: str | None) -> DataInfo:
         rule = "must be SAMPLESxCLASSES, for data of name image_folder"
         raise JobError([Problem("--data", rule, repr(data))], "plan")
     samples, classes = map(int, match.groups())
-    held_out = min(int(job.hold_out.fraction * samples), job.hold_out.max_samples)
+    held_out = job.hold_out.count(samples)
     train = samples if job.hold_out.only_in_search else samples - held_out
     shape = (3, job.data.image_size, job.data.image_size)
     test = round(_TEST_FRACTION * samples)

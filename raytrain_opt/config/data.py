@@ -56,13 +56,19 @@ class Augment(BatchAugment):
 class HoldOut:
     """How much of the training set is the validation split, and how long it is held out.
 
-    `fraction` of the samples, at most `max_samples`. With `only_in_search` only candidates and
-    epochs that the policy chooses do not train on them.
+    `fraction` of the samples, rounded down, at most `max_samples`. With `only_in_search` only
+    candidates and epochs that the policy chooses do not train on them.
     """
 
     fraction: float
     max_samples: int = 5000
     only_in_search: bool = False
+
+    def count(self, size: int) -> int:
+        """Return the size of the validation split of `size` samples; at least 1 unless none."""
+        if self.fraction == 0:
+            return 0
+        return max(1, min(int(self.fraction * size), self.max_samples))
 
 
 class _DataSection(NamedSection):

@@ -75,20 +75,18 @@ def sample_seed(seed: int, purpose: Purpose, epoch: int, index: int) -> int:
 
 def split_validation(
     size: int,
-    fraction: float,
-    max_samples: int,
+    hold_out: HoldOut,
     seed: int,
     permutation: Permutation = np.random.Generator.permutation,
 ) -> tuple[Indices, Indices]:
     """Split `size` samples into sorted indices (to train on, to validate on).
 
-    The validation split has fraction x size samples, rounded down, at most `max_samples` and at
-    least 1; none when the fraction is 0. Raises DataError when no training sample is left.
+    Raises DataError when no training sample is left.
     """
-    count = 0 if fraction == 0 else max(1, min(int(fraction * size), max_samples))
+    count = hold_out.count(size)
     if count >= size:
         rule = f"the validation split takes all {size} samples, so no sample is left to train on"
-        hint = f"use more samples, or data.validation_fraction: 0 (now {fraction})"
+        hint = f"use more samples, or data.validation_fraction: 0 (now {hold_out.fraction})"
         raise DataError("data", f"{rule}; {hint}")
     shuffled = _shuffle(size, seed, permutation)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
@@ -115,9 +113,7 @@ class TrainingSplit:
         permutation: Permutation = np.random.Generator.permutation,
         balanced_labels: Indices | None = None,
     ) -> None:
-        searched, self.validation = split_validation(
-            size, hold_out.fraction, hold_out.max_samples, seed, permutation
-        )
+        searched, self.validation = split_validation(size, hold_out, seed, permutation)
         self._size, self._seed, self._permutation = size, seed, permutation
         settings = (seed, repeats, permutation, balanced_labels)
         self.search = EpochOrders(searched, *settings)

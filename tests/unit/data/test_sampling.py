@@ -18,7 +18,7 @@ from raytrain_opt.errors import DataError
 def test_size_of_the_validation_split(
     size: int, fraction: float, max_samples: int, expected: int
 ) -> None:
-    train, validation = sampling.split_validation(size, fraction, max_samples, seed=3)
+    train, validation = sampling.split_validation(size, HoldOut(fraction, max_samples), seed=3)
     assert len(validation) == expected
     assert sorted([*train, *validation]) == list(range(size))
     assert (np.diff(train) > 0).all()
@@ -26,16 +26,16 @@ def test_size_of_the_validation_split(
 
 
 def test_the_validation_split_depends_on_the_seed_only() -> None:
-    first = sampling.split_validation(1000, 0.1, 5000, seed=1)[1]
-    again = sampling.split_validation(1000, 0.1, 5000, seed=1)[1]
-    other = sampling.split_validation(1000, 0.1, 5000, seed=2)[1]
+    first = sampling.split_validation(1000, HoldOut(0.1), seed=1)[1]
+    again = sampling.split_validation(1000, HoldOut(0.1), seed=1)[1]
+    other = sampling.split_validation(1000, HoldOut(0.1), seed=2)[1]
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
 
 
 def test_a_validation_split_that_leaves_no_training_sample_is_an_error() -> None:
     with pytest.raises(DataError, match=r"all 1 samples.*data\.validation_fraction: 0"):
-        sampling.split_validation(1, 0.5, 10, seed=0)
+        sampling.split_validation(1, HoldOut(0.5), seed=0)
 
 
 def test_epoch_orders_are_permutations_and_differ() -> None:
