@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,13 +155,11 @@ def _refuse_different_data(runs: Sequence[_SavedRun]) -> None:
 
 def _predict(run: _SavedRun) -> Predictions:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    learner = Learner(LearnerConfig.from_job(run.job), load_shared_data(run.job.data), device)
-    try:
+    shared = load_shared_data(run.job.data)
+    with closing(Learner(LearnerConfig.from_job(run.job), shared, device)) as learner:
         try:
             learner.model.load_state_dict(read_weights(run.weights.folder))
         except RuntimeError as error:
             rule = f"the weights do not match the job's model: {error}"
             raise JobError([Problem(_ARGUMENT, rule, repr(run.argument))], "arguments") from error
         return predict(learner)
-    finally:
-        learner.close()
