@@ -11,7 +11,7 @@ revives it. So its losses are compared with what the search predicts:
 
     collapsed   L or the weights are not finite; or, in an epoch between a tenth and a quarter of
                 them, L > U - max(U - C, 0.02 U) / 2 (it has not learned half of what C had)
-                and L > 1.01 F
+                and L > F
 
 U and C are of a few batches, which noise may make unlike others; L and F are of the same samples.
 Where a training learns anything, however little, L is below F.
@@ -64,8 +64,7 @@ def latest_attempt(history: History, epochs: int) -> Attempt:
     attempt, limit, losses = Attempt(), _loss_limit(history), history.epoch_losses
     first, last = (max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25))
     for epoch, loss in enumerate(losses, 1):
-        start = losses[attempt.start]
-        has_risen = loss > max(limit, start + TOLERANCE / 2 * abs(start))
+        has_risen = loss > max(limit, losses[attempt.start])
         collapsed = first <= epoch - attempt.start <= last and has_risen
         if (collapsed or not math.isfinite(loss)) and may_restart(attempt, epoch, epochs):
             attempt = Attempt(epoch, attempt.number + 1)

@@ -48,7 +48,6 @@ def start_of(history: History, *losses: float) -> int:
     [
         ((2.2, 2.26), 2),  # after a tenth of the epochs: limit 2.4 - (2.4 - 2.1) / 2
         ((2.2, 2.24), 0),
-        ((2.3, 2.32), 0),  # hardly more than in the first epoch
         ((2.6, 2.5, 2.5), 0),  # it learns, however little
         ((2.2, 2.2, 2.26), 3),
         ((2.2, 2.2, 2.2, 2.2, 2.26), 5),  # after a quarter
