@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from raytrain_opt.clock import monotonic_s
+from raytrain_opt.clock import monotonic_s, utc_now
 from raytrain_opt.errors import RaytrainOptError, StorageError, printable
 from raytrain_opt.recording.recorder import Recorder
 from raytrain_opt.recording.spans import Event, EventRecord, Span, SpanRecord
@@ -56,8 +56,12 @@ class EventLog:
             for event in events:
                 self._record(epoch, event)
         spans.sort(key=lambda span: span.start_s)
+        start_s = self._run_start_s
         self._recorder.timeline(
-            [SpanRecord.from_span(span, epoch, self._run_start_s) for span in spans]
+            [
+                SpanRecord(**dict(span) | {"epoch": epoch, "start_s": span.start_s - start_s})
+                for span in spans
+            ]
         )
 
     def close_with(self, epoch: int, error: BaseException) -> None:
@@ -74,4 +78,6 @@ class EventLog:
             error.add_note(f"this could not be recorded: {storage_error}")
 
     def _record(self, epoch: int, event: Event) -> None:
-        self._recorder.event(EventRecord.from_event(event, epoch, self._run_start_s))
+        time_s = event.time_s - self._run_start_s
+        update = {"epoch": epoch, "time_s": time_s, "utc": utc_now()}
+        self._recorder.event(EventRecord(**dict(event) | update))

@@ -13,13 +13,12 @@ from raytrain_opt.recording.base import SCHEMA_VERSION, Record
 R = TypeVar("R", bound=Record)
 
 
-def read_lines(run_dir: str, name: str, kind: type[R], skip: int = 0) -> list[R]:
-    """Return the complete lines after the first `skip`, if any. Raises RecordError naming one."""
+def read_lines(run_dir: str, name: str, kind: type[R]) -> list[R]:
+    """Return the complete lines, if any. Raises RecordError naming one."""
     text = read_text(run_dir, name) or ""
-    lines = text.split("\n")[:-1]
     return [
         _parse(line, kind, f"{run_dir}/{name}, line {number}")
-        for number, line in enumerate(lines[skip:], skip + 1)
+        for number, line in enumerate(text.split("\n")[:-1], 1)
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from raytrain_opt.clock import utc_now
 from raytrain_opt.recording.base import Number, Record, RecordPart, Timings
 
 
@@ -66,11 +65,6 @@ class SpanRecord(Span, Record):
 
     epoch: int = Field(description="Epoch, from 1.")
 
-    @classmethod
-    def from_span(cls, span: Span, epoch: int, run_start_s: float) -> SpanRecord:
-        """Return the record of `span`, whose clock showed `run_start_s` when the run began."""
-        return cls(**dict(span) | {"epoch": epoch, "start_s": span.start_s - run_start_s})
-
     @property
     def pool(self) -> str:
         """`worker` of `worker 0`."""
@@ -82,9 +76,3 @@ class EventRecord(Event, Record):
 
     utc: str = Field(description="Date, ISO 8601 in UTC.")
     epoch: int = Field(description="Epoch, from 1.")
-
-    @classmethod
-    def from_event(cls, event: Event, epoch: int, run_start_s: float) -> EventRecord:
-        """Return the record of `event`, whose clock showed `run_start_s` when the run began."""
-        update = {"epoch": epoch, "time_s": event.time_s - run_start_s, "utc": utc_now()}
-        return cls(**dict(event) | update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -9,19 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
+from raytrain_opt.report.axes import draw_line, percent_axis, plain_log, thousands
 from raytrain_opt.report.formatting import plain, rate
-from raytrain_opt.report.plots import (
-    Cell,
-    Plot,
-    Table,
-    color,
-    draw,
-    draw_line,
-    percent_axis,
-    plain_log,
-    thin_out,
-    thousands,
-)
+from raytrain_opt.report.plots import Cell, Plot, Table, color, draw
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.search_plot import outcomes
 from raytrain_opt.results import Metric
@@ -82,7 +73,7 @@ def _candidate_lines(run: RunRecords, *, winners: bool) -> npt.NDArray[Any]:
     The third point is NaN, where matplotlib ends a line; so is a metric that was not measured.
     """
     lines = []
-    for record in thin_out(run.rounds, _MAX_ROUNDS):
+    for record in _thin_out(run.rounds, _MAX_ROUNDS):
         step = run.first_step(record.epoch)
         is_known = 1 < record.epoch <= len(run.epochs) + 1
         before = run.epochs[record.epoch - 2].test_metric if is_known else None
@@ -113,7 +104,7 @@ def _learning_rates(run: RunRecords) -> Plot:
 
     def paint(axes: Axes) -> None:
         candidates = [
-            (r.epoch, c) for r in thin_out(run.rounds, _MAX_ROUNDS) for c in r.candidates
+            (r.epoch, c) for r in _thin_out(run.rounds, _MAX_ROUNDS) for c in r.candidates
         ]
         for status, marker, name, color_name in (
             ("ok", "o", "candidates", "grey"),
@@ -136,11 +127,11 @@ def _rates_of_training(run: RunRecords) -> tuple[list[float], list[float]]:
     ends = [n - 1 + np.linspace(0, 1, len(e.lrs) + 1) for n, e in enumerate(run.schedule, 1)]
     x = [position for epoch in ends for position in np.repeat(epoch, 2)[1:-1].tolist()]
     y = [lr or nan for epoch in run.schedule for lr in epoch.lrs for _ in range(2)]
-    return thin_out(x, _MAX_POINTS), thin_out(y, _MAX_POINTS)
+    return _thin_out(x, _MAX_POINTS), _thin_out(y, _MAX_POINTS)
 
 
 def _thinned(run: RunRecords) -> str:
-    shown = len(thin_out(run.rounds, _MAX_ROUNDS))
+    shown = len(_thin_out(run.rounds, _MAX_ROUNDS))
     if shown == len(run.rounds):
         return ""
     return f"{shown:,} of {len(run.rounds):,} rounds are shown. "
@@ -198,3 +189,9 @@ def _candidate(candidate: CandidateRecord, metric: Metric, *, several: bool, won
     result = metric.text(candidate.val_metric) if is_ok else candidate.status
     text = f"{'★ ' if won else ''}{name} → {result}"
     return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def _thin_out(values: Sequence[Any], max_values: int) -> list[Any]:
+    """Return at most `max_values` of the values, evenly spaced."""
+    stride = -(-len(values) // max_values)
+    return list(values[:: max(stride, 1)])

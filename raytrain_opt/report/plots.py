@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raytrain_opt.report.formatting import duration
 
@@ -123,64 +123,12 @@ def inline_svg(svg: str, name: str, title: str) -> str:
     return body.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
 
-def thin_out(values: Sequence[Any], max_values: int) -> list[Any]:
-    """Return at most `max_values` of the values, evenly spaced."""
-    stride = -(-len(values) // max_values)
-    return list(values[:: max(stride, 1)])
-
-
 def _add_legend(axes: Axes) -> None:
     """Add a legend above the axes, where it covers no data."""
     _, labels = axes.get_legend_handles_labels()
     if labels:
         columns = len(labels) if len(labels) <= 4 else 3
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
-
-
-def draw_line(axes: Axes, points: Sequence[tuple[float, float]], *style: str, **line: Any) -> None:
-    """Draw a line through points (x, y); none draw nothing, but keep the label in the legend."""
-    axes.plot([x for x, _ in points], [y for _, y in points], *style, **line)
-
-
-def stacked_bars(
-    axes: Axes, x: Sequence[Any], parts: Mapping[str, Sequence[float]], width: float
-) -> None:
-    """Draw a bar at each x, made of the parts, which have a value for each x."""
-    bottom = [0.0] * len(x)
-    for (name, heights), color_name in zip(parts.items(), (*SERIES, "grid"), strict=False):
-        if any(heights):
-            axes.bar(x, heights, width, bottom=bottom, color=color(color_name), label=name)
-            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    axes.grid(visible=False, axis="x")
-
-
-def plain_log(axes: Axes, which: Literal["x", "y"], base: int = 10) -> None:
-    """Make the axis logarithmic, with plain numbers."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    getattr(axes, f"set_{which}scale")("log", base=base)
-    axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(LogLocator(base=base, subs=(1.0,) if base == 2 else (1.0, 2.0, 5.0)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())
-
-
-def percent_axis(axes: Axes, which: Literal["x", "y"] = "y") -> None:
-    """Show fractions, 0..1, in percent."""
-    from matplotlib.ticker import PercentFormatter
-
-    getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-
-
-def whole_numbers(axes: Axes) -> None:
-    """Put ticks of the x axis at integers only."""
-    axes.locator_params("x", integer=True, min_n_ticks=1)
-
-
-def thousands(axes: Axes, which: Literal["x", "y"]) -> None:
-    """Show numbers with separators of thousands, at few ticks so that they do not overlap."""
-    getattr(axes, f"{which}axis").set_major_formatter("{x:,.10g}")
-    axes.locator_params(which, nbins=5)
 
 
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}

@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raytrain_opt.recording.predictions import PredictionsRecord
+from raytrain_opt.report.axes import draw_line, percent_axis
 from raytrain_opt.report.formatting import count, percent, times
-from raytrain_opt.report.plots import (
-    Cell,
-    Plot,
-    Section,
-    Table,
-    color,
-    draw,
-    draw_line,
-    percent_axis,
-)
+from raytrain_opt.report.plots import Cell, Plot, Section, Table, color, draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,18 +7,9 @@ from math import log
 from typing import TYPE_CHECKING
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
+from raytrain_opt.report.axes import draw_line, percent_axis, plain_log
 from raytrain_opt.report.formatting import percent, plain, rate, times
-from raytrain_opt.report.plots import (
-    SERIES,
-    Cell,
-    Plot,
-    Table,
-    color,
-    draw,
-    draw_line,
-    percent_axis,
-    plain_log,
-)
+from raytrain_opt.report.plots import SERIES, Cell, Plot, Table, color, draw
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.search.policy import quarters
 

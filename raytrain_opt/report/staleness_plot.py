@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from raytrain_opt.report.axes import thousands, whole_numbers
 from raytrain_opt.report.formatting import count, percent
-from raytrain_opt.report.plots import Cell, Plot, Table, color, draw, thousands, whole_numbers
+from raytrain_opt.report.plots import Cell, Plot, Table, color, draw
 from raytrain_opt.report.run_reader import RunRecords
 
 if TYPE_CHECKING:

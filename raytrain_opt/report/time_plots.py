@@ -12,19 +12,9 @@ import numpy as np
 
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.recording.spans import SpanRecord
+from raytrain_opt.report.axes import percent_axis, stacked_bars, thousands, whole_numbers
 from raytrain_opt.report.formatting import count, duration, percent, plain, rate
-from raytrain_opt.report.plots import (
-    Cell,
-    Plot,
-    Table,
-    color,
-    draw,
-    duration_cell,
-    percent_axis,
-    stacked_bars,
-    thousands,
-    whole_numbers,
-)
+from raytrain_opt.report.plots import Cell, Plot, Table, color, draw, duration_cell
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.results import Metric
 

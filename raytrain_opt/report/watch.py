@@ -68,11 +68,10 @@ class WatchedRun:
         return True
 
     def _new_lines(self, name: str, kind: type[R]) -> list[R]:
-        lines = (storage.read(self.run_dir, name) or b"").count(b"\n")
-        shown = min(self.shown.get(name, 0), lines)
-        records = read_lines(self.run_dir, name, kind, skip=shown)
-        self.shown[name] = shown + len(records)
-        return records
+        records = read_lines(self.run_dir, name, kind)
+        new_records = records[self.shown.get(name, 0) :]
+        self.shown[name] = len(records)
+        return new_records
 
 
 def _round_text(record: RoundRecord) -> str:
