@@ -424,12 +424,14 @@ class TrainingRun:
         if is_finite(loss):
             return
         lrs, latest = self._epoch.lrs, self.checkpoints.latest
+        advice = "Lower learning_rate.initial or add a warm-up (learning_rate.warmup)."
+        if self.job.learning_rate.policy == "stpt_horizon":
+            advice = "Give a lower rate: learning_rate.policy: schedule, with initial and warmup."
         kept = f"the last checkpoint is after {latest.reached}" if latest else "no checkpoint yet"
         raise DivergedError(
             f"epoch {epoch}: the {split} loss is {loss} at learning rates "
             f"{min(lrs, default=0):.4g} to {max(lrs, default=0):.4g}; {kept} in "
-            f"{self.paths.shown}. Lower learning_rate.initial or add a warm-up "
-            "(learning_rate.warmup)."
+            f"{self.paths.shown}. {advice}"
         )
 
     def _save(self, state: StateRef, score: float | None = None) -> None:
