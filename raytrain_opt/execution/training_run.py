@@ -287,6 +287,8 @@ class TrainingRun:
             self.progress = replace(
                 self.progress, next_epoch=epoch + 1, history=history, partial_epoch=PartialEpoch()
             )
+            if not self._may_restart:
+                self._initial = None
             self.recorder.epoch(record, len(self.lrs))
             self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
             schedule = ScheduleRecord(
