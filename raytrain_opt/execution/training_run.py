@@ -194,8 +194,10 @@ class TrainingRun:
                 self._save_step(state)
         if self._may_restart_after(action.epoch) and self._is_ruined(state):
             self._epoch.is_ruined = True
-            return self._put_initial_state(action.epoch + 1), EpochLosses(math.nan)
-        return state, self._losses(state, action)
+            losses, state = EpochLosses(math.nan), self._put_initial_state(action.epoch + 1)
+        else:
+            losses = self._losses(state, action)
+        return state, losses._replace(restarted=action.restarts)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
         """Train the steps of the epoch that are not done yet.

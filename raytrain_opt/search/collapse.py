@@ -61,13 +61,16 @@ class Attempt:
 
 def latest_attempt(history: History, epochs: int) -> Attempt:
     """Return the attempt that the next epoch of a training of `epochs` belongs to."""
-    attempt, limit, losses = Attempt(), _loss_limit(history), history.epoch_losses
-    first, last = (max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25))
-    for epoch, loss in enumerate(losses, 1):
-        has_risen = loss > max(limit, losses[attempt.start])
-        collapsed = first <= epoch - attempt.start <= last and has_risen
-        if (collapsed or not math.isfinite(loss)) and may_restart(attempt, epoch, epochs):
-            attempt = Attempt(epoch, attempt.number + 1)
+    attempt, epoch = Attempt(), len(history.epoch_losses)
+    if history.restarts:
+        attempt = Attempt(history.restarts[-1] - 1, len(history.restarts))
+    if epoch > attempt.start and may_restart(attempt, epoch, epochs):
+        loss, first_loss = history.epoch_losses[-1], history.epoch_losses[attempt.start]
+        first, last = (max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25))
+        is_looked_at = first <= epoch - attempt.start <= last
+        has_risen = is_looked_at and loss > max(first_loss, _loss_limit(history))
+        if has_risen or not math.isfinite(loss):
+            return Attempt(epoch, attempt.number + 1)
     return attempt
 
 

@@ -194,11 +194,12 @@ class Decision:
 class EpochLosses(NamedTuple):
     """What an epoch tells the policy: its training loss, or the negative score of a plateau.
 
-    `validation`: after the epoch, where it scores.
+    `validation`: after the epoch, where it scores. `restarted`: it began from the initial weights.
     """
 
     training: float
     validation: float | None = None
+    restarted: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,7 @@ class History:
     # Of each finished epoch: mean training loss, or the negative score that a plateau follows.
     epoch_losses: tuple[float, ...] = ()
     validation_losses: tuple[tuple[int, float], ...] = ()  # epochs that score, and their losses
+    restarts: tuple[int, ...] = ()  # epochs that began from the initial weights
     plans: tuple[EpochSpan, ...] = ()  # of `train_for`, before each epoch and after each round
 
     def after_round(self, decision: Decision) -> History:
@@ -223,6 +225,7 @@ class History:
             self,
             epoch_losses=(*self.epoch_losses, losses.training),
             validation_losses=(*self.validation_losses, *scored),
+            restarts=(*self.restarts, epoch) if losses.restarted else self.restarts,
         )
 
     def after_plan(self, plan: EpochSpan) -> History:

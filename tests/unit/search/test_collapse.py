@@ -39,8 +39,17 @@ def searched(hardly: float, chosen: float) -> History:
     return History((coarse, replace(coarse, winner=tried[1], tried=())))
 
 
+def train(history: History, *losses: float) -> Attempt:
+    """Return the attempt after epochs with these losses; it restarts where it has to."""
+    for epoch, loss in enumerate(losses):
+        attempt = latest_attempt(history, EPOCHS)
+        restarted = attempt.number > 0 and attempt.start == epoch
+        history = history.after_epoch(EpochLosses(loss, restarted=restarted))
+    return latest_attempt(history, EPOCHS)
+
+
 def start_of(history: History, *losses: float) -> int:
-    return latest_attempt(replace(history, epoch_losses=losses), EPOCHS).start
+    return train(history, *losses).start
 
 
 @pytest.mark.parametrize(
@@ -81,12 +90,17 @@ def test_losses_without_a_prediction_or_below_zero(search: History) -> None:
 
 
 def test_a_training_starts_four_more_times_at_most() -> None:
-    history = replace(searched(2.4, 2.1), epoch_losses=(math.nan,) * 6)
-    attempt = latest_attempt(history, EPOCHS)
+    attempt = train(searched(2.4, 2.1), *(math.nan,) * 6)
     assert (attempt.start, attempt.number) == (4, 4)
     assert attempt.lr_factor == pytest.approx(0.01)
     assert not may_restart(attempt, 7, EPOCHS)
     assert may_restart(Attempt(3, 3), 7, EPOCHS)
+
+
+def test_a_run_that_is_resumed_with_more_epochs_remembers_its_restarts() -> None:
+    """Epoch 2 is none that a training of 100 epochs looks at."""
+    history = replace(searched(2.4, 2.1), epoch_losses=(2.2, 2.5, 2.3), restarts=(3,))
+    assert latest_attempt(history, 100) == Attempt(start=2, number=1)
 
 
 def test_an_attempt_knows_only_its_own_epochs() -> None:
@@ -107,7 +121,8 @@ def test_the_policy_trains_a_shorter_schedule_from_a_lower_peak() -> None:
         assert isinstance(action, TrainEpoch)
         actions.append(action)
         loss = (2.2, 2.5)[epoch - 1] if epoch <= 2 else 1.8 - 0.05 * (epoch - 2)
-        history = history.after_epoch(EpochLosses(loss, 1.0 if action.scores else None))
+        scored = 1.0 if action.scores else None
+        history = history.after_epoch(EpochLosses(loss, scored, action.restarts))
     assert [a.epoch for a in actions if a.restarts] == [3]
     assert [a.epoch for a in actions if a.scores] == [2 + 4, 2 + 9]
     assert [a.held_out for a in actions] == [64] * (2 + 9) + [0] * 9
