@@ -17,6 +17,23 @@ from raytrain_opt.execution.signals import Terminated
 if TYPE_CHECKING:
     from raytrain_opt.config.schema import Job
 
+# Listed by --help in this order, with these texts.
+_COMMANDS = {
+    "init": "Write a job file for a folder of data.",
+    "validate": "Check a job file and its data.",
+    "run": "Train a job, or resume a run.",
+    "find-batch-size": "Find the batch size for a job by probes.",
+    "runs": "List the runs of a storage.",
+    "report": "Write the report of a run, or compare runs.",
+    "evaluate": "Compute the errors of finished runs.",
+    "predict": "Print the most probable classes of images.",
+    "export": "Write the network of a run as one file.",
+    "shard": "Pack an image folder into tar files.",
+    "doctor": "Check a cluster before paying for a run.",
+    "plan": "Predict time and cost on another cluster.",
+    "submit": "Run a job on a cluster, download results.",
+    "schema": "Print the JSON schema of job files.",
+}
 # 128 + the number of the signal, as in a shell.
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 
@@ -52,6 +69,7 @@ class _Command(click.Command):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.short_help = _COMMANDS[str(self.name)]
         self._takes_verbose = any(option.name == "verbose" for option in self.params)
         if not self._takes_verbose:
             self.params.append(click.Option(["--verbose"], is_flag=True, help="Show tracebacks."))
@@ -70,13 +88,19 @@ class _Command(click.Command):
             raise SystemExit(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED) from stop
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Group(click.Group):
+    """Lists commands in the order of use."""
+
+    command_class = _Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="raytrain_opt", prog_name="raytrain-opt")
 def main() -> None:
-    """Train data-parallel on Ray and find the learning rate during the training."""
-
-
-main.command_class = _Command
+    """Data-parallel PyTorch training on Ray that finds optimizer, learning rate and batch size."""
 
 
 @main.command()
@@ -179,21 +203,6 @@ def runs(storage: str, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("run_dir", metavar="RUN_DIR")
-def watch(run_dir: str) -> None:
-    """Follow a run in the terminal until it ends, from its records.
-
-    RUN_DIR is a folder or a URI.
-
-    Example: raytrain-opt watch s3://BUCKET/runs/RUN_ID
-    """
-    from raytrain_opt.commands.runs import run_state
-    from raytrain_opt.report.watch import watch as follow
-
-    follow(run_dir, run_state)
-
-
-@main.command()
 @_job_file
 @_overrides
 @_dashboard
@@ -248,7 +257,7 @@ def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None
     help="Run of one worker, or of find-batch-size, that measured the job on such a device.",
 )
 @click.option(
-    "--data", metavar="SAMPLESxCLASSES", help="Size of an image folder that is not here."
+    "--data", metavar="SAMPLESxCLASSES", help="Size of a data set that is not on this machine."
 )
 @click.option("--within", metavar="TIME", help="Find the cheapest choice, such as within 90m.")
 @click.option("--budget", type=float, help="Find the fastest choice for this price.")
@@ -331,7 +340,7 @@ def predict(run_dir: str, images: tuple[str, ...], top: int, as_json: bool, trus
 @click.option("--output", metavar="FILE", help="Default: model.SUFFIX in this directory.")
 @_trust
 def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
-    """Write the network of a run as one file, if it computes the same as the network.
+    """Export a run's network to one file and check that its outputs match.
 
     Example: raytrain-opt export runs/quickstart-* --format torch_export --output digits.pt2
     """
@@ -341,8 +350,8 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     model = load_for("raytrain-opt export", run_dir, "cpu", trust)
     path = output or f"model.{exports.FORMATS[name].suffix}"
     difference = exports.export(model, name, path)
-    equal = f"equal up to {difference:.1g} of the largest" if difference else "equal"
-    click.echo(f"{path}: {model.checkpoint}; its outputs are {equal}")
+    error = f"largest relative difference {difference:.1g}" if difference else "equal bits"
+    click.echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
 
 
 @main.command()

@@ -7,7 +7,7 @@ pools, `resident` the loop of a process, `worker` and `slot` execute its command
 injects failures. Without Ray: `in_process`. `async_training` brings a worker program of its own.
 
 Ray Tune serves as a gang scheduler of resident actors only: slots report no metrics to Tune and
-never stop early. Tune gives placement, restarts and resources per trial; policies decide.
+never leave early. Tune gives placement, restarts and resources per trial; policies decide.
 
 May import train, cluster and what lies below. Ray stays out of `commands`, `protocol`,
 `in_process`, `handler`, `slot`, `worker`, `mailbox` and `relay`.

@@ -4,7 +4,7 @@
 Start reading with `page`, which lists the sections; each section's plots and tables are in one
 module (`learning_rate_plots`, `batch_size_plots`, ...), drawn with `plots` and `axes`.
 `run_reader` reads the records, `summary` and `warnings` judge them, `compare` sets several runs
-side by side, `watch` follows a live run.
+side by side.
 
 May import `recording`, `terminal`, `search`, `config` and the foundations; neither torch nor Ray.
 """

@@ -332,27 +332,18 @@ def test_report_as_json_prints_the_verdicts_and_writes_nothing(tmp_path: Path) -
     assert not (tmp_path / "a" / "report.html").exists()
 
 
-@pytest.mark.parametrize("command", ["report", "watch"])
-def test_a_record_that_is_damaged_is_named(tmp_path: Path, command: str) -> None:
+def test_a_record_that_is_damaged_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "epochs.jsonl").write_text("no JSON\n")
-    result = invoke(command, str(run))
+    result = invoke("report", str(run))
     assert result.exit_code == 2
     assert f"error: {run}/epochs.jsonl, line 1: is damaged" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["report", "watch"])
-def test_a_place_without_a_run_is_wrong_input(tmp_path: Path, command: str) -> None:
-    result = invoke(command, str(tmp_path))
+def test_a_place_without_a_run_is_wrong_input(tmp_path: Path) -> None:
+    result = invoke("report", str(tmp_path))
     assert result.exit_code == 2
     assert "holds no run" in result.stderr
-
-
-def test_watch_prints_the_records_of_a_run_until_its_end(tmp_path: Path) -> None:
-    result = invoke("watch", str(write_run(tmp_path / "run", epochs=2)))
-    assert result.exit_code == 0
-    assert "epoch 2/2" in result.stdout
-    assert "finished: test accuracy 75.00 %" in result.stdout
 
 
 def test_report_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
@@ -367,21 +358,7 @@ def test_schema_is_json() -> None:
     assert "global_batch_size" in json.loads(result.stdout)["properties"]
 
 
-COMMANDS = (
-    "predict",
-    "export",
-    "run",
-    "find-batch-size",
-    "report",
-    "runs",
-    "watch",
-    "submit",
-    "doctor",
-    "validate",
-    "evaluate",
-    "schema",
-    "shard",
-)
+COMMANDS = tuple(cli.main.commands)
 
 
 def test_shard_prints_shards_and_their_patterns_and_names_folders_without_images(
@@ -404,6 +381,8 @@ def test_help_names_the_commands() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
     assert all(command in result.stdout for command in COMMANDS)
+    assert "..." not in result.stdout.partition("Commands:")[2]
+    assert result.stdout.index(" init ") < result.stdout.index(" validate ")
 
 
 def test_the_module_is_the_command() -> None:

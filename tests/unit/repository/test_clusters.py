@@ -25,7 +25,7 @@ def _fields(names: str) -> dict[str, Any]:
     return dict.fromkeys(names.split())
 
 
-# Fields of KubeRay's types, ray.io/v1 (1.5.1 and newer), and of the Kubernetes objects in them as
+# Fields of KubeRay's types, ray.io/v1 (1.7.0), and of the Kubernetes objects in them as
 # far as these files need them. A name maps to what is inside, or to None where anything may be.
 _CONTAINER = _fields("name image env resources securityContext volumeMounts")
 _POD = {

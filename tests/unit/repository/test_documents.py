@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +173,27 @@ def test_every_command_and_option_exists(name: str, arguments: str) -> None:
     assert set(re.findall(r"(?<!\S)--[a-z-]+", arguments)) <= options
 
 
+def python_commands() -> list[Any]:
+    """Return (-m, name) of every `python FILE` and `python -m MODULE` that is shown."""
+    files = [*CURRENT, *HEADERS, *sorted((ROOT / "jobs").glob("*.py"))]
+    pattern = re.compile(r"\bpython3? (-m )?([\w./]+)")
+    shown = {command for path in files for command in pattern.findall(text_of(path))}
+    return [
+        pytest.param(*command, id="".join(command))
+        for command in sorted(shown)
+        if command[0] or command[1].endswith(".py")
+    ]
+
+
+@pytest.mark.parametrize(("option", "name"), python_commands())
+def test_every_python_command_finds_its_modules(option: str, name: str) -> None:
+    if option:  # Python finds the packages of the current directory
+        assert find_spec(name)
+        return
+    imports = re.findall(r"^ *(?:from|import) (\w+)", text_of(ROOT / name), re.MULTILINE)
+    assert not set(imports) & {"benchmarks", "docs", "jobs", "tests"}
+
+
 def overrides() -> list[str]:
     """Return every override but the placeholder of the synopsis."""
     text = "".join(text_of(page) for page in GUIDES)
@@ -317,6 +340,15 @@ def test_the_reference_names_every_field_of_a_job() -> None:
     reference = text_of(ROOT / "docs" / "job-file.md")
     missing = [field for field in Job.model_fields if f"`{field}" not in reference]
     assert missing == []
+
+
+def test_all_pages_have_one_tagline() -> None:
+    tagline = str(cli.main.help)
+    metadata = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
+    citation = yaml.safe_load(text_of(ROOT / "CITATION.cff"))["title"]
+    assert metadata["description"] == tagline
+    assert tagline in " ".join(text_of(README).split())
+    assert citation.lower() == f"raytrain_opt: {tagline[:-1].lower()}"
 
 
 def test_the_citation_is_complete() -> None:
