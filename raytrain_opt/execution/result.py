@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.execution.training_run import TrainingRun
-from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.recording.records import (
     EpochRecord,
     EpochResult,
     Hardware,
     ResultRecord,
-    RoundRecord,
     SearchResult,
     best_epoch,
 )
 from raytrain_opt.report import try_write_report
+from raytrain_opt.report.formatting import duration, percent, plain, rate
 from raytrain_opt.results import Metric
 from raytrain_opt.search.noise_scale import summarize
 from raytrain_opt.storage import join
@@ -44,7 +45,6 @@ def finish(run: TrainingRun) -> RunResult:
     run.wait_for_checkpoint()
     run_dir = str(run.paths.local)
     epochs = run.length.records
-    rounds = read_lines(run_dir, run.paths.rounds.name, RoundRecord)
     record = _result(run, epochs)
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
@@ -53,7 +53,7 @@ def finish(run: TrainingRun) -> RunResult:
     run.checkpoints.publish()
     run.terminal.advance(1.0)
     name = (epochs[-1].metric or Metric()).name
-    print_summary(name, _rows(epochs, rounds), _facts(run, record, report))
+    print_summary(name, _rows(epochs), _facts(run, record, report))
     return RunResult(
         run_dir=run.paths.shown,
         test_metric=record.final.test_metric,
@@ -105,20 +105,15 @@ def _hardware(run: TrainingRun) -> Hardware:
     )
 
 
-def _rows(
-    epochs: Sequence[EpochRecord], rounds: Sequence[RoundRecord]
-) -> list[tuple[str, str, str, str]]:
-    """Return a row per epoch: number, candidates' rates, chosen rate, test metric."""
-    rates: dict[int, list[str]] = {}
-    for record in rounds:
-        texts = [f"{candidate.lr:.4g}" for candidate in record.candidates]
-        rates.setdefault(record.epoch, []).extend(texts)
+def _rows(epochs: Sequence[EpochRecord]) -> list[tuple[str, ...]]:
+    """Return a row per epoch: number, rate, training loss, test metric, time."""
     return [
         (
             str(epoch.epoch),
-            " ".join(rates.get(epoch.epoch, [])) or "-",
-            f"{epoch.lr:.4g}",
-            epoch.metric.text(epoch.test_metric) if epoch.metric else "-",
+            rate(epoch.lr),
+            plain(epoch.train_loss),
+            _metric_text(epoch),
+            duration(epoch.duration_s),
         )
         for epoch in epochs
     ]
@@ -126,19 +121,37 @@ def _rows(
 
 def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[str, str]]:
     """Return name and text of each line below the table."""
-    run_dir, checkpoint = run.paths.shown, run.checkpoints.latest
+    run_dir, checkpoint = _shorten(run.paths.shown), run.checkpoints.latest
     facts = [
-        ("wall time", f"{record.wall_s:.1f} s"),
-        ("search cost", f"{record.search.fraction_of_training:.0%} of the training's samples"),
-        ("report", report),
-        ("result", join(run_dir, "result.json")),
-        *([("rounds", join(run_dir, "rounds.jsonl"))] if run.paths.rounds.exists() else []),
-        ("epochs", join(run_dir, "epochs.jsonl")),
-        ("schedule", join(run_dir, "schedule.jsonl")),
+        ("trained with", f"{record.final.optimizer}, rates up to {rate(record.final.lr_peak)}"),
+        ("best epoch", _best_epoch(record)),
+        ("wall time", duration(record.wall_s)),
+        ("search cost", f"{percent(record.search.fraction_of_training, 0)} of the training's samples"),
+        ("report", _shorten(report)),
+        ("records", join(run_dir, "*.jsonl")),
         ("TensorBoard", f"tensorboard --logdir {join(run_dir, 'tensorboard')}"),
     ]
-    if record.noise_scale is not None:
-        facts.insert(2, ("noise scale", record.noise_scale.sentence))
     if checkpoint is not None:
         facts.append(("checkpoint", join(run_dir, f"checkpoints/{checkpoint.folder}")))
+        preprocessing = run.info.preprocessing
+        is_image = preprocessing is not None and preprocessing.is_image
+        use = "predict {} IMAGE..." if is_image else "export {} --format torch_export"
+        facts.append(("next", f"raytrain-opt {use.format(quote(run_dir))}"))
     return facts
+
+
+def _best_epoch(record: ResultRecord) -> str:
+    best, final = record.best, record.final
+    if best is None or best.metric is None:
+        return "–"
+    text = f"{best.epoch} of {record.epochs}: {best.metric.name} {_metric_text(best)}"
+    return text if best.epoch == final.epoch else f"{text} (last {_metric_text(final)})"
+
+
+def _metric_text(result: EpochResult) -> str:
+    return result.metric.text(result.test_metric) if result.metric else "–"
+
+
+def _shorten(path: str) -> str:
+    """Return a local path below the current directory relative to it."""
+    return path.removeprefix(f"{Path.cwd()}/")

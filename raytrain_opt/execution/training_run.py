@@ -61,7 +61,7 @@ class TrainingRun:
         callbacks: Callbacks,
     ) -> None:
         self.job, self.policy, self.steps = resolved.job, resolved.policy, resolved.steps
-        self._info = resolved.info
+        self.info = resolved.info
         self.backend, self.paths, self.recorder = backend, workspace.paths, recorder
         self.checkpoints, self.event_log, self.callbacks = checkpoints, event_log, callbacks
         self.terminal, self.startup = workspace.terminal, workspace.startup
@@ -276,7 +276,7 @@ class TrainingRun:
                 raise
         self._raise_if_diverged(epoch, "test", test.loss)
         if test.predictions is not None:
-            labels = self._info.class_labels
+            labels = self.info.class_labels
             self.recorder.predictions(PredictionsRecord.of(epoch, labels, test.predictions))
 
     def checkpoint_epoch(self, state: StateRef, history: History) -> None:
@@ -343,7 +343,7 @@ class TrainingRun:
         state = fetch_initial_state(self._candidate_pool())
         if self.job.model.weights is None:
             return state
-        section, classes = self.job.model, self._info.num_classes
+        section, classes = self.job.model, self.info.num_classes
         start, note = start_from_pretrained(self.backend.states.get(state), section, classes)
         self.terminal.note(note)
         return self.backend.states.put("pretrained", start)

@@ -130,7 +130,7 @@ def print_summary(
 ) -> None:
     """Print the table of epochs, then one line per fact (name, text)."""
     console = Console(file=sys.stdout)
-    table = Table("epoch", "candidate LRs", "chosen LR", f"test {escape(metric)}")
+    table = Table("epoch", "learning rate", "train loss", f"test {escape(metric)}", "time")
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -130,15 +130,15 @@ def test_the_bar_has_no_colors_where_the_user_wants_none(monkeypatch: pytest.Mon
 
 def test_the_summary_does_not_break_paths(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/" + "/".join(["a-very-long-folder-name"] * 8) + "/result.json"
-    rows = [("1", "-", "0.005", "90.00%"), ("2", "0.1 0.2", "0.2", "95.12 %")]
+    rows = [("1", "0.005", "2.31", "90.00%", "3 s"), ("2", "0.2", "0.7", "95.12 %", "2 s")]
     print_summary("accuracy", rows, [("result", path), ("wall time", "3.0 s")])
     out = capsys.readouterr().out
     assert f"result     {path}\n" in out
     assert "wall time  3.0 s" in out
-    for text in ("epoch", "candidate LRs", "chosen LR", "test accuracy", "0.1 0.2", "95.12 %"):
+    for text in ("epoch", "learning rate", "train loss", "test accuracy", "2.31", "95.12 %"):
         assert text in out
 
 
 def test_a_run_without_epochs_has_an_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary("accuracy", [], [])
-    assert "chosen LR" in capsys.readouterr().out
+    assert "learning rate" in capsys.readouterr().out
