@@ -122,11 +122,15 @@ def _rows(epochs: Sequence[EpochRecord]) -> list[tuple[str, ...]]:
 def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[str, str]]:
     """Return name and text of each line below the table."""
     run_dir, checkpoint = _shorten(run.paths.shown), run.checkpoints.latest
+    cost = percent(record.search.fraction_of_training, 0)
     facts = [
         ("trained with", f"{record.final.optimizer}, rates up to {rate(record.final.lr_peak)}"),
         ("best epoch", _best_epoch(record)),
         ("wall time", duration(record.wall_s)),
-        ("search cost", f"{percent(record.search.fraction_of_training, 0)} of the training's samples"),
+        (
+            "search cost",
+            f"{cost} of the training's samples",
+        ),
         ("report", _shorten(report)),
         ("records", join(run_dir, "*.jsonl")),
         ("TensorBoard", f"tensorboard --logdir {join(run_dir, 'tensorboard')}"),
@@ -145,7 +149,8 @@ def _best_epoch(record: ResultRecord) -> str:
     if best is None or best.metric is None:
         return "–"
     text = f"{best.epoch} of {record.epochs}: {best.metric.name} {_metric_text(best)}"
-    return text if best.epoch == final.epoch else f"{text} (last {_metric_text(final)})"
+    last = _metric_text(final)
+    return text if last == _metric_text(best) else f"{text} (last {last})"
 
 
 def _metric_text(result: EpochResult) -> str:

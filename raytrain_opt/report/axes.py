@@ -29,12 +29,17 @@ def stacked_bars(
 
 
 def plain_log(axes: Axes, which: Literal["x", "y"], base: int = 10) -> None:
-    """Make the axis logarithmic, with plain numbers."""
+    """Make the axis logarithmic, with plain numbers; call it after the data are drawn.
+
+    Over more than two decades, numbers at 2 and 5 would overlap.
+    """
     from matplotlib.ticker import LogLocator, NullFormatter
 
     getattr(axes, f"set_{which}scale")("log", base=base)
     axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(LogLocator(base=base, subs=(1.0,) if base == 2 else (1.0, 2.0, 5.0)))
+    low, high = axis.get_data_interval()
+    is_short = base == 10 and low > 0 and high <= 100 * low
+    axis.set_major_locator(LogLocator(base=base, subs=(1.0, 2.0, 5.0) if is_short else (1.0,)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 

@@ -1,4 +1,4 @@
-"""Plots and the table of the learning-rate search."""
+"""Loss, metric and learning rate of the training, and the table of the search's rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
-from raytrain_opt.report.axes import draw_line, percent_axis, plain_log, thousands
+from raytrain_opt.report.axes import draw_line, percent_axis, plain_log, thousands, whole_numbers
 from raytrain_opt.report.formatting import plain, rate
 from raytrain_opt.report.plots import Cell, Plot, Table, color, draw
 from raytrain_opt.report.run_reader import RunRecords
@@ -26,11 +26,38 @@ _MAX_ROUNDS, _MAX_POINTS = 300, 25_000
 _MAX_DOTS, _DOT_SIZE = 150, 3
 
 
-def learning_rate_plots(run: RunRecords) -> list[Plot]:
-    """Plot the metric over steps and learning rates over epochs; none without records."""
+def training_plots(run: RunRecords) -> list[Plot]:
+    """Plot losses over epochs and the metric over steps; none without records."""
     if not run.epochs and not run.rounds:
         return []
-    return [_metric(run), _learning_rates(run)]
+    return [_losses(run), _metric(run)] if run.epochs else [_metric(run)]
+
+
+def learning_rate_plots(run: RunRecords) -> list[Plot]:
+    """Plot learning rates over epochs; none without records."""
+    return [_learning_rates(run)] if run.epochs or run.rounds else []
+
+
+def _losses(run: RunRecords) -> Plot:
+    lines = {
+        "training": [(e.epoch, e.train_loss) for e in run.epochs],
+        "test": [(e.epoch, e.test_metrics.get("loss")) for e in run.epochs],
+    }
+
+    def paint(axes: Axes) -> None:
+        marker = "." if len(run.epochs) <= _MAX_DOTS else ""
+        for (name, points), hue in zip(lines.items(), ("blue", "orange"), strict=True):
+            known = [(epoch, loss) for epoch, loss in points if loss is not None]
+            if known:
+                draw_line(axes, known, marker=marker, color=color(hue), label=name)
+        axes.set(xlabel="epoch", ylabel="loss")
+        whole_numbers(axes)
+
+    caption = (
+        "Training loss: mean over the epoch, with augmentation and regularization. Test loss: "
+        "after the epoch. Data: table of epochs."
+    )
+    return draw("loss", "Loss over epochs", caption, paint)
 
 
 def _metric(run: RunRecords) -> Plot:
@@ -141,7 +168,7 @@ def rounds_table(run: RunRecords) -> Table:
     """Return a row per round, with all candidates."""
     name = run.metric.name
     columns = (
-        "epoch", "stage", "steps", "base LR", "chosen LR", name, "ahead",
+        "epoch", "stage", "steps", "base LR", "next LR", name, "ahead",
         f"candidates: LR, {name}", "reason",
     )  # fmt: skip
     optimizers = {c.optimizer for record in run.rounds for c in record.candidates}

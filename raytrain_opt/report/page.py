@@ -12,11 +12,15 @@ from raytrain_opt.clock import utc_now
 from raytrain_opt.report.batch_size_plots import batch_size_plots, probes_table
 from raytrain_opt.report.compare import comparison_plots, differences, letter, summaries_table
 from raytrain_opt.report.formatting import count, duration, percent, plain
-from raytrain_opt.report.learning_rate_plots import learning_rate_plots, rounds_table
+from raytrain_opt.report.learning_rate_plots import (
+    learning_rate_plots,
+    rounds_table,
+    training_plots,
+)
 from raytrain_opt.report.plots import Cell, Plot, Section, Table, duration_cell
 from raytrain_opt.report.prediction_plots import predictions_section
 from raytrain_opt.report.run_reader import RunRecords
-from raytrain_opt.report.search_plot import gain_plots, search_plots
+from raytrain_opt.report.search_plot import search_plots
 from raytrain_opt.report.staleness_plot import staleness_plots
 from raytrain_opt.report.summary import RunSummary, summarize
 from raytrain_opt.report.time_plots import epoch_parts_plots, epochs_table, utilization_plots
@@ -110,14 +114,15 @@ def _tiles(summary: RunSummary) -> list[tuple[str, str, str]]:
 
 
 def _sections(run: RunRecords) -> list[Section]:
-    learning_rate = [*search_plots(run), *learning_rate_plots(run), *gain_plots(run)]
+    learning_rate = [*search_plots(run), *learning_rate_plots(run)]
     time = [*timeline_plots(run), *epoch_parts_plots(run), *utilization_plots(run)]
     no_events = "" if run.events else "No process failed, and the run was not interrupted."
     return [
+        Section("training", "Training", training_plots(run), [epochs_table(run)]),
         Section("learning-rate", "Learning rate", learning_rate, [rounds_table(run)]),
         predictions_section(run.predictions),
         Section("batch-size", "Batch size", batch_size_plots(run), [probes_table(run)]),
-        Section("time", "Time", time, [epochs_table(run)]),
+        Section("time", "Time", time),
         Section("asynchronous", "Asynchronous training", staleness_plots(run)),
         Section(
             "failures", "Failures and recoveries", tables=[_events_table(run)], note=no_events
@@ -146,8 +151,8 @@ def _events_table(run: RunRecords) -> Table:
 
 
 def _render(sections: Sequence[Section], **values: Any) -> Page:
-    """Fill the template; tables without rows and sections without content are left out."""
-    filled = [replace(s, tables=[table for table in s.tables if table.rows]) for s in sections]
+    """Fill the template; columns, tables and sections without content are left out."""
+    filled = [replace(s, tables=[t.without_empty() for t in s.tables if t.rows]) for s in sections]
     values["sections"] = [s for s in filled if s.plots or s.tables or s.note]
     environment = Environment(
         loader=PackageLoader("raytrain_opt.report"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +57,14 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     wide: Sequence[str] = ()
+
+    def without_empty(self) -> Table:
+        """Return the table without the columns that have a dash in every row."""
+        kept = [
+            i for i in range(len(self.columns)) if any(row[i].text != "–" for row in self.rows)
+        ]
+        rows = [[row[i] for i in kept] for row in self.rows]
+        return replace(self, columns=[self.columns[i] for i in kept], rows=rows)
 
 
 @dataclass(frozen=True)

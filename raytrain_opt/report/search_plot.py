@@ -1,15 +1,14 @@
-"""What the search for the learning rate found, and what it gained for its cost."""
+"""What the search for the learning rate measured and decided."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log
 from typing import TYPE_CHECKING
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
-from raytrain_opt.report.axes import draw_line, percent_axis, plain_log
-from raytrain_opt.report.formatting import percent, plain, rate, times
-from raytrain_opt.report.plots import SERIES, Cell, Plot, Table, color, draw
+from raytrain_opt.report.axes import draw_line, plain_log
+from raytrain_opt.report.formatting import plain, rate, times
+from raytrain_opt.report.plots import SERIES, Plot, color, draw
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.search.policy import quarters
 
@@ -18,59 +17,6 @@ if TYPE_CHECKING:
 
 # Lines of candidates by their number of steps, shortest first; longer ones are all solid.
 _STYLES = (":", "--", "-")
-
-
-def gain_plots(run: RunRecords) -> list[Plot]:
-    """Plot the gain of each round over the cost of the search so far; no plot without rounds."""
-    points = _gains(run)
-    if not points:
-        return []
-    metric = run.metric
-
-    def paint(axes: Axes) -> None:
-        for index, length in enumerate(sorted({length for length, _, _ in points})):
-            line = [(cost, gain) for steps, cost, gain in points if steps == length]
-            label = f"candidates of {times(length, 'step')}"
-            hue = color(SERIES[index % len(SERIES)])
-            draw_line(axes, line, "o-", color=hue, markersize=4, linewidth=1, label=label)
-        percent_axis(axes, "x")
-        axes.set(xlabel="cost so far, of the training's samples", ylabel=f"gain in {metric.name}")
-        if metric.is_fraction:
-            percent_axis(axes)
-
-    caption = (
-        "Each point is a round: what candidates had cost by then (losers only, where the winner's "
-        f"steps are kept), and how much better the validation {metric.name} of the best candidate "
-        "was than that of the rate nearest to the unchanged one, after equally many steps."
-    )
-    rows = [
-        [Cell(str(length)), Cell(percent(cost), cost), Cell(metric.difference(gain), gain)]
-        for length, cost, gain in points
-    ]
-    columns = ("steps of a candidate", "cost so far", "gain")
-    table = Table("search_gain", "Cost and gain of the rounds.", columns, rows)
-    return [draw("search_gain", "Search: cost against gain", caption, paint, table)]
-
-
-def _gains(run: RunRecords) -> list[tuple[int, float, float]]:
-    """Return the steps of its candidates, the cost so far, and the gain of each round."""
-    training_steps = run.first_step((run.planned_epochs or 1) + 1)
-    shares = run.workers if run.job["learning_rate"].get("candidate_batch") == "local" else 1
-    rounds, cost_steps, points = run.rounds if training_steps else (), 0.0, []
-    compared: dict[tuple[int, int], list[CandidateRecord]] = {}
-    for number, record in enumerate(rounds):
-        trained = sum(_trained_steps(c, record.pretrain_steps) for c in record.candidates)
-        cost_steps += trained / shares - record.kept_steps
-        # Before the first epoch, all rounds of a length start from the same state.
-        key = (record.pretrain_steps, 0 if record.stage else number)
-        measured = [c for c in record.candidates if c.val_metric is not None]
-        compared.setdefault(key, []).extend(measured)
-        if candidates := compared[key]:
-            unchanged = min(candidates, key=lambda c: abs(log(c.multiplier)))
-            scores = [record.metric.score(c.val_metric or 0.0) for c in candidates]
-            gain = max(scores) - scores[candidates.index(unchanged)]
-            points.append((record.pretrain_steps, cost_steps / training_steps, gain))
-    return points
 
 
 def search_plots(run: RunRecords) -> list[Plot]:

@@ -8,11 +8,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from raytrain_opt.errors import RecordError, StorageError
 from raytrain_opt.report import write_report
+from raytrain_opt.report.axes import plain_log
+from raytrain_opt.report.plots import Cell, Table
 from raytrain_opt.report.run_reader import read_run
 from raytrain_opt.report.search_plot import search_plots
 from tests.support.synthetic_runs import (
@@ -85,7 +88,7 @@ def test_every_plot_is_in_the_page_and_beside_it(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
     plots = {
         "metric", "learning_rate", "batch_size_speed", "batch_size_time_parts", "timeline",
-        "time_parts", "utilization", "memory", "staleness", "search_gain", "confusion",
+        "time_parts", "utilization", "memory", "staleness", "loss", "confusion",
         "class_accuracy", "calibration",
     }  # fmt: skip
     assert {f"plot-{name}" for name in plots} == {f["id"] for f in page.all("figure")}
@@ -101,7 +104,7 @@ def test_tables_hold_the_data(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
     names = {
         "rounds", "probes", "processes", "utilization", "epochs", "staleness", "events",
-        "search_gain", "classes", "confusions", "calibration",
+        "classes", "confusions", "calibration",
     }  # fmt: skip
     assert {table["id"] for table in page.all("table")} == {f"table-{name}" for name in names}
     assert len(page.all("caption")) == len(names)
@@ -144,11 +147,27 @@ def test_a_thousand_classes_are_a_small_page_without_a_matrix(tmp_path: Path) ->
     assert "The 100 worst classes by accuracy." in page.text
 
 
-def test_the_gain_of_a_search_is_shown_over_its_cost(complete_run: Path) -> None:
-    """Each round has two losers of 5 steps in 20, and a winner that is the unchanged rate."""
+def test_the_page_begins_with_the_training(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
-    rows = texts_after(page, "Cost and gain of the rounds", 9)[3:]
-    assert rows == ["5", f"{100 * 10 / 120:.1f} %", "0.0 points", "5", "16.7 %", "0.0 points"]
+    assert [figure["id"] for figure in page.all("figure")][:2] == ["plot-loss", "plot-metric"]
+
+
+def test_columns_without_any_value_are_left_out() -> None:
+    rows = [[Cell("1"), Cell("–"), Cell("–")], [Cell("2"), Cell("–"), Cell("x")]]
+    table = Table("name", "caption", ("a", "b", "c"), rows).without_empty()
+    assert table.columns == ["a", "c"]
+    assert table.rows == [[Cell("1"), Cell("–")], [Cell("2"), Cell("x")]]
+
+
+@pytest.mark.parametrize(("low", "high", "is_dense"), [(0.1, 1, True), (1e-4, 10, False)])
+def test_numbers_of_a_long_logarithmic_axis_do_not_overlap(
+    low: float, high: float, is_dense: bool
+) -> None:
+    axes = Figure().add_subplot()
+    axes.plot([low, high], [low, high])
+    plain_log(axes, "x")
+    assert np.isclose(axes.get_xticks(), 0.2).any() == is_dense
+    assert np.isclose(axes.get_xticks(), 0.1).any()
 
 
 def test_the_idle_time_of_a_process_is_the_rest(complete_run: Path) -> None:
