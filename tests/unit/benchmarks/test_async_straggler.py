@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from benchmarks.async_environments import ENVIRONMENTS, WAYS, Environment
-from benchmarks.async_map import MICRO_BATCH_CALL_S, markdown, step_s
 from benchmarks.async_processes import (
     MICRO_BATCH_SAMPLES,
     FastestGradients,
@@ -87,25 +86,6 @@ def test_a_slow_network_and_software_make_many_workers_less_efficient() -> None:
     assert 0 < slow < fast < 1.01
     assert efficiency(16, 0.25, 100, 16, Costs(update_s=1e-8)) < fast
     assert efficiency(1, 0.25, 10, 1, Costs()) > 0.98
-
-
-def test_the_map_adds_up_computing_messages_and_software() -> None:
-    place, costs = ENVIRONMENTS["one slow worker"](4), Costs(update_s=1e-9)
-    sent_s = 2 * (1 / 2) * 100e6 / 0.125e9  # two nodes, 1 Gbit/s
-    sync_s = step_s("sync", place, 1.0, 1, costs)
-    assert sync_s == pytest.approx(4.0 + sent_s - 2 / 3 + 0.1, rel=0.02)
-    calls_s = (place.split - 1) * MICRO_BATCH_CALL_S
-    balanced_s = step_s("balanced", place, 1.0, 1, costs)
-    assert balanced_s == pytest.approx(5 / 4 + sent_s - 1 / 6 + 0.1 + calls_s, rel=0.05)
-    assert step_s("async", place, 1.0, 10, costs) < sync_s / 2
-
-
-def test_the_map_marks_the_fastest_mode_where_it_gains() -> None:
-    head = {"kind": "jitter", "gbit_per_s": 10, "workers": 4}
-    gains = [(0.9, 1.04), (1.2, 0.9), (1.2, 1.34), (1.0, 1.0)]
-    table = markdown([{**head, "balanced": b, "async": a} for b, a in gains])
-    row = "| jitter | 10 | 4 | 0.9 / 1.0 | **1.2** / 0.9 | 1.2 / **1.3** | 1.0 / 1.0 |"
-    assert table.endswith(row)
 
 
 def test_a_heavier_network_is_slower_over_the_same_links() -> None:
