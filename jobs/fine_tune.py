@@ -1,11 +1,12 @@
-"""Some of scikit-learn's digits as data for jobs/fine_tune.yaml."""
+"""Some of the digits as data for jobs/fine_tune.yaml."""
 
 from __future__ import annotations
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from raytrain_opt.data.in_memory_sets import read_digits
 
 
 class Digits(Dataset[tuple[Tensor, int]]):
@@ -13,7 +14,7 @@ class Digits(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, digits: list[int], part: slice) -> None:
         self.classes = [str(digit) for digit in digits]
-        images, labels = load_digits(return_X_y=True)
+        images, labels = read_digits()
         chosen = [(x, digits.index(y)) for x, y in zip(images, labels, strict=True) if y in digits]
         self.samples = chosen[part]
 
@@ -22,7 +23,7 @@ class Digits(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         values, label = self.samples[index]
-        return torch.tensor(values * (255 / 16)).byte().reshape(1, 8, 8), label
+        return torch.from_numpy(values)[None], label
 
 
 def digits(digits: list[int], train_size: int) -> tuple[Digits, Digits]:

@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 import ray.data
-from sklearn.datasets import load_digits
+
+from raytrain_opt.data.in_memory_sets import read_digits
 
 
 def make_datasets(test_every: int) -> tuple[ray.data.Dataset, ray.data.Dataset]:
     """Return (train, test), whose rows are digits; called in the driver with `data.args`."""
-    digits = load_digits()
+    images, labels = read_digits()
     rows = [
-        {"image": image.astype(np.float32), "label": label}
-        for image, label in zip(digits.images, digits.target, strict=True)
+        {"image": image / np.float32(255), "label": label}
+        for image, label in zip(images, labels, strict=True)
     ]
     train = [row for i, row in enumerate(rows) if i % test_every]
     return pipeline(train), pipeline(rows[::test_every])
@@ -27,4 +28,4 @@ def pipeline(rows: list[dict[str, Any]]) -> ray.data.Dataset:
 
 def to_gray(batch: dict[str, Any]) -> dict[str, Any]:
     """Return the images as uint8; Ray Data runs it on all nodes."""
-    return {**batch, "image": (batch["image"] * (255 / 16)).astype(np.uint8)}
+    return {**batch, "image": np.rint(batch["image"] * 255).astype(np.uint8)}

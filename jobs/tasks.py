@@ -1,7 +1,7 @@
 """Tasks other than classification: segmentation, text, regression and several labels per sample.
 
 Each has a function for the data, one for the network, and a class with the two methods of a task;
-jobs/task_*.yaml name them. docs/tasks.md explains the parts.
+jobs/task_*.yaml name them. The last two need scikit-learn. docs/tasks.md explains the parts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from sklearn.datasets import load_diabetes, make_multilabel_classification
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
@@ -144,6 +143,8 @@ class NextCharacter:
 
 def diabetes() -> tuple[TensorDataset, TensorDataset]:
     """Return 342 samples for training and 100 for the test: measurements [10] and target []."""
+    from sklearn.datasets import load_diabetes
+
     x, y = (torch.tensor(array, dtype=torch.float32) for array in load_diabetes(return_X_y=True))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = 20 * x[order], (y[order] - 152) / 77  # mean and standard deviation
@@ -172,6 +173,8 @@ class Regression:
 
 def multi_label(train: int = 2000, test: int = 500) -> tuple[TensorDataset, TensorDataset]:
     """Return both data sets: 20 features, and 5 labels of 0 or 1."""
+    from sklearn.datasets import make_multilabel_classification
+
     x, y = make_multilabel_classification(train + test, n_features=20, n_classes=5, random_state=0)
     x, y = torch.tensor(x, dtype=torch.float32) / 10, torch.tensor(y, dtype=torch.float32)
     return TensorDataset(x[:train], y[:train]), TensorDataset(x[train:], y[train:])

@@ -95,7 +95,7 @@ class ArraySetData(_DataSection):
     """A public image set that fits in memory."""
 
     name: ArraySet
-    """digits comes with scikit-learn, the others with torchvision."""
+    """digits comes with this package, the others with torchvision."""
     root: str = "~/.cache/raytrain_opt"
     """Folder of the torchvision data sets."""
     download: bool = False

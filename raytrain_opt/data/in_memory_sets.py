@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,17 +56,20 @@ def load_arrays(section: ArraySetData | ArraysData) -> DatasetArrays:
     return _load_torchvision(section)
 
 
-def _load_digits() -> DatasetArrays:
-    """Read scikit-learn's 1,797 digits, 8x8, as 0..255; a fifth of each class is the test set.
+def read_digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Return the images [1797, 8, 8], 0..255, and labels of handwritten digits.
 
-    The file is read without scikit-learn, which imports SciPy and pandas.
+    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine
+    Learning Repository, 1998 (CC BY 4.0): its test set, as scikit-learn ships it.
     """
-    package = find_spec("sklearn")
-    assert package is not None  # a dependency of this package
-    file = Path(str(package.origin)).parent / "datasets" / "data" / "digits.csv.gz"
-    table = np.loadtxt(file, np.int64, delimiter=",")
-    x = np.rint(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    y = table[:, -1]
+    table = np.loadtxt(Path(__file__).parent / "digits.csv.gz", np.int64, delimiter=",")
+    images = np.rint(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    return images, table[:, -1]
+
+
+def _load_digits() -> DatasetArrays:
+    """Return the digits; a fifth of each class is the test set."""
+    x, y = read_digits()
     is_test = np.zeros(len(y), dtype=bool)
     order = generator(0, Purpose.DIGITS_SPLIT).permutation(len(y))
     for label in range(10):

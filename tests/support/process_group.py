@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 LIMIT_S = 240  # on machines that may be busy
 
-# Processes are forked from one that has imported torch and scikit-learn, which takes seconds of
-# CPU time. Not from the test's own process, whose torch may have threads.
+# Processes are forked from one that has imported torch, which takes seconds of CPU time. Not from
+# the test's own process, whose torch may have threads.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "tests.support.process_group",
         "torch._dynamo",
-        "sklearn.datasets",
         "raytrain_opt.train.learner",
     ]
 )
