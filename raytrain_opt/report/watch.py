@@ -15,8 +15,7 @@ from raytrain_opt.recording.spans import EventRecord
 from raytrain_opt.report.formatting import duration, rate, times
 from raytrain_opt.report.run_reader import RunRecords, read_run
 from raytrain_opt.report.summary import summarize
-from raytrain_opt.terminal.probe_tables import probe_text
-from raytrain_opt.terminal.progress import Terminal, epoch_text, open_terminal
+from raytrain_opt.terminal.progress import Terminal, epoch_text, open_terminal, probe_text
 
 # Every look at a remote storage costs requests.
 _LOCAL_PERIOD_S, _REMOTE_PERIOD_S = 1.0, 10.0

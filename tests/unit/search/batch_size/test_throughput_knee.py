@@ -279,7 +279,7 @@ class TestMemory:
         fits = [Probe(size, "ok", 1000.0, 1.0) for size in (32, 128)]
         history = [*fits, Probe(32, "out_of_memory")]
         assert throughput_knee().propose(history) == ProbeRequest(
-            16, "half of 32, which did not fit into memory"
+            16, "half of 32, which did not fit"
         )
 
 
