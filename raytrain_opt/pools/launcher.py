@@ -13,15 +13,16 @@ from uuid import uuid4
 
 import ray
 
-from raytrain_opt.bytecode import bytecode_environment
 from raytrain_opt.cluster.ray_private import propagate_no_variables
 from raytrain_opt.pools.relay import FAN_OUT, Relay, Upstream, relay_levels
+from raytrain_opt.threads import WAIT_POLICY
 
 if TYPE_CHECKING:
     from raytrain_opt.pools.resident_config import ResidentConfig
 
 # Of the launcher and of every process it starts. What the user set in the driver's stays.
 _ENVIRONMENT = {
+    **WAIT_POLICY,
     # Residents keep the driver's working directory: data paths in a job are relative to it.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     # We write records and TensorBoard events ourselves, one set for the run.
@@ -54,8 +55,7 @@ def environment(*, local: bool, start_s: float) -> dict[str, str]:
     """Return the launcher's environment variables; `local`: Ray runs on this machine alone."""
     defaults = _ENVIRONMENT | (_LOCAL_ENVIRONMENT if local else {})
     defaults["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(start_s)
-    chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    return chosen | bytecode_environment()
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 class PoolLauncher:
