@@ -69,18 +69,23 @@ def make_data() -> tuple[TensorDataset, TensorDataset]:
 
 def job(model: str, folder: str) -> Job:
     """Return the job, which leaves the number of threads open."""
-    never = 100_000
-    return Job(
-        model="benchmarks.busy_cores:make_transformer" if model == "transformer" else model,
-        data={"name": "benchmarks.busy_cores:make_data", "num_classes": 10, "loader_workers": 0},
-        epochs=never,
-        global_batch_size=32,
-        learning_rate={"policy": "schedule", "initial": 0.001, "shape": "constant"},
-        workers={"count": 1},
-        evaluate={"every_epochs": never},
-        checkpoint={"every_epochs": never},
-        storage_path=folder,
-    )
+    never = {"every_epochs": 100_000}
+    values = {
+        "model": "benchmarks.busy_cores:make_transformer" if model == "transformer" else model,
+        "data": {
+            "name": "benchmarks.busy_cores:make_data",
+            "num_classes": 10,
+            "loader_workers": 0,
+        },
+        "epochs": 100_000,
+        "global_batch_size": 32,
+        "learning_rate": {"policy": "schedule", "initial": 0.001, "shape": "constant"},
+        "workers": {"count": 1},
+        "evaluate": never,
+        "checkpoint": never,
+        "storage_path": folder,
+    }
+    return Job.model_validate(values)
 
 
 @contextmanager
@@ -126,7 +131,7 @@ def _watch(training: subprocess.Popen[bytes], folder: Path, seconds: float) -> f
         first_s = time.monotonic() if first_s is None and epochs else first_s
         passed_s = 0.0 if first_s is None else time.monotonic() - first_s
         if passed_s > seconds and len(epochs) > 1:
-            return median(epoch["samples_per_s"] for epoch in epochs[1:])
+            return float(median(epoch["samples_per_s"] for epoch in epochs[1:]))
         if passed_s > 4 * seconds or time.monotonic() - began_s > _START_LIMIT_S:
             return SAMPLES / max(passed_s, seconds)
     raise RuntimeError(f"the training ended with {training.returncode}")
