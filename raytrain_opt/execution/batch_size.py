@@ -174,7 +174,8 @@ def _measured_noise_scale(job: Job, note: Callable[[str], None]) -> float | None
     for run_dir in own_runs(job.storage_path, job.name):
         try:
             result = read_record(run_dir, "result.json", ResultRecord)
-            if result is None or result.noise_scale is None:
+            stages = result.noise_scale.stages if result and result.noise_scale else ()
+            if not stages:
                 continue
             earlier: Any = read_yaml(read_text(run_dir, "job.yaml") or "{}", run_dir)
             if any(earlier.get(name) != plain[name] for name in _NOISE_SECTIONS):
@@ -183,7 +184,7 @@ def _measured_noise_scale(job: Job, note: Callable[[str], None]) -> float | None
             note(f"the noise scale of {run_dir} is not used: {error}")
             continue
         # For the same progress, samples grow by 1 + B / N: the mean over the training's halves.
-        scale = harmonic_mean([max(stage.value, 1e-9) for stage in result.noise_scale.stages])
+        scale = harmonic_mean([max(stage.value, 1e-9) for stage in stages])
         note(f"noise scale {scale:.3g}, as {run_dir} measured it")
         return scale
     return None

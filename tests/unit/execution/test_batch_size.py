@@ -201,7 +201,7 @@ def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(
         folder = tmp_path / f"run-2026010{number}-000000-000000000000000{number}"
         write_run(folder, epochs=1)
         result = json.loads((folder / "result.json").read_text())
-        parts = [NoiseScale(9, 64, 1.0, n, 1.0, n * n, n) for n in noise_scales]
+        parts = [NoiseScale(9, 64, 1.0, n) for n in noise_scales]
         summary = NoiseScaleSummary(tuple(parts), 0.1, "words")
         result["noise_scale"] = TypeAdapter(NoiseScaleSummary).dump_python(summary, mode="json")
         (folder / "result.json").write_text(json.dumps(result))
