@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # Of the launcher and of every process it starts. What the user set in the driver's stays.
 _ENVIRONMENT = {
-    **WAIT_POLICY,
     # Residents keep the driver's working directory: data paths in a job are relative to it.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     # We write records and TensorBoard events ourselves, one set for the run.
@@ -53,7 +52,9 @@ def runtime_environment(*, local: bool, start_s: float) -> dict[str, Any]:
 
 def environment(*, local: bool, start_s: float) -> dict[str, str]:
     """Return the launcher's environment variables; `local`: Ray runs on this machine alone."""
+    # The wait policy is in this process's environment already, unless the user decided.
     defaults = _ENVIRONMENT | (_LOCAL_ENVIRONMENT if local else {})
+    defaults |= {name: "" for name in WAIT_POLICY if name in os.environ}
     defaults["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(start_s)
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
 

@@ -113,15 +113,15 @@ def test_a_user_is_told_of_threads_that_are_fewer_or_spin(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("program", "variables", "policy"),
     [
-        ("import raytrain_opt", {}, "passive False"),
-        ("import raytrain_opt.cli", {}, "passive False"),
-        ("import raytrain_opt", {"OMP_WAIT_POLICY": "active"}, "active False"),
+        ("import raytrain_opt", {}, "passive 1000 False"),
+        ("import raytrain_opt.cli", {}, "passive 1000 False"),
+        ("import raytrain_opt", {"OMP_WAIT_POLICY": "active"}, "active None False"),
         # `torch` need not be the real one, which takes seconds to import.
-        ("import sys; sys.modules['torch'] = sys; import raytrain_opt", {}, "passive True"),
+        ("import sys; sys.modules['torch'] = sys; import raytrain_opt", {}, "passive 1000 True"),
         (
             "import sys; sys.modules['torch'] = sys; import raytrain_opt",
             {"GOMP_SPINCOUNT": "0"},
-            "passive False",
+            "None 0 False",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_waiting_threads_sleep_from_the_import_on(
     program: str, variables: dict[str, str], policy: str
 ) -> None:
     show = "import os; from raytrain_opt.threads import THREADS_SPIN as spin"
-    show += "; print(os.environ['OMP_WAIT_POLICY'], spin)"
+    show += "; print(*map(os.environ.get, ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')), spin)"
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "GOMP"))}
     command = [sys.executable, "-c", f"{program}\n{show}"]
     done = subprocess.run(command, env=inherited | variables, capture_output=True, text=True)
