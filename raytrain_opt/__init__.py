@@ -11,6 +11,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from raytrain_opt import clock as _clock  # first: start-up time is measured from here
+from raytrain_opt import threads as _threads  # before torch: it sets how its threads wait
 
 if TYPE_CHECKING:
     from raytrain_opt.config.load import load_job
@@ -58,4 +59,4 @@ def __getattr__(name: str) -> Any:
     return getattr(_import_module(_MODULES[name]), name)
 
 
-del _clock
+del _clock, _threads

@@ -38,15 +38,13 @@ _COMMANDS = {
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 
 _job_file = click.argument("job_file", metavar="JOB.yaml")
+_optional_job_file = click.argument("job_file", metavar="[JOB.yaml]", required=False)
 _overrides = click.option(
     "--set",
     "overrides",
     metavar="a.b=c",
     multiple=True,
     help="Replace a value of the job file; can be given several times.",
-)
-_fresh = click.option(
-    "--fresh", is_flag=True, help="Ignore the batch size found by an earlier search."
 )
 _address = click.option(
     "--address",
@@ -104,11 +102,10 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("job_file", metavar="JOB.yaml", required=False)
+@_optional_job_file
 @_overrides
 @click.option("--resume", metavar="RUN_DIR", help="Resume this run from its latest checkpoint.")
 @_trust
-@_fresh
 @_address
 @click.option(
     "--in-process", is_flag=True, help="Train in one process without Ray, for a debugger."
@@ -148,8 +145,7 @@ def run(
 @main.command("find-batch-size")
 @_job_file
 @_overrides
-@_fresh
-@click.option("--trace", is_flag=True, help="Write a Chrome trace of steps at the chosen size.")
+@click.option("--fresh", is_flag=True, hidden=True, expose_value=False)  # every search is one
 @_address
 @_verbose
 def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -> None:
@@ -217,7 +213,7 @@ def submit(job_file: str, overrides: tuple[str, ...], address: str | None) -> No
 
 
 @main.command()
-@click.argument("job_file", metavar="JOB.yaml", required=False)
+@_optional_job_file
 @_overrides
 @click.option(
     "--address",

@@ -76,7 +76,6 @@ def run(
     in_process: bool = False,
     verbose: bool = False,
     resume: str | None = None,
-    fresh: bool = False,
     started_s: float | None = None,
 ) -> RunResult:
     """Train a job and return its result.
@@ -87,7 +86,6 @@ def run(
     in_process: train in this process, without Ray, one candidate after the other.
     resume: run directory of an earlier run of this job, which continues from its last
         checkpoint. Default: as the job's `resume` says.
-    fresh: search the batch size again, even if an earlier search is cached.
     started_s: monotonic time from which the start-up time counts.
 
     Raises RaytrainOptError; checkpoints stay in the run directory.
@@ -109,7 +107,7 @@ def run(
         from raytrain_opt.execution.result import finish
         from raytrain_opt.execution.start import start_run
 
-        resolved = search_batch_size(session, fresh=fresh)
+        resolved = search_batch_size(session)
         with start_run(resolved, session) as training_run:
             train(training_run)
             return finish(training_run)

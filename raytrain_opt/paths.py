@@ -61,8 +61,7 @@ class RunPaths:
         self.rounds, self.epochs = local / "rounds.jsonl", local / "epochs.jsonl"
         self.timeline, self.events = local / "timeline.jsonl", local / "events.jsonl"
         self.batch_sizes, self.batch_size = local / "batch_size.jsonl", local / "batch_size.json"
-        self.schedule, self.trace = local / "schedule.jsonl", local / "trace.json"
-        self.predictions = local / "predictions.json"
+        self.schedule, self.predictions = local / "schedule.jsonl", local / "predictions.json"
         self.tensorboard, self.checkpoints = local / "tensorboard", local / "checkpoints"
         self._copy = None if remote is None else RunCopy(remote, local)
         if remote is not None:
@@ -198,14 +197,19 @@ def _readable(run_dir: str, argument: str) -> Iterator[None]:
 def newest_unfinished(storage_path: str, name: str) -> str | None:
     """Return the newest run directory of this name with checkpoints and without a result.
 
-    In a folder those of other users are left out. None when there is none. Raises StorageError
-    when the storage cannot be read.
+    None when there is none. Raises StorageError when the storage cannot be read.
+    """
+    return next(filter(_is_unfinished, own_runs(storage_path, name)), None)
+
+
+def own_runs(storage_path: str, name: str) -> Iterator[str]:
+    """Yield the run directories of this name, newest first; in a folder, none of other users.
+
+    Raises StorageError when the storage cannot be read.
     """
     for run_dir, job, _ in find_runs(storage_path):
-        is_own = is_remote(run_dir) or _is_own(Path(run_dir))
-        if job == name and is_own and _is_unfinished(run_dir):
-            return run_dir
-    return None
+        if job == name and (is_remote(run_dir) or _is_own(Path(run_dir))):
+            yield run_dir
 
 
 def find_runs(storage_path: str) -> list[FoundRun]:

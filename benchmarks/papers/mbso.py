@@ -38,7 +38,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -137,8 +137,12 @@ class Probed:
         assert section is not None
         sampler = open_probe_sampler(section, self.learner.device, 1)
         try:
-            path = None if trace is None else str(trace)
-            return measure(probed_training(self.learner), size, section, sampler, trace=path)
+            profiler = profile(activities=[ProfilerActivity.CPU], acc_events=True)
+            with nullcontext() if trace is None else profiler:
+                probe = measure(probed_training(self.learner), size, section, sampler)
+            if trace is not None:
+                profiler.export_chrome_trace(str(trace))
+            return probe
         finally:
             sampler.close()
 

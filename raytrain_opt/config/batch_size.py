@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from raytrain_opt.config.section import Fraction, PositiveFloat, PositiveInt, Section
 
@@ -25,6 +26,12 @@ class _BatchSizeSearch(Section):
     max_batch_size: PositiveInt | None = None
     """Largest batch size per worker. Default, and most: the training set / workers.count / the
     largest factor of batch_ramp."""
+    min_updates_per_epoch: PositiveInt = 20
+    """Updates that a batch size must leave in each epoch. Where the job has fewer, its own size is
+    the largest."""
+    min_updates: PositiveInt = 500
+    """Updates that a batch size must leave in the training, as above; with train_for at the
+    measured speed."""
     memory_reserve: Fraction = 0.1
     """Fraction of the device's memory that stays free at the chosen size."""
     lr_rule: Literal["linear", "sqrt", "none"] = "linear"
@@ -51,9 +58,10 @@ class ThroughputKneeSearch(_BatchSizeSearch):
     """Find the smallest batch size that is nearly as fast as the fastest (of this project)."""
 
     strategy: Literal["throughput_knee"]
-    objective: Literal["samples_per_s", "goodput"] = "samples_per_s"
+    objective: Literal["auto", "samples_per_s", "goodput"] = "auto"
     """The objective to maximize. goodput: samples/s times the progress per sample, which falls as
-    the global batch approaches the gradient noise scale."""
+    the global batch approaches the gradient noise scale. auto: goodput where a finished run of
+    this name, model, data and loss below storage_path measured the noise scale, else samples/s."""
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Fraction of the best objective to give up for a smaller batch size."""
     relative_error: Annotated[float, Field(gt=0, lt=1)] = 0.02
@@ -94,7 +102,14 @@ class EpochTimeMinimizeSearch(_Published):
     """Converged when the improvement changed by at most this since the last test."""
 
 
+def _name_strategy(section: Any) -> Any:
+    """Let a section without a strategy change the settings of throughput_knee."""
+    is_unnamed = isinstance(section, Mapping) and "strategy" not in section
+    return {"strategy": "throughput_knee", **section} if is_unnamed else section
+
+
 BatchSizeSection = Annotated[
     ThroughputKneeSearch | GpuUsageMaximizeSearch | EpochTimeMinimizeSearch,
     Field(discriminator="strategy"),
+    BeforeValidator(_name_strategy),
 ]

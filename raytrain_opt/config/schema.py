@@ -214,7 +214,8 @@ class Job(Section):
     """How the learning rate is chosen."""
     batch_size_search: BatchSizeSection | None = None
     """Choose the batch size by probes before the training, and change global_batch_size and
-    learning_rate.initial accordingly. Default: no search."""
+    learning_rate.initial accordingly; without `strategy` by throughput_knee. Default: no
+    search."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     """How workers exchange gradients."""
     optimizer: OptimizerChoiceSection = Field(default_factory=_default_optimizer)

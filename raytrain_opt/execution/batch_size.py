@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from statistics import harmonic_mean
 from typing import Any
 
 import ray
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection, ThroughputKneeSearch
-from raytrain_opt.config.load import dump_job
+from raytrain_opt.config.load import dump_job, plain_job
 from raytrain_opt.config.schema import Job
-from raytrain_opt.execution.batch_size_cache import Cache, CachedSearch
+from raytrain_opt.config.yaml_loader import read_yaml
+from raytrain_opt.errors import RaytrainOptError
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, scalable_policy
 from raytrain_opt.execution.session import Session, open_session
+from raytrain_opt.paths import own_runs
 from raytrain_opt.pools.launcher import runtime_environment
 from raytrain_opt.pools.resident_config import compute_threads
+from raytrain_opt.recording.reader import read_record, read_text
 from raytrain_opt.recording.recorder import append_records, write_record
 from raytrain_opt.recording.records import (
     BatchSizeProbeRecord,
     BatchSizeRecord,
     RateChange,
+    ResultRecord,
     SizeChange,
 )
 from raytrain_opt.report import try_write_report
 from raytrain_opt.search.batch_size.factory import build_strategy, check_sampler
-from raytrain_opt.search.batch_size.strategy import SizeBounds
+from raytrain_opt.search.batch_size.strategy import SizeBounds, Updates, largest_size
 from raytrain_opt.storage import write_text
-from raytrain_opt.terminal.probe_tables import probe_text, probes_table
+from raytrain_opt.terminal.progress import probe_text
 from raytrain_opt.train.learner_config import LearnerConfig
+
+# Of train_for, the part in which updates are made; start, search and evaluations take the rest.
+_TRAINING_FRACTION = 0.8
+# The linear rule holds for small factors: Goyal et al. needed a warm-up for 8 and more.
+_LARGE_LR_FACTOR = 8
+# The sections that decide how noisy gradients are.
+_NOISE_SECTIONS = ("model", "data", "task", "loss")
 
 
 @dataclass(frozen=True)
@@ -46,27 +59,24 @@ def find_batch_size(
     *,
     address: str | None = None,
     verbose: bool = False,
-    fresh: bool = False,
-    trace: bool = False,
 ) -> BatchSizeResult:
     """Search the batch size without training. A job without a search gets `throughput_knee`.
 
-    `fresh`: ignore the result of an earlier search. `trace`: write a torch.profiler trace of the
-    chosen size into the run directory (this needs a fresh search). Raises RaytrainOptError.
+    Raises RaytrainOptError.
     """
     section = job.batch_size_search or ThroughputKneeSearch(strategy="throughput_knee")
     job = Job(**{**dict(job), "batch_size_search": section})  # which also checks the rules
     with open_session(
         job, address=address, verbose=verbose, began_s=monotonic_s(), slots=False
     ) as session:
-        result = _search(section, session, fresh=fresh or trace, trace=trace)
+        result = _search(section, session)
         report = try_write_report(str(session.paths.local), session.paths.shown)
         session.terminal.note(f"report  {report}")
         session.paths.publish()
         return result
 
 
-def search_batch_size(session: Session, *, fresh: bool) -> ResolvedJob:
+def search_batch_size(session: Session) -> ResolvedJob:
     """Return the job with the batch size it is trained with, searched where the job says so."""
     job, section = session.job, session.job.batch_size_search
     if section is None:
@@ -77,78 +87,116 @@ def search_batch_size(session: Session, *, fresh: bool) -> ResolvedJob:
         sized = apply_batch_size(job, record.batch_size_per_worker)
         write_text(session.paths.job, dump_job(sized))
     else:
-        sized = _search(section, session, fresh=fresh, trace=False).job
+        sized = _search(section, session).job
     return session.preflight.resolve(sized)
 
 
-def _search(
-    section: BatchSizeSection, session: Session, *, fresh: bool, trace: bool
-) -> BatchSizeResult:
-    """Take the cached result or probe; write the records and the job with the chosen size."""
+def _search(section: BatchSizeSection, session: Session) -> BatchSizeResult:
+    """Probe; write the records and the job with the chosen size, and say what it leads to."""
     started_s, job = monotonic_s(), session.job
-    answer, cached = _find(section, session, fresh=fresh, trace=trace)
-    chosen = apply_batch_size(job, answer.batch_size)
+    check_sampler(section, use_gpu=session.plan.use_gpu)
+    size, reason, probes = _probe(section, _bounds(section, session), session)
+    chosen = apply_batch_size(job, size)
     write_text(session.paths.job, dump_job(chosen))
     scaling = scalable_policy(job).scaling
-    size = SizeChange(before=job.global_batch_size, after=chosen.global_batch_size)
-    lr = RateChange(
-        rule=scaling.rule if scaling else section.lr_rule,
-        before=scalable_policy(resolve_lr_scaling(job)).initial,
-        after=scalable_policy(chosen).initial,
-    )
+    samples_per_s = next(p.samples_per_s for p in reversed(probes) if p.check)
+    assert samples_per_s is not None  # of the last check, which fitted
     record = BatchSizeRecord(
-        batch_size_per_worker=answer.batch_size,
-        global_batch_size=size,
-        samples_per_s=answer.samples_per_s,
-        reason=answer.reason,
-        learning_rate=lr,
+        batch_size_per_worker=size,
+        global_batch_size=SizeChange(before=job.global_batch_size, after=chosen.global_batch_size),
+        samples_per_s=samples_per_s,
+        reason=reason,
+        learning_rate=RateChange(
+            rule=scaling.rule if scaling else section.lr_rule,
+            before=scalable_policy(resolve_lr_scaling(job)).initial,
+            after=scalable_policy(chosen).initial,
+        ),
         duration_s=monotonic_s() - started_s,
-        cached=cached,
-        probes=len(answer.probes),
+        probes=len(probes),
     )
     write_record(session.paths.batch_size, record)
-    session.terminal.note(probes_table(answer.probes))
-    session.terminal.note(
-        f"batch size {answer.batch_size} per worker ({answer.samples_per_s:,.0f} samples/s): "
-        f"{answer.reason}; global_batch_size {size.before} -> {size.after}, "
-        f"learning_rate.initial {lr.before:.4g} -> {lr.after:.4g} ({lr.rule}); "
-        f"{record.probes} probes, {record.duration_s:.1f} s"
-    )
-    return BatchSizeResult(answer.batch_size, chosen, session.paths.shown)
+    for line in _summary(record, job, session.preflight.info.train_size):
+        session.terminal.note(line)
+    return BatchSizeResult(size, chosen, session.paths.shown)
 
 
-def _find(
-    section: BatchSizeSection, session: Session, *, fresh: bool, trace: bool
-) -> tuple[CachedSearch, bool]:
-    """Return the result of an earlier search or of a new one, and whether it is the former."""
-    use_gpu = session.plan.use_gpu
-    bounds = _bounds(section, session)
-    check_sampler(section, use_gpu=use_gpu)
-    cache = Cache.for_job(session.job, bounds, use_gpu=use_gpu)
-    answer = None if fresh else cache.read()
-    if answer is None:
-        answer = _probe(section, bounds, session, trace=trace)
-        cache.write(answer)
-        return answer, False
-    session.terminal.note(
-        f"batch size from an earlier search, {cache.shown}; --fresh searches again"
+def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str]:
+    """Yield the result of a search in words, and what it may cost the training."""
+    size, lr = record.global_batch_size, record.learning_rate
+    before, after = (
+        Updates.count(train_size, batch, job.epochs, job.batch_ramp.steps)
+        for batch in (size.before, size.after)
     )
-    append_records(session.paths.batch_sizes, answer.probes)
-    return answer, True
+    yield (
+        f"batch size {record.batch_size_per_worker} per worker "
+        f"({record.samples_per_s:,.0f} samples/s): {record.reason}; global_batch_size "
+        f"{size.before} -> {size.after}, learning_rate.initial {lr.before:.4g} -> "
+        f"{lr.after:.4g} ({lr.rule}); updates: {before} -> {after}; {record.probes} probes, "
+        f"{record.duration_s:.1f} s"
+    )
+    factor = lr.after / lr.before
+    if factor > _LARGE_LR_FACTOR:
+        yield (
+            f"warning: learning_rate.initial grows {factor:.3g}-fold. Beyond {_LARGE_LR_FACTOR} "
+            "such a rule often fails: the training may end worse or diverge. Use a warm-up "
+            "(learning_rate.warmup), batch_size_search.lr_rule: sqrt, or max_batch_size: "
+            f"{_LARGE_LR_FACTOR * job.batch_size_per_worker}, and compare the accuracies."
+        )
 
 
 def _bounds(section: BatchSizeSection, session: Session) -> SizeBounds:
-    workers, ramp = session.job.workers.size, session.job.batch_ramp.steps
-    epoch_samples = session.preflight.info.train_size // workers
-    last_factor = max((step.factor for step in ramp), default=1)
-    largest = min(epoch_samples // last_factor, section.max_batch_size or epoch_samples)
-    return SizeBounds(largest, epoch_samples, workers)
+    """Return the sizes that leave enough memory and updates; say where updates bound them."""
+    job, info, own = session.job, session.preflight.info, session.job.batch_size_per_worker
+    workers, note = job.workers.size, session.terminal.note
+    largest = largest_size(
+        section, own, info.train_size, job.epochs, workers, job.batch_ramp.steps
+    )
+    bounds = SizeBounds(largest, info.train_size // workers, workers, own)
+    note(
+        f"batch sizes of 1 to {largest} per worker are allowed, by the size of the training set, "
+        f"min_updates_per_epoch: {section.min_updates_per_epoch}, min_updates: "
+        f"{section.min_updates} and max_batch_size of batch_size_search"
+    )
+    if job.train_for is not None:
+        max_step_s = _TRAINING_FRACTION * job.train_for / section.min_updates
+        bounds = replace(bounds, max_step_s=max_step_s)
+    if getattr(section, "objective", None) in ("auto", "goodput"):
+        bounds = replace(bounds, noise_scale=_measured_noise_scale(job, note))
+    return bounds
+
+
+def _measured_noise_scale(job: Job, note: Callable[[str], None]) -> float | None:
+    """Return the noise scale that the newest finished run of the job measured, if one did.
+
+    Runs of other sizes and rates count too: the noise scale depends on them little.
+    """
+    plain = plain_job(job)
+    for run_dir in own_runs(job.storage_path, job.name):
+        try:
+            result = read_record(run_dir, "result.json", ResultRecord)
+            stages = result.noise_scale.stages if result and result.noise_scale else ()
+            if not stages:
+                continue
+            earlier: Any = read_yaml(read_text(run_dir, "job.yaml") or "{}", run_dir)
+            if any(earlier.get(name) != plain[name] for name in _NOISE_SECTIONS):
+                continue
+        except RaytrainOptError as error:
+            note(f"the noise scale of {run_dir} is not used: {error}")
+            continue
+        # For the same progress, samples grow by 1 + B / N: the mean over the training's halves.
+        scale = harmonic_mean([max(stage.value, 1e-9) for stage in stages])
+        note(f"noise scale {scale:.3g}, as {run_dir} measured it")
+        return scale
+    return None
 
 
 def _probe(
-    section: BatchSizeSection, bounds: SizeBounds, session: Session, *, trace: bool
-) -> CachedSearch:
-    """Probe until the strategy has chosen; record every probe as soon as it is measured."""
+    section: BatchSizeSection, bounds: SizeBounds, session: Session
+) -> tuple[int, str, list[BatchSizeProbeRecord]]:
+    """Probe until the strategy has chosen; record every probe as soon as it is measured.
+
+    Returns the size, the reason and the probes.
+    """
     # Not at the top: it loads torch, which a job without a search never needs here.
     from raytrain_opt.pools.probes import ProbeConfig, ProbeProcess, run_probes
 
@@ -160,7 +208,6 @@ def _probe(
         use_gpu=plan.use_gpu,
         threads=compute_threads(job.workers.threads, plan.workers_per_node),
         shared=[ray.put(session.preflight.shared)],
-        trace=trace,
     )
     process = ProbeProcess(config, _actor_options(session), job.timeouts.no_progress_s)
     records: list[BatchSizeProbeRecord] = []
@@ -172,19 +219,10 @@ def _probe(
 
     try:
         strategy = build_strategy(section, bounds)
-        choice, trace_text = run_probes(strategy, process, job.max_restarts, record_probe)
+        choice = run_probes(strategy, process, job.max_restarts, record_probe)
     finally:
         process.end()
-    if trace_text is not None:
-        write_text(session.paths.trace, trace_text)
-    samples_per_s = records[-1].samples_per_s
-    assert samples_per_s is not None  # of the check, which fitted
-    return CachedSearch(
-        batch_size=choice.batch_size,
-        samples_per_s=samples_per_s,
-        reason=choice.reason,
-        probes=records,
-    )
+    return choice.batch_size, choice.reason, records
 
 
 def _actor_options(session: Session) -> dict[str, Any]:

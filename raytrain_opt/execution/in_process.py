@@ -9,14 +9,15 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_job, run_preflight
 from raytrain_opt.execution.progress import Startup
-from raytrain_opt.execution.rescale import resolve_lr_scaling, set_worker_count
-from raytrain_opt.execution.resume import keep_worker_count
+from raytrain_opt.execution.rescale import resolve_lr_scaling, set_workers
+from raytrain_opt.execution.resume import keep_workers
 from raytrain_opt.execution.session import Workspace, open_run_directory
 from raytrain_opt.execution.signals import stop_on_signals
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
 from raytrain_opt.pools.in_process import in_process_backend, open_learner
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.terminal.progress import open_terminal
+from raytrain_opt.threads import Cores
 
 
 @contextmanager
@@ -26,8 +27,10 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
     if problems:
         raise JobError(problems)
     _check_in_process(job)
-    job = resolve_lr_scaling(keep_worker_count(job, resume))
-    job = set_worker_count(job, job.workers.size)
+    job = resolve_lr_scaling(keep_workers(job, resume))
+    cores = Cores.measure() if job.workers.threads is None else None
+    threads = job.workers.threads if cores is None else cores.threads()
+    job = set_workers(job, count=job.workers.size, threads=threads)
     startup = Startup(began_s)
     preflight = run_preflight(job, resumed=resume is not None)
     startup.mark("data_read_s")
@@ -36,6 +39,8 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
         open_run_directory(job, resume, terminal) as (paths, checkpoints),
     ):
         terminal.note("training in one process, without Ray: for debugging, not for speed")
+        if cores is not None:
+            cores.tell(cores.threads(), 1, terminal.note)
         resolved = preflight.resolved
         assert resolved is not None  # no batch size is to be searched
         with (

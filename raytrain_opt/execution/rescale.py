@@ -39,10 +39,9 @@ def resolve_lr_scaling(job: Job) -> Job:
     return _with_initial_lr(job, scaled)
 
 
-def set_worker_count(job: Job, count: int) -> Job:
-    """Return the job with this number of workers."""
-    workers = job.workers.model_copy(update={"count": count})
-    return job.model_copy(update={"workers": workers})
+def set_workers(job: Job, **values: object) -> Job:
+    """Return the job with these values in its section `workers`."""
+    return job.model_copy(update={"workers": job.workers.model_copy(update=values)})
 
 
 def scalable_policy(job: Job) -> StptPolicy | HorizonPolicy | SchedulePolicy:

@@ -12,7 +12,7 @@ from raytrain_opt.config.functions import refuse_functions
 from raytrain_opt.config.load import flatten, parse_job, plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_worker_count
+from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_workers
 from raytrain_opt.paths import check_run, newest_unfinished
 from raytrain_opt.recording.reader import read_record, read_text
 from raytrain_opt.recording.records import BatchSizeRecord
@@ -63,11 +63,14 @@ def find_unfinished_run(job: Job) -> str | None:
     return run_dir
 
 
-def keep_worker_count(job: Job, run_dir: str | None) -> Job:
-    """Return the job; `workers.count: auto` becomes the number with which that run began."""
-    if run_dir is None or job.workers.count != "auto":
+def keep_workers(job: Job, run_dir: str | None) -> Job:
+    """Return the job; workers and threads that it leaves open are as many as that run has."""
+    count, threads = job.workers.count, job.workers.threads
+    if run_dir is None or (count != "auto" and threads is not None):
         return job
-    return set_worker_count(job, _read_job(run_dir).workers.size)
+    earlier = _read_job(run_dir).workers
+    count = earlier.size if count == "auto" else count
+    return set_workers(job, count=count, threads=threads or earlier.threads)
 
 
 def _read_job(run_dir: str, overrides: Sequence[str] = ()) -> Job:
@@ -104,7 +107,7 @@ def _resolve(job: Job, run_dir: str) -> Job:
         record = read_record(run_dir, "batch_size.json", BatchSizeRecord)
         if record is not None:
             job = apply_batch_size(job, record.batch_size_per_worker)
-    return resolve_lr_scaling(keep_worker_count(job, run_dir))
+    return resolve_lr_scaling(keep_workers(job, run_dir))
 
 
 def _value_text(fields: Mapping[str, Any], key: str) -> str:

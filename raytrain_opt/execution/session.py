@@ -26,14 +26,15 @@ from raytrain_opt.execution.preflight import (
     run_preflight,
 )
 from raytrain_opt.execution.progress import RunProgress, Startup
-from raytrain_opt.execution.rescale import resolve_lr_scaling, set_worker_count
-from raytrain_opt.execution.resume import keep_worker_count, resume_command
+from raytrain_opt.execution.rescale import resolve_lr_scaling, set_workers
+from raytrain_opt.execution.resume import keep_workers, resume_command
 from raytrain_opt.execution.signals import StopRequest, Terminated, stop_on_signals
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.storage import remove_tree, write_text
 from raytrain_opt.terminal.progress import Terminal, open_terminal
+from raytrain_opt.threads import Cores
 from raytrain_opt.train.background import start_thread
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 
@@ -84,7 +85,7 @@ def open_session(
     """
     check_address(address)
     startup = Startup(began_s)
-    job = keep_worker_count(job, resume)
+    job = keep_workers(job, resume)
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal())
 
@@ -95,6 +96,8 @@ def open_session(
 
         # Ray Datasets can be made only when Ray runs.
         pending_preflight = None if isinstance(job.data, RayData) else start_preflight()
+        # Before Ray starts, which uses all cores for seconds.
+        cores = Cores.measure() if job.workers.threads is None else None
         terminal.phase("starting Ray")
         variables = environment(local=True, start_s=job.timeouts.start_s)
         owns_ray = stack.enter_context(
@@ -113,8 +116,12 @@ def open_session(
         stack.enter_context(stop.raised())
         announce_run_dir(paths.shown)
         plan = _plan(job, terminal, slots=slots)
-        if job.workers.count == "auto":
-            job = set_worker_count(job, plan.workers)
+        workers = {"count": plan.workers} if job.workers.count == "auto" else {}
+        if cores is not None and owns_ray and not plan.use_gpu:
+            workers["threads"] = cores.threads(plan.workers_per_node)
+            cores.tell(workers["threads"], plan.workers_per_node, terminal.note)
+        if workers:
+            job = set_workers(job, **workers)
             if preflight.resolved is not None:
                 preflight.resolved = preflight.resolve(job)
             write_text(paths.job, dump_job(job))

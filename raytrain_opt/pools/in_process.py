@@ -25,6 +25,7 @@ from raytrain_opt.pools.protocol import Backend, OnWait, SynchronousTraining
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
 from raytrain_opt.recording.spans import Event, Span
+from raytrain_opt.threads import available_cores
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState
@@ -141,7 +142,7 @@ def open_learner(
     use_gpu = torch.cuda.is_available() and workers.use_gpu is not False
     if workers.use_gpu is True and not use_gpu:
         raise ResourcesError("workers.use_gpu: true, but torch finds no GPU; use auto or false")
-    torch.set_num_threads(workers.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(workers.threads or available_cores())
     learner = Learner(config, shared, torch.device("cuda" if use_gpu else "cpu"))
     try:
         yield learner

@@ -13,9 +13,9 @@ from uuid import uuid4
 
 import ray
 
-from raytrain_opt.bytecode import bytecode_environment
 from raytrain_opt.cluster.ray_private import propagate_no_variables
 from raytrain_opt.pools.relay import FAN_OUT, Relay, Upstream, relay_levels
+from raytrain_opt.threads import WAIT_POLICY
 
 if TYPE_CHECKING:
     from raytrain_opt.pools.resident_config import ResidentConfig
@@ -52,10 +52,11 @@ def runtime_environment(*, local: bool, start_s: float) -> dict[str, Any]:
 
 def environment(*, local: bool, start_s: float) -> dict[str, str]:
     """Return the launcher's environment variables; `local`: Ray runs on this machine alone."""
+    # The wait policy is in this process's environment already, unless the user decided.
     defaults = _ENVIRONMENT | (_LOCAL_ENVIRONMENT if local else {})
+    defaults |= {name: "" for name in WAIT_POLICY if name in os.environ}
     defaults["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(start_s)
-    chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    return chosen | bytecode_environment()
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 class PoolLauncher:

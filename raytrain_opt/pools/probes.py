@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import ray
@@ -33,23 +31,21 @@ _CHECK_REASON = "check of the choice in a new process, evaluation included"
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Given to the probing process. `trace`: whether the check writes a Chrome trace."""
+    """Given to the probing process."""
 
     learner: LearnerConfig
     section: BatchSizeSection
     use_gpu: bool
     threads: int
     shared: list[Any]  # of one reference: Ray would fetch a bare one on the way
-    trace: bool
 
 
 @dataclass(frozen=True)
 class ProbeReply:
-    """The result of a probe, the process that measured it, and its trace (JSON text)."""
+    """The result of a probe, and the process that measured it."""
 
     result: Probe | Failure
     pid: int | None
-    trace: str | None = None
 
     @property
     def probe(self) -> Probe:
@@ -64,18 +60,22 @@ def run_probes(
     process: ProbeProcess,
     max_restarts: int,
     on_probe: Callable[[BatchSizeProbeRecord], None],
-) -> tuple[BatchSizeChoice, str | None]:
+) -> BatchSizeChoice:
     """Search, check the choice in a new process, and continue the search if the check fails.
 
-    Returns the choice and the trace of its check. Raises what a probe raised, ResourcesError when
-    nothing fits, PoolError when probing processes keep dying or do not answer.
+    The check may also show that probes differ by more than the strategy knew, and lead it to
+    another choice. Raises what a probe raised, ResourcesError when nothing fits, PoolError when
+    probing processes keep dying or do not answer.
     """
     probes: list[Probe] = []
-    deaths = 0
+    checked: set[int] = set()
+    deaths, number = 0, 0
     while True:
         proposal = strategy.propose(probes)
         size, is_check = proposal.batch_size, isinstance(proposal, BatchSizeChoice)
-        if is_check:
+        if isinstance(proposal, BatchSizeChoice):
+            if size in checked:
+                return proposal
             process.end()
         try:
             reply = process.measure(size, check=is_check)
@@ -94,14 +94,15 @@ def run_probes(
         probe = reply.probe
         if is_check or probe.status != "ok":
             process.end()
-        probes.append(probe)
+        if is_check and probe.fits:
+            checked.add(size)
+        if strategy.weighs_checks or not (is_check and probe.fits):
+            probes.append(probe)
+        number += 1
         reason = _CHECK_REASON if is_check else proposal.reason
-        record = BatchSizeProbeRecord.from_probe(
-            len(probes), probe, reason, check=is_check, pid=reply.pid
+        on_probe(
+            BatchSizeProbeRecord.from_probe(number, probe, reason, check=is_check, pid=reply.pid)
         )
-        on_probe(record)
-        if isinstance(proposal, BatchSizeChoice) and probe.status == "ok":
-            return proposal, reply.trace
 
 
 class ProbeProcess:
@@ -160,15 +161,11 @@ class ProbeActor:
 
     def _measure(self, batch_size: int, check: bool) -> ProbeReply:
         self._learner = self._learner or self._open()
-        with TemporaryDirectory() as folder:
-            trace = Path(folder) / "trace.json" if check and self._config.trace else None
-            probe = measure(
-                probed_training(self._learner),
-                batch_size,
-                self._config.section,
-                self._sampler,
-                steps_factor=CHECK_FACTOR if check else 1,
-                trace=None if trace is None else str(trace),
-            )
-            text = trace.read_text() if trace is not None and trace.exists() else None
-        return ProbeReply(probe, os.getpid(), text)
+        probe = measure(
+            probed_training(self._learner),
+            batch_size,
+            self._config.section,
+            self._sampler,
+            steps_factor=CHECK_FACTOR if check else 1,
+        )
+        return ProbeReply(probe, os.getpid())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.pools.faults import Faults
 from raytrain_opt.pools.relay import Upstream
+from raytrain_opt.threads import available_cores
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
@@ -97,7 +97,10 @@ def make_training_slot(config: ResidentConfig, index: int) -> Handler:
     from raytrain_opt.pools.state_store import ObjectStore
     from raytrain_opt.train.learner import Learner
 
-    torch.set_num_threads(compute_threads(config.threads, config.plan.slots_per_node))
+    plan = config.plan
+    # Slots and workers take turns: together, slots have the threads of the workers.
+    cores = None if config.threads is None else config.threads * plan.workers_per_node
+    torch.set_num_threads(compute_threads(None, plan.slots_per_node, cores))
     device = torch.device("cuda" if config.plan.use_gpu else "cpu")
     learner = Learner(config.learner, config.fetch_shared_data(), device)
     return Slot(learner, index, ObjectStore(), config.candidate_batch)
@@ -143,6 +146,6 @@ class ResidentConfig:
         return cast("SharedData", ray.get(ref))
 
 
-def compute_threads(threads: int | None, residents_on_node: int) -> int:
+def compute_threads(threads: int | None, residents_on_node: int, cores: int | None = None) -> int:
     """Return a resident's compute threads on CPU: the job's, or an even part of the cores."""
-    return threads or max(1, len(os.sched_getaffinity(0)) // residents_on_node)
+    return threads or max(1, (cores or available_cores()) // residents_on_node)

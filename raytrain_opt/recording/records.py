@@ -271,7 +271,6 @@ class BatchSizeRecord(Record):
     reason: str = Field(description="Why the strategy chose this size.")
     learning_rate: RateChange = Field(description="Initial learning rate.")
     duration_s: float = Field(description="Wall time of the search.")
-    cached: bool = Field(description="Whether an earlier search gave the answer.")
     probes: int = Field(description="Number of probes.")
 
 

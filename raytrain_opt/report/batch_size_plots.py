@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raytrain_opt.recording.records import BatchSizeProbeRecord
-from raytrain_opt.report.axes import plain_log, stacked_bars, thousands
+from raytrain_opt.report.axes import plain_log, thousands
 from raytrain_opt.report.formatting import count, plain
 from raytrain_opt.report.plots import Cell, Plot, Table, color, draw, duration_cell
 from raytrain_opt.report.run_reader import RunRecords
@@ -35,7 +35,7 @@ def batch_size_plots(run: RunRecords) -> list[Plot]:
     measured = [record for record in run.probes if record.status == "ok" and record.samples_per_s]
     if not measured:
         return []
-    return [_speed(run, measured), _time_parts(measured)]
+    return [_speed(run, measured)]
 
 
 def _speed(run: RunRecords, measured: Sequence[BatchSizeProbeRecord]) -> Plot:
@@ -81,28 +81,6 @@ def _curve(axes: Axes, measured: Sequence[BatchSizeProbeRecord]) -> None:
 def _measurement(record: BatchSizeProbeRecord) -> Probe:
     speed, error = record.samples_per_s, record.samples_per_s_error
     return Probe(record.batch_size, "ok", speed or math.nan, error or math.nan)
-
-
-def _time_parts(measured: Sequence[BatchSizeProbeRecord]) -> Plot:
-    latest = {record.batch_size: record for record in measured}
-    records = [latest[size] for size in sorted(latest)]
-    caption = (
-        "Mean time of a step divided by the batch size, by part (latest probe of each size). "
-        "Data: table of probes."
-    )
-
-    def paint(axes: Axes) -> None:
-        sizes = [str(record.batch_size) for record in records]
-        parts_ms = {
-            name: [1e3 * (r.timings_s.get(part) or 0.0) / r.batch_size for r in records]
-            for part, name in _PARTS.items()
-        }
-        stacked_bars(axes, sizes, parts_ms, width=0.7)
-        axes.set(xlabel="batch size per worker", ylabel="ms per sample")
-        if len(sizes) > 8:
-            axes.tick_params(axis="x", labelrotation=60)
-
-    return draw("batch_size_time_parts", "Time per sample by part", caption, paint)
 
 
 def probes_table(run: RunRecords) -> Table:

@@ -204,9 +204,9 @@ def _batch_size_sentence(run: RunRecords) -> Iterator[str]:
     record = run.batch_size
     if record is None:
         return
-    cost = "result of an earlier search" if record.cached else duration(record.duration_s)
+    probes, cost = times(record.probes, "probe"), duration(record.duration_s)
     yield (
-        f"The batch-size search ({times(record.probes, 'probe')}, {cost}) chose "
+        f"The batch-size search ({probes}, {cost}) chose "
         f"{record.batch_size_per_worker} samples per worker at {count(record.samples_per_s)} "
         f"samples/s: {record.reason}."
     )

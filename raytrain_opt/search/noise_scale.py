@@ -36,7 +36,7 @@ from pydantic.dataclasses import dataclass
 
 from raytrain_opt.results import GradientNorms
 
-# With fewer updates, their spread cannot be estimated.
+# With fewer updates, the estimate is rough.
 _MIN_UPDATES = 4
 # Replaces a noise scale of 0 as a divisor.
 _NOISELESS = 1e-9
@@ -47,19 +47,15 @@ _Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is No
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """Gradient noise scale over some updates.
+    """Gradient noise scale over some updates: the means of the two estimates.
 
-    Holds the means of the two estimates and of their squares and product, which give the
-    confidence interval. It is also the form of the noise scale in records.
+    It is also the form of the noise scale in records.
     """
 
     updates: Annotated[int, Field(description="Number of updates measured.")]
     batch_size: Annotated[_Number, Field(description="Mean samples of an update.")]
     gradient_sq: Annotated[_Number, Field(description="Mean estimate of |G|^2.")]
     trace: Annotated[_Number, Field(description="Mean estimate of tr S.")]
-    gradient_sq_squared: Annotated[_Number, Field(description="Mean of (estimate of |G|^2)^2.")]
-    trace_squared: Annotated[_Number, Field(description="Mean of (estimate of tr S)^2.")]
-    product: Annotated[_Number, Field(description="Mean product of the two estimates.")]
 
     @classmethod
     def from_norms(cls, norms: GradientNorms) -> NoiseScale | None:
@@ -72,8 +68,7 @@ class NoiseScale:
         ]
         if not estimates:
             return None
-        moments = [(g, s, g * g, s * s, g * s) for g, s in estimates]
-        return cls(len(estimates), big, *map(fmean, zip(*moments, strict=True)))
+        return cls(len(estimates), big, *map(fmean, zip(*estimates, strict=True)))
 
     @computed_field(description="Noise scale N in samples; null: infinite, noise dominates.")  # type: ignore[prop-decorator]
     @property
@@ -82,54 +77,16 @@ class NoiseScale:
         return max(self.trace, 0.0) / self.gradient_sq if self.gradient_sq > 0 else math.inf
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        """Bounds of N with 95 % confidence (Fieller's interval of a ratio of means).
-
-        The upper bound is infinite when |G|^2 is not significantly above 0; with too few updates
-        the bounds are (0, inf). Progress of the training between the updates widens the interval.
-        """
-        if self.updates < _MIN_UPDATES:
-            return 0.0, math.inf
-        g, s, freedom = self.gradient_sq, self.trace, self.updates - 1
-        weight = _student(freedom) ** 2 / freedom
-        a = g * g - weight * (self.gradient_sq_squared - g * g)
-        half = g * s - weight * (self.product - g * s)
-        c = s * s - weight * (self.trace_squared - s * s)
-        root = math.sqrt(max(half * half - a * c, 0.0))
-        if a > 0 and g > 0:
-            return max((half - root) / a, 0.0), max((half + root) / a, 0.0)
-        return (half - root) / a if a < 0 < c else 0.0, math.inf
-
-    @computed_field(description="Lower bound of N, 95 % confidence.")  # type: ignore[prop-decorator]
-    @property
-    def low(self) -> float:
-        """Lower bound of N."""
-        return self.bounds[0]
-
-    @computed_field(description="Upper bound of N, 95 % confidence; null: infinite.")  # type: ignore[prop-decorator]
-    @property
-    def high(self) -> float:
-        """Upper bound of N."""
-        return self.bounds[1]
-
-    @property
     def doubling_cost(self) -> float:
         """Fraction by which the samples grow, for the same progress, when the batch doubles."""
         return self.batch_size / (self.value + self.batch_size)
 
-    @property
-    def max_doubling_cost(self) -> float:
-        """`doubling_cost` at the lower bound of N."""
-        return self.batch_size / (self.low + self.batch_size)
-
     def __str__(self) -> str:
-        """Return `310 (280 to 340)`."""
-        low, high = self.bounds
+        """Return `310`, with a remark where the estimate is rough."""
         if math.isinf(self.value):
-            return f"more than can be measured (at least {low:.3g}; noise dominates)"
-        if self.updates < _MIN_UPDATES:
-            return f"{self.value:.3g} (from only {self.updates} updates, a rough estimate)"
-        return f"{self.value:.3g} ({low:.3g} to {'?' if math.isinf(high) else f'{high:.3g}'})"
+            return "more than can be measured (noise dominates)"
+        rough = f" (from only {self.updates} updates, a rough estimate)"
+        return f"{self.value:.3g}{rough if self.updates < _MIN_UPDATES else ''}"
 
 
 @dataclass(frozen=True)
@@ -180,14 +137,8 @@ def sentence(stages: Sequence[NoiseScale]) -> str:
     scales = "; ".join(f"{stage} in the {n}" for stage, n in zip(stages, names, strict=True))
     sizes = {stage.batch_size for stage in stages}
     batch = f"the global batch of {sizes.pop():g}" if len(sizes) == 1 else "the global batch"
-    unknown = any(math.isinf(stage.value) for stage in stages)
-    costs = [stage.max_doubling_cost if unknown else stage.doubling_cost for stage in stages]
+    cost = fmean([stage.doubling_cost for stage in stages])
     return (
-        f"{scales}: doubling {batch} costs {'at most ' if unknown else ''}{fmean(costs):.0%} more "
-        "samples for the same progress; it pays when samples/s grow by more"
+        f"{scales}: doubling {batch} costs about {cost:.0%} more samples for the same progress; "
+        "it pays when samples/s grow by more"
     )
-
-
-def _student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, to 4 % (Cornish-Fisher's first terms)."""
-    return 1.96 + 2.37 / freedom + 2.82 / freedom**2

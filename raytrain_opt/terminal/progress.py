@@ -23,7 +23,7 @@ from rich.text import Text
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import printable
-from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord
 
 
 class Terminal:
@@ -118,6 +118,17 @@ def epoch_text(record: EpochRecord) -> str:
         f"epoch {record.epoch}/{record.epochs}  lr {record.lr:.4g}  train loss {loss}  "
         f"{_metric_text(record)}{record.samples_per_s:,.0f} samples/s  {record.duration_s:.1f} s"
     )
+
+
+def probe_text(record: BatchSizeProbeRecord) -> str:
+    """Return one probe of a batch-size search as one line."""
+    check = " (check)" if record.check else ""
+    start = f"probe {record.probe}{check}: batch size {record.batch_size}"
+    if record.status == "out_of_memory":
+        return f"{start}  out of memory  ({record.error})"
+    speed, error = record.samples_per_s or 0.0, record.samples_per_s_error
+    error_pct = "?" if not speed or error is None else f"{100 * error / speed:.1f}"
+    return f"{start}  {speed:,.0f} samples/s ± {error_pct} %  ({record.reason})"
 
 
 def _metric_text(record: EpochRecord) -> str:

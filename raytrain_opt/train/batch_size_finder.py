@@ -18,7 +18,12 @@ from raytrain_opt.data.base import Batch
 from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.factory import build_strategy, check_sampler
-from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds
+from raytrain_opt.search.batch_size.strategy import (
+    BatchSizeChoice,
+    SizeBounds,
+    Updates,
+    largest_size,
+)
 from raytrain_opt.train.probe import ProbedTraining, measure, open_probe_sampler
 
 _SECTION: TypeAdapter[BatchSizeSection] = TypeAdapter(BatchSizeSection)
@@ -64,11 +69,14 @@ class MinibatchSizeOptimizer:
         *,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         scaler: torch.amp.GradScaler | None = None,
+        epochs: int | None = None,
         **loader: Any,
     ) -> MinibatchChoice:
         """Probe training steps of `model` on its own device until the strategy has chosen.
 
         Weights, buffers, optimizer, gradients and random numbers are bit-identical afterwards.
+        Sizes above `initial` leave the updates that the settings `min_updates_per_epoch` and, with
+        `epochs`, `min_updates` ask for.
 
         Args:
             model: on the device to train on.
@@ -77,6 +85,7 @@ class MinibatchSizeOptimizer:
             loss: a function of (output, y) that returns the mean over the batch.
             autocast: returns a context for forward passes.
             scaler: for training in float16.
+            epochs: of the training.
             loader: arguments of the DataLoader (num_workers, collate_fn, ...) except batch_size.
 
         Raises:
@@ -94,16 +103,18 @@ class MinibatchSizeOptimizer:
             autocast,
             scaler or torch.amp.GradScaler(device.type, enabled=False),
         )
-        size = len(dataset)  # type: ignore[arg-type]
-        bounds = SizeBounds(min(size, self.section.max_batch_size or size), size)
-        strategy = build_strategy(self.section, bounds)
+        samples = len(dataset)  # type: ignore[arg-type]
+        largest = largest_size(self.section, self.section.initial, samples, epochs)
+        strategy = build_strategy(self.section, SizeBounds(largest, samples))
         probes: list[Probe] = []
         sampler = open_probe_sampler(self.section, training.device, torch.get_num_threads())
         try:
             while True:
                 proposal = strategy.propose(probes)
                 if isinstance(proposal, BatchSizeChoice):
-                    return MinibatchChoice(proposal.batch_size, proposal.reason, tuple(probes))
+                    left = Updates.count(samples, proposal.batch_size, epochs)
+                    reason = f"{proposal.reason}; updates: {left}"
+                    return MinibatchChoice(proposal.batch_size, reason, tuple(probes))
                 probes.append(measure(training, proposal.batch_size, self.section, sampler))
         finally:
             sampler.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import count, islice, product
 from typing import Any
@@ -113,7 +113,6 @@ def measure(
     sampler: Sampler,
     *,
     steps_factor: int = 1,
-    trace: str | None = None,
 ) -> Probe:
     """Train at `batch_size` until the speed is known to `section.relative_error`, then undo it.
 
@@ -126,12 +125,11 @@ def measure(
         sampler: measures the device's utilization.
         steps_factor: multiplies the minimum number of steps; above 1, also evaluates (the final
             check of a choice).
-        trace: file for a Chrome trace of the timed steps.
     """
     try:
         with _preserve(training):
             use_training_weights(training.optimizer)
-            return _measure(training, batch_size, section, sampler, steps_factor, trace)
+            return _measure(training, batch_size, section, sampler, steps_factor)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -186,16 +184,12 @@ def _measure(
     section: BatchSizeSection,
     sampler: Sampler,
     steps_factor: int,
-    trace: str | None,
 ) -> Probe:
     memory = _Memory(training.device, section.memory_reserve)
     loop = _Loop(training, batch_size)
     training.model.train()
     loop.run(section.warmup_steps, _WARMUP_S)
-    with ExitStack() as stack:
-        if trace is not None:
-            stack.enter_context(_record_trace(training.device, trace))
-        monitor = stack.enter_context(UtilizationMonitor(sampler, section.utilization.period_s))
+    with UtilizationMonitor(sampler, section.utilization.period_s) as monitor:
         loop.begin_timing()
         while not _is_precise(loop.step_times_s(), len(monitor.samples), section, steps_factor):
             loop.run(section.min_timed_steps, _TIMED_S, min_steps=_MIN_STEPS)
@@ -357,14 +351,3 @@ class _Memory:
             f"{free / _MIB:,.0f} of {total / _MIB:,.0f} MiB were free, less than "
             f"memory_reserve: {self._reserve:g}"
         )
-
-
-@contextmanager
-def _record_trace(device: torch.device, path: str) -> Iterator[None]:
-    """Record a Chrome trace of the operations inside, for chrome://tracing or Perfetto."""
-    from torch.profiler import ProfilerActivity, profile
-
-    gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True) as profiler:
-        yield
-    profiler.export_chrome_trace(path)

@@ -354,7 +354,6 @@ def batch_size(**changes: Any) -> dict[str, Any]:
         "reason": "128 gives about 99.5 % of the best samples/s up to 128",
         "learning_rate": {"rule": "linear", "before": 0.1, "after": 0.4},
         "duration_s": 21.4,
-        "cached": False,
         "probes": 5,
         **changes,
     }

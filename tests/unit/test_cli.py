@@ -99,11 +99,10 @@ def test_find_batch_size_searches_and_prints_the_next_command(
     fake = ModuleType("raytrain_opt.execution.batch_size")
     fake.__dict__["find_batch_size"] = find
     monkeypatch.setitem(sys.modules, "raytrain_opt.execution.batch_size", fake)
-    result = invoke("find-batch-size", job_file, "--fresh", "--trace", "--set", "epochs=7")
+    result = invoke("find-batch-size", job_file, "--set", "epochs=7")
     assert result.exit_code == 0
     assert f"train with this batch size: {command}\n" in result.stdout
     assert calls[0]["job"].epochs == 7
-    assert (calls[0]["fresh"], calls[0]["trace"]) == (True, True)
 
 
 def test_run_defaults(job_file: str, driver: Any) -> None:

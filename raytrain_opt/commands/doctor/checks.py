@@ -62,7 +62,6 @@ def check_nodes(nodes: Sequence[NodeFacts], start_limit_s: float) -> list[Findin
         *_check_data(nodes),
         _check_clocks(nodes),
         *_check_memory(nodes),
-        *_check_bytecode(nodes),
         _check_start_up(nodes, start_limit_s),
     ]
 
@@ -79,18 +78,6 @@ def _check_versions(nodes: Sequence[NodeFacts]) -> Finding:
         return Finding("versions", "error", "; ".join(unequal), remedy)
     text = ", ".join(f"{name} {number}" for name, number in packages.items())
     return ok("versions", f"{text} on {times(len(nodes), 'node')}")
-
-
-def _check_bytecode(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    remedy = (
-        "every process compiles them at its start, for 5 to 8 s of CPU: once per environment, run "
-        "python -m compileall -q SITE-PACKAGES, or install with uv pip install --compile-bytecode"
-    )
-    return [
-        Finding("bytecode", "warning", f"{node.host}: none of {', '.join(missing)}", remedy)
-        for node in nodes
-        if (missing := node.without_bytecode)
-    ]
 
 
 def _check_gpus(nodes: Sequence[NodeFacts]) -> list[Finding]:

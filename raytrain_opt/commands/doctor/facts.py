@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 
 from raytrain_opt import storage
-from raytrain_opt.bytecode import packages_without_bytecode
 from raytrain_opt.config.data import DatasetData, ImageFolderData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import ResourcesError, StorageError
@@ -29,7 +28,6 @@ class NodeFacts:
     driver: str | None = None  # NVIDIA's; None without a GPU
     gpu_error: str | None = None
     data_problems: tuple[str, ...] = ()
-    without_bytecode: tuple[str, ...] = ()  # packages that every process compiles at its start
     # From Ray, or measured from the driver's node.
     ray_gpus: float = 0.0
     object_store_mib: int = 0
@@ -63,7 +61,6 @@ class NodeInspector:
             driver=driver,
             gpu_error=gpu_error,
             data_problems=_data_problems(job),
-            without_bytecode=tuple(packages_without_bytecode()),
         )
 
     def now(self) -> float:

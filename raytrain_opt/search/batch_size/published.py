@@ -42,6 +42,7 @@ class _Published(ABC):
 
     section: GpuUsageMaximizeSearch | EpochTimeMinimizeSearch
     bounds: SizeBounds
+    weighs_checks = False  # loops are counted
 
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
         """Propose or choose a size. Raises ResourcesError: nothing fits, or no utilization."""
@@ -49,8 +50,9 @@ class _Published(ABC):
         if request is not None:
             return request
         loops = self.bounds.fitting(history)
-        if not history[-1].fits:
-            reason = f"the largest measured size that fits: {history[-1].batch_size} does not"
+        last = history[-1].batch_size
+        if last > self.bounds.largest_open(history):
+            reason = f"the largest measured size that fits: {last} does not"
             return BatchSizeChoice(max(loop.batch_size for loop in loops), reason)
         loop, every = len(loops) - 1, self.section.test_every
         if loop % every == 0 and loop >= 2 * every:

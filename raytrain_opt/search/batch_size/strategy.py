@@ -1,12 +1,22 @@
-"""A strategy: probes in, a size to measure or the choice out; and limits of memory."""
+"""A strategy: probes in, a size to measure or the choice out; and limits of memory and updates.
+
+Training needs updates: with too few of them no learning rate learns, however fast the samples
+pass. So a size is allowed only if it leaves `min_updates_per_epoch` and `min_updates`; where a
+job has fewer with its own size, that size is the largest.
+"""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from raytrain_opt.config.batch_size import BatchSizeSection
+from raytrain_opt.config.updates import RampStep
 from raytrain_opt.errors import ResourcesError
+from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.results import Probe
 
 
@@ -33,11 +43,23 @@ class SizeBounds:
     largest: int
     epoch_samples: int  # per worker
     workers: int = 1  # the global batch is this times a size
+    always_allowed: int = 0  # up to the job's own size, a step may take longer than `max_step_s`
+    max_step_s: float = math.inf  # of a training with a time limit: more would leave few updates
+    noise_scale: float | None = None  # of the gradients, as an earlier run measured it
+
+    def smallest_excluded(self, history: Sequence[Probe]) -> int | None:
+        """Return the smallest measured size without enough memory or updates, or None."""
+        excluded = (p.batch_size for p in history if not p.fits or self._is_too_slow(p))
+        return min(excluded, default=None)
+
+    def _is_too_slow(self, probe: Probe) -> bool:
+        step_s = probe.batch_size / probe.samples_per_s
+        return probe.batch_size > self.always_allowed and step_s > self.max_step_s
 
     def largest_open(self, history: Sequence[Probe]) -> int:
         """Return the largest size that is allowed and not ruled out; 0 if there is none."""
-        unfit = smallest_unfit(history)
-        return self.largest if unfit is None else min(self.largest, unfit - 1)
+        excluded = self.smallest_excluded(history)
+        return self.largest if excluded is None else min(self.largest, excluded - 1)
 
     def fitting(self, history: Sequence[Probe]) -> list[Probe]:
         """Return the probes that fit and that no later one ruled out, in their order."""
@@ -48,26 +70,76 @@ class SizeBounds:
         """Request `initial`, then half of what did not fit, or raise ResourcesError at 1."""
         if self.fitting(history):
             return None
-        unfit = smallest_unfit(history)
-        if unfit is None:
+        excluded = self.smallest_excluded(history)
+        if excluded is None:
             return ProbeRequest(min(initial, self.largest), "initial size")
-        if unfit == 1:
+        if excluded == 1:
             raise ResourcesError(
                 "batch_size_search: not even a batch of one sample per worker fits into memory; "
                 f"out of memory: {', '.join(str(probe.batch_size) for probe in history)}. Use a "
                 "smaller model or input, a lower precision, a device with more memory, or a "
                 "smaller batch_size_search.memory_reserve."
             )
-        return ProbeRequest(unfit // 2, f"half of {unfit}, which did not fit into memory")
+        return ProbeRequest(excluded // 2, f"half of {excluded}, which did not fit")
 
 
-def smallest_unfit(history: Sequence[Probe]) -> int | None:
-    """Return the smallest size that ran out of memory, or None."""
-    return min((probe.batch_size for probe in history if not probe.fits), default=None)
+@dataclass(frozen=True)
+class Updates:
+    """Updates of the shortest epoch, and of the training; None where its epochs are not known."""
+
+    per_epoch: int
+    total: int | None
+
+    @classmethod
+    def count(
+        cls, train_size: int, batch_size: int, epochs: int | None, ramp: Sequence[RampStep] = ()
+    ) -> Updates:
+        """Count the updates with this global batch size; none if it exceeds the training set."""
+        if batch_size * _last_factor(ramp) > train_size:
+            return cls(0, 0)
+        steps = epoch_steps(train_size, batch_size, ramp)
+        if epochs is None:
+            return cls(steps.first, None)
+        return cls(steps(epochs), steps.before(epochs + 1))
+
+    def are_enough(self, section: BatchSizeSection) -> bool:
+        """Return whether the section allows so few updates."""
+        total = math.inf if self.total is None else self.total
+        return self.per_epoch >= section.min_updates_per_epoch and total >= section.min_updates
+
+    def __str__(self) -> str:
+        total = "" if self.total is None else f", {self.total:,} in all"
+        return f"{self.per_epoch:,} an epoch{total}"
+
+
+def largest_size(
+    section: BatchSizeSection,
+    own: int,
+    train_size: int,
+    epochs: int | None,
+    workers: int = 1,
+    ramp: Sequence[RampStep] = (),
+) -> int:
+    """Return the largest allowed batch size per worker; `own`: of the job itself."""
+    possible = train_size // (workers * _last_factor(ramp))
+
+    def leaves_too_few(size: int) -> bool:
+        return not Updates.count(train_size, size * workers, epochs, ramp).are_enough(section)
+
+    enough = bisect_left(range(1, possible + 1), True, key=leaves_too_few)
+    # A size of its own with which the job could not train is no reason for few updates.
+    allowed = max(own if own <= possible else 1, enough)
+    return min(allowed, section.max_batch_size or allowed)
+
+
+def _last_factor(ramp: Sequence[RampStep]) -> int:
+    return max((step.factor for step in ramp), default=1)
 
 
 class Strategy(Protocol):
-    """Decides from probes."""
+    """Decides from probes. `weighs_checks`: the check of a choice is one more probe for it."""
+
+    weighs_checks: bool
 
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
         """Propose the next step, given all probes in order. Raises ResourcesError if none fits."""

@@ -14,7 +14,7 @@ Ours. Each proposal draws likely curves of samples/s from the measurements (see
 
 With `objective: goodput` all this holds for samples/s times the progress per sample, which falls
 with the global batch size: 1 / (1 + global batch size / noise scale), see `search.noise_scale`.
-The noise scale is that of all probes so far.
+The noise scale is the one that an earlier run of the job measured, else that of all probes.
 
 Sizes grow at most by a factor of 4. After a size that did not fit, the interval up to it is
 bisected (in the logarithm), while sizes in it may be faster by more than the tolerance.
@@ -35,13 +35,14 @@ from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
     ProbeRequest,
     SizeBounds,
-    smallest_unfit,
 )
 from raytrain_opt.search.batch_size.throughput_model import Array, Point, combine, draw_curves
 from raytrain_opt.search.noise_scale import NoiseScale, log_efficiency, pool_noise_scales
 
 # Fraction of the curves that must agree before a size is chosen.
 _CONFIDENCE = 0.95
+# The confidence of one side of a normal distribution, in standard errors.
+_ERRORS = 1.645
 # A size may lose this many times the tolerance on those curves.
 _SLACK = 1.5
 # A smaller size is tried if it is good enough on this fraction of the curves.
@@ -59,6 +60,7 @@ class ThroughputKnee:
 
     section: ThroughputKneeSearch
     bounds: SizeBounds
+    weighs_checks = True
 
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
         """Propose the next size to measure, or choose the knee.
@@ -74,17 +76,21 @@ class ThroughputKnee:
         if len(history) >= self.section.max_probes:
             size = posterior.knee(self.section.tolerance, only_measured=True)
             return BatchSizeChoice(size, f"stopped after max_probes: {posterior.describe(size)}")
-        return self._decide(posterior, smallest_unfit(history))
+        return self._decide(posterior, self.bounds.smallest_excluded(history))
 
     def _posterior(self, measured: Sequence[Probe], largest: int) -> _Posterior:
         posterior = _Posterior.from_measurements(measured, largest)
-        if self.section.objective == "samples_per_s":
+        objective, known = self.section.objective, self.bounds.noise_scale
+        if objective == "samples_per_s" or (objective == "auto" and known is None):
             return posterior
+        if known is not None:
+            return posterior.of_goodput(known, f"{known:.3g}", self.bounds.workers)
         estimates = [NoiseScale.from_norms(m.norms) for m in measured if m.norms is not None]
         valid = [estimate for estimate in estimates if estimate is not None]
-        return posterior.of_goodput(
-            pool_noise_scales(valid) if valid else None, self.bounds.workers
-        )
+        if not valid:
+            return replace(posterior, objective="goodput (no noise scale could be measured)")
+        noise = pool_noise_scales(valid)
+        return posterior.of_goodput(noise.value, str(noise), self.bounds.workers)
 
     def _decide(self, posterior: _Posterior, unfit: int | None) -> ProbeRequest | BatchSizeChoice:
         knee = posterior.knee(self.section.tolerance)
@@ -124,12 +130,10 @@ class _Posterior:
         errors = [p.error * math.sqrt(repeats[p.batch_size]) for p in points]
         return cls(tuple(points), sizes, draw_curves(points, sizes), float(np.median(errors)))
 
-    def of_goodput(self, noise: NoiseScale | None, workers: int) -> _Posterior:
-        """Return the curves of goodput; without a noise scale, those of samples/s."""
-        if noise is None:
-            return replace(self, objective="goodput (no noise scale could be measured)")
-        efficiencies = [log_efficiency(noise.value, workers * size) for size in self.sizes]
-        objective = f"goodput at a noise scale of {noise}"
+    def of_goodput(self, noise_scale: float, text: str, workers: int) -> _Posterior:
+        """Return the curves of goodput; `text`: the noise scale for messages."""
+        efficiencies = [log_efficiency(noise_scale, workers * size) for size in self.sizes]
+        objective = f"goodput at a noise scale of {text}"
         return replace(self, curves=self.curves + np.array(efficiencies), objective=objective)
 
     @property
@@ -194,9 +198,15 @@ class _Posterior:
         return self.sizes[int(reduction.argmax())]
 
     def describe(self, size: int) -> str:
-        """Describe how fast `size` is, for messages."""
+        """Describe how fast `size` is, for messages.
+
+        The model knows that a larger batch is hardly ever slower, whatever its probes measured;
+        the stated confidence does not exceed what they support.
+        """
         fractions = np.exp(-self.losses[:, self.sizes.index(size)])
         low, median = (100 * float(q) for q in np.quantile(fractions, [1 - _CONFIDENCE, 0.5]))
+        errors = [point.error for point in self.points if point.batch_size == size]
+        low = min([low, *(100 * math.exp(-_ERRORS * error) for error in errors)])
         return (
             f"{size} reaches about {median:.1f} % of the best {self.objective} up to "
             f"{self.sizes[-1]}, with {_CONFIDENCE:.0%} confidence at least {low:.1f} %"

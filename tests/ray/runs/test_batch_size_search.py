@@ -11,10 +11,8 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from raytrain_opt import Job, find_batch_size, load_job
-from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import ResidentError
-from raytrain_opt.execution.batch_size import BatchSizeResult, search_batch_size
-from raytrain_opt.execution.session import open_session
+from raytrain_opt.execution.batch_size import BatchSizeResult
 from tests.support.small_jobs import read_lines, small_job
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
@@ -45,13 +43,14 @@ def job(storage: Path, **changes: Any) -> Job:
 @pytest.fixture(scope="module")
 def search(local_ray: Cluster, storage: Path) -> BatchSizeResult:
     """Run one search for many tests."""
-    return find_batch_size(job(storage), trace=True)
+    return find_batch_size(job(storage))
 
 
 def test_a_process_probes_until_it_runs_out_of_memory_and_a_fresh_one_checks(
     search: BatchSizeResult,
 ) -> None:
-    *probes, check = read_lines(search.run_dir, "batch_size")
+    *lines, check = read_lines(search.run_dir, "batch_size")
+    probes = [line for line in lines if not line["check"]]  # a noisy check may be repeated
     assert len(probes) > 2
     assert probes[0]["pid"] == probes[1]["pid"]
     failed = [i for i, line in enumerate(probes) if line["status"] == "out_of_memory"]
@@ -85,25 +84,6 @@ def test_the_written_job_trains_with_the_choice(search: BatchSizeResult) -> None
     assert written.batch_size_search is None
     summary = json.loads((Path(search.run_dir) / "batch_size.json").read_text())
     assert summary["global_batch_size"] == {"before": 64, "after": written.global_batch_size}
-
-
-def test_the_trace_shows_the_training_steps(search: BatchSizeResult) -> None:
-    trace = json.loads((Path(search.run_dir) / "trace.json").read_text())
-    assert any("conv" in str(event.get("name")) for event in trace["traceEvents"])
-
-
-def test_a_run_uses_the_cached_result(
-    search: BatchSizeResult, storage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with open_session(job(storage), address=None, verbose=False, began_s=monotonic_s()) as session:
-        resolved = search_batch_size(session, fresh=False)
-    assert "--fresh" in capsys.readouterr().out
-    run_dir = session.paths.local
-    assert len(read_lines(str(run_dir), "batch_size")) == len(
-        read_lines(search.run_dir, "batch_size")
-    )
-    for written in (resolved.job, load_job(run_dir / "job.yaml")):
-        assert written.global_batch_size == 2 * search.batch_size
 
 
 def test_an_error_of_the_users_code_is_reported(storage: Path) -> None:

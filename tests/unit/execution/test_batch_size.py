@@ -1,22 +1,27 @@
-"""What follows from a chosen batch size, and the cache of results."""
+"""What bounds a batch size, and what follows from a chosen one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from raytrain_opt import Job
 from raytrain_opt.cluster.resources import plan_pools
-from raytrain_opt.config.load import load_job, parse_job
+from raytrain_opt.config.load import dump_job, load_job, parse_job
 from raytrain_opt.data.base import DataInfo
-from raytrain_opt.errors import JobError, StorageError
-from raytrain_opt.execution.batch_size import find_batch_size, search_batch_size
-from raytrain_opt.execution.batch_size_cache import Cache, CachedSearch
+from raytrain_opt.errors import JobError
+from raytrain_opt.execution.batch_size import (
+    BatchSizeResult,
+    _search,
+    find_batch_size,
+    search_batch_size,
+)
 from raytrain_opt.execution.preflight import Preflight, pool_request
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling
 from raytrain_opt.paths import RunPaths
@@ -24,9 +29,9 @@ from raytrain_opt.pools.probes import ProbeConfig
 from raytrain_opt.recording.records import BatchSizeProbeRecord
 from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.search.batch_size.strategy import SizeBounds
-from tests.support.synthetic_runs import batch_size, probe_line
+from raytrain_opt.search.noise_scale import NoiseScale, NoiseScaleSummary
+from tests.support.synthetic_runs import batch_size, probe_line, write_run
 
-LIMITS = SizeBounds(largest=700, epoch_samples=700)
 STPT = {"policy": "stpt", "initial": 0.1}
 
 
@@ -113,7 +118,7 @@ def test_a_resumed_run_keeps_its_batch_size(tmp_path: Path) -> None:
     info: Any = SimpleNamespace(train_size=1000, search_size=900, validation_size=100)
     preflight = Preflight(None, info)
     session: Any = SimpleNamespace(job=job(), paths=paths, preflight=preflight)
-    resolved = search_batch_size(session, fresh=True)
+    resolved = search_batch_size(session)
     assert resolved.job.global_batch_size == 96
     assert resolved.steps.first == 1000 // 96
     assert load_job(paths.job) == resolved.job
@@ -122,37 +127,104 @@ def test_a_resumed_run_keeps_its_batch_size(tmp_path: Path) -> None:
 def test_a_job_without_a_search_is_resolved_already() -> None:
     plain = job().model_copy(update={"batch_size_search": None})
     session: Any = SimpleNamespace(job=plain, resolved=object())
-    assert search_batch_size(session, fresh=False) is session.resolved
+    assert search_batch_size(session) is session.resolved
 
 
-def cache(folder: Path, search: Any = None, largest: int = 700, **changes: Any) -> Cache:
-    searched_job = job(search, storage_path=str(folder), **changes)
-    return Cache.for_job(searched_job, SizeBounds(largest, largest), use_gpu=False)
-
-
-@pytest.mark.parametrize(("size", "largest"), [(None, 125), (100, 100), (300, 125)])
-def test_the_largest_size_leaves_room_for_the_batch_ramp(
-    size: int | None, largest: int, tmp_path: Path
-) -> None:
-    ramped = job(
-        {"max_batch_size": size},
-        storage_path=str(tmp_path),
-        batch_ramp={"steps": [{"epoch": 2, "factor": 4}]},
-    )
-    # What is searched has the place of its bounds.
-    place = Cache.for_job(ramped, SizeBounds(largest, 500, 2), use_gpu=False)
-    place.write(search_result(largest))
-    info: Any = SimpleNamespace(train_size=1000, search_size=900, validation_size=100)
-    session: Any = SimpleNamespace(
-        job=ramped,
-        paths=RunPaths.create(str(tmp_path), "run"),
-        preflight=Preflight(None, info),
+def session_of(searched: Job, folder: Path, train_size: int = 10_000) -> tuple[Any, list[str]]:
+    """Return a session, and the lines that it shows."""
+    lines: list[str] = []
+    session = SimpleNamespace(
+        job=searched,
+        paths=RunPaths.create(str(folder), "run"),
+        preflight=Preflight(None, DataInfo(10, (1, 8, 8), train_size, train_size, 0, 100)),
         plan=SimpleNamespace(use_gpu=False),
-        terminal=SimpleNamespace(note=lambda _: None),
+        terminal=SimpleNamespace(note=lines.append, phase=lambda _: None),
     )
-    resolved = search_batch_size(session, fresh=False)
-    assert resolved.job.batch_size_per_worker == largest
-    assert resolved.steps(2) == 1
+    return session, lines
+
+
+def search_of(
+    searched: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, train_size: int = 10_000
+) -> tuple[BatchSizeResult, SizeBounds, str]:
+    """Search on a machine that chooses the largest size; return what is shown, too."""
+    seen: list[SizeBounds] = []
+
+    def probe(_: Any, bounds: SizeBounds, __: Any) -> Any:
+        seen.append(bounds)
+        record = BatchSizeProbeRecord.model_validate(probe_line(1, bounds.largest, check=True))
+        return bounds.largest, "the largest", [record]
+
+    monkeypatch.setattr("raytrain_opt.execution.batch_size._probe", probe)
+    session, lines = session_of(searched, folder, train_size)
+    assert searched.batch_size_search is not None
+    result = _search(searched.batch_size_search, session)
+    return result, seen[0], "\n".join(lines)
+
+
+def test_the_result_says_how_many_updates_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for changes, words in (
+        ({"epochs": 6}, "156 an epoch, 936 in all -> 84 an epoch, 504 in all"),
+        ({"epochs": 1}, "156 an epoch, 156 in all -> 156 an epoch, 156 in all"),
+    ):
+        text = search_of(job(**changes), tmp_path, monkeypatch)[2]
+        assert f"; updates: {words}; 1 probes" in text
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "warns"),
+    [("linear", 64, False), ("linear", 32, True), ("sqrt", 32, False), ("none", 2, False)],
+)
+def test_a_rate_that_grows_beyond_what_its_rule_bears_is_warned_of(
+    rule: str, batch: int, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = job({"lr_rule": rule}, epochs=50, global_batch_size=batch)
+    result, _, text = search_of(searched, tmp_path, monkeypatch)
+    assert result.job.global_batch_size == 500
+    assert ("warning: learning_rate.initial grows 15.6-fold" in text) == warns
+    assert f"max_batch_size: {8 * batch // 2}" in text or not warns
+
+
+def test_a_time_limit_bounds_the_time_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = job(epochs=None, train_for="1000s", learning_rate={**STPT, "policy": "schedule"})
+    _, bounds, _ = search_of(searched, tmp_path, monkeypatch)
+    assert bounds == SizeBounds(250, 5000, 2, 32, max_step_s=1.6)
+
+
+def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(number: int, noise_scales: list[float], ran: Job) -> Path:
+        folder = tmp_path / f"run-2026010{number}-000000-000000000000000{number}"
+        write_run(folder, epochs=1)
+        result = json.loads((folder / "result.json").read_text())
+        parts = [NoiseScale(9, 64, 1.0, n) for n in noise_scales]
+        summary = NoiseScaleSummary(tuple(parts), 0.1, "words")
+        result["noise_scale"] = TypeAdapter(NoiseScaleSummary).dump_python(summary, mode="json")
+        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "job.yaml").write_text(dump_job(ran))
+        return folder
+
+    def known() -> float | None:
+        return search_of(searched, tmp_path, monkeypatch)[1].noise_scale
+
+    searched = job(storage_path=str(tmp_path))
+    assert known() is None
+    run(1, [100.0, 300.0], searched.model_copy(update={"global_batch_size": 8}))
+    run(2, [7.0], job(model="resnet8"))
+    assert known() == pytest.approx(150)  # samples grow by 1 + B / N: the harmonic mean
+    damaged = run(3, [9.0], searched)
+    (damaged / "result.json").write_text("{")
+    _, bounds, text = search_of(searched, tmp_path, monkeypatch)
+    assert bounds.noise_scale == pytest.approx(150)
+    assert f"the noise scale of {damaged} is not used" in text
+    run(4, [20.0, math.inf], searched)
+    assert known() == pytest.approx(40)
+    searched = job({"objective": "samples_per_s"}, storage_path=str(tmp_path))
+    assert known() is None
 
 
 def test_a_probe_has_the_threads_of_a_worker_on_its_node(
@@ -178,63 +250,7 @@ def test_a_probe_has_the_threads_of_a_worker_on_its_node(
         terminal=SimpleNamespace(note=lambda _: None, phase=lambda _: None),
     )
     with pytest.raises(Started):
-        search_batch_size(session, fresh=True)
-
-
-def search_result(batch_size: int, probes: Sequence[BatchSizeProbeRecord] = ()) -> CachedSearch:
-    return CachedSearch(
-        batch_size=batch_size, samples_per_s=1234.5, reason="the knee", probes=list(probes)
-    )
-
-
-def test_a_result_is_cached_and_read_again(tmp_path: Path) -> None:
-    probe = BatchSizeProbeRecord.model_validate(probe_line(1, 96))
-    cached = search_result(96, [probe])
-    assert cache(tmp_path).read() is None
-    cache(tmp_path).write(cached)
-    assert cache(tmp_path).read() == cached
-    assert Path(cache(tmp_path).shown).is_file()
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"batch_size": 3}', "{}"])
-def test_a_damaged_result_is_named(tmp_path: Path, content: str) -> None:
-    cached = Path(cache(tmp_path).shown)
-    cached.parent.mkdir()
-    cached.write_text(content)
-    with pytest.raises(JobError, match=rf"{cached.name} is damaged.*--fresh"):
-        cache(tmp_path).read()
-
-
-def test_a_file_uri_caches_results_too(tmp_path: Path) -> None:
-    cached = search_result(8)
-    searched_job = job(storage_path=f"file://{tmp_path}")
-    Cache.for_job(searched_job, LIMITS, use_gpu=False).write(cached)
-    assert Cache.for_job(searched_job, LIMITS, use_gpu=False).read() == cached
-
-
-def test_the_key_holds_what_affects_the_speed(tmp_path: Path) -> None:
-    same = [cache(tmp_path), cache(tmp_path, epochs=9), cache(tmp_path, seed=3, name="other")]
-    assert len({cached.name for cached in same}) == 1
-    other = [
-        cache(tmp_path, model="resnet8"),
-        cache(tmp_path, data="mnist"),
-        cache(tmp_path, precision="bf16"),
-        cache(tmp_path, task="my_tasks:Denoise"),
-        cache(tmp_path, average={"kind": "ema"}),
-        cache(tmp_path, batch_norm={"sync": True}),
-        cache(tmp_path, evaluate={"batch_size_per_worker": 4096}),
-        cache(tmp_path, {"tolerance": 0.1}),
-        cache(tmp_path, {"objective": "goodput"}),
-        cache(tmp_path, workers={"count": 1}),
-        cache(tmp_path, largest=50),
-    ]
-    assert len({cached.name for cached in [*same, *other]}) == 1 + len(other)
-
-
-def test_storage_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="file"):
-        cache(tmp_path / "file").write(search_result(1))
+        search_batch_size(session)
 
 
 @pytest.mark.parametrize("measured", [True, False])

@@ -18,7 +18,7 @@ from torch import nn
 from raytrain_opt import Callback
 from raytrain_opt.cli import main
 from raytrain_opt.config.learning_rate import ReplayPolicy
-from raytrain_opt.config.load import dump_job
+from raytrain_opt.config.load import dump_job, load_job
 from raytrain_opt.config.schema import CheckpointSection, Job
 from raytrain_opt.driver import run
 from raytrain_opt.errors import DivergedError, JobError, RecordError, ResourcesError
@@ -105,6 +105,29 @@ def test_a_run_in_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     rounds = [without_times(read_lines(r.run_dir, "rounds")) for r in (uninterrupted, resumed)]
     assert rounds[0] == rounds[1]
     assert uninterrupted.lrs == resumed.lrs
+
+
+def test_a_resumed_run_computes_with_the_threads_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of threads may change bits, and by the resume other programs may have come."""
+    computed: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", computed.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+
+    def idle(cores: float) -> None:
+        monkeypatch.setattr("raytrain_opt.threads._idle_cores", lambda: cores)
+
+    idle(3.1)
+    first = run(tiny_job(tmp_path, epochs=1, workers={"count": 1}), in_process=True)
+    assert load_job(Path(first.run_dir, "job.yaml")).workers.threads == 3
+    idle(0.0)
+    run(tiny_job(tmp_path, epochs=2, workers={"count": 1}), in_process=True, resume=first.run_dir)
+    assert computed == [3, 3]
+    run(tiny_job(tmp_path, epochs=1, workers={"count": 1}), in_process=True)
+    run(tiny_job(tmp_path, epochs=1, workers={"count": 1, "threads": 2}), in_process=True)
+    assert computed[2:] == [1, 2]
 
 
 def test_a_run_that_died_before_its_result_was_written_has_the_same(tmp_path: Path) -> None:

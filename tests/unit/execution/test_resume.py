@@ -11,8 +11,8 @@ import pytest
 from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, StorageError
-from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_worker_count
-from raytrain_opt.execution.resume import find_unfinished_run, keep_worker_count
+from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_workers
+from raytrain_opt.execution.resume import find_unfinished_run, keep_workers
 from raytrain_opt.execution.session import how_to_resume
 from raytrain_opt.paths import RunPaths, newest_unfinished
 from raytrain_opt.storage import join, write, write_json
@@ -195,13 +195,16 @@ def test_an_interrupted_run_says_how_far_it_is_saved(
     assert how_to_resume(paths, own).endswith(f"--resume {tmp_path} --trust")
 
 
-def test_a_resumed_run_keeps_its_number_of_workers(storage: str) -> None:
-    began = set_worker_count(job(storage), 4)
+def test_a_resumed_run_keeps_its_workers_and_threads(storage: str) -> None:
+    began = set_workers(job(storage), count=4, threads=3)
     run_dir = make_run(storage, "r-20260103-000000-0000000000000000", began, *SAVED)
     assert find_unfinished_run(job(storage)) == run_dir
-    assert keep_worker_count(job(storage), run_dir).workers.count == 4
-    assert keep_worker_count(job(storage), None).workers.count == "auto"
+    kept = keep_workers(job(storage), run_dir).workers
+    assert (kept.count, kept.threads) == (4, 3)
+    assert keep_workers(job(storage), None).workers.count == "auto"
+    own = keep_workers(job(storage, workers={"threads": 1}), run_dir).workers
+    assert (own.count, own.threads) == (4, 1)
     other = job(storage, workers={"count": 2})
-    assert keep_worker_count(other, run_dir).workers.count == 2
+    assert keep_workers(other, run_dir).workers.count == 2
     with pytest.raises(JobError, match=r"workers\.count"):
         find_unfinished_run(other)

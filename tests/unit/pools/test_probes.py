@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -77,7 +78,7 @@ def run(
 ) -> tuple[BatchSizeChoice, list[BatchSizeProbeRecord], FakeProcess]:
     """Search with a process that answers so to probes and to checks."""
     process, records = FakeProcess(probe, check), list[BatchSizeProbeRecord]()
-    choice, _ = run_probes(search or strategy(), cast(ProbeProcess, process), 2, records.append)
+    choice = run_probes(search or strategy(), cast(ProbeProcess, process), 2, records.append)
     return choice, records, process
 
 
@@ -103,6 +104,27 @@ def test_a_choice_that_does_not_pass_its_check_is_replaced() -> None:
     checks = [record.batch_size for record in records if record.check]
     assert len(checks) > 1
     assert checks[-1] == choice.batch_size
+
+
+def test_a_check_that_is_much_slower_counts_in_choice_and_confidence() -> None:
+    def half_as_fast(size: int) -> ProbeReply:
+        probe = cast(Probe, speed(size).result)
+        return ProbeReply(replace(probe, samples_per_s=probe.samples_per_s / 2), 1)
+
+    choice, records, _ = run(fits(500), half_as_fast)
+    checks = [record for record in records if record.check]
+    assert checks[-1].batch_size == choice.batch_size
+    assert [record.probe for record in records] == list(range(1, len(records) + 1))
+    confidence = re.search(r"at least ([\d.]+) %", choice.reason)
+    assert confidence is not None
+    assert float(confidence[1]) < 90
+
+
+def test_the_published_strategies_do_not_take_a_check_for_a_loop() -> None:
+    search = strategy(strategy="epoch_time_minimize", max_loops=12)
+    choice, records, _ = run(fits(500), fits(500), search)
+    assert [record.check for record in records] == [False] * (len(records) - 1) + [True]
+    assert records[-2].batch_size == choice.batch_size
 
 
 def test_a_check_whose_process_dies_counts_as_out_of_memory() -> None:
@@ -138,4 +160,4 @@ def test_an_error_of_the_strategy_is_raised() -> None:
         raise ZeroDivisionError("a mistake of ours")
 
     with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
-        run(fits(1), fits(1), SimpleNamespace(propose=propose))
+        run(fits(1), fits(1), SimpleNamespace(propose=propose, weighs_checks=True))

@@ -74,7 +74,7 @@ def result(**changes: Any) -> ResultRecord:
 
 
 def noise_scale(trace: float, gradient_sq: float) -> NoiseScale:
-    return NoiseScale(9, 64, gradient_sq, trace, gradient_sq**2, trace**2, trace * gradient_sq)
+    return NoiseScale(9, 64, gradient_sq, trace)
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_plot_is_in_the_page_and_beside_it(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
     plots = {
-        "metric", "learning_rate", "batch_size_speed", "batch_size_time_parts", "timeline",
+        "metric", "learning_rate", "batch_size_speed", "timeline",
         "time_parts", "utilization", "memory", "staleness", "loss", "confusion",
         "class_accuracy", "calibration",
     }  # fmt: skip

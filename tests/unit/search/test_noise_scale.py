@@ -73,40 +73,19 @@ class TestEstimate:
             assert abs(np.mean(values) - truth) < 4 * error
             assert error < 0.1 * truth
 
-    @pytest.mark.parametrize("updates", [30, 300, 1000])
-    def test_the_bounds_hold_the_truth_as_often_as_they_say(self, updates: int) -> None:
-        bounds = [estimated(sampled(updates, seed)).bounds for seed in range(400)]
-        inside = sum(low <= 800 <= high for low, high in bounds) / len(bounds)
-        assert 0.92 <= inside <= 0.985
-
-    def test_the_bounds_narrow(self) -> None:
-        widths = []
-        for updates in (1000, 10_000, 100_000):
-            low, high = estimated(sampled(updates)).bounds
-            widths.append(high / low)
-        assert widths == sorted(widths, reverse=True)
-        assert widths[-1] < 1.1
-
     def test_the_value_does_not_depend_on_the_sizes_compared(self) -> None:
         for batch in (8, 64, 4096):
             assert exact(300, 7.0, batch).value == pytest.approx(300)
-
-    def test_no_gradient_at_all_is_larger_than_can_be_measured(self) -> None:
-        noise = estimated(sampled(2000, gradient=0 * GRADIENT))
-        assert noise.bounds[0] > 1000
-        assert noise.bounds[1] == math.inf
 
     def test_an_estimate_below_zero_is_infinite(self) -> None:
         hidden = NoiseScale.from_norms(GradientNorms(8, 16, ((3.0, 1.0),) * 10))
         assert hidden is not None
         assert hidden.gradient_sq < 0
         assert (hidden.value, hidden.doubling_cost) == (math.inf, 0.0)
-        assert hidden.bounds == (0.0, math.inf)
 
     def test_without_noise_it_is_zero(self) -> None:
         quiet = estimated(GradientNorms(8, 16, ((1.0, 1.0 + 1e-9),) * 10))
         assert quiet.value == 0.0
-        assert quiet.bounds == pytest.approx((0.0, 0.0), abs=1e-6)
         assert quiet.doubling_cost == 1.0
 
     def test_updates_that_are_not_finite_do_not_count(self) -> None:
@@ -115,9 +94,6 @@ class TestEstimate:
         broken = replace(norms, pairs=((math.inf, math.inf), *norms.pairs, (1.0, math.nan)))
         assert NoiseScale.from_norms(broken) == NoiseScale.from_norms(norms)
         assert NoiseScale.from_norms(replace(norms, pairs=((math.inf, 1.0),))) is None
-
-    def test_few_updates_say_nothing_of_their_spread(self) -> None:
-        assert estimated(sampled(3)).bounds == (0.0, math.inf)
 
 
 class TestPooled:
@@ -128,7 +104,6 @@ class TestPooled:
         complete = estimated(norms)
         assert together.updates == 1000
         assert together.value == pytest.approx(complete.value)
-        assert together.bounds == pytest.approx(complete.bounds)
 
     def test_means_are_taken_before_the_ratio(self) -> None:
         steep, flat = exact(10, gradient_sq=9.0), exact(110, gradient_sq=1.0)
@@ -149,27 +124,24 @@ class TestSentence:
         assert noise.doubling_cost == pytest.approx(samples[1] / samples[0] - 1)
         text = sentence([noise])
         assert text == (
-            "812 (812 to 812) in the training: doubling the global batch of 256 costs 24% more "
+            "812 in the training: doubling the global batch of 256 costs about 24% more "
             "samples for the same progress; it pays when samples/s grow by more"
         )
 
     def test_each_half_is_named_and_the_costs_are_averaged(self) -> None:
         text = sentence([exact(256), exact(768)])
-        assert text.startswith("256 (256 to 256) in the first half; 768 (768 to 768) in the sec")
-        assert "of 256 costs 38% more" in text
+        assert text.startswith("256 in the first half; 768 in the second half")
+        assert "of 256 costs about 38% more" in text
 
     def test_a_ramp_has_no_single_batch_size(self) -> None:
         text = sentence([exact(256), exact(512, batch=512)])
-        assert "doubling the global batch costs 50% more" in text
+        assert "doubling the global batch costs about 50% more" in text
 
     def test_a_noise_scale_that_cannot_be_measured_is_stated(self) -> None:
-        noise = estimated(sampled(2000, gradient=0 * GRADIENT))
-        assert math.isinf(noise.value) or noise.bounds[1] == math.inf
-        hidden = replace(noise, gradient_sq=-abs(noise.gradient_sq))
-        low = hidden.bounds[0]
+        hidden = replace(estimated(sampled(2000)), gradient_sq=-1.0)
         text = sentence([hidden])
-        assert f"more than can be measured (at least {low:.3g}; noise dominates)" in text
-        assert f"costs at most {64 / (64 + low):.0%} more" in text
+        assert "more than can be measured (noise dominates)" in text
+        assert "costs about 0% more" in text
 
     def test_few_updates_give_a_rough_estimate(self) -> None:
         assert "(from only 2 updates, a rough estimate)" in sentence([exact(100, updates=2)])

@@ -56,11 +56,22 @@ def test_sizes_stay_within_the_data_and_the_limit() -> None:
     model, optimizer, data = user_training(size=11)
     chosen = MinibatchSizeOptimizer(initial=32, **FAST).apply(model, optimizer, data)
     assert {probe.batch_size for probe in chosen.probes} <= set(range(1, 12))
-    limited = MinibatchSizeOptimizer(initial=2, max_batch_size=4, **FAST)
+    limited = MinibatchSizeOptimizer(initial=2, max_batch_size=4, min_updates_per_epoch=2, **FAST)
     sizes = [p.batch_size for p in limited.apply(model, optimizer, data).probes]
     assert max(sizes) <= 4
     assert len(sizes) > 1
     assert any(a != b for a, b in pairwise(sizes))
+
+
+def test_enough_updates_are_left_of_the_epochs_that_are_told() -> None:
+    model, optimizer, data = user_training(size=400)
+    finder = MinibatchSizeOptimizer(initial=2, **FAST)
+    for epochs, largest in ((None, 20), (50, 20), (10, 8)):
+        chosen = finder.apply(model, optimizer, data, epochs=epochs)
+        assert max(probe.batch_size for probe in chosen.probes) <= largest
+        total = "" if epochs is None else f", {400 // chosen.batch_size * epochs:,} in all"
+        updates = f"{400 // chosen.batch_size} an epoch{total}"
+        assert chosen.reason.endswith(f"; updates: {updates}")
 
 
 def test_wrong_settings_are_named() -> None:

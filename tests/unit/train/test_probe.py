@@ -243,14 +243,6 @@ def test_the_check_takes_more_steps_and_evaluates() -> None:
     assert evaluated == [8]
 
 
-def test_a_trace_shows_forward_and_backward(tmp_path: Any) -> None:
-    path = tmp_path / "trace.json"
-    measure(probed(), 8, SECTION, sampler(), trace=str(path))
-    text = path.read_text()
-    assert "aten::linear" in text
-    assert "Backward" in text
-
-
 GOODPUT = SECTION.model_copy(update={"objective": "goodput"})
 
 

@@ -48,15 +48,6 @@ def test_a_package_of_another_version() -> None:
     assert "constraints.txt" in finding.remedy
 
 
-def test_a_node_without_bytecode_and_what_that_costs() -> None:
-    assert findings_of("bytecode", HEAD, NODE) == []
-    finding = finding_of("bytecode", HEAD, replace(NODE, without_bytecode=("ray", "torch")))
-    assert finding.level == "warning"
-    assert finding.result == "node: none of ray, torch"
-    assert "5 to 8 s of CPU" in finding.remedy
-    assert "compileall" in finding.remedy
-
-
 def test_gpus_and_driver_of_each_node() -> None:
     finding = finding_of("GPUs", HEAD, WITH_GPUS)
     assert finding.level == "ok"

@@ -200,16 +200,14 @@ class TestGoodput:
         history = [replace(m, norms=hidden) for m in machine.history]
         choice = throughput_knee(objective="goodput").propose(history)
         assert choice.batch_size == speed.batch_size
-        assert "more than can be measured (at least 0; noise dominates)" in choice.reason
+        assert "more than can be measured (noise dominates)" in choice.reason
 
     def test_the_reason_names_the_noise_scale(self) -> None:
         machine = Machine(Curve(half=50.0), WIDE, noise=0.002, noise_scale=400.0)
         reason = searched(machine, objective="goodput").reason
-        match = re.search(r"goodput at a noise scale of (\d+) \((\d+) to (\d+)\)", reason)
+        match = re.search(r"goodput at a noise scale of (\d+) up to", reason)
         assert match is not None
-        value, low, high = map(float, match.groups())
-        assert low < value < high
-        assert value == pytest.approx(400, rel=0.25)
+        assert float(match[1]) == pytest.approx(400, rel=0.25)
 
     def test_without_norms_the_speed_decides_and_the_reason_says_so(self) -> None:
         machine = Machine(Curve(half=4.0), WIDE, noise=0.002)
@@ -279,7 +277,7 @@ class TestMemory:
         fits = [Probe(size, "ok", 1000.0, 1.0) for size in (32, 128)]
         history = [*fits, Probe(32, "out_of_memory")]
         assert throughput_knee().propose(history) == ProbeRequest(
-            16, "half of 32, which did not fit into memory"
+            16, "half of 32, which did not fit"
         )
 
 
