@@ -1,9 +1,9 @@
 """Read and write YAML as job files use it: plain values only.
 
 On top of PyYAML's safe loader: a key given twice, tags, anchors and aliases are refused with their
-line; `1e-3` is a number (YAML 1.1 reads it as text), `2026-01-31` and `no` are text (YAML 1.1 reads
-a date and false). What YAML 1.1 reads as another number than people do is refused, and so is a key
-without a value. Without aliases a small file cannot stand for a large value.
+line; `1e-3` is a number (YAML 1.1 reads it as text), `2026-01-31` and `no` are text (YAML 1.1
+reads a date and false). What YAML 1.1 reads as another number than people do is refused, and so is
+a key without a value. Without aliases a small file cannot stand for a large value.
 """
 
 from __future__ import annotations
