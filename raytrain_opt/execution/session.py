@@ -179,6 +179,7 @@ def open_run_directory(
             _check_latest(checkpoints)
             checkpoints.remove_orphans()
             write_text(paths.job, text)
+            paths.result.unlink(missing_ok=True)  # a run with a result is not resumed
             paths.publish()
         except CheckpointError:
             raise
