@@ -37,6 +37,7 @@ from raytrain_opt import storage
 from raytrain_opt.config.data import ShardsData
 from raytrain_opt.config.error_messages import shown
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
+from raytrain_opt.data.fingerprint import digest
 from raytrain_opt.data.images import center_crop, random_crop
 from raytrain_opt.data.sampling import Indices
 from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
@@ -128,6 +129,12 @@ class ShardSource:
         shards = self._sets[split]
         position, size, _ = shards.index[index].tolist()
         return self._cache.read(shards.shard_of(index), position, size)
+
+    def digest(self) -> str:
+        """Return a digest of the shards' names, and of each sample's position, size and label."""
+        sets = self._sets.values()
+        names = (storage.last_name(shard.uri).encode() for part in sets for shard in part.shards)
+        return digest([*names, *(part.index.data for part in sets)])
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the shard and the sample's number in it, from 0, for an error message."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import cast
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.data.fingerprint import DataFingerprint
 from raytrain_opt.errors import DivergedError, JobError, PoolError, Problem
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
@@ -66,7 +67,7 @@ class TrainingRun:
         self.checkpoints, self.event_log, self.callbacks = checkpoints, event_log, callbacks
         self.terminal, self.startup = workspace.terminal, workspace.startup
         self._stop = workspace.stop
-        self.progress = RunProgress()
+        self.progress = RunProgress(data=DataFingerprint.of(resolved.info))
         self.length = TrainingLength(self.job, self.steps, event_log)
         self._epoch = EpochMetrics(monotonic_s())
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 from click.testing import CliRunner
@@ -22,7 +23,7 @@ from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.load import dump_job, load_job
 from raytrain_opt.config.schema import CheckpointSection, Job
 from raytrain_opt.driver import run
-from raytrain_opt.errors import DivergedError, JobError, RecordError, ResourcesError
+from raytrain_opt.errors import DataError, DivergedError, JobError, RecordError, ResourcesError
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.recording.records import EpochRecord, RoundRecord
@@ -130,6 +131,26 @@ def test_a_finished_run_is_extended_with_one_command(
     assert json.loads(Path(first.run_dir, "result.json").read_text())["epochs"] == 4
     with pytest.raises(JobError, match="has finished"):
         run(tiny_job(tmp_path / "a", epochs=4, **cosine), in_process=True, resume=first.run_dir)
+
+
+def test_a_resume_with_other_data_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).random((80, 64), np.float32), np.arange(80) % 4
+    files = [tmp_path / name for name in ("x.npy", "y.npy", "test_x.npy", "test_y.npy")]
+    for file, array in zip(files, (x, y, x, y), strict=True):
+        np.save(file, array)
+    paths = [str(file) for file in files]
+    data: dict[str, Any] = {"name": "arrays", "train": paths[:2], "test": paths[2:]}
+    job = tiny_job(tmp_path / "runs", model=linear, data=data, global_batch_size=8)
+    first = run(job, in_process=True)
+    folder = Path(first.run_dir)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("[!.]*")}
+    np.save(files[1], y[::-1])
+    longer = job.model_copy(update={"epochs": 3})
+    with pytest.raises(DataError, match=r"data\.train: changed since the checkpoint: .*order"):
+        run(longer, in_process=True, resume=first.run_dir)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("[!.]*")} == before
+    np.save(files[1], y)
+    assert run(longer, in_process=True, resume=first.run_dir).summary["epochs"] == 3
 
 
 def test_an_extension_that_is_interrupted_is_an_unfinished_run(tmp_path: Path) -> None:
