@@ -27,10 +27,9 @@ Seconds = Annotated[float, Field(gt=0, le=365 * 86400, allow_inf_nan=False)]
 
 
 def _refuse_variables(path: str) -> str:
-    variable = re.search(r"\$\{?[A-Za-z_]\w*\}?", path)
-    if variable is not None:
-        rule = f"{variable[0]} is not replaced by its value: write the path itself"
-        raise ValueError(f"{rule}; ~ at its beginning is the home of the user")
+    if variable := re.search(r"\$\{?[A-Za-z_]\w*\}?", path):
+        rule = "is not replaced by its value; write the path itself, or ~ for the home"
+        raise ValueError(f"{variable[0]} {rule}")
     return path
 
 

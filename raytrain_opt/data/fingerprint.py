@@ -40,19 +40,17 @@ class DataFingerprint:
             raise DataError(f"data.{_FIELDS.get(str(data.name), 'name')}", rule)
 
     def _changes(self, now: DataFingerprint) -> str:
+        before, after = set(self.classes), set(now.classes)
+        changes = [f"class {name} is gone" for name in sorted(before - after)[:_SHOWN]]
+        changes += [f"class {name} is new" for name in sorted(after - before)[:_SHOWN]]
         if self.classes != now.classes:
-            before, after = set(self.classes), set(now.classes)
-            changes = [f"class {name} is gone" for name in sorted(before - after)[:_SHOWN]]
-            changes += [f"class {name} is new" for name in sorted(after - before)[:_SHOWN]]
             return ", ".join(changes) or "the classes have another order"
-        pairs = zip(self.class_counts, now.class_counts, strict=False)
-        counts = {f"class {name}": pair for name, pair in zip(self.classes, pairs, strict=False)}
-        counts["the training set"] = self.train_size, now.train_size
-        counts["the test set"] = self.test_size, now.test_size
+        names = [*(f"class {name}" for name in self.classes), "the training set", "the test set"]
+        then, later = ((*f.class_counts, f.train_size, f.test_size) for f in (self, now))
         changes = [
-            f"{name} has {after} samples, and had {before}"
-            for name, (before, after) in counts.items()
-            if before != after
+            f"{name} has {count} samples, and had {old}"
+            for name, old, count in zip(names[-len(then) :], then, later, strict=False)
+            if old != count
         ]
         return ", ".join(changes[:_SHOWN]) or "samples, their labels, their names or their order"
 

@@ -80,16 +80,16 @@ class ShardSource:
             rule = f"{min(common).name} is in data.train too: it would be trained and tested on"
             raise DataError("data.test", rule)
         self._cache.check_room(self._window, [*train, *test])
-        names, test_names = (part.class_names for part in self._sets.values())
-        if names and test_names and names != test_names:
+        names, others = (part.class_names for part in self._sets.values())
+        if names != others and names and others:
             raise DataError("data.test", f"{CLASSES} beside it differs from that of data.train")
         self.num_classes = section.num_classes or len(names) or int(self.labels.max()) + 1
         self.class_names = names if len(names) == self.num_classes else ()
         self.sample_shape = (3, section.image_size, section.image_size)
         for split, part in self._sets.items():
             if (label := part.index[:, 2].max()) >= self.num_classes:
-                valid = f"there are 0 to {self.num_classes - 1} (data.num_classes)"
-                raise DataError(f"data.{split}", f"has class {label}, but {valid}")
+                rule = f"has class {label}, but data.num_classes is {self.num_classes}"
+                raise DataError(f"data.{split}", rule)
 
     @property
     def labels(self) -> Indices:
@@ -257,11 +257,12 @@ class ShardCache:
     def _keep(self, shard: Shard) -> None:
         """Mark a copy as used last; copy it again if copies of others took its place meanwhile."""
         if not storage.is_remote(shard.uri):
+            rule = ""
             if not shard.path.exists():
                 rule = "no such file on this node; local shards must be on every node"
-                raise StorageError(f"{shard.uri}: {rule}")
-            if shard.path.stat().st_size != shard.size:
+            elif shard.path.stat().st_size != shard.size:
                 rule = "is another file on this node, or was written again since the run started"
+            if rule:
                 raise StorageError(f"{shard.uri}: {rule}")
             return
         for _ in range(_ATTEMPTS):
@@ -426,21 +427,18 @@ def parse_index(content: bytes, shard: Shard) -> Indices | None:
 def expand_braces(pattern: str) -> list[str]:
     """Return the names that a pattern with ranges stands for: a-{00..11}.tar -> 12 names.
 
-    Raises ValueError for a range that counts down, or ranges of too many names.
+    Raises ValueError for a range that counts down, and for too many names.
     """
-    matches = re.findall(r"\{([0-9]+)\.\.([0-9]+)\}", pattern)
-    for first, last in matches:
-        if int(first) > int(last):
-            rule = f"{{{first}..{last}}} counts down; write {{{last}..{first}}}"
-            raise ValueError(f"{pattern}: {rule}")
-    count = math.prod(int(last) - int(first) + 1 for first, last in matches)
-    if count > _MAX_SHARDS:
-        raise ValueError(f"{pattern}: stands for {count:,} shards; at most {_MAX_SHARDS:,} can be")
+    ranges = re.findall(r"\{([0-9]+)\.\.([0-9]+)\}", pattern)
+    counts = [int(last) - int(first) + 1 for first, last in ranges]
+    if min(counts, default=1) < 1:
+        raise ValueError(f"{pattern}: a range counts down; write the smaller number first")
+    if (count := math.prod(counts)) > _MAX_SHARDS:
+        raise ValueError(f"{pattern}: stands for {count:,} shards; {_MAX_SHARDS:,} are the limit")
     names = [pattern]
-    for first, last in matches:
+    for first, last in ranges:
         numbers = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
-        parts = [name.partition(f"{{{first}..{last}}}") for name in names]
-        names = [f"{before}{n}{after}" for before, _, after in parts for n in numbers]
+        names = [name.replace(f"{{{first}..{last}}}", n, 1) for name in names for n in numbers]
     return names
 
 

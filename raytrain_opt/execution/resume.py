@@ -61,18 +61,19 @@ def check_resumed_job(job: Job, run_dir: str) -> None:
 def _check_length(job: Job, before: Job, run_dir: str, *, is_finished: bool) -> None:
     """Refuse a length that the run cannot have any more."""
     epochs = read_lines(run_dir, "epochs.jsonl", EpochRecord)
-    hint = f"or start a new run from its weights: --set model.weights={quote(run_dir)}"
+    field, rule = "epochs", ""
     if not epochs:
         rule = "cannot change before epoch 1 is complete, whose search belongs to the length"
-        raise JobError([Problem("epochs", rule, _value_text(vars(job), "epochs"))])
-    if job.epochs is not None and job.epochs <= len(epochs):
+    elif job.epochs is not None and job.epochs <= len(epochs):
         rule = f"must be more than the {len(epochs)} epochs that the run has trained"
-        raise JobError([Problem("epochs", rule, str(job.epochs), hint)])
-    has_used_time = is_finished and len(epochs) == epochs[-1].epochs
-    if job.train_for is not None and (before.train_for is None or has_used_time):
-        rule = "is no length for epochs that were planned without it, or that have ended with it"
-        how = f"give a number of epochs: --set train_for=null --set epochs=N, {hint}"
-        raise JobError([Problem("train_for", rule, f"{job.train_for:g}", how)])
+    elif job.train_for is not None and (
+        before.train_for is None or (is_finished and len(epochs) == epochs[-1].epochs)
+    ):
+        field = "train_for"
+        rule = "plans no more epochs of this run; give --set train_for=null --set epochs=N"
+    if rule:
+        hint = f"or start a new run from its weights: --set model.weights={quote(run_dir)}"
+        raise JobError([Problem(field, rule, _value_text(vars(job), field), hint)])
 
 
 def resume_command(run_dir: str, job: Job) -> str:

@@ -395,16 +395,14 @@ class TrainingRun:
         latest = self.history.latest
         name = str(self.job.optimizers[latest.next_optimizer if latest else 0].name)
         if name != optimizer:  # the choice of Muon depends on the length
-            rule = f"{self.job.epochs} would continue with {name} after epochs with {optimizer}"
+            rule = f"would continue with {name} after epochs with {optimizer}"
             hint = f"start a new run from the weights: model.weights: {self.paths.shown}"
-            raise JobError([Problem("epochs", rule, hint=hint)])
-        action, done = self.policy.next(epoch, self.history), len(self._epoch.lrs)
-        if isinstance(action, TryCandidates):
-            lr = action.base_lr
-        else:
-            lr = action.lrs[min(done, len(action.lrs) - 1)]
-        text = f"the schedule now covers {self.job.epochs} epochs: the rate goes from "
-        text += f"{self.lrs[-1]:.3g} to {lr:.3g}"
+            raise JobError([Problem("epochs", rule, str(self.job.epochs), hint)])
+        action = self.policy.next(epoch, self.history)
+        lrs = (action.base_lr,) if isinstance(action, TryCandidates) else action.lrs
+        lr = lrs[min(len(self._epoch.lrs), len(lrs) - 1)]
+        text = f"the rate goes from {self.lrs[-1]:.3g} to {lr:.3g}"
+        text = f"the schedule now covers {self.job.epochs} epochs: {text}"
         self.event_log.log("length", epoch, text)
 
     def _lost_results(

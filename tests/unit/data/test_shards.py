@@ -462,7 +462,7 @@ def test_braces() -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("a-{000003..000000}.tar", r"counts down; write \{000000\.\.000003\}"),
+        ("a-{000003..000000}.tar", "a range counts down"),
         ("a-{0..99999999999}.tar", "stands for 100,000,000,000 shards"),
         ("{0..999}/{0..999}/{0..999}.tar", "stands for 1,000,000,000 shards"),
     ],

@@ -161,9 +161,14 @@ def test_a_run_that_is_named_continues_its_own_job(
         ({}, {"epochs": 2}, SAVED, "epochs: must be more than the 3 epochs"),
         ({"epochs": 5}, {"epochs": 5, "stop": {"patience": 2}}, FINISHED, None),
         ({}, {"stop": {"patience": 2}}, FINISHED, "epochs: must be more than the 3 epochs"),
-        ({**TIMED, "epochs": 5, "train_for": None}, TIMED, SAVED, "train_for: is no length"),
+        (
+            {**TIMED, "epochs": 5, "train_for": None},
+            TIMED,
+            SAVED,
+            "train_for: plans no more epochs",
+        ),
         (TIMED, {**TIMED, "train_for": "2h"}, SAVED, None),
-        (TIMED, {**TIMED, "train_for": "2h"}, FINISHED, "train_for: is no length"),
+        (TIMED, {**TIMED, "train_for": "2h"}, FINISHED, "train_for: plans no more epochs"),
         (TIMED, {"learning_rate": TIMED["learning_rate"], "epochs": 9}, FINISHED, None),
     ],
 )
