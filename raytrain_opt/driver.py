@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
-from raytrain_opt.execution.resume import find_unfinished_run
+from raytrain_opt.execution.resume import check_resumed_job, find_unfinished_run
 from raytrain_opt.execution.session import open_session
 from raytrain_opt.search.policy import (
     CandidateResult,
@@ -85,13 +85,16 @@ def run(
         initialized is used and left running.
     in_process: train in this process, without Ray, one candidate after the other.
     resume: run directory of an earlier run of this job, which continues from its last
-        checkpoint. Default: as the job's `resume` says.
+        checkpoint, for as many epochs as the job says now. Default: as the job's `resume` says.
     started_s: monotonic time from which the start-up time counts.
 
     Raises RaytrainOptError; checkpoints stay in the run directory.
     """
     began_s = monotonic_s() if started_s is None else started_s
-    resume = resume or find_unfinished_run(job)
+    if resume is None:
+        resume = find_unfinished_run(job)
+    else:
+        check_resumed_job(job, resume)
     if in_process:
         from raytrain_opt.execution.in_process import start_in_process
         from raytrain_opt.execution.result import finish

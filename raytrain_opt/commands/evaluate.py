@@ -16,7 +16,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_sections
-from raytrain_opt.train.checkpoint import read_weights
+from raytrain_opt.train.checkpoint import read_metadata, read_weights
 from raytrain_opt.train.ensemble import (
     ErrorRates,
     Predictions,
@@ -26,7 +26,7 @@ from raytrain_opt.train.ensemble import (
 )
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
-from raytrain_opt.train.trained_model import SavedWeights, find_weights
+from raytrain_opt.train.trained_model import SavedWeights, find_weights, read_description
 
 _ARGUMENT = "RUN_DIR"
 _NEEDED = ("model", "data", "optimizer", "task", "loss")
@@ -155,10 +155,14 @@ def _refuse_different_data(runs: Sequence[_SavedRun]) -> None:
 
 def _predict(run: _SavedRun) -> Predictions:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shared = load_shared_data(run.job.data)
+    shared, folder = load_shared_data(run.job.data), run.weights.folder
     with closing(Learner(LearnerConfig.from_job(run.job), shared, device)) as learner:
+        metadata, classes = read_metadata(folder), learner.info.class_labels
+        if metadata and (trained := read_description(folder, metadata).class_names) != classes:
+            rule = f"was trained on classes {shown(trained)}; its data now have {shown(classes)}"
+            raise JobError([Problem(_ARGUMENT, rule, repr(run.argument))], "arguments")
         try:
-            learner.model.load_state_dict(read_weights(run.weights.folder))
+            learner.model.load_state_dict(read_weights(folder))
         except RuntimeError as error:
             rule = f"the weights do not match the job's model: {error}"
             raise JobError([Problem(_ARGUMENT, rule, repr(run.argument))], "arguments") from error

@@ -13,7 +13,7 @@ import obstore
 
 from raytrain_opt import storage
 from raytrain_opt.data.image_folder import ImageFiles, list_folder
-from raytrain_opt.data.shards import CLASSES, index_bytes, make_index
+from raytrain_opt.data.shards import CLASSES, index_bytes, make_index, shard_version
 from raytrain_opt.errors import DataError
 
 
@@ -74,4 +74,5 @@ def _write_shard(files: ImageFiles, samples: list[int], output: str, name: str) 
                 obstore.put(storage.open_store(output), name, shard)
         else:
             storage.write(output, name, shard.read_bytes())
-        storage.write(output, f"{name}.npy", index_bytes(make_index(shard, name)))
+        _, version = shard_version(storage.join(output, name))
+        storage.write(output, f"{name}.index", index_bytes(make_index(shard, name), version))

@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag
 from raytrain_opt.config.section import (
     BrokenRule,
     Fraction,
+    Location,
     NamedSection,
     NameOrFunction,
     NonNegativeInt,
@@ -96,7 +97,7 @@ class ArraySetData(_DataSection):
 
     name: ArraySet
     """digits comes with this package, the others with torchvision."""
-    root: str = "~/.cache/raytrain_opt"
+    root: Location = "~/.cache/raytrain_opt"
     """Folder of the torchvision data sets."""
     download: bool = False
     """Download the data set if it is missing."""
@@ -111,9 +112,9 @@ class ArraysData(_DataSection):
     download: ClassVar[bool] = False
 
     name: Literal["arrays"]
-    train: tuple[str, str]
+    train: tuple[Location, Location]
     """Paths of x and y of the training set."""
-    test: tuple[str, str]
+    test: tuple[Location, Location]
     """Paths of x and y of the test set."""
     num_classes: PositiveInt | None = None
     """Default: the largest label of the training set plus one."""
@@ -141,14 +142,14 @@ class ImageFolderData(_LoaderSection):
     """Image files in the layout of ImageNet, root/train/<class>/*, or listed in a CSV file."""
 
     name: Literal["image_folder"]
-    root: str
+    root: Location
     """Folder of the images, at the same path on every node."""
-    labels: str | None = None
+    labels: Location | None = None
     """Path or URI of a CSV file with the columns file (below root), label, and split (train or
     test). Default: the folders of the images are splits and labels."""
-    train_split: str = "train"
+    train_split: Location = "train"
     """Folder of the training set, below root."""
-    test_split: str = "val"
+    test_split: Location = "val"
     """Folder of the test set, below root."""
     image_size: PositiveInt = Field(224, le=4096)
     """Height and width of the images given to the model, in pixels."""
@@ -168,10 +169,10 @@ class ShardsData(_LoaderSection):
     """Images in tar files (WebDataset format), local or in an object storage."""
 
     name: Literal["shards"]
-    train: str
+    train: Location
     """Path (the same on every node) or URI of the training shards, {000..511} for numbers.
     `raytrain-opt shard` makes shards of a folder."""
-    test: str
+    test: Location
     """The shards of the test set."""
     image_size: PositiveInt = Field(224, le=4096)
     """Height and width of the images given to the model, in pixels."""
@@ -180,7 +181,7 @@ class ShardsData(_LoaderSection):
     training set plus one."""
     shuffle_shards: PositiveInt = 16
     """Shards whose samples are shuffled together, in a new order each epoch."""
-    cache: str = "~/.cache/raytrain_opt/shards"
+    cache: Location = "~/.cache/raytrain_opt/shards"
     """Folder for copies of remote shards."""
     cache_gib: PositiveFloat = 50.0
     """Size of the cache on each node; those used longest ago are removed. It has to hold two times

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from raytrain_opt.config.section import (
     BrokenRule,
     Fraction,
+    Location,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -76,9 +77,10 @@ class StptPolicy(Section):
     initial: PositiveFloat = 0.1
     """Base learning rate of the first round."""
     scaling: Scaling | None = Field(None, description=_SCALING)
-    candidates: Literal["narrow", "middle", "wide", "alpha_study", "mix"] | list[PositiveFloat] = (
-        "mix"
-    )
+    candidates: (
+        Literal["narrow", "middle", "wide", "alpha_study", "mix"]
+        | Annotated[list[PositiveFloat], Field(max_length=100)]
+    ) = "mix"
     """Multipliers of the base rate: a set of the paper, its Mix schedule (boundaries scaled to the
     number of epochs), or a list of your own."""
     alpha: PositiveInt | Annotated[float, Field(gt=0, le=1)] = 0.08
@@ -199,7 +201,7 @@ class ReplayPolicy(Section):
     search_on: ClassVar[SearchOn] = "slots"
 
     policy: Literal["replay"]
-    schedule: str
+    schedule: Location
     """Path of the schedule.jsonl of that run."""
 
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from raytrain_opt.config.error_messages import nearest, shown
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name
-from raytrain_opt.config.yaml_loader import MAX_DEPTH, read_yaml, write_yaml
+from raytrain_opt.config.yaml_loader import MAX_DEPTH, Word, read_yaml, write_yaml
 from raytrain_opt.errors import JobError, Problem
 
 MAX_BYTES = 2**20
@@ -133,10 +133,13 @@ def _apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Prob
             problems.append(Problem("--set", rule, shown(override)))
             continue
         try:
-            _put(raw, keys, read_yaml(text, source=override))
+            value = read_yaml(text, source=override)
+            if "#" in text and "#" not in str(value):
+                raise ValueError("a comment begins at the #: quote the text")
+            _put(raw, keys, value)
         except JobError as error:
             problems += [Problem(f"--set {path}", p.rule, p.value) for p in error.problems]
-        except (LookupError, TypeError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             problems.append(Problem(f"--set {path}", str(error.args[0]), repr(text)))
     return problems
 
@@ -173,7 +176,7 @@ def _validate(raw: dict[str, Any]) -> Job | list[Problem]:
         job = Job.model_validate(raw)
     except JobError as error:
         return error.problems
-    return _booleans_as_numbers(raw, job.model_dump(), "") or job
+    return _unclear_truth(raw, job.model_dump(), "") or job
 
 
 def _valid_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,17 +199,20 @@ def _add_problems(problems: list[Problem], others: list[Problem]) -> list[Proble
     )
 
 
-def _booleans_as_numbers(raw: Any, resolved: Any, path: str) -> list[Problem]:
-    """Refuse `epochs: yes`, which would silently mean one epoch: pydantic takes true for 1."""
+def _unclear_truth(raw: Any, resolved: Any, path: str) -> list[Problem]:
+    """Refuse true where it would silently mean 1, and yes or no as an argument of a function."""
     if isinstance(raw, bool) and not isinstance(resolved, bool | str):
         return [Problem(path, "must be a number", shown(raw))]
+    if isinstance(resolved, Word):
+        rule = "may be text or a truth value: write true or false, or quote the text"
+        return [Problem(path, rule, shown(raw))]
     pairs: list[tuple[Any, Any, Any]] = []
     if isinstance(raw, dict) and isinstance(resolved, dict):
         pairs = [(key, raw[key], resolved[key]) for key in raw if key in resolved]
     elif isinstance(raw, list) and isinstance(resolved, list | tuple):
         pairs = [(i, *both) for i, both in enumerate(zip(raw, resolved, strict=False))]
     prefix = f"{path}." if path else ""
-    return [p for key, a, b in pairs for p in _booleans_as_numbers(a, b, f"{prefix}{key}")]
+    return [p for key, a, b in pairs for p in _unclear_truth(a, b, f"{prefix}{key}")]
 
 
 def _copy_containers(value: Any) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
@@ -31,6 +30,7 @@ from raytrain_opt.config.section import (
     BrokenRule,
     Duration,
     Fraction,
+    Location,
     NamedSection,
     NameOrFunction,
     NonNegativeInt,
@@ -50,11 +50,7 @@ from raytrain_opt.config.updates import (
 from raytrain_opt.errors import JobError, Problem
 
 Precision = Literal["auto", "fp32", "fp32_strict", "bf16", "fp16"]
-# YAML reads off as false.
-Compile = Annotated[
-    Literal["auto", "off", "default", "max-autotune"],
-    BeforeValidator(lambda value: "off" if value is False else value),
-]
+Compile = Literal["auto", "off", "default", "max-autotune"]
 CLASSIFICATION = "classification"
 
 
@@ -67,7 +63,7 @@ class ModelSection(NamedSection):
     name there, or a function of your own as package.module:function."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the model's constructor or function."""
-    weights: str | None = None
+    weights: Location | None = None
     """Weights to start from: a file (safetensors, or a state_dict saved by torch), a run directory
     or URI (its latest checkpoint), or the name of torchvision's weights for this network, such as
     IMAGENET1K_V1. A last layer for another number of classes starts anew. Default: random ones."""
@@ -166,7 +162,7 @@ def _default_average(job: dict[str, Any]) -> AverageSection | None:
 class TrackingSection(Section):
     """Trackers that follow the run."""
 
-    mlflow: str
+    mlflow: Location
     """MLflow's tracking URI: a server (https://…), sqlite:///FILE or a folder. Epochs are metrics
     of a run in the experiment of the job's name. Needs raytrain_opt[mlflow]."""
 
@@ -254,7 +250,7 @@ class Job(Section):
     """The data-parallel training processes."""
     slots: SlotsSection = Field(default_factory=SlotsSection)
     """The processes that train candidates."""
-    storage_path: str = "runs"
+    storage_path: Location = "runs"
     """Folder or URI (s3://, gs://, az://, abfss://) of run directories."""
     stop: StopSection | None = None
     """When the training ends early. Default: never."""

@@ -25,6 +25,17 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 # A wait of more than a year is a mistake, and more than some clocks can count.
 Seconds = Annotated[float, Field(gt=0, le=365 * 86400, allow_inf_nan=False)]
 
+
+def _refuse_variables(path: str) -> str:
+    if variable := re.search(r"\$\{?[A-Za-z_]\w*\}?", path):
+        rule = "is not replaced by its value; write the path itself, or ~ for the home"
+        raise ValueError(f"{variable[0]} {rule}")
+    return path
+
+
+# A path or URI.
+Location = Annotated[str, AfterValidator(_refuse_variables)]
+
 _UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -88,7 +99,11 @@ class Section(BaseModel):
 
     # The text below a field is its description, in the schema and in docs/job-file.md.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
+        use_attribute_docstrings=True,
     )
 
     if TYPE_CHECKING:

@@ -1,12 +1,14 @@
 """Read and write YAML as job files use it: plain values only.
 
 On top of PyYAML's safe loader: a key given twice, tags, anchors and aliases are refused with their
-line; `1e-3` is a number (YAML 1.1 reads it as text) and `2026-01-31` is text (YAML 1.1 reads it as
-a date). Without aliases a small file cannot stand for a large value.
+line; `1e-3` is a number (YAML 1.1 reads it as text), `2026-01-31` and `no` are text (YAML 1.1
+reads a date and false). What YAML 1.1 reads as another number than people do is refused, and so is
+a key without a value. Without aliases a small file cannot stand for a large value.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -21,10 +23,31 @@ from raytrain_opt.errors import JobError, Problem
 # Far deeper than any job, and far from Python's limit of recursion.
 MAX_DEPTH = 50
 _FLOAT = "tag:yaml.org,2002:float"
+_BOOL = "tag:yaml.org,2002:bool"
+_STR = "tag:yaml.org,2002:str"
 _DATE = "tag:yaml.org,2002:timestamp"
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+_TRUE_OR_FALSE = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_LEADING_ZERO = re.compile(r"^[-+]?0(?:[0-9_]+(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?|[oO][0-9_]+)$")
+# Text without quotes that stands for something else than it looks like, and what to write.
+_UNCLEAR = (
+    (_LEADING_ZERO, "may be octal: write the number without a leading zero, or quote the text"),
+    (
+        re.compile(r"^[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?$"),
+        "is a number of base 60 in YAML: quote the text, or write a duration such as 1h30min",
+    ),
+    (re.compile(r"^<<$"), "merges sections: repeat the values, or quote the text"),
+    (re.compile(r"^~$"), "is no value in YAML: write null, or quote the text"),
+    (re.compile(r"^$"), "a value is missing: write null for none, or remove the key"),
+)
 # Characters of a wrong line that an error shows.
 _MAX_SHOWN = 80
+
+
+class Word(str):
+    """Plain yes, no, on or off: text for a field of text, and true or false for one of these."""
+
+    __slots__ = ()
 
 
 class _Loader(yaml.SafeLoader):
@@ -48,6 +71,12 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
+    def compose_scalar_node(self, anchor: Any) -> ScalarNode:
+        node: ScalarNode = super().compose_scalar_node(anchor)
+        for pattern, rule in _UNCLEAR if node.style is None else ():
+            _refuse_if(pattern.match(node.value) is not None, f"{node.value} {rule}".strip(), node)
+        return node
+
     def compose_mapping_node(self, anchor: Any) -> MappingNode:
         node: MappingNode = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
@@ -60,7 +89,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
+            if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
+                raise ValueError("it is too large")
+            return value
         except ValueError as error:
             rule = f"this number cannot be read: {error}"
             mark: Any = node.start_mark
@@ -74,12 +106,20 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _construct_text(loader: _Loader, node: ScalarNode) -> str:
+    is_word = node.style is None and node.value.lower() in ("yes", "no", "on", "off")
+    return (Word if is_word else str)(node.value)
+
+
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver(_FLOAT, _LEADING_ZERO, list("-+0"))
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_DATE, _BOOL)]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver(_BOOL, _TRUE_OR_FALSE, list("tTfF"))
+_Loader.add_constructor(_STR, _construct_text)
 
 
 def read_yaml(text: str, source: str) -> Any:

@@ -64,7 +64,8 @@ class DataInfo:
 
     `train_size` samples are trained on, `search_size` of them by candidates. `class_names`: none
     if the data have no names. `class_counts`: training samples of each class; empty for the user's
-    Datasets without `targets`. `example`: a sample of the user's Datasets, None for other data.
+    Datasets without `targets`. `digest`: of the samples as their source knows them, where the
+    driver has read them. `example`: a sample of the user's Datasets, None for other data.
     """
 
     num_classes: int
@@ -76,6 +77,7 @@ class DataInfo:
     class_names: tuple[str, ...] = ()
     class_counts: tuple[int, ...] = ()
     preprocessing: Preprocessing | None = None
+    digest: str = field(default="", compare=False)
     example: Any = field(default=None, compare=False, repr=False)
 
     @property

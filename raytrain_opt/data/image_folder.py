@@ -19,6 +19,7 @@ from PIL import Image
 from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
+from raytrain_opt.data.fingerprint import digest
 from raytrain_opt.data.images import center_crop, random_crop
 from raytrain_opt.data.sampling import Indices
 from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
@@ -31,6 +32,8 @@ _CACHE = "~/.cache/raytrain_opt/files"
 _MIN_CACHED_FILES = 10_000
 # A folder that changes twice within the resolution of its time has one time for both: 2 s on FAT.
 _TIME_RESOLUTION_NS = 2_000_000_000
+# Files of a set whose sizes a resume compares: a moment, also on a shared file system.
+_MEASURED_FILES = 10_000
 # Pillow's modes of images without colors.
 _GRAY_MODES = ("1", "L", "LA", "I", "I;16", "F")
 
@@ -68,6 +71,7 @@ class ImageFolderSource:
             gray += [] if self.size("test") else ["the test set"]
             if gray:
                 raise DataError("data.color_only", f"leaves no image of {gray[0]}: all are gray")
+        self._root = os.fsencode(f"{Path(section.root).expanduser().absolute()}/")
         self._size, self._random_crop = section.image_size, section.random_crop
         self.class_names = tuple(self._folders["train"].classes)
         self.num_classes = len(self.class_names)
@@ -96,6 +100,18 @@ class ImageFolderSource:
         folder = self._folders[split]
         path, label = folder[index]
         return f"{path} (class {folder.classes[label]}) cannot be read"
+
+    def digest(self) -> str:
+        """Return a digest of all names and labels and, of files evenly spread, the sizes."""
+        return digest(part for files in self._folders.values() for part in self._parts(files))
+
+    def _parts(self, files: ImageFiles) -> Iterator[bytes | memoryview]:
+        # Relative to the root, which may be another one on another machine.
+        yield files.paths.tobytes().replace(self._root, b"\0")
+        yield files.labels.data
+        for index in range(0, len(files), 1 + len(files) // _MEASURED_FILES):
+            with suppress(OSError):  # a link to nowhere
+                yield b"%d " % os.stat(files[index][0]).st_size
 
 
 class ImageFiles:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.config.data import ArraysData, ArraySetData
+from raytrain_opt.data.fingerprint import digest
 from raytrain_opt.data.sampling import Purpose, generator
 from raytrain_opt.errors import DataError
 
@@ -28,6 +29,8 @@ _TORCHVISION_SETS = {
 }
 # Samples whose values are checked at a time: bounds the memory of the temporary mask.
 _CHUNK_SAMPLES = 1024
+# A second or two.
+_DIGEST_BYTES = 2**30
 _DIGITS_TEST_FRACTION = 0.2
 
 
@@ -45,6 +48,15 @@ class DatasetArrays:
     test_y: npt.NDArray[np.int64]
     num_classes: int
     class_names: tuple[str, ...] = ()
+
+    def digest(self) -> str:
+        """Return a digest of labels and values; of more than a GiB, of samples evenly spread.
+
+        Of Ray Datasets only labels are in memory.
+        """
+        xs, labels = (self.train_x, self.test_x), (self.train_y, self.test_y)
+        every = (x[:: 1 + x.nbytes // _DIGEST_BYTES] for x in xs if isinstance(x, np.ndarray))
+        return digest(np.ascontiguousarray(part).data for part in (*labels, *every))
 
 
 def load_arrays(section: ArraySetData | ArraysData) -> DatasetArrays:

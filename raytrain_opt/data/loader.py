@@ -70,6 +70,7 @@ class DataLoaderData(TrainingData):
             source = files or ShardSource(section)
         else:
             source = UserDatasetSource(section, seed, classification=classification)
+        self.source = source
         self._shards = source if isinstance(source, ShardSource) else None
         shape = source.sample_shape
         preprocessing = transforms.resolve_preprocessing(

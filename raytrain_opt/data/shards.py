@@ -1,11 +1,12 @@
 """Images in tar files of the WebDataset format, local or in an object storage.
 
 A sample is two members of a shard with one name: KEY.jpg (or another image format) and KEY.cls,
-its class number as text; classes.txt beside the shards may name the classes, one per line. The
-index of a shard, an int64 array [samples, 3] of the position and size of each image and its class,
-makes the shards one data set with sample numbers: order, resume and elastic workers are those of
-any other data set. It lies beside the shard (SHARD.npy), or is made when the shard is used first,
-and is kept in the cache.
+its class number as text; classes.txt beside the shards may name the classes, one per line. Hidden
+members, such as ._KEY.jpg, are left out. The index of a shard, an int64 array [samples, 3] of the
+position and size of each image and its class, makes the shards one data set with sample numbers:
+order, resume and elastic workers are those of any other data set. It lies beside the shard
+(SHARD.index), or is made when the shard is used first, and is kept in the cache. Its first line is
+the version of the shard that it was made of: the index of another version is made again.
 
 Shards of an object storage are copied into a cache of bounded size on each node, by the process
 that trains: its loader processes, forks, could not use the client of the storage. They read what
@@ -15,6 +16,7 @@ was prepared for them.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import tarfile
@@ -23,15 +25,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from io import BytesIO
+from io import FileIO
 from pathlib import Path
+from stat import S_ISREG
+from typing import Any
 
 import numpy as np
 import obstore
 
 from raytrain_opt import storage
 from raytrain_opt.config.data import ShardsData
+from raytrain_opt.config.error_messages import shown
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
+from raytrain_opt.data.fingerprint import digest
 from raytrain_opt.data.images import center_crop, random_crop
 from raytrain_opt.data.sampling import Indices
 from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
@@ -42,6 +48,13 @@ CLASSES = "classes.txt"
 _DOWNLOADS = 8
 # So often a copy is made again that others removed before it was used.
 _ATTEMPTS = 10
+# Far more than any data set has; a pattern of more would only fill the memory.
+_MAX_SHARDS = 100_000
+# Of a member or a header that is read at once: somebody else may have made the shard.
+_MAX_IMAGE_BYTES, _MAX_HEADER_BYTES, _MAX_LABEL_BYTES = 2**29, 2**20, 100
+_CLASS_NUMBER = re.compile(rb"\s*([0-9]{1,18})\s*")
+# Members that macOS adds, and others whose name or folder begins with a dot.
+_HIDDEN = re.compile(r"(^|/)(__MACOSX/|\.[^./])")
 
 
 class ShardSource:
@@ -62,17 +75,21 @@ class ShardSource:
             "train": ShardSet(section.train, "train", self._cache),
             "test": ShardSet(section.test, "test", self._cache),
         }
-        shards = [*self._sets["train"].shards, *self._sets["test"].shards]
-        self._cache.check_room(self._window, shards)
-        names = self._sets["train"].class_names
+        train, test = (part.shards for part in self._sets.values())
+        if common := {shard.path.resolve() for shard in train} & {s.path.resolve() for s in test}:
+            rule = f"{min(common).name} is in data.train too: it would be trained and tested on"
+            raise DataError("data.test", rule)
+        self._cache.check_room(self._window, [*train, *test])
+        names, others = (part.class_names for part in self._sets.values())
+        if names != others and names and others:
+            raise DataError("data.test", f"{CLASSES} beside it differs from that of data.train")
         self.num_classes = section.num_classes or len(names) or int(self.labels.max()) + 1
         self.class_names = names if len(names) == self.num_classes else ()
         self.sample_shape = (3, section.image_size, section.image_size)
         for split, part in self._sets.items():
-            for label in (part.index[:, 2].min(), part.index[:, 2].max()):
-                if not 0 <= label < self.num_classes:
-                    valid = f"there are 0 to {self.num_classes - 1} (data.num_classes)"
-                    raise DataError(f"data.{split}", f"has class {label}, but {valid}")
+            if (label := part.index[:, 2].max()) >= self.num_classes:
+                rule = f"has class {label}, but data.num_classes is {self.num_classes}"
+                raise DataError(f"data.{split}", rule)
 
     @property
     def labels(self) -> Indices:
@@ -113,6 +130,12 @@ class ShardSource:
         position, size, _ = shards.index[index].tolist()
         return self._cache.read(shards.shard_of(index), position, size)
 
+    def digest(self) -> str:
+        """Return a digest of the shards' names, and of each sample's position, size and label."""
+        sets = self._sets.values()
+        names = (storage.last_name(shard.uri).encode() for part in sets for shard in part.shards)
+        return digest([*names, *(part.index.data for part in sets)])
+
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the shard and the sample's number in it, from 0, for an error message."""
         shards = self._sets[split]
@@ -123,11 +146,15 @@ class ShardSource:
 
 @dataclass(frozen=True)
 class Shard:
-    """A tar file: where it is, where it lies on a node when it is needed, its size in bytes."""
+    """A tar file: where it is, where it lies on a node when it is needed, its size in bytes.
+
+    `version`: what changes when it is written again.
+    """
 
     uri: str
     location: Path
     size: int
+    version: str
 
     @property
     def path(self) -> Path:
@@ -146,14 +173,13 @@ class ShardSet:
         try:
             with ThreadPoolExecutor(_DOWNLOADS) as pool:
                 self.shards = list(pool.map(cache.find, expand_braces(pattern)))
-                contents = zip(self.shards, pool.map(cache.read_index, self.shards), strict=True)
-                # In one thread: numpy parses headers with `ast`, which in CPython 3.11 can raise
-                # SystemError when two threads parse and the garbage collector runs meanwhile.
-                indices = [parse_index(content, shard.uri) for shard, content in contents]
+                indices = list(pool.map(cache.read_index, self.shards))
             names = storage.read(storage.split(self.shards[0].uri)[0], CLASSES) or b""
-        except (StorageError, OSError, ValueError, tarfile.TarError) as error:
+            self.class_names = tuple(names.decode("utf-8-sig").splitlines())
+        except UnicodeDecodeError as error:
+            raise DataError(f"data.{split}", f"{CLASSES} beside it is not UTF-8 text") from error
+        except (StorageError, OSError, ValueError) as error:
             raise DataError(f"data.{split}", str(error)) from error
-        self.class_names = tuple(names.decode().splitlines())
         self.index = np.concatenate(indices)
         self.ends = np.cumsum([len(index) for index in indices])
 
@@ -183,15 +209,12 @@ class ShardCache:
 
     def find(self, uri: str) -> Shard:
         """Return a shard, without copying it. Raises StorageError, OSError."""
+        size, version = shard_version(uri)
         if not storage.is_remote(uri):
-            path = storage.local_path(uri)
-            return Shard(uri, path, path.stat().st_size)
-        folder, name = storage.split(uri)
-        with storage.storage_errors(f"{uri} cannot be read"):
-            found = obstore.head(storage.open_store(folder), name)
+            return Shard(uri, storage.local_path(uri), size, version)
         # A shard that is written again has another name in the cache.
-        version = f"{uri} {found['e_tag']} {found['size']}"
-        return Shard(uri, Path(self._section.cache, f"{_digest(version)}-{name}"), found["size"])
+        name = f"{_digest(f'{uri} {version}')}-{storage.split(uri)[1]}"
+        return Shard(uri, Path(self._section.cache, name), size, version)
 
     def check_room(self, window: int, shards: Sequence[Shard]) -> None:
         """Raise DataError if the cache cannot hold two windows of the remote shards."""
@@ -201,20 +224,18 @@ class ShardCache:
             rule = f"two times data.shuffle_shards ({window}) shards need {needed / 2**30:.2f}"
             raise DataError("data.cache_gib", f"{rule}; raise it, or shuffle fewer together")
 
-    def read_index(self, shard: Shard) -> bytes:
-        """Read the file of a shard's index, or make it. Raises StorageError, OSError."""
+    def read_index(self, shard: Shard) -> Indices:
+        """Read a shard's index, or make it. Raises StorageError, OSError, ValueError."""
         folder, name = storage.split(shard.uri)
-        content = storage.read(folder, f"{name}.npy")
-        if content is not None:
-            return content
-        changed_ns = 0 if storage.is_remote(shard.uri) else shard.path.stat().st_mtime_ns
-        cache, cached = str(self._folder), _digest(f"{shard.path} {shard.size} {changed_ns}")
-        content = storage.read(cache, f"{cached}.npy")
-        if content is None:
-            self._copy(shard)
-            content = index_bytes(make_index(shard.path, shard.uri))
-            storage.write(cache, f"{cached}.npy", content)
-        return content
+        cached = str(self._folder), f"{_digest(str(shard.path))}.index"
+        for place in ((folder, f"{name}.index"), cached):
+            index = parse_index(storage.read(*place) or b"", shard)
+            if index is not None:
+                return index
+        self._copy(shard)
+        index = make_index(shard.path, shard.uri)
+        storage.write(*cached, index_bytes(index, shard.version))
+        return index
 
     def prepare(self, now: Sequence[Shard], later: Sequence[Shard], field: str) -> None:
         """Wait for copies of the shards needed `now`; begin those of `later`. Raises DataError."""
@@ -236,8 +257,12 @@ class ShardCache:
     def _keep(self, shard: Shard) -> None:
         """Mark a copy as used last; copy it again if copies of others took its place meanwhile."""
         if not storage.is_remote(shard.uri):
+            rule = ""
             if not shard.path.exists():
                 rule = "no such file on this node; local shards must be on every node"
+            elif shard.path.stat().st_size != shard.size:
+                rule = "is another file on this node, or was written again since the run started"
+            if rule:
                 raise StorageError(f"{shard.uri}: {rule}")
             return
         for _ in range(_ATTEMPTS):
@@ -276,9 +301,11 @@ class ShardCache:
                 temporary.touch()
                 os.truncate(temporary, shard.size)  # others count it from now on
             with storage.storage_errors(f"{shard.uri} cannot be copied to {self._folder}"):
-                chunks = obstore.get(storage.open_store(folder), name).stream()
+                found = obstore.get(storage.open_store(folder), name)
+                if _object_version(found.meta) != shard.version:
+                    raise ValueError("it was written again since the run started")
                 with temporary.open("r+b") as file:
-                    file.writelines(chunks)
+                    file.writelines(found.stream())
             with self._lock("lock"):
                 temporary.replace(shard.path)
 
@@ -300,53 +327,119 @@ class ShardCache:
             yield
 
 
+def shard_version(uri: str) -> tuple[int, str]:
+    """Return a shard's size, and what changes when it is written again.
+
+    Raises StorageError, OSError.
+    """
+    if not storage.is_remote(uri):
+        status = storage.local_path(uri).stat()
+        if not S_ISREG(status.st_mode):
+            raise OSError(f"{uri} is not a file")
+        # Programs can set the other time back, as copies and archives do.
+        return status.st_size, f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+    folder, name = storage.split(uri)
+    with storage.storage_errors(f"{uri} cannot be read"):
+        found = obstore.head(storage.open_store(folder), name)
+    return found["size"], _object_version(found)
+
+
+def _object_version(found: Any) -> str:
+    return f"{found['size']} {found['e_tag'] or found['last_modified']}"
+
+
+class _BoundedFile(FileIO):
+    """A shard whose headers cannot make `tarfile` read any number of bytes at once."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return super().read(size)
+
+
 def make_index(path: Path, name: str) -> Indices:
-    """Read the members of a shard. Raises ValueError naming it when it is damaged."""
+    """Read the members of a shard. Raises ValueError naming it, the member and the reason."""
     from torchvision.datasets.folder import IMG_EXTENSIONS  # takes seconds to import
 
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
-    try:
-        with tarfile.open(path, "r:") as file:  # compressed, positions would mean nothing
-            for member in file:
-                key, _, suffix = member.name.rpartition(".")
-                if f".{suffix.lower()}" in IMG_EXTENSIONS:
-                    images[key] = member.offset_data, member.size
-                elif suffix == "cls":
-                    stream = file.extractfile(member)
-                    labels[key] = int(stream.read() if stream is not None else b"")
-    except (tarfile.TarError, ValueError, EOFError) as error:
-        raise ValueError(f"{name} is damaged or compressed: {error}") from error
+    for member, content in _read_members(path, name):
+        key, _, suffix = member.name.rpartition(".")
+        is_image, rule = f".{suffix.lower()}" in IMG_EXTENSIONS, ""
+        if not is_image and suffix.lower() != "cls":
+            continue
+        if not member.isreg() or member.issparse() or member.size > _MAX_IMAGE_BYTES:
+            rule = f"must be a plain file of at most {_MAX_IMAGE_BYTES >> 20} MiB"
+        elif key in (images if is_image else labels):
+            rule = f"is another one of sample {key}; pack the shard again, with each sample once"
+        elif is_image:
+            images[key] = member.offset_data, member.size
+        elif number := _CLASS_NUMBER.fullmatch(content):
+            labels[key] = int(number[1])
+        else:
+            rule = (
+                "must hold the number of a class, counted from 0, but holds "
+                f"{shown(content.decode(errors='replace'))}; the names of the classes belong "
+                f"into {CLASSES} beside the shards, one per line"
+            )
+        if rule:
+            raise ValueError(f"{name}: {member.name} {rule}")
     if images.keys() != labels.keys() or not images:
         odd = ", ".join(sorted(images.keys() ^ labels.keys())[:3]) or "it has no sample"
         raise ValueError(f"{name}: each sample needs an image and a .cls file; see {odd}")
     return np.array([(*images[key], labels[key]) for key in images], dtype=np.int64)
 
 
-def index_bytes(index: Indices) -> bytes:
-    """Return the content of an index file."""
-    stream = BytesIO()
-    np.save(stream, index)
-    return stream.getvalue()
+def _read_members(path: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    """Yield the members that are not hidden, each with its first bytes.
+
+    Raises ValueError: the shard is damaged or compressed.
+    """
+    try:
+        # Compressed, positions would mean nothing.
+        with _BoundedFile(path) as stream, tarfile.open(fileobj=stream, mode="r:") as file:
+            for member in file:
+                if member.size < 0:  # the next header would be one before it
+                    raise tarfile.ReadError(f"a member of {member.size} bytes")
+                if not _HIDDEN.search(member.name):
+                    size = min(member.size, _MAX_LABEL_BYTES)
+                    yield member, os.pread(stream.fileno(), size, member.offset_data)
+    except Exception as error:  # a damaged header can make tarfile raise anything
+        raise ValueError(f"{name} is damaged or compressed: {error}") from error
 
 
-def parse_index(content: bytes, uri: str) -> Indices:
-    """Return the index of the shard `uri` from its file's content. Raises ValueError."""
-    index: Indices = np.load(BytesIO(content), allow_pickle=False)
-    if index.dtype != np.int64 or index.ndim != 2 or index.shape[1] != 3 or not len(index):
-        raise ValueError(f"{uri}.npy is not the index of a shard; remove it")
-    return index
+def index_bytes(index: Indices, version: str) -> bytes:
+    """Return the content of an index file of this version of a shard."""
+    return f"{version}\n".encode() + index.astype("<i8").tobytes()
+
+
+def parse_index(content: bytes, shard: Shard) -> Indices | None:
+    """Return the index in a file; None if it is damaged, or of another version of the shard."""
+    version, _, rows = content.partition(b"\n")
+    if version != shard.version.encode() or not rows or len(rows) % 24:
+        return None
+    index = np.frombuffer(rows, "<i8").reshape(-1, 3)
+    positions, sizes = index[:, 0], index[:, 1]
+    is_inside = (index >= 0).all() and (sizes <= _MAX_IMAGE_BYTES).all()
+    return index if is_inside and (positions <= shard.size - sizes).all() else None
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the names that a pattern with ranges stands for: a-{00..11}.tar -> 12 names."""
-    match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
-    if match is None:
-        return [pattern]
-    first, last = match.groups()
-    numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
-    before, after = pattern[: match.start()], pattern[match.end() :]
-    return [name for number in numbers for name in expand_braces(f"{before}{number}{after}")]
+    """Return the names that a pattern with ranges stands for: a-{00..11}.tar -> 12 names.
+
+    Raises ValueError for a range that counts down, and for too many names.
+    """
+    ranges = re.findall(r"\{([0-9]+)\.\.([0-9]+)\}", pattern)
+    counts = [int(last) - int(first) + 1 for first, last in ranges]
+    if min(counts, default=1) < 1:
+        raise ValueError(f"{pattern}: a range counts down; write the smaller number first")
+    if (count := math.prod(counts)) > _MAX_SHARDS:
+        raise ValueError(f"{pattern}: stands for {count:,} shards; {_MAX_SHARDS:,} are the limit")
+    names = [pattern]
+    for first, last in ranges:
+        numbers = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+        names = [name.replace(f"{{{first}..{last}}}", n, 1) for name in names for n in numbers]
+    return names
 
 
 def _digest(text: str) -> str:

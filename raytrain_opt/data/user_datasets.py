@@ -18,6 +18,7 @@ from raytrain_opt.data.batch_reader import (
     cause,
     isolated_random_state,
 )
+from raytrain_opt.data.fingerprint import digest
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
 from raytrain_opt.data.transforms import MeanStd
@@ -70,6 +71,11 @@ class UserDatasetSource:
             return None
         is_class = (labels >= 0) & (labels < self.num_classes)
         return labels.astype(np.int64) if self._classification and is_class.all() else None
+
+    def digest(self) -> str:
+        """Return a digest of the labels, where they are known, and of the form of a sample."""
+        labels = () if self.labels is None else (self.labels.data,)
+        return digest([self._expected.encode(), *labels])
 
     def size(self, split: SourceSplit) -> int:
         """Return the number of samples."""

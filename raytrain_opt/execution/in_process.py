@@ -36,7 +36,7 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
     startup.mark("data_read_s")
     with (
         open_terminal() as terminal,
-        open_run_directory(job, resume, terminal) as (paths, checkpoints),
+        open_run_directory(job, resume, terminal, preflight.info) as (paths, checkpoints),
     ):
         terminal.note("training in one process, without Ray: for debugging, not for speed")
         if cores is not None:

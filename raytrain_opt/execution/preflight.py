@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from raytrain_opt.cluster.resources import PoolRequest
 from raytrain_opt.config.data import (
@@ -30,6 +30,7 @@ from raytrain_opt.train.learner_config import LearnerConfig
 if TYPE_CHECKING:
     from raytrain_opt.data.base import DataInfo
     from raytrain_opt.data.factory import SharedData
+    from raytrain_opt.data.loader import DataLoaderData
     from raytrain_opt.optim.epoch_steps import EpochSteps
     from raytrain_opt.search.policy import Policy
 
@@ -250,7 +251,8 @@ def _read_data(job: Job) -> tuple[SharedData, DataInfo]:
         data.check_samples()
     finally:
         data.close()
-    return shared, data.info
+    source = cast("DataLoaderData", data).source if shared is None else shared
+    return shared, replace(data.info, digest=source.digest())
 
 
 def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:

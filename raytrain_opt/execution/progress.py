@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.data.fingerprint import DataFingerprint
 from raytrain_opt.errors import CheckpointError
 from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import TrainingOutcome
@@ -53,6 +54,7 @@ class RunProgress:
     kept_samples: int = 0  # trained on the way to the present weights
     partial_epoch: PartialEpoch = PartialEpoch()
     parallel: dict[str, Any] = field(default_factory=dict)  # how gradients were exchanged
+    data: DataFingerprint | None = None  # that were trained on
 
     @property
     def samples(self) -> int:

@@ -1,4 +1,7 @@
-"""`resume: auto`: find the unfinished run of a job, so that a command can be repeated."""
+"""Which run a job may resume: `resume: auto` finds the unfinished one, others are named.
+
+However a run is resumed, its job is compared with the one that it was started with, here.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,14 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_workers
 from raytrain_opt.paths import check_run, newest_unfinished
-from raytrain_opt.recording.reader import read_record, read_text
-from raytrain_opt.recording.records import BatchSizeRecord
+from raytrain_opt.recording.reader import read_lines, read_record, read_text
+from raytrain_opt.recording.records import BatchSizeRecord, EpochRecord
 
 _ABSENT = object()
 # They change when a run gives up, what it keeps and where it runs, not what it computes.
 _HARMLESS = ("checkpoint.", "max_restarts", "timeouts.", "workers.resources")
-# Nor do these: where runs are and which of them is resumed.
-_NOT_COMPARED = (*_HARMLESS, "storage_path", "resume")
-
-
-def refuse_changes(overrides: Sequence[str]) -> None:
-    """Raise JobError naming each `--set` that could change the numbers of a resumed run."""
-    paths = (override.partition("=")[0].strip() for override in overrides)
-    rule = f"cannot change in a resumed run; only {', '.join(_HARMLESS)} can"
-    problems = [Problem(f"--set {path}", rule) for path in paths if not path.startswith(_HARMLESS)]
-    if problems:
-        raise JobError(problems, "arguments")
+# A run that is named may also become longer or shorter.
+_LENGTH = ("epochs", "train_for", "stop")
 
 
 def load_run_job(run_dir: str, overrides: Sequence[str], *, trust: bool) -> Job:
@@ -38,15 +32,48 @@ def load_run_job(run_dir: str, overrides: Sequence[str], *, trust: bool) -> Job:
 
     Without `trust`, a job that names functions is refused before one of them is imported.
     """
-    refuse_changes(overrides)
     check_run(run_dir)
-    if storage.read(run_dir, "result.json") is not None:
-        rule = f"has finished; see {storage.join(run_dir, 'report.html')}"
-        raise JobError([Problem("--resume", rule, repr(run_dir))], "arguments")
     job = _read_job(run_dir, overrides)
     if not trust:
         refuse_functions(job.functions, run_dir)
     return job
+
+
+def check_resumed_job(job: Job, run_dir: str) -> None:
+    """Raise JobError unless the job continues that run: to its end, or for another length."""
+    check_run(run_dir)
+    unfinished = _read_job(run_dir)
+    problems = _differences(job, unfinished, run_dir)
+    changes_length = any(problem.path.startswith(_LENGTH) for problem in problems)
+    problems = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
+    if problems:
+        rule = f"continues {run_dir}, in which only {', '.join((*_LENGTH, *_HARMLESS))} can change"
+        raise JobError([Problem("resume", rule), *problems])
+    is_finished = storage.read(run_dir, "result.json") is not None
+    if changes_length:
+        _check_length(job, unfinished, run_dir, is_finished=is_finished)
+    elif is_finished:
+        hint = f"to train longer: {resume_command(run_dir, job)} --set epochs=N"
+        rule = f"has finished; see {storage.join(run_dir, 'report.html')}"
+        raise JobError([Problem("--resume", rule, repr(run_dir), hint)], "arguments")
+
+
+def _check_length(job: Job, before: Job, run_dir: str, *, is_finished: bool) -> None:
+    """Refuse a length that the run cannot have any more."""
+    epochs = read_lines(run_dir, "epochs.jsonl", EpochRecord)
+    field, rule = "epochs", ""
+    if not epochs:
+        rule = "cannot change before epoch 1 is complete, whose search belongs to the length"
+    elif job.epochs is not None and job.epochs <= len(epochs):
+        rule = f"must be more than the {len(epochs)} epochs that the run has trained"
+    elif job.train_for is not None and (
+        before.train_for is None or (is_finished and len(epochs) == epochs[-1].epochs)
+    ):
+        field = "train_for"
+        rule = "plans no more epochs of this run; give --set train_for=null --set epochs=N"
+    if rule:
+        hint = f"or start a new run from its weights: --set model.weights={quote(run_dir)}"
+        raise JobError([Problem(field, rule, _value_text(vars(job), field), hint)])
 
 
 def resume_command(run_dir: str, job: Job) -> str:
@@ -82,21 +109,28 @@ def _read_job(run_dir: str, overrides: Sequence[str] = ()) -> Job:
 
 def _refuse_another_job(job: Job, run_dir: str) -> None:
     unfinished = _read_job(run_dir)
-    now, then = (flatten(plain_job(_resolve(j, run_dir))) for j in (job, unfinished))
-    problems = [
-        Problem(key, f"is {_value_text(then, key)} in that run", _value_text(now, key))
-        for key in {**now, **then}
-        if now.get(key, _ABSENT) != then.get(key, _ABSENT) and not key.startswith(_NOT_COMPARED)
-    ]
+    problems = _differences(job, unfinished, run_dir)
     if problems:
         raise JobError([_remedies(run_dir, unfinished), *problems])
+
+
+def _differences(job: Job, unfinished: Job, run_dir: str) -> list[Problem]:
+    """Return the fields whose values change what a run computes."""
+    now, then = (flatten(plain_job(_resolve(j, run_dir))) for j in (job, unfinished))
+    return [
+        Problem(key, f"is {_value_text(then, key)} in that run", _value_text(now, key))
+        for key in {**now, **then}
+        if now.get(key, _ABSENT) != then.get(key, _ABSENT)
+        and not key.startswith((*_HARMLESS, "storage_path", "resume"))
+    ]
 
 
 def _remedies(run_dir: str, job: Job) -> Problem:
     rule = f"auto found the unfinished run {run_dir}, which was started with another job"
     hint = (
         "set the fields below to their values in that run, or resume that run unchanged: "
-        f"{resume_command(run_dir, job)}, or start a new run: --set resume=never, or another name"
+        f"{resume_command(run_dir, job)}, or start a new run: --set resume=never, or another "
+        "name; --resume also takes another length: --set epochs=N"
     )
     return Problem("resume", rule, hint=hint)
 

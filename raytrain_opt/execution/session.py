@@ -15,6 +15,7 @@ from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.data import RayData
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
+from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem, StorageError
 from raytrain_opt.execution.lock import lock_run_directory
 from raytrain_opt.execution.log_markers import announce_run_dir
@@ -112,7 +113,9 @@ def open_session(
         pending_preflight = pending_preflight or start_preflight()
         job, preflight = _result(pending_preflight, job.timeouts.no_progress_s)
         startup.mark("data_read_s")
-        paths, checkpoints = stack.enter_context(open_run_directory(job, resume, terminal))
+        paths, checkpoints = stack.enter_context(
+            open_run_directory(job, resume, terminal, preflight.info)
+        )
         stack.enter_context(stop.raised())
         announce_run_dir(paths.shown)
         plan = _plan(job, terminal, slots=slots)
@@ -161,13 +164,14 @@ def _plan(job: Job, terminal: Terminal, *, slots: bool) -> PoolPlan:
 
 @contextmanager
 def open_run_directory(
-    job: Job, resume: str | None, terminal: Terminal
+    job: Job, resume: str | None, terminal: Terminal, info: DataInfo | None = None
 ) -> Iterator[tuple[RunPaths, Checkpoints]]:
     """Make a run directory, or open that of an earlier run; lock it against other processes.
 
     Yields its paths and its checkpoints, of which the latest is readable. Writes the job into it,
     so that storage that cannot be written is reported here. Says how to resume a run that Ctrl-C
-    or SIGTERM ends within the block. Raises JobError or CheckpointError.
+    or SIGTERM ends within the block. Raises JobError or CheckpointError, and DataError if data
+    that were read (`info`) are not those of the latest checkpoint.
     """
     text = dump_job(job)
     paths = RunPaths.existing(resume) if resume else RunPaths.create(job.storage_path, job.name)
@@ -183,9 +187,10 @@ def open_run_directory(
                 )
             checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
             notes += [f"{damage}; the one before is used" for damage in checkpoints.drop_damaged()]
-            _check_latest(checkpoints)
+            _check_latest(checkpoints, job, info)
             checkpoints.remove_orphans()
             write_text(paths.job, text)
+            paths.result.unlink(missing_ok=True)  # a run with a result is not resumed
             paths.publish()
         except CheckpointError:
             raise
@@ -209,11 +214,13 @@ def open_run_directory(
             raise
 
 
-def _check_latest(checkpoints: Checkpoints) -> None:
+def _check_latest(checkpoints: Checkpoints, job: Job, info: DataInfo | None) -> None:
     """Read the latest checkpoint, so that a run that cannot resume stops before pools start."""
     if checkpoints.latest is not None:
-        _, progress = read_checkpoint(checkpoints.folder / checkpoints.latest.folder)
-        RunProgress.from_json(progress)
+        _, plain = read_checkpoint(checkpoints.folder / checkpoints.latest.folder)
+        progress = RunProgress.from_json(plain)
+        if info is not None and progress.data is not None:
+            progress.data.require_same(job.data, info)
 
 
 def how_to_resume(paths: RunPaths, job: Job) -> str:

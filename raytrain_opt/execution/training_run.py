@@ -10,7 +10,8 @@ from functools import partial
 from typing import cast
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.errors import DivergedError, PoolError
+from raytrain_opt.data.fingerprint import DataFingerprint
+from raytrain_opt.errors import DivergedError, JobError, PoolError, Problem
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.length import TrainingLength, measure_pace
@@ -66,7 +67,7 @@ class TrainingRun:
         self.checkpoints, self.event_log, self.callbacks = checkpoints, event_log, callbacks
         self.terminal, self.startup = workspace.terminal, workspace.startup
         self._stop = workspace.stop
-        self.progress = RunProgress()
+        self.progress = RunProgress(data=DataFingerprint.of(resolved.info))
         self.length = TrainingLength(self.job, self.steps, event_log)
         self._epoch = EpochMetrics(monotonic_s())
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
@@ -384,7 +385,25 @@ class TrainingRun:
         lost = f"; {damaged} damaged lines of its timeline or events were removed"
         text = f"resumed after {checkpoint.reached}{lost if damaged else ''}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
+        records = self.length.records
+        if records and self.job.epochs not in (None, records[-1].epochs):
+            self._tell_new_length(epoch, records[-1].optimizer)
         return self.backend.states.put(checkpoint.folder, state)
+
+    def _tell_new_length(self, epoch: int, optimizer: str) -> None:
+        """Say what another number of epochs does to the rate. Raises JobError if it cannot be."""
+        latest = self.history.latest
+        name = str(self.job.optimizers[latest.next_optimizer if latest else 0].name)
+        if name != optimizer:  # the choice of Muon depends on the length
+            rule = f"would continue with {name} after epochs with {optimizer}"
+            hint = f"start a new run from the weights: model.weights: {self.paths.shown}"
+            raise JobError([Problem("epochs", rule, str(self.job.epochs), hint)])
+        action = self.policy.next(epoch, self.history)
+        lrs = (action.base_lr,) if isinstance(action, TryCandidates) else action.lrs
+        lr = lrs[min(len(self._epoch.lrs), len(lrs) - 1)]
+        text = f"the rate goes from {self.lrs[-1]:.3g} to {lr:.3g}"
+        text = f"the schedule now covers {self.job.epochs} epochs: {text}"
+        self.event_log.log("length", epoch, text)
 
     def _lost_results(
         self, action: TryCandidates, results: Sequence[CandidateResult]

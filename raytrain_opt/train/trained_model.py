@@ -172,7 +172,7 @@ def load_for(
     for note in saved.notes:
         warnings.warn(note, stacklevel=3)
     metadata = read_metadata(saved.folder)
-    description = _read_description(saved.folder, metadata)
+    description = read_description(saved.folder, metadata)
     if command is not None:
         hint = "in Python, load_model(RUN, trust=True).network is its network"
         description.task.require_classification(command, hint)
@@ -199,7 +199,8 @@ def load_for(
     )
 
 
-def _read_description(folder: Path, metadata: dict[str, str]) -> ModelDescription:
+def read_description(folder: Path, metadata: dict[str, str]) -> ModelDescription:
+    """Parse the metadata of the weights in a checkpoint. Raises CheckpointError."""
     try:
         return _DESCRIPTION.validate_json(metadata[_KEY])
     except (KeyError, ValidationError) as error:

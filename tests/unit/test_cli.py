@@ -177,30 +177,6 @@ def test_a_run_directory_without_a_job_is_named(tmp_path: Path, driver: Any) -> 
     assert f"{tmp_path}/job.yaml" in result.output
 
 
-def test_a_finished_run_is_not_resumed(tmp_path: Path, job_file: str, driver: Any) -> None:
-    """It would write a result with less about how it was trained."""
-    calls = driver(lambda: None)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "index.json").write_text('{"checkpoints": []}')
-    (tmp_path / "result.json").write_text("{}")
-    Path(job_file).replace(tmp_path / "job.yaml")
-    result = invoke("run", "--resume", str(tmp_path))
-    assert (result.exit_code, calls) == (2, [])
-    assert f"--resume: has finished; see {tmp_path}/report.html" in result.output
-
-
-def test_a_resumed_run_keeps_what_it_computes(driver: Any) -> None:
-    """Another seed would move samples that were trained on into the validation split."""
-    calls = driver(lambda: None)
-    overrides = ("--set", "seed=7", "--set", "timeouts.start_s=7", "--set", "epochs=3")
-    result = invoke("run", "--resume", "a run", *overrides)
-    assert result.exit_code == 2
-    assert "--set seed: cannot change in a resumed run" in result.output
-    assert "--set epochs: cannot change" in result.output
-    assert "start_s: " not in result.output
-    assert calls == []
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [

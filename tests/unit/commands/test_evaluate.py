@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,18 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 from raytrain_opt import cli
+from raytrain_opt.config.data import DataSection
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.data import load_shared_data
+from raytrain_opt.data.factory import SharedData
+from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.ensemble import Predictions, average_predictions, error_rates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.trained_model import model_metadata
 from tests.support.cli_errors import command_error
 from tests.support.small_jobs import small_job
 
@@ -32,6 +37,7 @@ def trained(storage: Path, epochs: int = 2, **changes: Any) -> tuple[str, list[T
     paths.job.write_text(dump_job(job))
     learner = Learner(LearnerConfig.from_job(job), load_shared_data(job.data), torch.device("cpu"))
     checkpoints, probabilities = Checkpoints(paths.checkpoints, job.checkpoint), []
+    checkpoints.metadata = model_metadata(job.model, job.task, learner.info)
     for epoch in range(1, epochs + 1):
         learner.train(epoch, 0, [0.1] * 15, MicroBatches(range(1), 1))
         checkpoints.save(epoch, learner.state(copy=True), {}, None)
@@ -124,6 +130,20 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     job = Path(run, "job.yaml")
     job.write_text(dump_job(small_job(tmp_path, model="resnet8")))
     assert "the weights do not match the job's model" in command_error("evaluate", run)
+
+
+def test_data_whose_classes_were_renamed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = trained(tmp_path, epochs=1)
+
+    def load(section: DataSection) -> SharedData:
+        shared = load_shared_data(section)
+        assert isinstance(shared, DatasetArrays)
+        return replace(shared, class_names=tuple("9876543210"))
+
+    monkeypatch.setattr("raytrain_opt.commands.evaluate.load_shared_data", load)
+    assert "was trained on classes ('0', '1'," in command_error("evaluate", run)
 
 
 def test_a_run_needs_no_schedule_that_it_replayed(tmp_path: Path) -> None:

@@ -268,6 +268,17 @@ def test_later_overrides_win_and_the_mapping_stays_unchanged() -> None:
         ("epochs.count.x=3", "--set epochs.count.x", "epochs is a single value"),
         ("learning_rate.candidates.2=3", "--set learning_rate.candidates.2", "from 0 to 1"),
         ("learning_rate.candidates.x=3", "--set learning_rate.candidates.x", "is a list"),
+        ("epochs=010", "--set epochs", "without a leading zero"),
+        ("train_for=1:30", "--set train_for", "base 60"),
+        ("name=a #1", "--set name", "a comment begins"),
+        ("storage_path=#1", "--set storage_path", "a comment begins"),
+        ("storage_path=$HOME/runs", "storage_path", "$HOME is not replaced"),
+        ("model.weights=${RUN}", "model.weights", "${RUN} is not replaced"),
+        ("data={name: image_folder, root: $D/x}", "data.root", "$D is not replaced"),
+        ("data={name: shards, train: $D, test: b}", "data.train", "$D is not replaced"),
+        ("data={name: arrays, train: [a, b], test: [c, $D]}", "data.test.1", "$D is not"),
+        ("model.args={bias: no}", "model.args.bias", "write true or false"),
+        ("data.augment.mixup=.nan", "data.augment.mixup", "finite"),
         ("epoch=3", "epoch", "did you mean 'epochs'?"),
         ("workers.cout=3", "workers.cout", "did you mean 'count'?"),
         ("slot.count=3", "slot", "did you mean 'slots'?"),
@@ -279,6 +290,26 @@ def test_wrong_overrides(override: str, path: str, words: str) -> None:
         parse_job(raw, overrides=[override])
     assert paths_of(caught.value) == [path]
     assert words in str(caught.value)
+
+
+def test_yes_and_no_are_what_their_field_takes() -> None:
+    lines = ["name: NO", "channels_last: no", "cuda_graphs: 'no'", "compile: off"]
+    job = parse_job("\n".join([*(f"{key}: {value}" for key, value in BASE.items()), *lines]))
+    assert (job.name, job.channels_last, job.cuda_graphs, job.compile) == (
+        "NO",
+        False,
+        False,
+        "off",
+    )
+    assert parse_job(dump_job(job)) == job
+    args = parse_job(BASE, overrides=["model.args={a: 'no', b: [null]}"]).model.args
+    assert args == {"a": "no", "b": [None]}
+
+
+def test_a_list_of_candidates_is_of_a_size_that_can_be_tried() -> None:
+    numbers = [1 + i / 1000 for i in range(100_001)]
+    with pytest.raises(JobError, match="candidates: must be .*a list of at most 100 entries"):
+        parse_job({**BASE, "learning_rate": {"policy": "stpt", "candidates": numbers}})
 
 
 def test_wrong_overrides_and_wrong_fields_come_together() -> None:

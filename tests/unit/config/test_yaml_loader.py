@@ -24,7 +24,16 @@ from raytrain_opt.errors import JobError
         ("1e", "1e"),
         ("2026-01-31", "2026-01-31"),
         ("true", True),
-        ("~", None),
+        ("null", None),
+        ("1_000", 1000),
+        ("0x10", 16),
+        ("-0.5", -0.5),
+        (".5", 0.5),
+        ("0", 0),
+        ("1.10", 1.1),
+        ("'010'", "010"),
+        ("host:80", "host:80"),
+        ("C:1:2", "C:1:2"),
         ("'1e-3'", "1e-3"),
         ("", None),
         ("\ufeffa: 1", {"a": 1}),
@@ -47,7 +56,7 @@ def test_plain_values(text: str, value: Any) -> None:
         ("a: &a [*a]", "line 1, column 4", "anchors and aliases"),
         ("a: &a 1", "line 1, column 4", "anchors and aliases"),
         ("a: *b", "line 1, column 4", "anchors and aliases"),
-        ("a: 1\n<<: *b", "line 2, column 5", "repeat the value"),
+        ("a: 1\n<<: {b: 2}", "line 2, column 1", "repeat the value"),
         ("[" * 5000, f"line 1, column {MAX_DEPTH + 1}", f"at most {MAX_DEPTH} levels"),
         ("a: [1\nb: 2", "line 2, column 2", "expected ',' or ']'"),
         ("a: b: c", "line 1, column 5", "mapping values are not allowed here"),
@@ -57,6 +66,17 @@ def test_plain_values(text: str, value: Any) -> None:
         ("? [a]\n: b", "line 1", "unhashable key"),
         ("a: 0x_", "line 1, column 4", "this number cannot be read"),
         ("a: 1\nb: \x07", "line 2", "character YAML forbids"),
+        ("a: 010", "line 1, column 4", "without a leading zero"),
+        ("a: [1, 08]", "line 1, column 8", "without a leading zero"),
+        ("a: -007.5", "line 1, column 4", "without a leading zero"),
+        ("a: 00e3", "line 1, column 4", "without a leading zero"),
+        ("a: 0o17", "line 1, column 4", "without a leading zero"),
+        ("a: 1:30", "line 1, column 4", "base 60"),
+        ("a:\n- 22:22:10.5", "line 2, column 3", "base 60"),
+        ("a: ~", "line 1, column 4", "write null"),
+        ("a: 1\nb:\nc: 2", "line 2, column 3", "a value is missing"),
+        ("a:\n- # none", "line 2", "a value is missing"),
+        ("a: 1e999", "line 1, column 4", "too large"),
     ],
 )
 def test_refused_with_line_and_reason(text: str, place: str, words: str) -> None:
@@ -73,6 +93,7 @@ def test_refused_with_line_and_reason(text: str, place: str, words: str) -> None
     [
         {"text": "1e-3", "number": 1e-3, "small": 1e-300, "whole": 3.0},
         {"date": "2026-01-31", "yes": "yes", "none": None, "null": "null", "empty": ""},
+        ["010", "08", "0o10", "007.5", "1:30", "~", "<<", "no", "NO", "1e999", "1_0"],
         [[0.1, 0.2], [], {}, "a: b", "ü", "line\nline", float("inf")],
     ],
 )
@@ -83,3 +104,9 @@ def test_written_values_are_read_back_equal(value: Any) -> None:
 def test_shared_values_are_written_out_without_anchors() -> None:
     shared = [1, 2]
     assert "&" not in write_yaml({"a": shared, "b": shared})
+
+
+@pytest.mark.parametrize("text", ["yes", "NO", "On", "off"])
+def test_words_that_yaml_reads_as_truth_values_are_text(text: str) -> None:
+    assert read_yaml(text, "job") == text
+    assert type(read_yaml(f"'{text}'", "job")) is str

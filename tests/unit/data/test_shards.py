@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import os
 import pickle
 import tarfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from raytrain_opt import storage
 from raytrain_opt.commands.shard import write_shards
 from raytrain_opt.config.data import HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import load_shared_data
@@ -120,22 +121,6 @@ def test_an_epoch_needs_few_shards_at_a_time_and_has_each_sample_once(local: Sha
         for position in range(20):
             assert sum(first <= position < last for first, last in spans) <= 2
     assert orders[0] != orders[1] != orders[2]
-
-
-def test_indices_are_parsed_in_one_thread(
-    local: ShardsData, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = set()
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        threads.add(threading.current_thread())
-        return load_array(*args, **kwargs)
-
-    load_array = np.load
-    monkeypatch.setattr(np, "load", load)
-    with open_data(local):
-        pass
-    assert threads == {threading.current_thread()}
 
 
 def test_a_balanced_epoch_needs_few_shards_at_a_time_too(local: ShardsData) -> None:
@@ -271,12 +256,12 @@ def test_shards_of_others_get_their_index_when_they_are_used(
 ) -> None:
     with open_data(local) as data:
         expected = pixels(epoch(data))
-    for index in (tmp_path / "shards").glob("*.npy"):
+    for index in (tmp_path / "shards").glob("*.index"):
         index.unlink()
     for _ in range(2):  # made, and read from the cache
         with open_data(local) as data:
             assert pixels(epoch(data)) == expected
-    assert len(list((tmp_path / "cache").glob("*.npy"))) == len(
+    assert len(list((tmp_path / "cache").glob("*.index"))) == len(
         list((tmp_path / "shards").glob("*.tar"))
     )
 
@@ -295,14 +280,12 @@ def test_a_damaged_sample_and_a_cut_off_shard_are_named(local: ShardsData, tmp_p
     shard.write_bytes(content[:position] + b"x" * size + content[position + size :])
     with open_data(local) as data, pytest.raises(DataError, match=r"sample 0 of .*train-000003"):
         epoch(data)
-    shard.write_bytes(content[: position + size // 2])
-    with (
-        open_data(local) as data,
-        pytest.raises(DataError, match=r"000003\.tar ends before"),
-    ):
-        epoch(data)
-    with open_data(local.model_copy(update={"on_unreadable": "skip"})) as data:
-        assert sum(batch.skipped for batch in epoch(data)) >= 1
+    with open_data(local) as data:
+        shard.write_bytes(content[: position + size // 2])
+        with pytest.raises(DataError, match=r"000003\.tar: .*written again since the run started"):
+            epoch(data)
+    with pytest.raises(DataError, match=r"000003\.tar is damaged"), open_data(local):
+        pass
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> None:
@@ -313,20 +296,59 @@ def write_tar(path: Path, members: dict[str, bytes]) -> None:
             tar.addfile(member, BytesIO(content))
 
 
+def members(content: dict[str, bytes], *, end: bytes = bytes(1024)) -> bytes:
+    """Return a tar file; a name may come twice, with blanks behind it."""
+    parts = []
+    for name, data in content.items():
+        member = tarfile.TarInfo(name.rstrip())
+        member.size = len(data)
+        parts += [member.tobuf(), data, bytes(-len(data) % 512)]
+    return b"".join(parts) + end
+
+
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """Return a header that claims another size than its member has."""
+    member = tarfile.TarInfo(name)
+    member.type, member.size = kind, size
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+SAMPLE = {"a.jpg": b"", "a.cls": b"1"}
+LINK = header("b.cls", 0, tarfile.SYMTYPE)
+
+
 @pytest.mark.parametrize(
-    ("members", "message"),
+    ("content", "message"),
     [
-        ({"a.jpg": b"", "a.cls": b"1", "b.jpg": b""}, "each sample needs .* see b"),
-        ({"a.jpg": b"", "a.cls": b"cat"}, "is damaged or .*cat"),
-        ({}, "it has no sample"),
+        (members({**SAMPLE, "b.jpg": b""}), "each sample needs .* see b"),
+        (members({}), "it has no sample"),
+        (members({"._a.jpg": b"", "__MACOSX/a.cls": b"1"}), "it has no sample"),
+        (gzip.compress(members(SAMPLE)), "is damaged or compressed"),
+        (b"x" * 2000, "is damaged or compressed"),
+        (members({**SAMPLE, "a.cls ": b"0"}), "a.cls is another one of sample a"),
+        (members({**SAMPLE, "a.png": b""}), "a.png is another one of sample a"),
+        (members({"a.jpg": b"", "a.cls": b"cat"}), "a.cls must hold .*'cat'.*classes.txt"),
+        (members({"a.jpg": b"", "a.cls": b"1.0"}), "a.cls must hold .*'1.0'"),
+        (members({"a.jpg": b"", "a.cls": b"-1"}), "a.cls must hold .*from 0, but holds '-1'"),
+        (members({"a.jpg": b"", "a.cls": b"1_0"}), "a.cls must hold .*'1_0'"),
+        (members({"a.jpg": b"", "a.cls": b""}), "a.cls must hold .*''"),
+        (members({"a.jpg": b"", "a.cls": b"9" * 24}), "a.cls must hold .*'9999"),
+        (members({"a.jpg": b""}, end=header("a.cls", 20 * 2**30)), "a.cls must be a plain file"),
+        (members(SAMPLE, end=header("b.jpg", 20 * 2**30)), "b.jpg must be a plain file"),
+        (members(SAMPLE, end=LINK), "b.cls must be a plain file"),
+        (members(SAMPLE, end=header("b.jpg", -2048)), "a member of -2048 bytes"),
+        (header("x", 20 * 2**30, tarfile.XHDTYPE) + members(SAMPLE), "a header of 214"),
+        (header("x", 2**40, tarfile.GNUTYPE_LONGNAME) + members(SAMPLE), "a header of 109"),
+        (header("x", 512, tarfile.XHDTYPE) * 5000, "is damaged or compressed"),
     ],
 )
-def test_a_shard_without_samples_or_labels_is_named(
-    local: ShardsData, tmp_path: Path, members: dict[str, bytes], message: str
+def test_a_shard_that_cannot_be_used_is_refused_with_the_reason(
+    local: ShardsData, tmp_path: Path, content: bytes, message: str
 ) -> None:
+    """As fast as its beginning is read: a header may claim any size, and so may a sparse file."""
     shard = tmp_path / "shards" / "train-000001.tar"
-    shard.with_name("train-000001.tar.npy").unlink()
-    write_tar(shard, members)
+    shard.write_bytes(content)
+    os.truncate(shard, len(content) + 2**36)
     with (
         pytest.raises(DataError, match=rf"data\.train: .*train-000001\.tar.*{message}"),
         open_data(local),
@@ -334,13 +356,63 @@ def test_a_shard_without_samples_or_labels_is_named(
         pass
 
 
-def test_a_compressed_shard_is_refused(local: ShardsData, tmp_path: Path) -> None:
+def test_hidden_members_are_left_out(local: ShardsData, tmp_path: Path) -> None:
     shard = tmp_path / "shards" / "train-000001.tar"
-    shard.with_name("train-000001.tar.npy").unlink()
-    shard.write_bytes(gzip.compress(shard.read_bytes()))
+    hidden = {"./._a.jpg": b"", "._a.cls": b"\0", "__MACOSX/b.jpg": b"", "./.x/c.cls": b"no"}
+    shard.write_bytes(members({**hidden, "./a.jpg": b"", "./a.cls": b" 007\n", "../b.txt": b""}))
+    assert make_index(shard, "")[:, 2].tolist() == [7]
+
+
+@pytest.mark.parametrize("where", ["folder", "URI"])
+def test_the_index_of_a_shard_that_was_written_again_is_not_believed(
+    image_tree: Path, tmp_path: Path, s3: S3Server, where: str
+) -> None:
+    """Its size, its positions and its date may be what they were."""
+    output = s3.new_uri() if where == "URI" else f"{tmp_path}/shards"
+    shards = section(output, tmp_path / "cache", *pack(image_tree, output))
+    folder, name = storage.split(expand_braces(shards.train)[0])
+    with open_data(shards) as data:
+        counts = np.array(data.info.class_counts)
+    content = storage.read(folder, name)
+    assert content is not None
+    (tmp_path / "old.tar").write_bytes(content)
+    label = int(make_index(tmp_path / "old.tar", "")[0, 2])
+    old, new = (b"%d".ljust(512, b"\0") % i for i in (label, 1 - label))
+    assert len(old.rstrip(b"\0")) == 1
+    status = (tmp_path / "shards" / name).stat() if where == "folder" else None
+    storage.write(folder, name, content.replace(old[:512], new[:512], 1))
+    if status is not None:
+        os.utime(tmp_path / "shards" / name, ns=(status.st_atime_ns, status.st_mtime_ns))
+    for _ in range(2):  # made anew, then read from the cache
+        with open_data(shards) as data:
+            changed = np.array(data.info.class_counts) - counts
+            assert changed[label] == -1
+            assert changed[1 - label] == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"%s\n", b"%s\n" + bytes(23), "outside", "below"])
+def test_an_index_that_is_damaged_is_not_believed(
+    local: ShardsData, tmp_path: Path, content: bytes | str
+) -> None:
+    with open_data(local) as data:
+        expected = pixels(epoch(data))
+    path = tmp_path / "shards" / "train-000001.tar.index"
+    version, _, rows = path.read_bytes().partition(b"\n")
+    index = np.frombuffer(rows, "<i8").copy()
+    index[0] = -1 if content == "below" else 10**12
+    if isinstance(content, bytes):
+        path.write_bytes(content.replace(b"%s", version))
+    else:
+        path.write_bytes(version + b"\n" + index.tobytes())
+    with open_data(local) as data:
+        assert pixels(epoch(data)) == expected
+
+
+def test_a_shard_is_in_one_set(local: ShardsData) -> None:
+    overlapping = local.model_copy(update={"test": local.train.replace("{000000", "{000005")})
     with (
-        pytest.raises(DataError, match=r"train-000001\.tar is damaged or compressed"),
-        open_data(local),
+        pytest.raises(DataError, match=r"data\.test: train-000005\.tar is in data\.train too"),
+        open_data(overlapping),
     ):
         pass
 
@@ -385,3 +457,21 @@ def test_braces() -> None:
     assert expand_braces("a.tar") == ["a.tar"]
     assert expand_braces("a-{008..010}.tar") == ["a-008.tar", "a-009.tar", "a-010.tar"]
     assert expand_braces("{0..1}/{0..1}") == ["0/0", "0/1", "1/0", "1/1"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("a-{000003..000000}.tar", "a range counts down"),
+        ("a-{0..99999999999}.tar", "stands for 100,000,000,000 shards"),
+        ("{0..999}/{0..999}/{0..999}.tar", "stands for 1,000,000,000 shards"),
+    ],
+)
+def test_ranges_of_no_or_endless_names_are_refused(
+    local: ShardsData, pattern: str, message: str
+) -> None:
+    with (
+        pytest.raises(DataError, match=rf"data\.train: .*{message}"),
+        open_data(local.model_copy(update={"train": pattern})),
+    ):
+        pass

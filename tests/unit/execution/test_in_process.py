@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 from click.testing import CliRunner
@@ -21,8 +23,9 @@ from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.load import dump_job, load_job
 from raytrain_opt.config.schema import CheckpointSection, Job
 from raytrain_opt.driver import run
-from raytrain_opt.errors import DivergedError, JobError, RecordError, ResourcesError
+from raytrain_opt.errors import DataError, DivergedError, JobError, RecordError, ResourcesError
 from raytrain_opt.execution.signals import Terminated
+from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.recording.records import EpochRecord, RoundRecord
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.data_parallel import Parallel
@@ -130,6 +133,74 @@ def test_a_resumed_run_computes_with_the_threads_that_it_began_with(
     assert computed[2:] == [1, 2]
 
 
+def test_a_finished_run_is_extended_with_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rates are those of the new length; the steps before are not repeated."""
+    cosine: dict[str, Any] = {"learning_rate": {"policy": "schedule", "initial": 0.05}}
+    first = run(tiny_job(tmp_path / "a", **cosine), in_process=True)
+    longer = run(tiny_job(tmp_path / "b", epochs=4, **cosine), in_process=True)
+    command = ["run", "--in-process", "--resume", first.run_dir, "--set", "epochs=4"]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    lrs = [lr for epoch in read_lines(first.run_dir, "schedule") for lr in epoch["lrs"]]
+    assert lrs == [*first.lrs, *longer.lrs[len(first.lrs) :]]
+    [_, event] = read_lines(first.run_dir, "events")
+    assert (event["kind"], event["epoch"]) == ("length", 3)
+    assert event["text"] == (
+        "the schedule now covers 4 epochs: the rate goes from "
+        f"{first.lrs[-1]:.3g} to {lrs[len(first.lrs)]:.3g}"
+    )
+    assert load_job(Path(first.run_dir, "job.yaml")).epochs == 4
+    assert json.loads(Path(first.run_dir, "result.json").read_text())["epochs"] == 4
+    with pytest.raises(JobError, match="has finished"):
+        run(tiny_job(tmp_path / "a", epochs=4, **cosine), in_process=True, resume=first.run_dir)
+
+
+def test_a_resume_with_other_data_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).random((80, 64), np.float32), np.arange(80) % 4
+    files = [tmp_path / name for name in ("x.npy", "y.npy", "test_x.npy", "test_y.npy")]
+    for file, array in zip(files, (x, y, x, y), strict=True):
+        np.save(file, array)
+    paths = [str(file) for file in files]
+    data: dict[str, Any] = {"name": "arrays", "train": paths[:2], "test": paths[2:]}
+    job = tiny_job(tmp_path / "runs", model=linear, data=data, global_batch_size=8)
+    first = run(job, in_process=True)
+    folder = Path(first.run_dir)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("[!.]*")}
+    np.save(files[1], y[::-1])
+    longer = job.model_copy(update={"epochs": 3})
+    with pytest.raises(DataError, match=r"data\.train: changed since the checkpoint: .*order"):
+        run(longer, in_process=True, resume=first.run_dir)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("[!.]*")} == before
+    np.save(files[1], y)
+    assert run(longer, in_process=True, resume=first.run_dir).summary["epochs"] == 3
+
+
+def test_an_extension_that_is_interrupted_is_an_unfinished_run(tmp_path: Path) -> None:
+    first = run(tiny_job(tmp_path), in_process=True)
+    longer = tiny_job(tmp_path, epochs=3)
+
+    def stop(*_: object) -> None:
+        raise Terminated
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingRun, "train_epoch", stop)
+        with pytest.raises(Terminated):
+            run(longer, in_process=True, resume=first.run_dir)
+    assert not Path(first.run_dir, "result.json").exists()
+    assert run(longer, in_process=True, resume=first.run_dir).summary["epochs"] == 3
+
+
+def test_another_optimizer_of_the_new_length_is_refused(tmp_path: Path) -> None:
+    """A short training may have chosen one that is left out of a longer one, by its cost."""
+    horizon: dict[str, Any] = {"learning_rate": {"policy": "stpt_horizon"}, "optimizer": "auto"}
+    first = run(tiny_job(tmp_path, epochs=1, **horizon), in_process=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raytrain_opt.search.optimizer_race.is_too_costly", lambda *_: True)
+        with pytest.raises(JobError, match="epochs: would continue with SGD after .* Muon"):
+            run(tiny_job(tmp_path, **horizon), in_process=True, resume=first.run_dir)
+
+
 def test_a_run_that_died_before_its_result_was_written_has_the_same(tmp_path: Path) -> None:
     first = run(tiny_job(tmp_path), in_process=True)
     Path(first.run_dir, "result.json").unlink()
@@ -199,7 +270,7 @@ def test_damaged_decoration_stops_neither_a_resume_nor_its_end(
     resumed = run(tiny_job(tmp_path), in_process=True, resume=first.run_dir)
     assert resumed.run_dir == first.run_dir
     assert len(read_lines(resumed.run_dir, "epochs")) == 2
-    [event] = read_lines(resumed.run_dir, "events")
+    event, _ = read_lines(resumed.run_dir, "events")
     assert event["text"] == (
         "resumed after epoch 1; 1 damaged lines of its timeline or events were removed"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -12,12 +14,16 @@ from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, StorageError
 from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_workers
-from raytrain_opt.execution.resume import find_unfinished_run, keep_workers
+from raytrain_opt.execution.resume import (
+    check_resumed_job,
+    find_unfinished_run,
+    keep_workers,
+)
 from raytrain_opt.execution.session import how_to_resume
 from raytrain_opt.paths import RunPaths, newest_unfinished
 from raytrain_opt.storage import join, write, write_json
 from tests.support.s3_server import S3Server
-from tests.support.synthetic_runs import batch_size
+from tests.support.synthetic_runs import batch_size, epoch_line
 
 SEARCH = {"strategy": "throughput_knee", "lr_rule": "linear"}
 
@@ -45,6 +51,8 @@ def make_run(storage: object, run_id: str, started_with: Job, *files: str) -> st
     return run_dir
 
 
+TIMED: dict[str, Any] = {"epochs": None, "train_for": "1h"}
+TIMED["learning_rate"] = {"policy": "schedule", "shape": "linear"}
 SAVED, FINISHED = ("checkpoints/index.json",), ("checkpoints/index.json", "result.json")
 
 
@@ -109,6 +117,81 @@ def test_another_job_is_refused_with_the_fields_that_differ(storage: str) -> Non
     assert "learning_rate.shape: is not set in that run (given: 'linear')" in message
     assert "data" not in {problem.path.split(".")[0] for problem in caught.value.problems}
     assert caught.value.exit_code == 2
+
+
+def epochs(count: int, planned: int = 3) -> bytes:
+    lines = [{"schema_version": 1, **epoch_line(n, epochs=planned)} for n in range(1, count + 1)]
+    return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"seed": 1, "epochs": 9}, "seed"),
+        ({"global_batch_size": 16}, "global_batch_size"),
+        ({"optimizer": "AdamW"}, "optimizer.name"),
+        ({"model": {"name": "small_cnn", "args": {"width": 5}}}, "model.args.width"),
+        ({"learning_rate": {"policy": "stpt", "candidates": [1.0, 0.4]}}, "learning_rate.cand"),
+        ({"data": {"name": "digits", "validation_fraction": 0.2}}, "data.validation_fraction"),
+        ({"workers": {"count": 2}}, "workers.count"),
+        ({"precision": "bf16"}, "precision"),
+    ],
+)
+def test_a_run_that_is_named_continues_its_own_job(
+    storage: str, changes: dict[str, Any], field: str
+) -> None:
+    """From Python and from the command line, which gives the job of the run with `--set`."""
+    began = job(storage)
+    run_dir = make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", began, *SAVED)
+    write(run_dir, "epochs.jsonl", epochs(2))
+    check_resumed_job(began, run_dir)
+    with pytest.raises(JobError, match=rf"(?s)resume: continues .* can change.*{field}.*: is"):
+        check_resumed_job(job(storage, **changes), run_dir)
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "files", "message"),
+    [
+        ({}, {}, SAVED, None),
+        ({}, {}, FINISHED, "--resume: has finished.* --set epochs=N"),
+        ({}, {"checkpoint": {"keep": 5}}, FINISHED, "--resume: has finished"),
+        ({}, {"epochs": 9}, FINISHED, None),
+        ({}, {"epochs": 9}, SAVED, None),
+        ({}, {"epochs": 2}, SAVED, "epochs: must be more than the 3 epochs"),
+        ({"epochs": 5}, {"epochs": 5, "stop": {"patience": 2}}, FINISHED, None),
+        ({}, {"stop": {"patience": 2}}, FINISHED, "epochs: must be more than the 3 epochs"),
+        (
+            {**TIMED, "epochs": 5, "train_for": None},
+            TIMED,
+            SAVED,
+            "train_for: plans no more epochs",
+        ),
+        (TIMED, {**TIMED, "train_for": "2h"}, SAVED, None),
+        (TIMED, {**TIMED, "train_for": "2h"}, FINISHED, "train_for: plans no more epochs"),
+        (TIMED, {"learning_rate": TIMED["learning_rate"], "epochs": 9}, FINISHED, None),
+    ],
+)
+def test_a_run_may_get_another_length(
+    storage: str,
+    before: dict[str, Any],
+    changes: dict[str, Any],
+    files: tuple[str, ...],
+    message: str | None,
+) -> None:
+    run_id = "r-20260101-000000-aaaaaaaaaaaaaaaa"
+    run_dir = make_run(storage, run_id, job(storage, **before), *files)
+    write(run_dir, "epochs.jsonl", epochs(3))
+    with nullcontext() if message is None else pytest.raises(JobError, match=message):
+        check_resumed_job(job(storage, **changes), run_dir)
+
+
+def test_the_length_stays_while_the_search_that_belongs_to_it_is_not_complete(
+    storage: str,
+) -> None:
+    run_dir = make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", job(storage), *SAVED)
+    with pytest.raises(JobError, match="epochs: cannot change before epoch 1 is complete"):
+        check_resumed_job(job(storage, epochs=9), run_dir)
 
 
 def test_the_command_for_another_job_trusts_the_functions_of_the_unfinished_run(
