@@ -36,6 +36,8 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
         open_run_directory(job, resume, terminal) as (paths, checkpoints),
     ):
         terminal.note("training in one process, without Ray: for debugging, not for speed")
+        for note in preflight.info.notes:
+            terminal.note(note)
         resolved = preflight.resolved
         assert resolved is not None  # no batch size is to be searched
         with (

@@ -112,6 +112,8 @@ def open_session(
         paths, checkpoints = stack.enter_context(open_run_directory(job, resume, terminal))
         stack.enter_context(stop.raised())
         announce_run_dir(paths.shown)
+        for note in preflight.info.notes:
+            terminal.note(note)
         plan = _plan(job, terminal, slots=slots)
         if job.workers.count == "auto":
             job = set_worker_count(job, plan.workers)
