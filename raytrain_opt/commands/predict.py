@@ -122,9 +122,12 @@ def _find_images(argument: str, left_out: Counter[str]) -> list[_ImageFile]:
         if storage.is_remote(argument):
             objects = obstore.list(storage.open_store(argument))
             paths = [entry["path"] for chunk in objects for entry in chunk]
-            kinds = {path: left_out_kind(path) for path in paths}
-            left_out.update(filter(None, kinds.values()))
-            names = [path for path in paths if not kinds[path]]
+            names = []
+            for path in paths:
+                kinds = [left_out_kind(part) for part in path.split("/")]
+                kind = "hidden" if "hidden" in kinds else kinds[-1]
+                left_out[kind] += bool(kind)
+                names += [] if kind else [path]
         else:
             root = storage.local_path(argument)
             if root.is_file():

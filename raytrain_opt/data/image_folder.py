@@ -27,7 +27,7 @@ from raytrain_opt.data.images import (
 from raytrain_opt.data.label_table import read_table, shorten
 from raytrain_opt.data.sampling import Indices
 from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
-from raytrain_opt.errors import DataError, StorageError
+from raytrain_opt.errors import DataError, StorageError, printable
 
 # Of the CSV file.
 COLUMNS = ("file", "label", "split")
@@ -204,19 +204,19 @@ def image_paths(folder: str | Path, left_out: Counter[str]) -> Iterator[tuple[st
             yield path, path if is_real else os.path.realpath(path)
 
 
-def left_out_kind(path: str) -> str:
-    """Return why a file of this name, perhaps below folders, is no image; else nothing."""
-    if any(name.startswith(".") or name in _SYSTEM_FOLDERS for name in path.split("/")):
+def left_out_kind(name: str) -> str:
+    """Return why a file of this name is no image; nothing if it is one."""
+    if name.startswith(".") or name in _SYSTEM_FOLDERS:
         return "hidden"
-    suffix = os.path.splitext(path)[1].lower()
-    return "" if suffix in SUFFIXES else suffix or "no suffix"
+    suffix = name[name.rfind(".") :].lower() if "." in name else "no suffix"
+    return "" if suffix in SUFFIXES else suffix
 
 
 def left_out_note(left_out: Counter[str]) -> tuple[str, ...]:
     """Return a line about the files that were left out, if there are any."""
     kinds = [f"{count:,} {kind}" for kind, count in left_out.most_common(8) if count]
     text = f"{left_out.total():,} files or folders are left out: {', '.join(kinds)}"
-    return (text,) if kinds else ()
+    return (printable(text),) if kinds else ()
 
 
 def _in_color(files: ImageFiles) -> ImageFiles:

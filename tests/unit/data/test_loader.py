@@ -802,6 +802,23 @@ def test_uint8_images_are_scaled_to_one(channels_last: bool) -> None:
     assert batch.x.is_contiguous(memory_format=expected)
 
 
+@pytest.mark.parametrize(
+    "shape", [(20, 24, 3), (20, 24, 1), (3, 20, 24), (1, 20, 24), (5, 20, 24)]
+)
+def test_the_layout_of_images_of_a_dataset_is_seen_in_their_shape_and_said(
+    shape: tuple[int, ...],
+) -> None:
+    image = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    section, is_last = samples_section((image, 0), (image, 1)), shape[0] == 20
+    with open_section(section) as data:
+        batch = next(data.eval_batches("test", 0, 1, 100))
+        [note] = data.info.notes
+    expected = torch.from_numpy(image / 255).float()
+    torch.testing.assert_close(batch.x[0], expected.permute(2, 0, 1) if is_last else expected)
+    assert f"{list(shape)} is read as 24 x 20 pixels" in note
+    assert note.endswith(f"(channels {'last' if is_last else 'first'})")
+
+
 def test_explicit_mean_and_std_apply_to_images_and_to_values() -> None:
     image = torch.randint(0, 256, (3, 4, 5), dtype=torch.uint8)
     mean_std = ([0.5, 0.4, 0.3], [0.1, 0.2, 0.3])
