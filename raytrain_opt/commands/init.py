@@ -96,7 +96,10 @@ def init(
         if path.exists():
             raise DataError(str(path), "exists, and init overwrites nothing; give --output FILE")
     _, gpus = gpu_states()
-    section, rows, notes = find_data(folder.absolute(), labels, label_column)
+    try:
+        section, rows, notes = find_data(folder.absolute(), labels, label_column)
+    except OSError as error:
+        raise DataError(str(folder), f"cannot be read: {error}") from error
     if rows:
         write_text(labels, _to_csv(rows))
     try:
@@ -139,18 +142,16 @@ def find_data(
     left_out: Counter[str] = Counter()
     tables = _files(folder, "*.csv", "*.tsv")
     rows = read_tables(folder, tables, label_column, left_out, notes) if tables else []
-    rows = rows or _class_folders(folder, left_out, notes)
+    if label_column is None:
+        rows = rows or _class_folders(folder, left_out, notes)
     if len({label for _, label, _ in rows}) < 2:
         raise DataError(str(folder), "; ".join(["has no data to train on", *notes, _VALID]))
     if not any(split == "test" for _, _, split in rows):
         rows = _split_rows(rows)
         notes.append("a fifth of each class, drawn at random, is the test set")
     notes += left_out_note(left_out)
-    return (
-        {"name": "image_folder", "root": str(folder), "labels": str(labels)},
-        sorted(rows),
-        notes,
-    )
+    section = {"name": "image_folder", "root": str(folder), "labels": str(labels)}
+    return section, sorted(rows), notes
 
 
 def _splits(names: Iterable[str]) -> dict[str, str]:
@@ -204,9 +205,9 @@ def _find_arrays(folder: Path, notes: list[str]) -> Section | None:
         labels = [file for file in shapes if _words(file) & _LABEL_WORDS] or list(flat)
         samples = [file for file in shapes if file not in flat and file not in labels]
         if len(samples) != 1 or len(labels) != 1:
-            found = ", ".join(f"{file.name} {list(shape)}" for file, shape in shapes.items())
+            names = ", ".join(f"{file.name} {list(shape)}" for file, shape in shapes.items())
             rule = "the .npy files are not one array of samples and one of labels for each set"
-            raise DataError(str(folder), f"{rule}; of {split}: {found or 'none'}; {_VALID}")
+            raise DataError(str(folder), f"{rule}; of {split}: {names or 'none'}; {_VALID}")
         section[split] = [str(samples[0]), str(labels[0])]
         notes.append(f"{split}: samples {samples[0].name}, labels {labels[0].name}")
     return section

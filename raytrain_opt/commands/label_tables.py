@@ -50,6 +50,7 @@ def read_tables(
         for key in {name, os.path.splitext(name)[0]}:
             images[key] = "" if key in images else path  # "": of several images
     images.update((path, path) for path in paths)
+    left_out.subtract(file.suffix.lower() for file in files)
 
     def find(value: str) -> str | None:
         path = os.path.normpath(value.strip().replace("\\", "/"))

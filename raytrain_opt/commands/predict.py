@@ -132,8 +132,8 @@ def _find_images(argument: str, left_out: Counter[str]) -> list[_ImageFile]:
             root = storage.local_path(argument)
             if root.is_file():
                 return [_ImageFile(argument, str(root.parent), root.name)]
-            found = image_paths(root, left_out) if root.is_dir() else ()
-            names = [os.path.relpath(path, root) for path, _ in found]
+            images = image_paths(root, left_out) if root.is_dir() else ()
+            names = [os.path.relpath(path, root) for path, _ in images]
     except storage.STORAGE_ERRORS as error:
         rule = f"cannot be read: {storage.error_text(error)}"
         raise JobError([Problem("IMAGE", rule, repr(argument))], "arguments") from None

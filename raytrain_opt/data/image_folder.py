@@ -167,12 +167,13 @@ def list_folder(folder: Path, left_out: Counter[str], seen: dict[str, str]) -> I
 def class_folders(folder: Path, left_out: Counter[str]) -> list[str]:
     """Return the names of the folders in a folder, also of links; count everything else."""
     names = []
-    for entry in os.scandir(folder):
-        kind = left_out_kind(entry.name)
-        if entry.is_dir() and kind != "hidden":
-            names.append(entry.name)
-        else:
-            left_out[kind or "beside the folders of classes"] += 1
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            kind = left_out_kind(entry.name)
+            if entry.is_dir() and kind != "hidden":
+                names.append(entry.name)
+            else:
+                left_out[kind or "beside the folders of classes"] += 1
     return sorted(names)
 
 
@@ -185,7 +186,9 @@ def image_paths(folder: str | Path, left_out: Counter[str]) -> Iterator[tuple[st
     pending, directories = [str(folder)], []
     while pending:
         directory, files = pending.pop(), []
-        for entry in os.scandir(directory):
+        with os.scandir(directory) as iterator:
+            entries = list(iterator)
+        for entry in entries:
             kind = left_out_kind(entry.name)
             if entry.is_dir():
                 kind = "hidden" if kind == "hidden" else "link to a folder" * entry.is_symlink()
@@ -200,8 +203,8 @@ def image_paths(folder: str | Path, left_out: Counter[str]) -> Iterator[tuple[st
         real_directory = os.path.realpath(directory)
         for name, is_link in files:
             path = f"{directory}/{name}"
-            is_real = real_directory == directory and not is_link
-            yield path, path if is_real else os.path.realpath(path)
+            real_path = path if real_directory == directory else f"{real_directory}/{name}"
+            yield path, os.path.realpath(path) if is_link else real_path
 
 
 def left_out_kind(name: str) -> str:

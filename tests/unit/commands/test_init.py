@@ -207,6 +207,13 @@ def test_the_column_of_labels_can_be_named(tmp_path: Path, output: Path) -> None
     for wrong in ("id", "age"):
         with pytest.raises(DataError, match="which may be label, diagnosis"):
             init(folder, output, 10, lambda _: None, wrong)
+    (folder / "t.csv").unlink()
+    write_classes(folder, a=3, b=3)
+    with pytest.raises(DataError, match="has no data to train on"):
+        init(folder, output, 10, lambda _: None, "diagnosis")
+    (folder / "loop").symlink_to("loop")
+    with pytest.raises(DataError, match="cannot be read: .*symbolic links"):
+        init(folder, output, 10, lambda _: None)
 
 
 @pytest.mark.parametrize(
