@@ -375,14 +375,20 @@ def shard(folder: str, output: str, mib: int) -> None:
     type=click.IntRange(1),
     help="Image files that are decoded, spread evenly, to find unreadable ones.",
 )
-def init(folder: str, output: str, examine: int) -> None:
+@click.option(
+    "--label-column", metavar="NAME", help="The column of a CSV file with the class of each image."
+)
+def init(folder: str, output: str, examine: int, label_column: str | None) -> None:
     """Write a job file for the images, arrays or shards in FOLDER, by default this directory.
 
     Example: raytrain-opt init photos --output photos.yaml
     """
     from raytrain_opt.commands.init import init as write_job
 
-    write_job(Path(folder), Path(output), examine, lambda line: click.echo(printable(line)))
+    def echo(line: str) -> None:
+        click.echo(printable(line))
+
+    write_job(Path(folder), Path(output), examine, echo, label_column)
 
 
 @main.command()

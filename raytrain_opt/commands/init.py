@@ -11,20 +11,27 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import BytesIO, StringIO
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
-from PIL import Image, UnidentifiedImageError
 
+from raytrain_opt.commands.label_tables import SPLITS, Row, read_tables
 from raytrain_opt.config.data import ArraysData, HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import DataInfo, load_shared_data, open_data
 from raytrain_opt.data.batch_reader import SourceSplit
-from raytrain_opt.data.image_folder import COLUMNS, ImageFolderSource, image_paths, list_folder
-from raytrain_opt.data.images import center_crop
+from raytrain_opt.data.image_folder import (
+    COLUMNS,
+    ImageFolderSource,
+    class_folders,
+    image_paths,
+    left_out_kind,
+    left_out_note,
+)
+from raytrain_opt.data.images import center_crop, open_image
 from raytrain_opt.data.shards import ShardSource
 from raytrain_opt.errors import DataError
 from raytrain_opt.monitoring.nvml import gpu_states
@@ -35,20 +42,15 @@ _VALID = (
     "CSV file with their names and labels; train_x.npy, train_y.npy, test_x.npy and test_y.npy; "
     "or train-000000.tar and val-000000.tar, as `raytrain-opt shard` writes them"
 )
-# Words for the sets in names of folders and files, and in tables; earlier ones are preferred.
-_SPLITS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "test", "testing"), "test"),
-}
-_LABEL_COLUMNS = ("label", "class", "category", "target", "y")
+# Words in names of arrays of labels.
+_LABEL_WORDS = {"y", "label", "labels", "target", "targets", "class", "classes"}
 _TEST_FRACTION = 0.2
 # Where the largest class has this many times the samples of the smallest, settings are named.
 _IMBALANCE = 2
-# Names of classes and of unreadable files that are printed.
+# Names of folders and of unreadable files that are printed.
 _NAMES = 5
 
 Section = dict[str, Any]
-Row = tuple[str, str, str]  # of the CSV file: file, label, split
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,27 @@ class Choice:
     epochs: int
 
 
-def init(folder: Path, output: Path, max_examined: int, echo: Callable[[str], object]) -> None:
+def init(
+    folder: Path,
+    output: Path,
+    max_examined: int,
+    echo: Callable[[str], object],
+    label_column: str | None = None,
+) -> None:
     """Write a job file for the data in `folder`, and print what was found and chosen.
 
-    Raises DataError: nothing to train on, or a file that would be written exists; StorageError.
+    `label_column`: of a table, if its name is not a usual one. Raises DataError: nothing to train
+    on, data that may mean several things, or a file that would be written exists; StorageError.
     """
     labels = output.with_name(f"{output.stem}-labels.csv").absolute()
     for path in (output, labels):
         if path.exists():
             raise DataError(str(path), "exists, and init overwrites nothing; give --output FILE")
     _, gpus = gpu_states()
-    section, rows = find_data(folder.absolute(), labels)
+    try:
+        section, rows, notes = find_data(folder.absolute(), labels, label_column)
+    except OSError as error:
+        raise DataError(str(folder), f"cannot be read: {error}") from error
     if rows:
         write_text(labels, _to_csv(rows))
     try:
@@ -100,11 +112,13 @@ def init(folder: Path, output: Path, max_examined: int, echo: Callable[[str], ob
     memory_gib = psutil.virtual_memory().total / 2**30
     table = {
         **_table(section, facts),
+        "notes": f"\n{'':15}".join([*notes, *facts.info.notes]),
         "machine": f"{len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB, {devices}",
         "written": f"{output}, and {labels.name}, the list of its files" if rows else str(output),
     }
     for name, value in table.items():
-        echo(f"  {name:12} {value}")
+        if value:
+            echo(f"  {name:12} {value}")
     echo(
         f"next:\n  raytrain-opt validate {output}    check job and data\n"
         f"  raytrain-opt run {output}         train; the report will be below runs/\n"
@@ -112,78 +126,100 @@ def init(folder: Path, output: Path, max_examined: int, echo: Callable[[str], ob
     )
 
 
-def find_data(folder: Path, labels: Path) -> tuple[Section, list[Row]]:
-    """Return the data section, and the rows of `labels` if it needs them. Raises DataError."""
+def find_data(
+    folder: Path, labels: Path, label_column: str | None
+) -> tuple[Section, list[Row], list[str]]:
+    """Return the data section, the rows of `labels` if it needs them, and lines about the choice.
+
+    Raises DataError: there are no data, or they may have several meanings.
+    """
+    notes: list[str] = []
     # Indices of shards are arrays too.
-    for find in (_find_shards, _find_arrays, _find_splits):
-        section = find(folder)
+    for find in (_find_shards, _find_arrays, _find_splits) if label_column is None else ():
+        section = find(folder, notes)
         if section is not None:
-            return section, []
-    # With several tables, that of the training set: others may list images without labels.
-    tables = sorted(folder.glob("*.csv"), key=lambda path: ("train" not in path.name, path.name))
-    listed = filter(None, (_read_table(folder, path) for path in tables))
-    rows = next(listed, []) or _class_folders(folder)
+            return section, [], notes
+    left_out: Counter[str] = Counter()
+    tables = _files(folder, "*.csv", "*.tsv")
+    rows = read_tables(folder, tables, label_column, left_out, notes) if tables else []
+    if label_column is None:
+        rows = rows or _class_folders(folder, left_out, notes)
     if len({label for _, label, _ in rows}) < 2:
-        raise DataError(str(folder), f"has no data to train on; {_VALID}")
-    if not any(split for _, _, split in rows):
+        raise DataError(str(folder), "; ".join(["has no data to train on", *notes, _VALID]))
+    if not any(split == "test" for _, _, split in rows):
         rows = _split_rows(rows)
-    return {"name": "image_folder", "root": str(folder), "labels": str(labels)}, sorted(rows)
+        notes.append("a fifth of each class, drawn at random, is the test set")
+    notes += left_out_note(left_out)
+    section = {"name": "image_folder", "root": str(folder), "labels": str(labels)}
+    return section, sorted(rows), notes
 
 
 def _splits(names: Iterable[str]) -> dict[str, str]:
     """Return which of the names are those of the training and of the test set: by first word."""
     first_words = {re.split(r"[^a-z]", name.lower())[0]: name for name in names}
     splits: dict[str, str] = {}
-    for word, split in _SPLITS.items():
+    for word, split in SPLITS.items():
         if word in first_words:
             splits.setdefault(split, first_words[word])
     return splits
 
 
-def _folders(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-
-
-def _find_splits(folder: Path) -> Section | None:
-    names = _splits(_folders(folder))
-    if len(names) < 2:
-        return None
-    try:
-        list_folder(folder / names["test"])
-    except FileNotFoundError:
-        return None  # a test set without labels
+def _find_splits(folder: Path, notes: list[str]) -> Section | None:
+    folders = class_folders(folder, Counter())
+    names = _splits(folders)
+    if len(names) < 2 or not class_folders(folder / names["test"], Counter()):
+        return None  # or a test set without labels
+    if others := [name for name in folders if name not in names.values()]:
+        notes.append(f"folders that are not read: {', '.join(others[:_NAMES])}")
     splits = {"train_split": names["train"], "test_split": names["test"]}
     return {"name": "image_folder", "root": str(folder), **splits}
 
 
-def _find_arrays(folder: Path) -> Section | None:
-    files = sorted(folder.glob("*.npy"))
+def _files(folder: Path, *patterns: str) -> list[Path]:
+    """Return the plain files of a folder by their names, without hidden ones."""
+    files = sorted(file for pattern in patterns for file in folder.glob(pattern))
+    return [file for file in files if file.is_file() and left_out_kind(file.name) != "hidden"]
+
+
+def _find_arrays(folder: Path, notes: list[str]) -> Section | None:
+    files = _files(folder, "*.npy")
     if not files:
-        if any(folder.glob("*.npz")):
+        if _files(folder, "*.npz"):
             example = "numpy.save('train_x.npy', numpy.load('FILE.npz')['train_x'])"
             raise DataError(str(folder), f"has .npz files; write each array to its own: {example}")
         return None
-    found: dict[str, dict[str, str]] = {"train": {}, "test": {}}
+    arrays: dict[str, dict[Path, tuple[int, ...]]] = {"train": {}, "test": {}}
     for file in files:
-        words = re.split(r"[^a-z]+", file.stem.lower())
-        split = next((_SPLITS[word] for word in words if word in _SPLITS), None)
+        split = next((SPLITS[word] for word in _words(file) if word in SPLITS), None)
         if split is None:
             continue
         try:
-            kind = "y" if np.load(file, mmap_mode="r", allow_pickle=False).ndim == 1 else "x"
+            arrays[split][file] = np.load(file, mmap_mode="r", allow_pickle=False).shape
         except Exception as error:  # a damaged header can make numpy raise anything
             raise DataError(str(file), f"is not an array of plain numbers: {error}") from error
-        found[split].setdefault(kind, str(file))
-    if not any(found.values()):
+    if not any(arrays.values()):
         return None
-    if not all(len(pair) == 2 for pair in found.values()):
-        raise DataError(str(folder), f"has .npy files, but not samples and labels twice; {_VALID}")
-    return {"name": "arrays", **{split: [pair["x"], pair["y"]] for split, pair in found.items()}}
+    section: Section = {"name": "arrays"}
+    for split, shapes in arrays.items():
+        flat = {file for file, shape in shapes.items() if len(shape) < 2 or shape[1:] == (1,)}
+        labels = [file for file in shapes if _words(file) & _LABEL_WORDS] or list(flat)
+        samples = [file for file in shapes if file not in flat and file not in labels]
+        if len(samples) != 1 or len(labels) != 1:
+            names = ", ".join(f"{file.name} {list(shape)}" for file, shape in shapes.items())
+            rule = "the .npy files are not one array of samples and one of labels for each set"
+            raise DataError(str(folder), f"{rule}; of {split}: {names or 'none'}; {_VALID}")
+        section[split] = [str(samples[0]), str(labels[0])]
+        notes.append(f"{split}: samples {samples[0].name}, labels {labels[0].name}")
+    return section
 
 
-def _find_shards(folder: Path) -> Section | None:
+def _words(file: Path) -> set[str]:
+    return set(re.split(r"[^a-z]+", file.stem.lower()))
+
+
+def _find_shards(folder: Path, notes: list[str]) -> Section | None:
     groups: dict[str, list[str]] = {}
-    for file in sorted(folder.glob("*.tar")):
+    for file in _files(folder, "*.tar"):
         if match := re.fullmatch(r"(.*?)(\d+)", file.stem):
             groups.setdefault(match[1], []).append(match[2])
     names = _splits(groups)
@@ -194,42 +230,6 @@ def _find_shards(folder: Path) -> Section | None:
         for split, prefix in names.items()
     }
     return {"name": "shards", **patterns}
-
-
-def _read_table(folder: Path, path: Path) -> list[Row]:
-    """Return the images that a CSV file lists by path, name or name without suffix.
-
-    Raises DataError: it is no CSV file, or several images have a name that it lists.
-    """
-    images = [Path(file).relative_to(folder) for file in image_paths(folder)]
-    names: dict[str, str] = {}
-    for image in images:
-        for name in (image.stem, image.name):
-            names[name] = "" if name in names else str(image)  # "": of several images
-    names.update((str(image), str(image)) for image in images)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            delimiter = max(",;\t", key=file.readline().count)  # that of the header
-            file.seek(0)
-            lines = list(csv.DictReader(file, delimiter=delimiter))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(str(path), f"is not a CSV file in UTF-8: {error}") from error
-    columns = [name for name in lines[0] if name] if lines else []
-    if len(columns) < 2:
-        return []
-    of_files = max(columns, key=lambda name: sum(line[name] in names for line in lines))
-    if several := next((line[of_files] for line in lines if names.get(line[of_files]) == ""), ""):
-        rule = f"lists {several}, the name of several images; list them by path below {folder}"
-        raise DataError(str(path), rule)
-    is_split = {name: {line[name] for line in lines} <= _SPLITS.keys() for name in columns}
-    of_splits = next((name for name in columns if is_split[name]), None)
-    others = [name for name in columns if name not in (of_files, of_splits)]
-    of_labels = min(others, key=lambda name: name.lower() not in _LABEL_COLUMNS, default=of_files)
-    return [
-        (names[line[of_files]], line[of_labels], _SPLITS[line[of_splits]] if of_splits else "")
-        for line in lines
-        if line[of_files] in names and line[of_labels]
-    ]
 
 
 def _to_csv(rows: Sequence[Row]) -> str:
@@ -243,14 +243,22 @@ def _to_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def _class_folders(folder: Path) -> list[Row]:
+def _class_folders(folder: Path, left_out: Counter[str], notes: list[str]) -> list[Row]:
     """Return the images in folders of classes, which may lie below a folder train/."""
-    root = folder / _splits(_folders(folder)).get("train", "")
-    return [
-        (os.path.relpath(path, folder), name, "")
-        for name in _folders(root)
-        for path in image_paths(root / name)
-    ]
+    splits = _splits(class_folders(folder, Counter()))
+    root = folder / splits.get("train", "")
+    left_out.clear()  # of the tables, which are not used
+    rows: list[Row] = []
+    for name in class_folders(root, left_out):
+        paths = [os.path.relpath(path, folder) for path, _ in image_paths(root / name, left_out)]
+        if not paths:
+            notes.append(f"{name}/ has no image and is not a class")
+        elif name != name.strip():
+            raise DataError(str(root / name), "has a name that begins or ends with a blank")
+        rows += [(path, name, "") for path in paths]
+    if "test" in splits and "train" in splits:
+        notes.append(f"{splits['test']}/ has no folders of classes and is not read")
+    return rows
 
 
 def _split_rows(rows: Sequence[Row]) -> list[Row]:
@@ -289,11 +297,9 @@ def examine(section: Section, max_examined: int) -> Facts:
         try:
             content = source.content(split, index)
             center_crop(content, 8)
-            with Image.open(BytesIO(content)) as image:
+            with open_image(content) as image:
                 return (*image.size, image.mode in ("1", "L"))
-        except UnidentifiedImageError:
-            return f"{source.describe(split, index)}: it is not an image"
-        except Exception as error:  # noqa: BLE001 - whatever a decoder raises for a damaged file
+        except (OSError, ValueError) as error:
             return f"{source.describe(split, index)}: {error}"
 
     with ThreadPoolExecutor() as pool:
@@ -302,6 +308,14 @@ def examine(section: Section, max_examined: int) -> Facts:
     images = np.array([result for result in results if not isinstance(result, str)])
     if not len(images):
         raise DataError(source.field, f"no image can be read; {unreadable[0]}")
+    readable = {i for i, result in zip(spread, results, strict=True) if isinstance(result, tuple)}
+    for number, name in enumerate(info.class_labels):
+        files = np.flatnonzero(source.labels == number).tolist()
+        if readable.isdisjoint(files) and all(isinstance(read(i), str) for i in files):
+            rule = (
+                f"none of the {len(files):,} files of class {name} can be read; {read(files[0])}"
+            )
+            raise DataError(source.field, rule)
     (width, height, _), (max_width, max_height, _) = images.min(0), images.max(0)
     sizes = f"{width} x {height}"
     if (width, height) != (max_width, max_height):
@@ -375,11 +389,11 @@ def job_text(name: str, section: Section, facts: Facts, *, gpus: int) -> str:
 def _table(section: Section, facts: Facts) -> dict[str, str]:
     """Return the lines about the data that are printed."""
     info, counts = facts.info, facts.info.class_counts
-    names = info.class_labels
+    names, summary = info.class_labels, info.summary
     low, high = counts.index(min(counts)), counts.index(max(counts))
     table = {
-        "data": f"{section['name']}, {info.train_size:,} to train on, {info.test_size:,} to test",
-        "classes": f"{len(names)}: {', '.join(names[:_NAMES])}{', …' * (len(names) > _NAMES)}",
+        "data": f"{section['name']}, {summary['data']}",
+        "classes": summary["classes"],
         "balance": f"{counts[low]:,} ({names[low]}) to {counts[high]:,} ({names[high]}) samples",
         "samples": facts.sizes,
     }

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import obstore
 import torch
-from PIL import UnidentifiedImageError
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from raytrain_opt import storage
+from raytrain_opt.data.image_folder import image_paths, left_out_kind, left_out_note
+from raytrain_opt.data.images import SUFFIXES, read_image_file
 from raytrain_opt.errors import JobError, Problem, printable
 from raytrain_opt.train.trained_model import TrainedModel
 
@@ -50,6 +54,8 @@ class _ImageFile:
     path: str
 
     def read(self) -> bytes:
+        if not storage.is_remote(self.folder):
+            return read_image_file(Path(self.folder, self.path))
         content = storage.read(self.folder, self.path)
         if content is None:
             raise FileNotFoundError("there is no such file")
@@ -82,7 +88,10 @@ def predict(model: TrainedModel, images: Sequence[str], *, top: int) -> Iterator
         rule = f"takes arrays of shape {model.sample_shape}, not images"
         hint = "use raytrain_opt.load_model and its probabilities()"
         raise JobError([Problem("RUN", rule, None, hint)], "arguments")
-    files = [file for argument in images for file in _find_images(argument)]
+    left_out: Counter[str] = Counter()
+    files = [file for argument in images for file in _find_images(argument, left_out)]
+    for note in left_out_note(left_out):
+        print(note, file=sys.stderr)
     for start in range(0, len(files), _BATCH_SIZE):
         yield from _predict_batch(model, files[start : start + _BATCH_SIZE], top)
 
@@ -96,9 +105,8 @@ def _predict_batch(
         try:
             inputs[file.name] = model.preprocess([file.read()])
         except Exception as error:  # noqa: BLE001 - a damaged file makes a decoder raise anything
-            unknown = isinstance(error, UnidentifiedImageError)
-            reason = "its format is unknown" if unknown else str(error)
-            errors[file.name] = f"cannot be read as an image: {reason}"
+            reason = error.strerror if isinstance(error, OSError) else None
+            errors[file.name] = f"cannot be read: {reason or error}"
     probabilities = model.classify(torch.cat([*inputs.values()])).tolist() if inputs else []
     rows = dict(zip(inputs, probabilities, strict=True))
     for file in files:
@@ -109,21 +117,27 @@ def _predict_batch(
         yield Prediction(file.name, tuple(ranked[:top]), errors.get(file.name))
 
 
-def _find_images(argument: str) -> list[_ImageFile]:
+def _find_images(argument: str, left_out: Counter[str]) -> list[_ImageFile]:
     try:
         if storage.is_remote(argument):
             objects = obstore.list(storage.open_store(argument))
-            names = [entry["path"] for chunk in objects for entry in chunk]
+            paths = [entry["path"] for chunk in objects for entry in chunk]
+            names = []
+            for path in paths:
+                kinds = [left_out_kind(part) for part in path.split("/")]
+                kind = "hidden" if "hidden" in kinds else kinds[-1]
+                left_out[kind] += bool(kind)
+                names += [] if kind else [path]
         else:
             root = storage.local_path(argument)
             if root.is_file():
                 return [_ImageFile(argument, str(root.parent), root.name)]
-            names = [path.relative_to(root).as_posix() for path in root.rglob("*")]
+            images = image_paths(root, left_out) if root.is_dir() else ()
+            names = [os.path.relpath(path, root) for path, _ in images]
     except storage.STORAGE_ERRORS as error:
         rule = f"cannot be read: {storage.error_text(error)}"
         raise JobError([Problem("IMAGE", rule, repr(argument))], "arguments") from None
-    images = sorted(name for name in names if name.lower().endswith(IMG_EXTENSIONS))
-    if not images:
-        rule = f"is neither a file nor a folder with files {', '.join(IMG_EXTENSIONS)}"
+    if not names:
+        rule = f"is neither a file nor a folder with files {', '.join(SUFFIXES)}"
         raise JobError([Problem("IMAGE", rule, repr(argument))], "arguments")
-    return [_ImageFile(storage.join(argument, name), argument, name) for name in images]
+    return [_ImageFile(storage.join(argument, name), argument, name) for name in sorted(names)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -12,7 +13,12 @@ import numpy as np
 import obstore
 
 from raytrain_opt import storage
-from raytrain_opt.data.image_folder import ImageFiles, list_folder
+from raytrain_opt.data.image_folder import (
+    ImageFiles,
+    class_folders,
+    left_out_note,
+    list_folder,
+)
 from raytrain_opt.data.shards import CLASSES, index_bytes, make_index, shard_version
 from raytrain_opt.errors import DataError
 
@@ -29,16 +35,19 @@ def write_shards(
     patterns: list[str] = []
     sets: dict[str, ImageFiles] = {}
     classes: Sequence[str] = ()
-    for split in sorted(path for path in folder.iterdir() if path.is_dir()):
+    left_out, seen = Counter[str](), dict[str, str]()
+    for split in class_folders(folder, left_out):
         try:
-            files = list_folder(split)
+            files = list_folder(folder / split, left_out, seen)
         except OSError as error:
-            raise DataError(str(split), f"has no usable images: {error}") from error
+            raise DataError(f"{folder}/{split}", f"has no usable images: {error}") from error
         classes = classes or files.classes
         if odd := {*classes} ^ {*files.classes}:
             rule = f"and {next(iter(sets))} must have the same classes; only one of them has"
-            raise DataError(str(split), f"{rule}: {', '.join(sorted(odd)[:5])}")
-        sets[split.name] = files
+            raise DataError(f"{folder}/{split}", f"{rule}: {', '.join(sorted(odd)[:5])}")
+        sets[split] = files
+    for note in left_out_note(left_out):
+        on_shard(note)
     if sets:
         storage.write(output, CLASSES, "\n".join(classes).encode())
     for name, files in sets.items():

@@ -15,7 +15,10 @@ def validate(job: Job, job_file: str) -> str:
     """
     if problems := check_job(job):
         raise JobError(problems, job_file)
-    checked = run_local_preflight(job, job_file) is not None
+    preflight = run_local_preflight(job, job_file)
+    summary, notes = {"data": ""}, ["data not checked: the data set is not downloaded yet"]
+    if preflight is not None:
+        summary, notes = preflight.info.summary, [*preflight.info.notes]
     searched = job.batch_size_search
     length = f"{job.epochs} epochs" if job.epochs else f"{job.train_for:g} s"
     split = ", divided among the free GPUs"
@@ -23,7 +26,8 @@ def validate(job: Job, job_file: str) -> str:
         split = f" = {job.workers.size} workers x {job.batch_size_per_worker}"
     lines = {
         "model": function_name(job.model.name),
-        "data": function_name(job.data.name),
+        **summary,
+        "data": ", ".join(filter(None, (function_name(job.data.name), summary["data"]))),
         "learning rate": _learning_rate(job),
         "optimizer": " or ".join(str(optimizer.name) for optimizer in job.optimizers),
         "training": f"{length}, precision {job.precision}, seed {job.seed}",
@@ -32,8 +36,7 @@ def validate(job: Job, job_file: str) -> str:
         "results": job.storage_path,
     }
     choices = "\n".join(f"  {name:14} {text}" for name, text in lines.items())
-    note = "" if checked else "\n  data not checked: the data set is not downloaded yet"
-    return f"{job_file}: valid\n{choices}{note}"
+    return f"{job_file}: valid\n{choices}" + "".join(f"\n  {note}" for note in notes)
 
 
 def _learning_rate(job: Job) -> str:

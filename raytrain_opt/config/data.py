@@ -119,7 +119,7 @@ class ArraysData(_DataSection):
     num_classes: PositiveInt | None = None
     """Default: the largest label of the training set plus one."""
     augment: Augment = Field(default_factory=Augment)
-    """Only for uint8 images [samples, height, width, channels]."""
+    """Only for uint8 images, [samples, height, width, channels] or with channels first."""
 
 
 class _LoaderSection(_DataSection):

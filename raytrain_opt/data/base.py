@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
     from raytrain_opt.data.transforms import Preprocessing
 
+# Of gray and color images, and of color with alpha.
+CHANNELS = (1, 3, 4)
+# Classes that are printed.
+_NAMES = 10
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -65,7 +70,8 @@ class DataInfo:
     `train_size` samples are trained on, `search_size` of them by candidates. `class_names`: none
     if the data have no names. `class_counts`: training samples of each class; empty for the user's
     Datasets without `targets`. `digest`: of the samples as their source knows them, where the
-    driver has read them. `example`: a sample of the user's Datasets, None for other data.
+    driver has read them. `notes`: lines about what was left out and how shapes were read.
+    `example`: a sample of the user's Datasets, None for other data.
     """
 
     num_classes: int
@@ -78,12 +84,23 @@ class DataInfo:
     class_counts: tuple[int, ...] = ()
     preprocessing: Preprocessing | None = None
     digest: str = field(default="", compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
     example: Any = field(default=None, compare=False, repr=False)
 
     @property
     def class_labels(self) -> tuple[str, ...]:
         """The names of the classes, or their numbers."""
         return self.class_names or tuple(map(str, range(self.num_classes)))
+
+    @property
+    def summary(self) -> dict[str, str]:
+        """Lines for people: sizes, and the first classes."""
+        names, sizes = (
+            self.class_labels,
+            f"{self.train_size:,} to train on, {self.test_size:,} to test",
+        )
+        more = ", …" if len(names) > _NAMES else ""
+        return {"data": sizes, "classes": f"{len(names)}: {', '.join(names[:_NAMES])}{more}"}
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -158,6 +175,28 @@ class TrainingData(ABC):
 
     def close(self) -> None:  # noqa: B027 - data in memory have no processes
         """End the loader processes, where there are any."""
+
+
+def channel_axis(shape: tuple[int, ...], default: int) -> int:
+    """Return which axis of an image [height, width, channels] or the reverse has the channels.
+
+    Either the first or the last one: the only one with 1, 3 or 4 values, or, if neither has, the
+    shorter one; else the `default`.
+    """
+    is_usual = [shape[axis] in CHANNELS for axis in (0, -1)]
+    if is_usual[0] != is_usual[1]:
+        return 0 if is_usual[0] else -1
+    if is_usual[0] or shape[0] == shape[-1]:
+        return default
+    return 0 if shape[0] < shape[-1] else -1
+
+
+def layout_note(name: str, shape: tuple[int, ...], axis: int) -> str:
+    """Return the line that says how the shape of an image was read."""
+    height, width = shape[1:] if axis == 0 else shape[:2]
+    order = "first" if axis == 0 else "last"
+    image = f"{width} x {height} pixels with {shape[axis]} channels (channels {order})"
+    return f"{name}: {list(shape)} is read as {image}"
 
 
 def count_classes(

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.data.images import ImageError
 from raytrain_opt.data.sampling import Purpose, sample_seed
 from raytrain_opt.errors import DataError
 from raytrain_opt.random_state import preserve_random_state, seed_all
@@ -118,7 +119,9 @@ class BatchReader(Dataset[Sample]):
 
 
 def cause(error: BaseException) -> str:
-    """Return the error in one line, with the file and line that raised it."""
+    """Return the error in one line, with the file and line that raised it; of images, why."""
+    if isinstance(error, ImageError):
+        return str(error)
     text = traceback.format_exception_only(error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else text

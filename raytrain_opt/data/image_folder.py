@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import csv
 import os
-import time
+import stat
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from hashlib import blake2b
-from io import BytesIO, StringIO
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from raytrain_opt import storage
 from raytrain_opt.config.data import ImageFolderData
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
 from raytrain_opt.data.fingerprint import digest
-from raytrain_opt.data.images import center_crop, random_crop
+from raytrain_opt.data.images import (
+    SUFFIXES,
+    ImageError,
+    center_crop,
+    open_image,
+    random_crop,
+    read_image_file,
+)
+from raytrain_opt.data.label_table import read_table, shorten
 from raytrain_opt.data.sampling import Indices
 from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
-from raytrain_opt.errors import DataError, StorageError
+from raytrain_opt.errors import DataError, StorageError, printable
 
 # Of the CSV file.
 COLUMNS = ("file", "label", "split")
-_CACHE = "~/.cache/raytrain_opt/files"
-# Fewer are listed in a moment, and many small folders are soon gone.
-_MIN_CACHED_FILES = 10_000
-# A folder that changes twice within the resolution of its time has one time for both: 2 s on FAT.
-_TIME_RESOLUTION_NS = 2_000_000_000
 # Files of a set whose sizes a resume compares: a moment, also on a shared file system.
 _MEASURED_FILES = 10_000
+# Folders that systems and programs make beside files, besides hidden ones.
+_SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found")
 # Pillow's modes of images without colors.
 _GRAY_MODES = ("1", "L", "LA", "I", "I;16", "F")
 
@@ -50,16 +53,17 @@ class ImageFolderSource:
     mean_std: MeanStd | None = IMAGENET_MEAN_STD
 
     def __init__(self, section: ImageFolderData) -> None:
+        left_out: Counter[str] = Counter()
         if section.labels is not None:
             self._folders = _read_labels(section, section.labels)
         else:
-            train = _open(section, section.train_split, "data.train_split")
-            test = _open(section, section.test_split, "data.test_split")
+            train, test = _open_folders(section, left_out)
             if train.classes != test.classes:
                 rule = (
                     f"{section.train_split} and {section.test_split} below {section.root} must "
                     "have the same class folders; only one of them has: "
-                    f"{_names(set(train.classes) ^ set(test.classes))}"
+                    f"{_names(set(train.classes) ^ set(test.classes))}; if the test set has no "
+                    "labels, move it away: init then takes a fifth of the training set as test set"
                 )
                 raise DataError(self.field, rule)
             self._folders = {"train": train, "test": test}
@@ -72,6 +76,7 @@ class ImageFolderSource:
             if gray:
                 raise DataError("data.color_only", f"leaves no image of {gray[0]}: all are gray")
         self._root = os.fsencode(f"{Path(section.root).expanduser().absolute()}/")
+        self.notes = left_out_note(left_out)
         self._size, self._random_crop = section.image_size, section.random_crop
         self.class_names = tuple(self._folders["train"].classes)
         self.num_classes = len(self.class_names)
@@ -93,7 +98,7 @@ class ImageFolderSource:
 
     def content(self, split: SourceSplit, index: int) -> bytes:
         """Return the image file."""
-        return Path(self._folders[split][index][0]).read_bytes()
+        return read_image_file(self._folders[split][index][0])
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the file and its class, for an error message."""
@@ -151,39 +156,87 @@ class ImageFiles:
         return os.fsdecode(path), int(self.labels[index])
 
 
-def list_folder(folder: Path) -> ImageFiles:
+def list_folder(folder: Path, left_out: Counter[str], seen: dict[str, str]) -> ImageFiles:
     """List files and classes of a folder, in the order of torchvision's ImageFolder.
 
-    Links are followed, but not those to a folder within a class, which may lead back to itself
-    and repeat all files. A long list is kept in the user's cache folder, with the time at which
-    each directory last changed, and used until one of them has changed. Raises OSError.
+    Counts what it leaves out. `seen`: the files of all folders by the path that links lead to.
+    Raises OSError, also for a file that was seen: it has one class and belongs to one set.
     """
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
     folder = folder.absolute()
-    key = blake2b(os.fsencode(f"{folder} {IMG_EXTENSIONS}"), digest_size=12).hexdigest()
-    kept = _read_list(f"{key}.npz")
-    if kept is not None:
-        return kept
-    started_ns = time.time_ns()
-    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    classes = class_folders(folder, left_out)
     if not classes:
         raise FileNotFoundError("it has no folder of a class")
-    directories = [str(folder)]
-    pairs = (
-        (path, i)
-        for i, name in enumerate(classes)
-        for path in image_paths(folder / name, directories)
-    )
-    files = ImageFiles.of(classes, pairs)
+
+    def pairs() -> Iterator[tuple[str, int]]:
+        for i, name in enumerate(classes):
+            for path, real_path in image_paths(folder / name, left_out):
+                if (other := seen.setdefault(real_path, path)) is not path:
+                    raise FileExistsError(f"{other} and {path} are one file; remove one of them")
+                yield path, i
+
+    files = ImageFiles.of(classes, pairs())
     counts = np.bincount(files.labels, minlength=len(classes))
     if not counts.all():
         raise FileNotFoundError(f"class {classes[int(counts.argmin())]} has no image file")
-    changed_ns = _changed_ns(directories)
-    is_settled = changed_ns.max() < started_ns - _TIME_RESOLUTION_NS
-    if len(files) >= _MIN_CACHED_FILES and is_settled and not _is_fuse(folder):
-        _keep_list(f"{key}.npz", files, directories, changed_ns)
     return files
+
+
+def class_folders(folder: Path, left_out: Counter[str]) -> list[str]:
+    """Return the names of the folders in a folder, also of links; count everything else."""
+    names = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            kind = left_out_kind(entry.name)
+            if entry.is_dir() and kind != "hidden":
+                names.append(entry.name)
+            else:
+                left_out[kind or "beside the folders of classes"] += 1
+    return sorted(names)
+
+
+def image_paths(folder: str | Path, left_out: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Yield the image files below a folder, sorted, each with the path that links lead to.
+
+    Counts what it leaves out, by kind. Links to folders are left out: they may lead back to a
+    folder above and repeat all files. Raises OSError.
+    """
+    pending, directories = [str(folder)], []
+    while pending:
+        directory, files = pending.pop(), []
+        with os.scandir(directory) as iterator:
+            entries = list(iterator)
+        for entry in entries:
+            kind = left_out_kind(entry.name)
+            if entry.is_dir():
+                kind = "hidden" if kind == "hidden" else "link to a folder" * entry.is_symlink()
+                pending += [] if kind else [entry.path]
+            elif not (kind or entry.is_file() or entry.is_symlink()):
+                kind = "no plain file"
+            elif not kind:
+                files.append((entry.name, entry.is_symlink()))
+            left_out[kind] += bool(kind)
+        directories.append((directory, sorted(files)))
+    for directory, files in sorted(directories):
+        real_directory = os.path.realpath(directory)
+        for name, is_link in files:
+            path = f"{directory}/{name}"
+            real_path = path if real_directory == directory else f"{real_directory}/{name}"
+            yield path, os.path.realpath(path) if is_link else real_path
+
+
+def left_out_kind(name: str) -> str:
+    """Return why a file of this name is no image; nothing if it is one."""
+    if name.startswith(".") or name in _SYSTEM_FOLDERS:
+        return "hidden"
+    suffix = name[name.rfind(".") :].lower() if "." in name else "no suffix"
+    return "" if suffix in SUFFIXES else suffix
+
+
+def left_out_note(left_out: Counter[str]) -> tuple[str, ...]:
+    """Return a line about the files that were left out, if there are any."""
+    kinds = [f"{count:,} {kind}" for kind, count in left_out.most_common(8) if count]
+    text = f"{left_out.total():,} files or folders are left out: {', '.join(kinds)}"
+    return (printable(text),) if kinds else ()
 
 
 def _in_color(files: ImageFiles) -> ImageFiles:
@@ -193,100 +246,29 @@ def _in_color(files: ImageFiles) -> ImageFiles:
 
 def _has_colors(path: str) -> bool:
     try:
-        with Image.open(path) as image:  # reads the header only
-            return image.mode not in _GRAY_MODES
-    except OSError:  # a damaged file is reported, or skipped, when it is read
+        return open_image(read_image_file(path)).mode not in _GRAY_MODES
+    except (OSError, ImageError):  # a damaged file is reported, or skipped, when it is read
         return True
-
-
-def image_paths(folder: Path, directories: list[str] | None = None) -> Iterator[str]:
-    """Yield the image files below a folder, sorted, by their suffix; append its `directories`."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
-    for directory, _, files in sorted(os.walk(folder)):
-        if directories is not None:
-            directories.append(directory)
-        for file in sorted(files):
-            if file.lower().endswith(IMG_EXTENSIONS):
-                yield f"{directory}/{file}"
-
-
-def _keep_list(name: str, files: ImageFiles, directories: list[str], changed_ns: Indices) -> None:
-    names = (
-        np.frombuffer(os.fsencode("\0".join(n)), np.uint8) for n in (files.classes, directories)
-    )
-    stream = BytesIO()
-    np.savez(stream, *names, changed_ns, files.paths, files.ends, files.labels)
-    with suppress(StorageError):  # without it, the next run lists the files again
-        storage.write(_CACHE, name, stream.getvalue())
-
-
-def _read_list(name: str) -> ImageFiles | None:
-    """Return a list that was kept, unless a directory has changed or the list is damaged."""
-    try:
-        path = Path(_CACHE).expanduser() / name
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-            classes, directories, changed_ns, paths, ends, labels = (file[k] for k in file.files)
-        names = [os.fsdecode(part.tobytes()).split("\0") for part in (classes, directories)]
-        is_current = np.array_equal(_changed_ns(names[1]), changed_ns)
-    except Exception:  # noqa: BLE001 - whatever numpy raises for a damaged file
-        return None
-    return ImageFiles(names[0], paths, ends, labels) if is_current else None
-
-
-def _changed_ns(directories: Sequence[str]) -> Indices:
-    """Return when each directory changed; programs that unpack or copy set its other time back."""
-    return np.array([os.stat(directory).st_ctime_ns for directory in directories])
-
-
-def _is_fuse(folder: Path) -> bool:
-    """Return whether a program serves the folder's file system.
-
-    Those of object storages do not know when a directory changed.
-    """
-    mounts, device = Path("/proc/self/mountinfo"), folder.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    lines = mounts.read_text().splitlines() if mounts.exists() else []
-    kinds = [line.partition(" - ")[2] for line in lines if line.split()[2] == number]
-    return any(kind.startswith("fuse") for kind in kinds)
 
 
 def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, ImageFiles]:
     """Read the files of both sets from the CSV file `data.labels`."""
-
-    def error(rule: str) -> DataError:
-        return DataError("data.labels", f"{path} {rule}")
-
     try:
         content = storage.read(*storage.split(path))
-    except StorageError as cause:
-        raise DataError("data.labels", str(cause)) from cause
-    if content is None:
-        raise error("does not exist")
-    try:
-        rows = csv.DictReader(StringIO(content.decode("utf-8-sig"), newline=""))
-    except UnicodeDecodeError as cause:
-        raise error(f"is not UTF-8 text: {cause}") from cause
-    if not set(COLUMNS) <= set(rows.fieldnames or ()):
-        header = ", ".join(rows.fieldnames or ())
-        raise error(f"needs a first line with the names file, label and split; it has {header}")
-    root = Path(section.root).expanduser().absolute()
-    files: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
-    for row in rows:
-        file, label, split = (row[name] or "" for name in COLUMNS)
-        if split not in files or not label:
-            rule = "needs a label, and the split train or test"
-            raise error(f"line {rows.line_num}: {file} {rule}; it has {label!r}, {split!r}")
-        if not (root / file).is_file():
-            raise error(f"line {rows.line_num}: there is no file {root / file} (below data.root)")
-        files[split].append((str(root / file), label))
-    for split, of_split in files.items():
-        if not of_split:
-            raise error(f"has no file of split {split}")
-    classes = sorted({label for _, label in files["train"]})
-    numbers = {name: number for number, name in enumerate(classes)}
-    if unknown := {label for _, label in files["test"]} - numbers.keys():
-        raise error(f"has labels that only test files have: {_names(unknown)}")
+        if content is None:
+            raise ValueError("does not exist")
+        files = _listed_files(content, os.path.abspath(os.path.expanduser(section.root)))
+        for split, of_split in files.items():
+            if not of_split:
+                raise ValueError(f"has no file of split {split}")
+        classes = sorted({label for _, label in files["train"]})
+        numbers = {name: number for number, name in enumerate(classes)}
+        if unknown := {label for _, label in files["test"]} - numbers.keys():
+            raise ValueError(f"has labels that only test files have: {_names(unknown)}")
+    except StorageError as error:
+        raise DataError("data.labels", str(error)) from error
+    except ValueError as error:
+        raise DataError("data.labels", f"{path} {error}") from error
     train, test = (
         ImageFiles.of(classes, ((file, numbers[label]) for file, label in files[split]))
         for split in ("train", "test")
@@ -294,15 +276,56 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
     return {"train": train, "test": test}
 
 
-def _open(section: ImageFolderData, split: str, field: str) -> ImageFiles:
-    folder = Path(section.root).expanduser() / split
-    if not folder.is_dir():
-        rule = "image_folder needs data.root/<split>/<class>/<image files>, on every node"
-        raise DataError(field, f"there is no folder {folder.absolute()}; {rule}")
-    try:
-        return list_folder(folder)
-    except OSError as error:
-        raise DataError(field, f"{folder} has no usable images: {error}") from error
+def _listed_files(content: bytes, root: str) -> dict[str, list[tuple[str, str]]]:
+    """Return path and label of the files of each split. Raises ValueError that names the line."""
+    columns, rows = read_table(content)
+    if not set(COLUMNS) <= set(columns):
+        names = ", ".join(map(shorten, columns[:10]))
+        raise ValueError(
+            f"needs a first line with the names file, label and split; it has {names}"
+        )
+    files: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
+    seen: dict[str, int] = {}
+    real_directory = lru_cache(4096)(os.path.realpath)
+    for line, row in rows:
+        file, label, split = row["file"], row["label"].strip(), row["split"].strip()
+        if split not in files or not label:
+            rule = "needs a label, and the split train or test; it has"
+            values = f"{shorten(label)!r}, {shorten(split)!r}"
+            raise ValueError(f"line {line}: {shorten(file)} {rule} {values}")
+        path = os.path.normpath(os.path.join(root, file))
+        if os.path.commonpath([root, path]) != root:
+            raise ValueError(f"line {line}: {shorten(file)} is not below data.root, {root}")
+        try:
+            is_link = stat.S_ISLNK(os.lstat(path).st_mode)
+            is_plain = stat.S_ISREG(os.stat(path).st_mode)
+        except (OSError, ValueError):  # ValueError: a name with a zero character
+            is_link = is_plain = False
+        if not is_plain:
+            rule = f"there is no file {shorten(path, 300)} (below data.root)"
+            raise ValueError(f"line {line}: {rule}")
+        directory, name = os.path.split(path)
+        real_path = os.path.realpath(path) if is_link else f"{real_directory(directory)}/{name}"
+        if (first := seen.setdefault(real_path, line)) != line:
+            rule = "name one file, which has one label and belongs to one split"
+            raise ValueError(f"lines {first} and {line} {rule}: {shorten(file)}")
+        files[split].append((path, label))
+    return files
+
+
+def _open_folders(section: ImageFolderData, left_out: Counter[str]) -> Iterator[ImageFiles]:
+    """Yield the training and the test set."""
+    seen: dict[str, str] = {}
+    for field in ("train_split", "test_split"):
+        folder = Path(section.root).expanduser() / getattr(section, field)
+        if not folder.is_dir():
+            rule = "image_folder needs data.root/<split>/<class>/<image files>, on every node"
+            rule = f"there is no folder {folder.absolute()}; {rule}"
+            raise DataError(f"data.{field}", rule)
+        try:
+            yield list_folder(folder, left_out, seen)
+        except OSError as error:
+            raise DataError(f"data.{field}", f"{folder} has no usable images: {error}") from error
 
 
 def _names(classes: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""Decode an image file and crop it to the size of the model.
+"""Decode an image file, turn it upright, and crop it to the size of the model.
 
     h, w    pixels of the crop in the original image         s    pixels of the result, per side
     a       fraction of the image's area, uniform in [0.08, 1]
@@ -6,23 +6,29 @@
 
 JPEG files are decoded by libjpeg-turbo (simplejpeg), with 1/2 to 1/8 of the pixels per side where
 the crop still has at least s of them: the decoder then computes fewer. Everything else, and what
-libjpeg-turbo rejects, is decoded by PIL. The crop is resized with antialiasing, as torchvision's
-transforms of tensors do.
+libjpeg-turbo rejects, is decoded by PIL and then reduced in the same way. The orientation that
+EXIF states is applied. The crop is resized with antialiasing, as torchvision's transforms of
+tensors do.
 Source: Szegedy et al., Going Deeper with Convolutions, CVPR 2015 (the random crop).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import random
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BytesIO
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch.nn.functional import interpolate
 
 Pixels = npt.NDArray[np.uint8]
@@ -32,6 +38,20 @@ _RESIZE_RATIO = 256 / 224
 _AREA, _LOG_RATIO = (0.08, 1.0), (math.log(3 / 4), math.log(4 / 3))
 # Draws until a crop fits into the image, as in torchvision.
 _MAX_DRAWS = 10
+# Files of a folder that are taken for images, as in torchvision.
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+# Pillow knows more than forty formats, and starts Ghostscript for one of them.
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
+_SIGNATURES = (b"\xff\xd8", b"\x89PNG", b"P5", b"P6", b"BM", b"II*\0", b"MM\0*", b"RIFF")
+# Decoding takes up to 8 bytes a pixel, of WebP 16: 256 MiB, whatever a small file expands to.
+_MAX_PIXELS = 2**25
+# A JPEG file that is not progressive is decoded line by line, and reduced meanwhile.
+_MAX_BASELINE_PIXELS = 85 * 2**20
+_MAX_BYTES = 2**28
+
+
+class ImageError(ValueError):
+    """An image file cannot be read; the message is the reason, in words for people."""
 
 
 class Box(NamedTuple):
@@ -43,29 +63,55 @@ class Box(NamedTuple):
     width: int
 
 
+@contextmanager
+def _decoder_errors() -> Iterator[None]:
+    """Raise an ImageError for what a decoder raises: a damaged file can raise anything."""
+    try:
+        yield
+    except ImageError:
+        raise
+    except Exception as error:
+        raise ImageError(str(error) or type(error).__name__) from error
+
+
+def read_image_file(path: str | Path) -> bytes:
+    """Return the content of an image file. Raises OSError, ImageError."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ImageError("it is not a plain file")
+        if status.st_size > _MAX_BYTES:
+            raise ImageError(f"it has {status.st_size:,} bytes, more than {_MAX_BYTES:,}")
+        return file.read()
+
+
+@_decoder_errors()
 def random_crop(content: bytes, size: int) -> torch.Tensor:
     """Return a random crop of an image file, resized and mirrored with probability 0.5.
 
-    uint8 [size, size, 3]; draws from Python's random numbers. Raises the decoder's errors.
+    uint8 [size, size, 3]; draws from Python's random numbers. Raises ImageError.
     """
-    height, width = _image_size(content)
-    pixels = _resized(content, draw_box(height, width), (size, size))
+    image = _ImageFile(content)
+    pixels = _resized(image, draw_box(image.height, image.width), (size, size))
     return pixels.flip(1) if random.random() < 0.5 else pixels
 
 
+@_decoder_errors()
 def center_crop(content: bytes, size: int) -> torch.Tensor:
-    """Return the center of an image file, uint8 [size, size, 3]. Raises the decoder's errors."""
-    height, width = _image_size(content)
-    side, short = round(size * _RESIZE_RATIO), min(height, width)
-    shape = (side * height // short, side * width // short)
-    pixels = _resized(content, Box(0, 0, height, width), shape)
+    """Return the center of an image file, uint8 [size, size, 3]. Raises ImageError."""
+    image = _ImageFile(content)
+    side, short = round(size * _RESIZE_RATIO), min(image.height, image.width)
+    shape = (side * image.height // short, side * image.width // short)
+    pixels = _resized(image, Box(0, 0, image.height, image.width), shape)
     top, left = (round((length - size) / 2) for length in shape)
     return pixels[top : top + size, left : left + size]
 
 
+@_decoder_errors()
 def stretch(content: bytes, height: int, width: int) -> torch.Tensor:
-    """Return all of an image file, uint8 [height, width, 3]. Raises the decoder's errors."""
-    return _resized(content, Box(0, 0, *_image_size(content)), (height, width))
+    """Return all of an image file, uint8 [height, width, 3]. Raises ImageError."""
+    image = _ImageFile(content)
+    return _resized(image, Box(0, 0, image.height, image.width), (height, width))
 
 
 def draw_box(height: int, width: int) -> Box:
@@ -84,46 +130,100 @@ def draw_box(height: int, width: int) -> Box:
     return Box(top, left, box_height, box_width)
 
 
-def _image_size(content: bytes) -> tuple[int, int]:
-    """Return height and width. Raises ValueError for an image that would fill the memory."""
-    if _is_jpeg(content):
-        height, width, *_ = simplejpeg.decode_jpeg_header(content, strict=False)
-    else:
-        with Image.open(BytesIO(content)) as image:
-            width, height = image.size
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and height * width > limit:  # PIL itself only warns up to twice of it
-        raise ValueError(
-            f"{height * width:,} pixels, more than {limit:,}: decoding would fill memory"
-        )
-    return height, width
+def open_image(content: bytes) -> Image.Image:
+    """Read the header of an image file. Raises ImageError."""
+    try:
+        image = Image.open(BytesIO(content), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageError(f"decoding would fill memory: {error}") from error
+    except Exception as error:
+        reason = f"it is not an image ({', '.join(FORMATS)})"
+        if content.startswith(_SIGNATURES):
+            reason = "the file ends within its header, or the header is damaged"
+        raise ImageError(reason if content else "the file is empty") from error
+    is_baseline = content.startswith(b"\xff\xd8") and "progressive" not in image.info
+    limit = _MAX_PIXELS // 2 if image.format == "WEBP" else _MAX_PIXELS
+    limit = _MAX_BASELINE_PIXELS if is_baseline else limit
+    if image.width * image.height > limit:
+        pixels = f"{image.width * image.height:,} pixels, more than {limit:,}"
+        raise ImageError(f"{pixels}: decoding would fill memory; make it smaller")
+    return image
 
 
-def _is_jpeg(content: bytes) -> bool:
-    return content.startswith(b"\xff\xd8\xff")
+class _ImageFile:
+    """An image file whose pixels are decoded when needed; `height` and `width`: upright.
 
+    `file_shape`: its height and width before it is turned as the `orientation` of EXIF says.
+    """
 
-def _decode(content: bytes, min_height: int, min_width: int) -> Pixels:
-    """Return [height, width, 3], perhaps of fewer pixels than the file, but at least these."""
-    if _is_jpeg(content):
-        smallest = {"min_height": min_height, "min_width": min_width}
-        try:
-            # Factors below 2 take longer to decode than the complete image.
-            pixels: Pixels = simplejpeg.decode_jpeg(content, min_factor=2, **smallest)
-            return pixels
-        except ValueError:
-            pass  # four color channels, or damage: PIL decides whether it can be read
-    with Image.open(BytesIO(content)) as image:
+    def __init__(self, content: bytes) -> None:
+        self._content, self.orientation = content, 1
+        self._image: Image.Image | None = None
+        self._is_jpeg = content.startswith(b"\xff\xd8\xff")
+        shape = _jpeg_shape(content) if self._is_jpeg else None
+        if shape is None:
+            self._image = image = open_image(content)
+            if not self._is_jpeg:
+                image.load()  # a PNG file may have its orientation last; TIFF is turned
+            self.orientation = _orientation(image)
+            shape = image.height, image.width
+        self.file_shape = shape
+        self.height, self.width = shape if self.orientation < 5 else shape[::-1]
+
+    def decode(self, min_height: int, min_width: int) -> Pixels:
+        """Return [height, width, 3] as in the file, perhaps fewer pixels, but at least these."""
+        if self._is_jpeg:
+            smallest = {"min_height": min_height, "min_width": min_width}
+            with suppress(Exception):  # four color channels, or damage: PIL decides
+                # Factors below 2 take longer to decode than the complete image.
+                pixels: Pixels = simplejpeg.decode_jpeg(self._content, min_factor=2, **smallest)
+                return pixels
+        image = self._image or open_image(self._content)
         if image.mode[0] in "IF":  # cut off at 255 by Pillow: all white
-            raise ValueError("16-bit or float gray image; convert it to 8 bits")
-        return np.array(image.convert("RGB"))
+            raise ImageError("16-bit or float gray image; convert it to 8 bits")
+        image.draft(None, (min_width, min_height))  # reduces a JPEG file while it is decoded
+        image = image if image.mode == "RGB" else image.convert("RGB")
+        # Twice the pixels remain, which hardly shows; a large image then takes less memory.
+        factor = min(image.height // (2 * min_height), image.width // (2 * min_width))
+        return np.asarray(image.reduce(factor) if factor > 1 else image)
 
 
-def _resized(content: bytes, box: Box, shape: tuple[int, int]) -> torch.Tensor:
-    """Return the box of an image file, resized to [*shape, 3]."""
-    height, width = _image_size(content)
+def _jpeg_shape(content: bytes) -> tuple[int, int] | None:
+    """Return height and width of a JPEG file; None where Pillow has to read its header."""
+    start = 2
+    while (marker := content[start : start + 2]) not in (b"\xff\xda", b"\xff\xe1"):
+        if not marker.startswith(b"\xff"):
+            return None
+        start += 2 + int.from_bytes(content[start + 2 : start + 4])
+    if marker == b"\xff\xe1":  # EXIF or XMP, which may state an orientation
+        return None
+    with suppress(Exception):
+        height, width, *_ = simplejpeg.decode_jpeg_header(content, strict=False)
+        return (height, width) if height * width <= _MAX_PIXELS else None
+    return None
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the orientation that EXIF or XMP states, 1 to 8; 1 is upright."""
+    with suppress(Exception):  # damaged EXIF: the pixels may be whole
+        value = image.getexif().get(ExifTags.Base.Orientation)
+        return int(value) if value is not None and value in range(1, 9) else 1
+    return 1
+
+
+def _resized(image: _ImageFile, box: Box, shape: tuple[int, int]) -> torch.Tensor:
+    """Return the box of the upright image, resized to [*shape, 3]."""
+    # The small result is turned, not all pixels; first find the box in the file.
+    is_swapped, flipped = image.orientation > 4, []
+    if image.orientation in (3, 4, 7, 8):
+        flipped, box = [0], box._replace(top=image.height - box.top - box.height)
+    if image.orientation in (2, 3, 6, 7):
+        flipped, box = [*flipped, 1], box._replace(left=image.width - box.left - box.width)
+    if is_swapped:
+        box, shape = Box(box.left, box.top, box.width, box.height), shape[::-1]
+    height, width = image.file_shape
     min_height = math.ceil(height * shape[0] / box.height)
-    pixels = _decode(content, min_height, math.ceil(width * shape[1] / box.width))
+    pixels = image.decode(min_height, math.ceil(width * shape[1] / box.width))
     rows, columns = (
         slice(int(start * scale), max(1, round(length * scale)) + int(start * scale))
         for start, length, scale in (
@@ -132,6 +232,7 @@ def _resized(content: bytes, box: Box, shape: tuple[int, int]) -> torch.Tensor:
         )
     )
     # As a batch of one, contiguous in channels_last, torch resizes it three times as fast.
-    crop = torch.from_numpy(np.ascontiguousarray(pixels[rows, columns])[np.newaxis])
+    crop = torch.from_numpy(np.require(pixels[rows, columns], None, ["C", "W"])[np.newaxis])
     resized = interpolate(crop.permute(0, 3, 1, 2), shape, mode="bilinear", antialias=True)
-    return resized[0].permute(1, 2, 0)
+    upright = resized[0].permute(2, 1, 0) if is_swapped else resized[0].permute(1, 2, 0)
+    return upright.flip(flipped) if flipped else upright

@@ -75,6 +75,7 @@ class InMemoryData(TrainingData):
             class_names=arrays.class_names,
             class_counts=count_classes(arrays.train_y, arrays.num_classes, field),
             preprocessing=preprocessing,
+            notes=arrays.notes,
         )
         total_bytes = x.nbytes + arrays.test_x.nbytes
         on_device = device.type == "cuda" and total_bytes < _MAX_BYTES_ON_DEVICE

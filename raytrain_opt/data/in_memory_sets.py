@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.config.data import ArraysData, ArraySetData
+from raytrain_opt.data.base import channel_axis, layout_note
 from raytrain_opt.data.fingerprint import digest
 from raytrain_opt.data.sampling import Purpose, generator
 from raytrain_opt.errors import DataError
@@ -39,7 +40,8 @@ class DatasetArrays:
     """A data set as arrays, which may be read-only and shared with other processes.
 
     Images: uint8 [N, H, W, C]; anything else: float32 [N, ...]. Labels: int64 [N],
-    0 .. num_classes - 1. `class_names` in their order; none for arrays of the user's.
+    0 .. num_classes - 1. `class_names` in their order; none for arrays of the user's. `notes`:
+    how the shapes of images were read.
     """
 
     train_x: Array | WindowedRows
@@ -48,6 +50,7 @@ class DatasetArrays:
     test_y: npt.NDArray[np.int64]
     num_classes: int
     class_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def digest(self) -> str:
         """Return a digest of labels and values; of more than a GiB, of samples evenly spread.
@@ -173,6 +176,7 @@ def validate_arrays(
     Raises DataError: an array is empty, x and y differ in length, labels are not class indices,
     values are not finite numbers, samples of train and test differ in shape or type.
     """
+    train, test = ((x, _without_axis(y)) for x, y in (train, test))
     if num_classes is None:
         check_labels(train[1])
         num_classes = int(train[1].values.max()) + 1
@@ -189,7 +193,15 @@ def validate_arrays(
         rule = f"its samples are {test[0].values.dtype} {test_x.shape[1:]}, but {others}"
         raise DataError(test[0].field, f"{rule}; both must be the same")
     labels = [np.ascontiguousarray(y.values, dtype=np.int64) for y in (train[1], test[1])]
-    return DatasetArrays(train_x, labels[0], test_x, labels[1], num_classes, class_names)
+    images = [x for x, _ in (train, test) if x.values.dtype == np.uint8 and x.values.ndim == 4]
+    notes = [layout_note(x.name, x.values.shape[1:], _channel_axis(x)) for x in images]
+    shown = () if class_names else tuple(notes)
+    return DatasetArrays(train_x, labels[0], test_x, labels[1], num_classes, class_names, shown)
+
+
+def _without_axis(y: NamedArray) -> NamedArray:
+    """Return labels of shape [samples, 1], as Keras has them, as [samples]."""
+    return y._replace(values=y.values[:, 0]) if y.values.shape[1:] == (1,) else y
 
 
 def check_labels(array: NamedArray, num_classes: int | None = None) -> None:
@@ -235,11 +247,12 @@ def convert_values(array: NamedArray) -> Array:
 
 
 def _as_images(array: NamedArray) -> Array:
-    """Return uint8 [N, H, W] or [N, H, W, C] as [N, H, W, C]."""
+    """Return uint8 [N, H, W], [N, H, W, C] or [N, C, H, W] as [N, H, W, C]."""
     x = array.values if array.values.ndim == 4 else array.values[..., np.newaxis]
-    if x.shape[1] in (1, 3) and x.shape[3] > 4:
-        raise array.error(
-            f"has shape {x.shape}, which looks like channels first; uint8 images must be "
-            "[samples, height, width, channels]: x.transpose(0, 2, 3, 1)"
-        )
+    if array.values.ndim == 4 and _channel_axis(array) == 0:
+        x = x.transpose(0, 2, 3, 1)
     return np.ascontiguousarray(x)
+
+
+def _channel_axis(array: NamedArray) -> int:
+    return channel_axis(array.values.shape[1:], default=-1)

@@ -104,6 +104,7 @@ class DataLoaderData(TrainingData):
             class_names=source.class_names,
             class_counts=count_classes(source.labels, source.num_classes, source.field),
             preprocessing=preprocessing,
+            notes=getattr(source, "notes", ()),
             example=getattr(source, "example", None),
         )
         dtype = None if preprocessing.mean_std else self.info.dtype

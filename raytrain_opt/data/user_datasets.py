@@ -12,6 +12,7 @@ import torch
 from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.section import function_name
+from raytrain_opt.data.base import channel_axis, layout_note
 from raytrain_opt.data.batch_reader import (
     Sample,
     SourceSplit,
@@ -33,10 +34,10 @@ _MAX_TRIES = 100
 class UserDatasetSource:
     """Samples of the Datasets (train, test) that the user's function returns.
 
-    With `classification` they are (x, label): uint8 [C, H, W] is an image and is returned as
-    [H, W, C]; integers stay integers; every other x becomes float32. Else they are any nesting of
-    tensors, arrays and numbers, in which float64 becomes float32. `example`: the first sample.
-    Raises DataError: the function, a Dataset or a sample breaks the contract.
+    With `classification` they are (x, label): uint8 [C, H, W] or [H, W, C] is an image and
+    becomes [H, W, C]; integers stay integers; every other x becomes float32. Else they are any
+    nesting of tensors, arrays and numbers, in which float64 becomes float32. `example`: the first
+    sample. Raises DataError: the function, a Dataset or a sample breaks the contract.
     """
 
     field = "data.name"
@@ -53,6 +54,7 @@ class UserDatasetSource:
         self.class_names: tuple[str, ...] = ()
         if isinstance(names, Collection) and len(names) == self.num_classes:
             self.class_names = tuple(map(str, names))
+        self.notes: tuple[str, ...] = ()
         self.example = self._probe(section.on_unreadable == "skip")
         first = next(leaves(self.example))
         self.sample_shape: tuple[int, ...] = tuple(first.shape)
@@ -158,6 +160,10 @@ class UserDatasetSource:
                 "torchvision.transforms.v2.PILToTensor())"
             )
             raise self._error(split, index, rule)
+        if x.dtype == torch.uint8 and x.ndim == 3:
+            axis = channel_axis(tuple(x.shape), default=0)
+            self.notes = self.notes or (layout_note(self._name, tuple(x.shape), axis),)
+            x = x if axis == 0 else x.permute(2, 0, 1)
         return _convert(x.detach()), self._class_index(split, index, label)
 
     def _tensors(self, split: SourceSplit, index: int, sample: Any) -> Sample:

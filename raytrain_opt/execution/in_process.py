@@ -41,6 +41,8 @@ def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterato
         terminal.note("training in one process, without Ray: for debugging, not for speed")
         if cores is not None:
             cores.tell(cores.threads(), 1, terminal.note)
+        for note in preflight.info.notes:
+            terminal.note(note)
         resolved = preflight.resolved
         assert resolved is not None  # no batch size is to be searched
         with (

@@ -22,6 +22,7 @@ from raytrain_opt.config.data import (
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.schema import Job
+from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import DataError, JobError, Problem
 from raytrain_opt.storage import check_uri
@@ -284,6 +285,7 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
+    from raytrain_opt.data.base import CHANNELS
     from raytrain_opt.models import build_model
     from raytrain_opt.optim.factory import group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
@@ -292,6 +294,13 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
 
     info = preflight.info
     shape, classes = info.sample_shape, info.num_classes
+    is_last = len(shape) == 3 and shape[-1] in CHANNELS and shape[0] not in CHANNELS
+    if is_last and not is_function_name(job.model.name):
+        rule = (
+            f"has samples {list(shape)}, which look like channels last; networks take them first"
+        )
+        hint = "move the axis, e.g. by x.transpose(0, 3, 1, 2), or use uint8 images"
+        raise JobError([Problem("data", rule, hint=hint)])
     model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
     for name, value in model.state_dict().items():
         if not is_tensor(value):  # of `get_extra_state`

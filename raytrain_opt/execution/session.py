@@ -118,6 +118,8 @@ def open_session(
         )
         stack.enter_context(stop.raised())
         announce_run_dir(paths.shown)
+        for note in preflight.info.notes:
+            terminal.note(note)
         plan = _plan(job, terminal, slots=slots)
         workers = {"count": plan.workers} if job.workers.count == "auto" else {}
         if cores is not None and owns_ray and not plan.use_gpu:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
@@ -99,7 +99,7 @@ class TrainedModel(ModelDescription):
 
         Samples are arrays as the training data had them (images: uint8 [height, width, channels]),
         or images of any size: PIL's, paths of files, or their bytes. Raises DataError for an array
-        of another shape, and the decoder's errors.
+        of another shape, OSError or ImageError for a file that cannot be read.
         """
         is_image, shape = self.preprocessing.is_image, self.sample_shape
         if is_image:
@@ -131,15 +131,16 @@ class TrainedModel(ModelDescription):
 
     def _image(self, sample: Any) -> Any:
         """Return an image as uint8 [height, width, channels]."""
-        from raytrain_opt.data.images import center_crop, stretch
+        from raytrain_opt.data.images import center_crop, read_image_file, stretch
 
         if isinstance(sample, Image.Image):
+            sample = ImageOps.exif_transpose(sample)
             is_gray = sample.mode[0] in "IF"  # of 16 bits or more, which the decoder judges
             image = sample if is_gray else sample.convert("RGB")
             image.save(file := BytesIO(), "TIFF", compression="raw")  # not that of its own file
             sample = file.getvalue()
         elif isinstance(sample, (str, Path)):
-            sample = Path(sample).read_bytes()
+            sample = read_image_file(sample)
         if not isinstance(sample, bytes):
             return np.asarray(sample)
         channels, height, width = self.sample_shape

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from PIL import Image
 
 from raytrain_opt import cli, clock
 from raytrain_opt.errors import DataError, JobError, PoolError, Problem
@@ -229,6 +231,21 @@ def test_validate_prints_a_summary_of_the_job(job_file: str) -> None:
     assert result.stdout.startswith(f"{job_file}: valid\n")
     assert "8 = 2 workers x 4" in result.stdout
     assert "linear decay; its peak is searched, starting at 0.1" in result.stdout
+
+
+def test_validate_names_classes_and_what_is_left_out(tmp_path: Path) -> None:
+    for split, name in product(("train", "val"), (f"class-{i:02}" for i in range(12))):
+        (tmp_path / split / name).mkdir(parents=True)
+        for i in range(2):
+            Image.new("RGB", (9, 9)).save(tmp_path / split / name / f"{i}.png")
+    (tmp_path / "train/class-03/0.gif").touch()
+    data = f"{{name: image_folder, root: {tmp_path}, image_size: 32, loader_workers: 0}}"
+    file = tmp_path / "job.yaml"
+    file.write_text(f"model: resnet8\ndata: {data}\nepochs: 2\nglobal_batch_size: 4\n")
+    output = invoke("validate", str(file)).stdout
+    assert re.search(r"data +image_folder, \d+ to train on, 24 to test\n", output)
+    assert re.search(r"classes +12: class-00, class-01, .*class-09, …\n", output)
+    assert "1 files or folders are left out: 1 .gif" in output
 
 
 def test_the_summary_of_a_job_with_a_time_limit_names_the_time(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ def write_classes(folder: Path, mode: str = "RGB", /, **counts: int) -> None:
             write_image(folder / name / f"{i}.png", mode=mode)
 
 
-def initialize(folder: Path, output: Path) -> tuple[Job, str]:
+def initialize(folder: Path, output: Path, label_column: str | None = None) -> tuple[Job, str]:
     """Return the job that was written, which has passed the checks before a run, and the table."""
     lines: list[str] = []
-    init(folder, output, 2000, lambda line: lines.append(str(line)))
+    init(folder, output, 2000, lambda line: lines.append(str(line)), label_column)
     job = load_job(output)
     assert check_job(job) == []
     assert run_preflight(job).resolved is not None
@@ -110,7 +110,13 @@ def test_a_training_set_beside_unlabeled_images_is_split(tmp_path: Path, output:
 @pytest.mark.parametrize(
     ("header", "line", "split"),
     [
-        ("id,breed", "{stem},{label}", False),
+        ("id,Category", "{stem},{label}", False),
+        ("patient_id,image_id,label,age", "p{i},{stem},{label},7", False),
+        ("file,label", "./images//{stem}.png,{label}", False),
+        ("file,label", "{folder}/images/{stem}.png,{label}", False),
+        ("file,label", "images\\{stem}.png, {label} ", False),
+        ("class id,filepaths,labels,data set", "3,images/{stem}.png,{label},{split}", True),
+        ("Image Path;Class;Split", "images/{stem}.png;{label}; {split} ", True),
         ("age,label,image", "7,{label},images/{stem}.png", False),
         ("path,class,set", "{stem}.png,{label},{split}", True),
         ("file,label,split", "images/{stem}.png,{label},{split}", True),
@@ -125,28 +131,135 @@ def test_a_table_of_a_flat_folder_is_understood(
     folder = tmp_path / "set"
     lines = [header]
     for i in range(41):
-        values = {"stem": f"x{i}", "label": "ab"[i % 2], "split": "valid" if i > 35 else "train"}
-        lines.append(line.format(**values))
+        split_name = ("valid", "TEST")[i % 2] if i > 35 else "Train"
+        values = {"stem": f"x{i}", "label": "ab"[i % 2], "split": split_name}
+        lines.append(line.format(**values, i=i, folder=folder))
         if i < 40:
             write_image(folder / "images" / f"x{i}.png")
     (folder / "labels.csv").write_text("\n".join(lines))
-    rows = rows_of(initialize(folder, output)[0])
+    job, table = initialize(folder, output)
+    rows = rows_of(job)
+    assert "labels.csv has the columns " in table
+    assert "40 of 41 rows name an image by column" in table
     assert {row["file"]: row["label"] for row in rows} == {
         f"images/x{i}.png": "ab"[i % 2] for i in range(40)
     }
     assert [row["split"] for row in rows].count("test") == (4 if split else 8)
 
 
-def test_arrays(tmp_path: Path, output: Path) -> None:
+@pytest.mark.parametrize(
+    ("header", "line", "message"),
+    [
+        ("image,a,b", "{stem},1.0,0.0", "name the column .* may be a, b"),
+        (
+            "patient_id,image_id,dx",
+            "p1,{stem},{label}",
+            "--label-column COLUMN, which may be patient",
+        ),
+        ("file,label,class", "{stem},{label},{label}", "which may be label, class"),
+        (
+            "file,label",
+            "{stem}.jpg,{label}",
+            "has no data to train on; .*0 of 40 rows name an image",
+        ),
+        (
+            "file,label",
+            "/elsewhere/{stem}.png,{label}",
+            "0 of 40 rows name an image by column file",
+        ),
+        ("photo,label", "{stem}.png,{label}", "0 of 40 rows name an image"),
+        ("file,label,split,set", "{stem},{label},train,test", "several columns may be the split"),
+        (
+            "file,label,split",
+            "{stem},{label},holdout",
+            "line 2: split must be train or test, not 'h",
+        ),
+        ("file,label", "x0,{label}", "lines 2 and 3 both name images/x0.png"),
+        ("file,label", "{stem},{label},", "line 2 has 3 values"),
+        ("file,label", '"{stem},{label}', "line 2 begins a quote that never ends"),
+        ("file,label", "{stem},a", "has no data to train on"),
+    ],
+)
+def test_a_table_that_may_mean_several_things_is_refused(
+    tmp_path: Path, output: Path, header: str, line: str, message: str
+) -> None:
+    folder = tmp_path / "set"
+    lines = [header]
+    for i in range(40):
+        lines.append(line.format(stem=f"x{i}", label="ab"[i % 2]))
+        write_image(folder / "images" / f"x{i}.png")
+    (folder / "meta.csv").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=message) as caught:
+        init(folder, output, 10, lambda _: None)
+    assert "meta.csv" in str(caught.value)
+    assert not output.exists()
+
+
+def test_the_column_of_labels_can_be_named(tmp_path: Path, output: Path) -> None:
+    folder = tmp_path / "set"
+    for i in range(20):
+        write_image(folder / f"x{i}.png")
+    lines = [f"x{i},{i},{'ab'[i % 2]}" for i in range(20)]
+    (folder / "t.csv").write_text("\n".join(["id,label,diagnosis", *lines]))
+    assert {row["label"] for row in rows_of(initialize(folder, output, "diagnosis")[0])} == {*"ab"}
+    output.unlink()
+    output.with_name("job-labels.csv").unlink()
+    for wrong in ("id", "age"):
+        with pytest.raises(DataError, match="which may be label, diagnosis"):
+            init(folder, output, 10, lambda _: None, wrong)
+    (folder / "t.csv").unlink()
+    write_classes(folder, a=3, b=3)
+    with pytest.raises(DataError, match="has no data to train on"):
+        init(folder, output, 10, lambda _: None, "diagnosis")
+    (folder / "loop").symlink_to("loop")
+    with pytest.raises(DataError, match="cannot be read: .*symbolic links"):
+        init(folder, output, 10, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("names", "labels_shape"),
+    [
+        (("X_{}", "y_{}"), (-1,)),
+        (("{}_images", "{}_labels"), (-1, 1)),
+        (("{}-data", "{}-target"), (-1,)),
+        (("{}0", "{}1"), (-1,)),
+    ],
+)
+def test_arrays(
+    tmp_path: Path, output: Path, names: tuple[str, str], labels_shape: tuple[int, ...]
+) -> None:
+    """Of Keras, labels have a second axis."""
     folder = tmp_path / "set"
     folder.mkdir()
     random = np.random.default_rng(0)
     for split, count in (("train", 200), ("test", 20)):
-        np.save(folder / f"X_{split}.npy", random.integers(0, 256, (count, 12, 12), np.uint8))
-        np.save(folder / f"y_{split}.npy", np.arange(count) % 4)
+        x = random.integers(0, 256, (count, 12, 12), np.uint8)
+        np.save(folder / f"{names[0].format(split)}.npy", x)
+        np.save(
+            folder / f"{names[1].format(split)}.npy", (np.arange(count) % 4).reshape(labels_shape)
+        )
+        if "label" in names[1]:
+            np.save(folder / f"{split}_ids.npy", np.arange(count))
     job, table = initialize(folder, output)
     assert (job.data.name, job.model.name) == ("arrays", "small_cnn")
     assert "12 x 12, 1 channels" in table
+    assert f"train: samples {names[0].format('train')}.npy, labels" in table
+
+
+@pytest.mark.parametrize(
+    ("shape", "side", "order"), [((16, 16, 3), 16, "last"), ((3, 16, 16), 16, "first")]
+)
+def test_the_layout_of_arrays_is_said(
+    tmp_path: Path, output: Path, shape: tuple[int, ...], side: int, order: str
+) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for split in ("train", "test"):
+        np.save(folder / f"{split}_x.npy", np.zeros((40, *shape), np.uint8))
+        np.save(folder / f"{split}_y.npy", np.arange(40) % 2)
+    _, table = initialize(folder, output)
+    assert f"{side} x {side}, 3 channels" in table
+    assert f"is read as 16 x 16 pixels with 3 channels (channels {order})" in table
 
 
 def test_shards(tmp_path: Path, output: Path) -> None:
@@ -177,7 +290,13 @@ def write_arrays(folder: Path, **arrays: Any) -> None:
         (lambda folder: np.savez(folder / "x.npz", x=np.zeros(3)), "write each array to its own"),
         (
             lambda folder: write_arrays(folder, train_x=np.zeros((3, 4)), train_y=np.arange(3)),
-            "not samples and labels twice",
+            r"one of labels for each set; of test: none",
+        ),
+        (
+            lambda folder: write_arrays(
+                folder, train_a=np.zeros((3, 4)), train_b=np.zeros((3, 4)), test_a=np.arange(3)
+            ),
+            r"of train: train_a.npy \[3, 4\], train_b.npy \[3, 4\]",
         ),
         (
             lambda folder: write_arrays(
@@ -208,7 +327,7 @@ def write_arrays(folder: Path, **arrays: Any) -> None:
         (lambda folder: write_classes(folder, **{"a": 3, "\udce9": 3}), "'.*e9.* is not UTF-8"),
         (
             lambda folder: write_text(folder / "t.csv", b"\xe9"),
-            "t.csv: is not a CSV file in UTF-8",
+            "t.csv; line 1 is not UTF-8 text",
         ),
     ],
 )
@@ -223,14 +342,47 @@ def test_a_folder_that_cannot_be_trained_on_is_explained(
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
-def test_of_several_tables_that_of_the_training_set_is_read(tmp_path: Path, output: Path) -> None:
+def test_of_several_tables_the_one_with_the_images_of_all_others_is_read(
+    tmp_path: Path, output: Path
+) -> None:
     folder = tmp_path / "set"
     for i in range(60):
         write_image(folder / f"x{i}.png")
     lines = [f"x{i},{'ab'[i % 2]}" for i in range(60)]
-    (folder / "train.csv").write_text("\n".join(["id,label", *lines[:40], "x41,"]))
-    (folder / "sample_submission.csv").write_text("\n".join(["id,label", *lines[40:]]))
-    assert len(rows_of(initialize(folder, output)[0])) == 40
+    (folder / "labels.csv").write_text("\n".join(["id,label", *lines[:40], "x41,"]))
+    (folder / "a_submission.csv").write_text("\n".join(["id,label", *lines[:5]]))
+    (folder / "log.csv").write_text("epoch,loss\n1,0.5\n")
+    job, table = initialize(folder, output)
+    assert len(rows_of(job)) == 40
+    assert "log.csv has the columns epoch, loss; 0 of 1 rows name an image" in table
+    output.unlink()
+    output.with_name("job-labels.csv").unlink()
+    (folder / "a_submission.csv").write_text("\n".join(["id,label", *lines[40:]]))
+    with pytest.raises(DataError, match=r"several tables .*a_submission\.csv .*labels\.csv"):
+        init(folder, output, 10, lambda _: None)
+
+
+def test_what_is_left_out_is_said(tmp_path: Path, output: Path) -> None:
+    folder = tmp_path / "set"
+    write_classes(folder, a=10, b=10)
+    write_classes(folder / "__MACOSX", a=3)
+    write_classes(folder / "a" / ".ipynb_checkpoints", b=3)
+    write_image(folder / "a" / "x.gif")
+    (folder / "empty").mkdir()
+    job, table = initialize(folder, output)
+    assert {row["label"] for row in rows_of(job)} == {"a", "b"}
+    assert "3 files or folders are left out: 2 hidden, 1 .gif" in table
+    assert "empty/ has no image and is not a class" in table
+
+
+def test_a_class_without_any_readable_file_is_an_error(tmp_path: Path, output: Path) -> None:
+    write_classes(tmp_path / "set", a=10, b=10)
+    for file in (tmp_path / "set/b").iterdir():
+        file.write_bytes(b"no image")
+    with pytest.raises(
+        DataError, match="none of the 8 files of class b can be read; .*not an image"
+    ):
+        init(tmp_path / "set", output, 3, lambda _: None)
 
 
 def test_a_table_selects_no_image_whose_name_others_have(tmp_path: Path, output: Path) -> None:
@@ -240,7 +392,7 @@ def test_a_table_selects_no_image_whose_name_others_have(tmp_path: Path, output:
         write_image(folder / "masks" / f"x{i}.png")
     lines = [f"x{i},{'ab'[i % 2]}" for i in range(20)]
     (folder / "labels.csv").write_text("\n".join(["id,label", *lines]))
-    with pytest.raises(DataError, match="lists x0, the name of several images"):
+    with pytest.raises(DataError, match="line 2: x0 names several images"):
         init(folder, output, 10, lambda _: None)
     lines = [line.replace(",", ".png,") for line in lines]
     (folder / "labels.csv").write_text("\n".join(["id,label", *lines]))

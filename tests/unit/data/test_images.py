@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 from io import BytesIO
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from raytrain_opt.data import images
@@ -52,9 +56,9 @@ def test_the_center_is_that_of_torchvision(kind: str, width: int, height: int) -
 
 def test_a_small_crop_of_a_large_jpeg_is_decoded_to_fewer_pixels() -> None:
     content = encoded(smooth_image(1600, 1200), quality=95)
-    reduced = images._decode(content, 100, 100)
-    assert reduced.shape[:2] == (150, 200)
-    assert images._decode(content, 601, 801).shape[:2] == (1200, 1600)
+    image = images._ImageFile(content)
+    assert image.decode(100, 100).shape[:2] == (150, 200)
+    assert image.decode(601, 801).shape[:2] == (1200, 1600)
     # Two ways of averaging the same pixels.
     expected = torchvision_center(content, 96)
     assert mean_difference(images.center_crop(content, 96), expected) < 1
@@ -103,7 +107,7 @@ def test_a_jpeg_is_readable_where_pil_reads_it() -> None:
     odd = content[:scan] + b"\x00\x00" + content[scan:]  # extraneous bytes, as in some of ImageNet
     expected = torchvision_center(content, 48)
     assert mean_difference(images.center_crop(odd, 48), expected) < 1
-    with pytest.raises(OSError, match="truncated"):
+    with pytest.raises(images.ImageError, match="truncated"):
         images.center_crop(content[: len(content) // 2], 48)
 
 
@@ -114,8 +118,136 @@ def test_gray_images_of_more_than_8_bits_are_refused(kind: str) -> None:
         images.center_crop(content, 48)
 
 
-def test_a_jpeg_that_would_fill_the_memory_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = encoded(smooth_image(80, 60))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(ValueError, match="4,800 pixels, more than 1,000"):
+def turned(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", [*range(1, 9), 0, 9])
+def test_images_stand_upright(kind: str, orientation: int) -> None:
+    """Also where the decoder reduces (90 of 300 pixels), and for a part of the image."""
+    options = {"lossless": True} if kind == "WEBP" else {}
+    options |= {"save_all": True, "append_images": []} if kind == "MPO" else {}
+    content = encoded(smooth_image(400, 300), kind, exif=turned(orientation), **options)
+    upright = encoded(ImageOps.exif_transpose(Image.open(BytesIO(content))), "PNG")
+    for size in (78, 200):
+        center = images.center_crop(content, size)
+        assert mean_difference(center, torchvision_center(upright, size)) < 1
+    assert mean_difference(images.stretch(content, 50, 90), images.stretch(upright, 50, 90)) < 1
+    pair = []
+    for file in (content, upright):
+        random.seed(3)
+        pair.append(images.random_crop(file, 64))
+    assert mean_difference(*pair) < 3  # JPEG was reduced; a wrong turn makes more than 10
+
+
+def test_an_orientation_in_xmp_is_applied_and_damaged_exif_is_not() -> None:
+    xmp = b'<rdf:Description tiff:Orientation="6"/>'
+    size = images._ImageFile(encoded(smooth_image(80, 60), xmp=xmp))
+    assert (size.height, size.width) == (80, 60)
+    broken = encoded(smooth_image(80, 60), exif=b"Exif\0\0MM\0*\xff\xff")
+    assert images.center_crop(broken, 48).shape == (48, 48, 3)
+
+
+@pytest.mark.parametrize(
+    ("subsampling", "progressive"), [*product(["4:4:4", "4:2:2", "4:2:0", "4:1:1"], [False, True])]
+)
+def test_jpegs_of_every_kind_are_read(subsampling: str, progressive: bool) -> None:
+    options = {"subsampling": subsampling, "progressive": progressive}
+    content = encoded(smooth_image(83, 61), **options)
+    assert mean_difference(images.center_crop(content, 48), torchvision_center(content, 48)) < 2
+
+
+@pytest.mark.parametrize("error", [ValueError("subsampling"), KeyError(6)])
+def test_what_the_fast_decoder_refuses_is_read_by_pil(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own errors for 4:1:0 and 4:4:1, which Pillow cannot write."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    content = encoded(smooth_image(400, 300))
+    for name in ("decode_jpeg", "decode_jpeg_header"):
+        monkeypatch.setattr(f"simplejpeg.{name}", refuse)
+    assert mean_difference(images.center_crop(content, 80), torchvision_center(content, 80)) < 1
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+JPEG, PNG = encoded(smooth_image(80, 60)), encoded(smooth_image(80, 60), "PNG")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "the file is empty"),
+        (b"<html>not found</html>", "it is not an image"),
+        (bytes(1000), "it is not an image"),
+        (EPS, "it is not an image"),
+        (encoded(smooth_image(9, 9), "GIF"), "it is not an image"),
+        *[(JPEG[:size], "the file ends within its header") for size in (2, 3, 20, 100, 300)],
+        *[(PNG[:size], "the file ends within its header") for size in (4, 8, 20)],
+        (PNG[:200], "truncated|broken"),
+        (JPEG[:-200], "truncated"),
+    ],
+)
+def test_the_reason_says_what_is_wrong_with_the_file(content: bytes, reason: str) -> None:
+    crops = (images.center_crop, images.random_crop, lambda c, size: images.stretch(c, size, size))
+    for crop in crops:
+        with pytest.raises(images.ImageError, match=reason) as caught:
+            crop(content, 48)
+        assert "BytesIO" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [*product(["PNG", "TIFF", "BMP", "WEBP"], ["1", "RGB"])]
+)
+def test_an_image_that_would_fill_the_memory_is_not_decoded(
+    kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = encoded(Image.new("RGB", (80, 60)).convert(mode), kind)
+    monkeypatch.setattr(images, "_MAX_PIXELS", 1000)
+    limit = "500" if kind == "WEBP" else "1,000"
+    with pytest.raises(images.ImageError, match=f"4,800 pixels, more than {limit}"):
         images.random_crop(content, 48)
+
+
+def test_only_jpegs_that_are_reduced_line_by_line_may_be_larger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(images, "_MAX_PIXELS", 1000)
+    assert images.random_crop(encoded(smooth_image(80, 60)), 48).shape == (48, 48, 3)
+    progressive = encoded(smooth_image(80, 60), progressive=True)
+    with pytest.raises(images.ImageError, match="4,800 pixels, more than 1,000"):
+        images.random_crop(progressive, 48)
+    monkeypatch.setattr(images, "_MAX_BASELINE_PIXELS", 2000)
+    with pytest.raises(images.ImageError, match="4,800 pixels, more than 2,000"):
+        images.random_crop(encoded(smooth_image(80, 60)), 48)
+
+
+def test_pillows_own_limit_has_the_same_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in (1000, 3000):  # an error, a warning
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        with pytest.raises(images.ImageError, match="decoding would fill memory"):
+            images.center_crop(PNG, 48)
+
+
+def test_only_plain_files_of_bounded_size_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    os.mkfifo(tmp_path / "b.png")
+    (tmp_path / "c.png").symlink_to("/dev/zero")
+    assert images.read_image_file(tmp_path / "a.png") == PNG
+    for name in "bc":
+        with pytest.raises(images.ImageError, match="not a plain file"):
+            images.read_image_file(tmp_path / f"{name}.png")
+    monkeypatch.setattr(images, "_MAX_BYTES", 100)
+    with pytest.raises(images.ImageError, match="bytes, more than 100"):
+        images.read_image_file(tmp_path / "a.png")
+
+
+def test_suffixes_are_those_of_torchvision() -> None:
+    assert images.SUFFIXES == IMG_EXTENSIONS

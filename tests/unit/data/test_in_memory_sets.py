@@ -149,6 +149,40 @@ def test_grayscale_images_get_a_channel(tmp_path: Path) -> None:
     assert arrays.train_x.shape == (4, 2, 3, 1)
 
 
+@pytest.mark.parametrize(
+    ("shape", "height_width_channels", "order"),
+    [
+        ((32, 24, 3), (32, 24, 3), "last"),
+        ((3, 32, 24), (32, 24, 3), "first"),
+        ((28, 20, 1), (28, 20, 1), "last"),
+        ((1, 28, 20), (28, 20, 1), "first"),
+        ((4, 16, 20), (16, 20, 4), "first"),
+        ((12, 64, 60), (64, 60, 12), "first"),
+        ((64, 60, 12), (64, 60, 12), "last"),
+        ((2, 3, 3), (2, 3, 3), "last"),
+        # As the documentation says where both may be right.
+        ((3, 20, 3), (3, 20, 3), "last"),
+        ((16, 16, 16), (16, 16, 16), "last"),
+    ],
+)
+def test_the_layout_of_images_is_seen_in_their_shape_and_said(
+    tmp_path: Path, shape: tuple[int, ...], height_width_channels: tuple[int, ...], order: str
+) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (4, *shape), np.uint8)
+    arrays = load_arrays(save_arrays(tmp_path, train_x=x, test_x=x))
+    expected = x if order == "last" else x.transpose(0, 2, 3, 1)
+    np.testing.assert_array_equal(arrays.train_x, expected)
+    assert arrays.train_x.shape[1:] == height_width_channels
+    height, width, channels = height_width_channels
+    text = f"{list(shape)} is read as {width} x {height} pixels with {channels} channels"
+    assert [note.split(": ", 1)[1] for note in arrays.notes] == [f"{text} (channels {order})"] * 2
+
+
+def test_labels_with_a_second_axis_are_read(tmp_path: Path) -> None:
+    y = Y[:, None]
+    np.testing.assert_array_equal(load_arrays(save_arrays(tmp_path, train_y=y)).train_y, Y)
+
+
 def test_labels_of_any_integer_type_become_int64(tmp_path: Path) -> None:
     arrays = load_arrays(save_arrays(tmp_path, train_y=Y.astype(np.uint8)))
     assert arrays.train_y.dtype == np.int64

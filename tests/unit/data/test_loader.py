@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchvision.datasets import ImageFolder
 
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
-from raytrain_opt.data import image_folder, load_shared_data, open_data
+from raytrain_opt.data import images, load_shared_data, open_data
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.image_folder import ImageFolderSource, list_folder
 from raytrain_opt.data.loader import DataLoaderData
@@ -414,89 +414,85 @@ def test_files_are_those_of_torchvisions_image_folder(image_tree: Path) -> None:
     for target in (train / "cat" / "more" / "0.JPEG", train / "cat" / os.fsdecode(b"caf\xe9.png")):
         target.write_bytes((train / "cat" / "0.png").read_bytes())
     (train / "cat" / "notes.txt").write_text("no image")
-    (train / "lynx").symlink_to("cat")
-    expected, files = ImageFolder(train), list_folder(train)
+    shutil.copytree(train / "dog", image_tree / "elsewhere")
+    (train / "lynx").symlink_to("../elsewhere")
+    expected, files = ImageFolder(train), list_folder(train, Counter(), {})
     assert files.classes == expected.classes
     assert [files[i] for i in range(len(files))] == expected.samples
 
 
-@pytest.fixture
-def kept_list(image_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The list of the tree's training images in the user's cache folder, made long ago."""
-    (image_tree / "train" / os.fsdecode(b"caf\xe9")).mkdir()
-    shutil.copy(image_tree / "train/cat/0.png", image_tree / "train" / os.fsdecode(b"caf\xe9"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(image_folder, "_MIN_CACHED_FILES", 1)
-    monkeypatch.setattr(image_folder, "_TIME_RESOLUTION_NS", -(10**18))
-    list_folder(image_tree / "train")
-    [path] = (tmp_path / "home/.cache/raytrain_opt/files").iterdir()
-    return path
+def test_what_is_no_image_of_a_class_is_left_out_and_said(image_tree: Path) -> None:
+    before, cat = len(list_folder(image_tree / "train", Counter(), {})), image_tree / "train/cat"
+    for folder in (".ipynb_checkpoints", "@eaDir", "__MACOSX"):
+        shutil.copytree(image_tree / "train/dog", cat / folder)
+        shutil.copytree(image_tree / "train/dog", image_tree / "train" / folder)
+    for name in ("._0.png", ".hidden.png", "a.gif", "b.GIF", "c.jfif", "notes", "../beside.png"):
+        shutil.copy(cat / "0.png", cat / name)
+    for name, target in {"self": ".", "up": "..", "dog": "../dog", "all": "/"}.items():
+        (cat / name).symlink_to(target)
+    os.mkfifo(cat / "fifo.png")
+    source = ImageFolderSource(folder_section(image_tree))
+    assert source.size("train") == before
+    assert source.class_names == ("cat", "dog")
+    [note] = source.notes
+    assert note.startswith(
+        "18 files or folders are left out: 8 hidden, 4 link to a folder, 2 .gif"
+    )
+    for kind in ("1 .jfif", "1 no suffix", "1 no plain file", "1 beside the folders of classes"):
+        assert kind in note
 
 
-def test_a_folder_that_did_not_change_is_listed_once(
-    image_tree: Path, kept_list: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [
+        ("train/lynx", "cat"),
+        ("train/all", ".."),
+        ("train/self", "."),
+        ("train/cat/twice.png", "0.png"),
+        ("train/cat/other.png", "../dog/1.png"),
+        ("train/cat/tested.png", "../../val/dog/1.png"),
+    ],
+)
+def test_a_file_with_two_classes_or_in_two_sets_is_refused(
+    image_tree: Path, link: str, target: str
 ) -> None:
-    expected = ImageFolder(image_tree / "train")
-    monkeypatch.setattr(os, "walk", lambda _: pytest.fail("the files were listed again"))
-    files = list_folder(image_tree / "train")
-    assert files.classes == expected.classes
-    assert [files[i] for i in range(len(files))] == expected.samples
+    (image_tree / link).symlink_to(target)
+    for split in ("train", "val"):  # the class exists in both sets
+        (image_tree / split / Path(link).parts[1]).mkdir(exist_ok=True)
+    if len(Path(link).parts) == 2:
+        shutil.copytree(
+            image_tree / "val/cat", image_tree / "val" / Path(link).name, dirs_exist_ok=True
+        )
+    with pytest.raises(DataError, match=rf"{image_tree}.* and {image_tree}.* are one file"):
+        new_data(folder_section(image_tree))
 
 
-def test_a_folder_with_a_new_file_is_listed_again(image_tree: Path, kept_list: Path) -> None:
-    before, folder = len(list_folder(image_tree / "train")), image_tree / "train/cat"
-    times = folder.stat()
-    shutil.copy(folder / "0.png", folder / "new.png")
-    os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))  # as tar does
-    assert len(list_folder(image_tree / "train")) == before + 1
+def test_one_folder_cannot_be_both_sets(image_tree: Path) -> None:
+    with pytest.raises(DataError, match="are one file"):
+        new_data(folder_section(image_tree, test_split="train"))
 
 
-@pytest.mark.parametrize("kept", [b"", b"no archive", b"PK\3\4"])
-def test_a_damaged_list_is_made_again(image_tree: Path, kept_list: Path, kept: bytes) -> None:
-    content = kept_list.read_bytes()
-    kept_list.write_bytes(kept or content[:-1])
-    assert len(list_folder(image_tree / "train")) == 21
-    assert kept_list.read_bytes() == content
+def test_links_to_files_elsewhere_are_samples_and_broken_ones_are_named(image_tree: Path) -> None:
+    (image_tree / "pool").mkdir()
+    for file in sorted((image_tree / "train/cat").iterdir()):
+        file.rename(image_tree / "pool" / file.name)
+        file.symlink_to(image_tree / "pool" / file.name)
+    with open_section(folder_section(image_tree)) as data:
+        assert data.info.train_size == 18
+        (image_tree / "pool/0.png").unlink()
+    assert ImageFolderSource(folder_section(image_tree)).size("train") == 20
+    with (
+        open_section(folder_section(image_tree, validation_fraction=0)) as data,
+        pytest.raises(DataError, match=r"cat/0\.png .*No such file"),
+    ):
+        data.check_samples()
 
 
-def test_a_folder_that_changed_a_moment_ago_is_listed_again(
-    image_tree: Path, kept_list: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may change again without another time."""
-    kept_list.unlink()
-    monkeypatch.setattr(image_folder, "_TIME_RESOLUTION_NS", 10**18)
-    list_folder(image_tree / "train")
-    assert not kept_list.exists()
-
-
-def test_the_times_of_file_systems_of_programs_are_not_trusted(
-    image_tree: Path, kept_list: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept_list.unlink()
-    mounts = re.sub(r" - \S+", " - fuse.gcsfuse", Path("/proc/self/mountinfo").read_text())
-    monkeypatch.setattr(Path, "read_text", lambda _: mounts)
-    list_folder(image_tree / "train")
-    assert not kept_list.exists()
-
-
-def test_lists_need_no_cache_folder(image_tree: Path, kept_list: Path) -> None:
-    shutil.rmtree(kept_list.parent)
-    kept_list.parent.write_text("a file")
-    assert len(list_folder(image_tree / "train")) == 21
-
-
-def test_a_link_to_its_own_folder_repeats_no_file(image_tree: Path) -> None:
-    before = len(list_folder(image_tree / "train"))
-    (image_tree / "train" / "cat" / "loop").symlink_to(".")
-    assert len(list_folder(image_tree / "train")) == before
-
-
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_an_image_that_would_fill_the_memory_is_not_decoded(
     image_tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PIL only warns of a file of 21 kB that has 13,300 x 13,300 pixels."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    monkeypatch.setattr(images, "_MAX_PIXELS", 1000)
     Image.new("1", (40, 40)).save(image_tree / "val" / "cat" / "0.png")
     with (
         open_section(folder_section(image_tree)) as data,
@@ -564,7 +560,7 @@ def test_an_unreadable_file_is_named(image_tree: Path, broken: str, workers: int
     section = folder_section(image_tree, loader_workers=workers, validation_fraction=0.0)
     with open_section(section) as data, pytest.raises(DataError) as caught:
         read_all(data)
-    for text in (str(path), f"class {broken.split('/')[1]}", "Error", "data.on_unreadable: skip"):
+    for text in (str(path), f"class {broken.split('/')[1]}", "data.on_unreadable: skip"):
         assert text in str(caught.value)
     assert "Traceback" not in str(caught.value)
 
@@ -691,14 +687,62 @@ def test_files_are_found_from_any_folder(
             "has labels that only test .*: wolf",
         ),
         ("file,label,split\nval/cat/0.png,tom,train\n", "has no file of split test"),
-        (f"file,label,split\n{ROWS}val/cat/0.png\n", "line 5: .* needs a label, .*''"),
-        ("file,label,split\n\udce9.png,tom,train\n", "is not UTF-8 text"),
+        (f"file,label,split\n{ROWS}val/cat/0.png\n", "line 5 has 1 values, but .* 3 columns"),
+        (f"file,label,split\n{ROWS}val/cat/0.png,tom,test,1\n", "line 5 has 4 values"),
+        (f"file,label,split\n{ROWS}\udce9.png,tom,train\n", "line 5 is not UTF-8 text"),
+        ("", "is empty"),
+        (f"file,label,split,label\n{ROWS}", "has several columns label"),
+        (f'file,label,split\n"{ROWS}', "line 2 begins a quote that never ends"),
+        (f'file,label,split\n{ROWS}"{"x" * 200_000}\n', "line 5 begins a quote that never"),
+        (f'file,label,split\n{ROWS}"val/cat/0.png"1,tom,test\n', "line 5 begins a quote that"),
+        (f'file,label,split\n{ROWS}"val\n/cat/0.png",tom,test\n', "line 5: there is no file"),
+        (f"file,label,split\n{ROWS}../x.png,tom,train\n", r"line 5: \.\./x.png is not below"),
+        (f"file,label,split\n{ROWS}/etc/hostname,tom,train\n", "line 5: /etc/hostname is not"),
+        (f"file,label,split\n{ROWS}train/fifo.png,tom,train\n", "line 5: there is no file"),
+        (f"file,label,split\n{ROWS}train/cat,tom,train\n", "line 5: there is no file"),
+        (f"file,label,split\n{ROWS}train/\0.png,tom,train\n", "line 5: there is no file"),
+        (f"file,label,split\n{ROWS}{'x' * 999}.png,tom,train\n", "line 5: .*xx… .below data.root"),
+        # One file counts once, by whatever name.
+        (f"file,label,split\n{ROWS}val/dog/0.png,rex,test\n", "lines 4 and 5 name one file"),
+        (f"file,label,split\n{ROWS}val/dog/0.png,rex,train\n", "lines 4 and 5 name one file"),
+        (f"file,label,split\n{ROWS}val/dog/0.png,tom,test\n", "lines 4 and 5 name one file"),
+        (f"file,label,split\n{ROWS}./val//dog/0.png,tom,test\n", "lines 4 and 5 name one file"),
+        (f"file,label,split\n{ROWS}val/cat/../dog/0.png,tom,test\n", "lines 4 and 5 name one"),
+        (f"file,label,split\n{ROWS}link.png,tom,test\n", "lines 4 and 5 name one file"),
+        (f"file,label,split\n{ROWS}link/0.png,tom,test\n", "lines 4 and 5 name one file"),
     ],
 )
 def test_a_wrong_csv_file_is_explained(image_tree: Path, text: str, message: str) -> None:
+    os.mkfifo(image_tree / "train/fifo.png")
+    (image_tree / "link.png").symlink_to("val/dog/0.png")
+    (image_tree / "link").symlink_to("val/dog")
     section = folder_section(image_tree, labels=write_labels(image_tree, text))
-    with pytest.raises(DataError, match=rf"data\.labels: .*labels\.csv {message}"):
+    with pytest.raises(DataError, match=rf"data\.labels: .*labels\.csv {message}") as caught:
         new_data(section)
+    assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(",", ";"),
+        lambda text: text.replace(",", "\t"),
+        lambda text: text.replace("\n", "\r\n"),
+        lambda text: text.replace("\n", "\r"),
+        lambda text: "\ufeff" + text,
+        lambda text: text.rstrip("\n"),
+        lambda text: text.replace("\n", "\n\n"),
+        lambda text: text.replace(",", " , ").replace(" , ", ", ", 2).replace("png ,", "png,"),
+        lambda text: "".join(f'"{line}"\n'.replace(",", '","') for line in text.splitlines()),
+    ],
+)
+def test_csv_files_of_other_programs_are_read(
+    image_tree: Path, change: Callable[[str], str]
+) -> None:
+    text = change(f"file,label,split\n{ROWS}")
+    source = ImageFolderSource(folder_section(image_tree, labels=write_labels(image_tree, text)))
+    assert source.class_names == ("rex", "tom")
+    assert source.describe("test", 0).startswith(f"{image_tree}/val/dog/0.png (class rex)")
 
 
 def test_a_missing_csv_file_is_named(image_tree: Path) -> None:
@@ -756,6 +800,23 @@ def test_uint8_images_are_scaled_to_one(channels_last: bool) -> None:
     torch.testing.assert_close(batch.x, images / 255)
     expected = torch.channels_last if channels_last else torch.contiguous_format
     assert batch.x.is_contiguous(memory_format=expected)
+
+
+@pytest.mark.parametrize(
+    "shape", [(20, 24, 3), (20, 24, 1), (3, 20, 24), (1, 20, 24), (5, 20, 24)]
+)
+def test_the_layout_of_images_of_a_dataset_is_seen_in_their_shape_and_said(
+    shape: tuple[int, ...],
+) -> None:
+    image = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    section, is_last = samples_section((image, 0), (image, 1)), shape[0] == 20
+    with open_section(section) as data:
+        batch = next(data.eval_batches("test", 0, 1, 100))
+        [note] = data.info.notes
+    expected = torch.from_numpy(image / 255).float()
+    torch.testing.assert_close(batch.x[0], expected.permute(2, 0, 1) if is_last else expected)
+    assert f"{list(shape)} is read as 24 x 20 pixels" in note
+    assert note.endswith(f"(channels {'last' if is_last else 'first'})")
 
 
 def test_explicit_mean_and_std_apply_to_images_and_to_values() -> None:
@@ -961,7 +1022,7 @@ def test_one_process_lists_the_files_for_all(
     with open_section(section) as data:
         expected = concatenate(read_epoch(data))
     listed = pickle.dumps(load_shared_data(section))
-    monkeypatch.setattr(os, "walk", lambda _: pytest.fail("the files were listed again"))
+    monkeypatch.setattr(os, "scandir", lambda _: pytest.fail("the files were listed again"))
     data = open_data(
         section,
         pickle.loads(listed),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import JobError, Problem
@@ -171,6 +172,37 @@ def test_a_model_whose_state_is_more_than_tensors_is_refused() -> None:
     values = {"model": with_extra_state, "data": "digits", "epochs": 2, "global_batch_size": 8}
     message = r"model\.name: state_dict\(\) .* 1\._extra_state is a dict.*buffer"
     with pytest.raises(JobError, match=message):
+        run_preflight(parse_job(values))
+
+
+def floats(shape: list[int]) -> Any:
+    data = TensorDataset(torch.zeros(12, *shape), torch.arange(12) % 2)
+    return data, data
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "is_refused"),
+    [
+        ("resnet8", (16, 20, 3), True),
+        ("resnet8", (16, 20, 1), True),
+        ("resnet8", (3, 16, 20), False),
+        ("resnet8", (3, 16, 3), False),
+        ("resnet8", (2, 16, 20), False),
+        (small_mlp, (16, 20, 3), False),  # a network of one's own may take them last
+    ],
+)
+def test_floats_with_channels_last_are_no_input_of_a_named_network(
+    model: Any, shape: tuple[int, ...], is_refused: bool
+) -> None:
+    data = {"name": floats, "args": {"shape": [*shape]}, "num_classes": 2, "loader_workers": 0}
+    values = {"model": model, "data": data, "epochs": 2, "global_batch_size": 4}
+    values |= {"optimizer": "SGD", "learning_rate": {"policy": "schedule"}}
+    if not is_refused:
+        assert run_preflight(parse_job(values)).info.sample_shape == shape
+        return
+    with pytest.raises(
+        JobError, match=r"data: has samples \[16, 20, .\], which look like channels"
+    ):
         run_preflight(parse_job(values))
 
 
