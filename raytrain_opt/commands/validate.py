@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name
-from raytrain_opt.errors import JobError
+from raytrain_opt.errors import JobError, printable
 from raytrain_opt.execution.preflight import check_job, run_local_preflight
 
 
@@ -31,7 +31,7 @@ def validate(job: Job, job_file: str) -> str:
         + (f", before the search by {searched.strategy}" if searched else ""),
         "results": job.storage_path,
     }
-    choices = "\n".join(f"  {name:14} {text}" for name, text in lines.items())
+    choices = "\n".join(f"  {name:14} {printable(text, kept='')}" for name, text in lines.items())
     note = "" if checked else "\n  data not checked: the data set is not downloaded yet"
     return f"{job_file}: valid\n{choices}{note}"
 

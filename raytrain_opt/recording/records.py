@@ -165,7 +165,7 @@ class EpochResult(RecordPart):
     @property
     def test_metric(self) -> float | None:
         """The metric that decides; None when not evaluated."""
-        return self.test_metrics[self.metric.name] if self.metric else None
+        return self.test_metrics.get(self.metric.name) if self.metric else None
 
     @property
     def score(self) -> float | None:

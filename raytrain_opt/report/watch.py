@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from raytrain_opt import storage
+from raytrain_opt.errors import printable
 from raytrain_opt.recording.base import Record
 from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.records import BatchSizeProbeRecord, EpochRecord, RoundRecord
@@ -48,24 +49,21 @@ class WatchedRun:
     def show_new(self, terminal: Terminal) -> bool:
         """Show what is new; return whether the run has ended."""
         state = self.state(self.run_dir)  # before the records: then the last ones are shown too
-        for probe in self._new_lines("batch_size.jsonl", BatchSizeProbeRecord):
-            terminal.note(probe_text(probe))
-        for record in self._new_lines("rounds.jsonl", RoundRecord):
-            terminal.note(_round_text(record))
+        texts = list(map(probe_text, self._new_lines("batch_size.jsonl", BatchSizeProbeRecord)))
+        texts += map(_round_text, self._new_lines("rounds.jsonl", RoundRecord))
         for epoch in self._new_lines("epochs.jsonl", EpochRecord):
-            terminal.note(epoch_text(epoch))
+            texts.append(epoch_text(epoch))
             terminal.phase(f"epoch {epoch.epoch}  training")
             terminal.advance(epoch.epoch / epoch.epochs)
-        for event in self._new_lines("events.jsonl", EventRecord):
-            terminal.note(f"{event.kind}: {event.text}")
-        if storage.read(self.run_dir, "result.json") is None:
-            if state in ("running", "not readable"):
-                return False
-            terminal.note(f"no process writes to this run any more: {state}")
-            return True
-        for text in _summary_lines(read_run(self.run_dir)):
-            terminal.note(text)
-        return True
+        texts += [f"{e.kind}: {e.text}" for e in self._new_lines("events.jsonl", EventRecord)]
+        has_ended = True
+        if storage.read(self.run_dir, "result.json") is not None:
+            texts += _summary_lines(read_run(self.run_dir))
+        elif has_ended := state not in ("running", "not readable"):
+            texts.append(f"no process writes to this run any more: {state}")
+        for text in texts:
+            terminal.note(printable(text, kept=""))
+        return has_ended
 
     def _new_lines(self, name: str, kind: type[R]) -> list[R]:
         records = read_lines(self.run_dir, name, kind)
