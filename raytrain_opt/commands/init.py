@@ -26,7 +26,7 @@ from raytrain_opt.data.batch_reader import SourceSplit
 from raytrain_opt.data.image_folder import COLUMNS, ImageFolderSource, image_paths, list_folder
 from raytrain_opt.data.images import center_crop
 from raytrain_opt.data.shards import ShardSource
-from raytrain_opt.errors import DataError
+from raytrain_opt.errors import DataError, printable
 from raytrain_opt.monitoring.nvml import gpu_states
 from raytrain_opt.storage import write_text
 
@@ -120,7 +120,7 @@ def find_data(folder: Path, labels: Path) -> tuple[Section, list[Row]]:
         if section is not None:
             return section, []
     # With several tables, that of the training set: others may list images without labels.
-    tables = sorted(folder.glob("*.csv"), key=lambda path: ("train" not in path.name, path.name))
+    tables = sorted(_files(folder, "csv"), key=lambda path: ("train" not in path.name, path.name))
     listed = filter(None, (_read_table(folder, path) for path in tables))
     rows = next(listed, []) or _class_folders(folder)
     if len({label for _, label, _ in rows}) < 2:
@@ -140,6 +140,10 @@ def _splits(names: Iterable[str]) -> dict[str, str]:
     return splits
 
 
+def _files(folder: Path, suffix: str) -> list[Path]:
+    return [path for path in folder.glob(f"*.{suffix}") if path.is_file()]
+
+
 def _folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
 
@@ -157,7 +161,7 @@ def _find_splits(folder: Path) -> Section | None:
 
 
 def _find_arrays(folder: Path) -> Section | None:
-    files = sorted(folder.glob("*.npy"))
+    files = sorted(_files(folder, "npy"))
     if not files:
         if any(folder.glob("*.npz")):
             example = "numpy.save('train_x.npy', numpy.load('FILE.npz')['train_x'])"
@@ -183,7 +187,7 @@ def _find_arrays(folder: Path) -> Section | None:
 
 def _find_shards(folder: Path) -> Section | None:
     groups: dict[str, list[str]] = {}
-    for file in sorted(folder.glob("*.tar")):
+    for file in sorted(_files(folder, "tar")):
         if match := re.fullmatch(r"(.*?)(\d+)", file.stem):
             groups.setdefault(match[1], []).append(match[2])
     names = _splits(groups)
@@ -375,7 +379,7 @@ def job_text(name: str, section: Section, facts: Facts, *, gpus: int) -> str:
 def _table(section: Section, facts: Facts) -> dict[str, str]:
     """Return the lines about the data that are printed."""
     info, counts = facts.info, facts.info.class_counts
-    names = info.class_labels
+    names = [printable(name, kept="") for name in info.class_labels]
     low, high = counts.index(min(counts)), counts.index(max(counts))
     table = {
         "data": f"{section['name']}, {info.train_size:,} to train on, {info.test_size:,} to test",
@@ -386,7 +390,7 @@ def _table(section: Section, facts: Facts) -> dict[str, str]:
     if facts.imbalance >= _IMBALANCE:
         table["balance"] += "; consider data.sampler: balanced or loss.class_weights: balanced"
     if facts.examined:
-        bad = facts.unreadable
+        bad = [printable(reason, kept="") for reason in facts.unreadable]
         lines = [f"{len(bad)} of {facts.examined:,} examined files", *bad[:_NAMES]]
         if len(bad) > _NAMES:
             lines.append(f"and {len(bad) - _NAMES} more")

@@ -89,7 +89,7 @@ class ImageFolderSource:
 
     def content(self, split: SourceSplit, index: int) -> bytes:
         """Return the image file."""
-        return Path(self._folders[split][index][0]).read_bytes()
+        return storage.read_file(Path(self._folders[split][index][0]))
 
     def describe(self, split: SourceSplit, index: int) -> str:
         """Return the file and its class, for an error message."""

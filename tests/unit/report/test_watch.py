@@ -22,6 +22,7 @@ from tests.support.synthetic_runs import (
     with_batch_size_search,
     write_lines,
     write_run,
+    write_schedule,
 )
 
 
@@ -66,10 +67,12 @@ def test_new_records_are_shown_once(tmp_path: Path, location: str) -> None:
         assert not watched.show_new(screen.terminal)
     [line] = screen.lines()
     assert line.startswith("round of epoch 3")
+    write_lines(run / "rounds.jsonl", map(round_line, (1, 2, 3, 4)))
     write_lines(run / "epochs.jsonl", map(epoch_line, (1, 2, 3, 4)))
+    write_schedule(run / "schedule.jsonl", *[[0.1]] * 4)
     (run / "result.json").write_text(json.dumps(result(4)))
     assert watched.show_new(screen.terminal)
-    assert [line[:9] for line in screen.lines()[:2]] == ["epoch 3/4", "epoch 4/4"]
+    assert [line[:9] for line in screen.lines()[1:3]] == ["epoch 3/4", "epoch 4/4"]
 
 
 @pytest.mark.parametrize("kind", ["failed", "interrupted"])
