@@ -78,8 +78,8 @@ class _Command(click.Command):
             return super().invoke(ctx)
         except RaytrainOptError as error:
             if verbose:
-                click.echo(traceback.format_exc(), err=True)
-            click.echo(f"error: {printable(str(error))}", err=True)
+                _echo(traceback.format_exc(), err=True)
+            _echo(f"error: {error}", err=True)
             raise SystemExit(error.exit_code) from error
         except KeyboardInterrupt as stop:
             terminated = isinstance(stop, Terminated)
@@ -160,7 +160,7 @@ def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -
 
     file = join(find(job, **options).run_dir, "job.yaml")
     copy, name = (f"copy {file} here, then ", "job.yaml") if is_remote(file) else ("", quote(file))
-    click.echo(f"train with this batch size: {copy}raytrain-opt run {name}")
+    _echo(f"train with this batch size: {copy}raytrain-opt run {name}")
 
 
 @main.command()
@@ -178,7 +178,7 @@ def report(run_dirs: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(summaries(run_dirs), indent=2))
     else:
-        click.echo(f"report  {write_report(run_dirs)}")
+        _echo(f"report  {printable(write_report(run_dirs), kept='')}")
 
 
 @main.command()
@@ -267,7 +267,7 @@ def plan(job_file: str, overrides: tuple[str, ...], data: str | None, **options:
 
     # Files of the data may be on the cluster only.
     job = _load_job(job_file, overrides, check=data is None)
-    click.echo(make_plan(job, data=data, **options))
+    _echo(make_plan(job, data=data, **options))
 
 
 @main.command()
@@ -280,7 +280,7 @@ def validate(job_file: str, overrides: tuple[str, ...]) -> None:
     """
     from raytrain_opt.commands.validate import validate as validate_job
 
-    click.echo(validate_job(_load_job(job_file, overrides), job_file))
+    _echo(validate_job(_load_job(job_file, overrides), job_file))
 
 
 @main.command()
@@ -299,8 +299,8 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bo
 
     evaluation = evaluate_runs(run_dirs, ensemble=ensemble, trust=trust)
     for note in evaluation.notes:
-        click.echo(note, err=True)
-    click.echo(json.dumps(evaluation.to_json()) if as_json else "\n".join(evaluation.lines()))
+        _echo(note, err=True)
+    _echo(json.dumps(evaluation.to_json()) if as_json else "\n".join(evaluation.lines()))
 
 
 @main.command()
@@ -347,7 +347,7 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
     path = output or f"model.{exports.FORMATS[name].suffix}"
     difference = exports.export(model, name, path)
     error = f"largest relative difference {difference:.1g}" if difference else "equal bits"
-    click.echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
+    _echo(f"{path}: {model.checkpoint}; its outputs match ({error})")
 
 
 @main.command()
@@ -361,8 +361,8 @@ def shard(folder: str, output: str, mib: int) -> None:
     """
     from raytrain_opt.commands.shard import write_shards
 
-    for pattern in write_shards(Path(folder), output, mib * 2**20, click.echo):
-        click.echo(pattern)
+    for pattern in write_shards(Path(folder), output, mib * 2**20, _echo):
+        _echo(pattern)
 
 
 @main.command()
@@ -385,10 +385,7 @@ def init(folder: str, output: str, examine: int, label_column: str | None) -> No
     """
     from raytrain_opt.commands.init import init as write_job
 
-    def echo(line: str) -> None:
-        click.echo(printable(line))
-
-    write_job(Path(folder), Path(output), examine, echo, label_column)
+    write_job(Path(folder), Path(output), examine, _echo, label_column)
 
 
 @main.command()
@@ -400,6 +397,10 @@ def schema() -> None:
     from raytrain_opt.config.load import job_schema
 
     click.echo(json.dumps(job_schema(), indent=2))
+
+
+def _echo(text: str, *, err: bool = False) -> None:
+    click.echo(printable(text), err=err)
 
 
 def _load_job(job_file: str, overrides: tuple[str, ...], *, check: bool = True) -> Job:

@@ -6,19 +6,18 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
+# Controls, formats such as a change of direction, private use, surrogates, ends of lines.
+_ESCAPED = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 
-def printable(text: str) -> str:
-    """Return the text with control characters and lone surrogates as escapes.
+
+def printable(text: str, kept: str = "\n\t") -> str:
+    """Return the text with control characters and lone surrogates, but the `kept`, as escapes.
 
     Names of files, messages of libraries and records of others may hold them. A terminal obeys
     the ones, and UTF-8 cannot encode the others.
     """
-    return "".join(
-        char.encode("unicode_escape").decode()
-        if unicodedata.category(char)[0] == "C" and char not in "\n\t"
-        else char
-        for char in text
-    )
+    escaped = [c for c in set(text) if unicodedata.category(c) in _ESCAPED and c not in kept]
+    return text.translate({ord(char): char.encode("unicode_escape").decode() for char in escaped})
 
 
 class RaytrainOptError(Exception):

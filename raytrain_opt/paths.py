@@ -7,8 +7,8 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -102,10 +102,14 @@ class RunPaths:
                 rule = "belongs to another user, whose run this process must not continue"
                 hint = "resume it as that user, or resume a copy of it (cp -r)"
                 raise JobError([Problem(argument, rule, repr(run_dir), hint)], "arguments")
-            return cls(local_path(run_dir))
+            paths = cls(local_path(run_dir))
+            if write:
+                folders = (paths.checkpoints, paths.tensorboard, paths.local / RAY_FOLDER)
+                refuse_links([*folders, *paths.checkpoints.glob("*")], argument)
+            return paths
         paths = cls(Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir)
         try:
-            with _readable(run_dir, argument):
+            with readable(run_dir, argument):
                 if write:
                     paths.claim()
                 if paths._copy is not None:
@@ -144,14 +148,14 @@ class RunPaths:
         if self._copy is not None:
             self._copy.release_lease()
 
-    def publish(self) -> None:
+    def publish(self) -> str | None:
         """Copy new and changed files to the remote storage, and remove deleted ones there.
 
         The index of checkpoints and the result are copied last. Does nothing for a local run.
-        Raises StorageError, and TakenOverError if another process has resumed the run.
+        Returns a note for the user. Raises StorageError, and TakenOverError if another process has
+        resumed the run.
         """
-        if self._copy is not None:
-            self._copy.publish()
+        return self._copy.publish() if self._copy is not None else None
 
     def _remove_copy(self) -> None:
         if self._copy is not None and self._copy.is_complete():
@@ -170,23 +174,33 @@ class RunPaths:
                 raise StorageError(f"{path} cannot be written: {error}") from error
 
 
+def refuse_links(folders: Iterable[Path], argument: str) -> None:
+    """Raise JobError if a folder that is written to is a link to another one."""
+    for path in folders:
+        if path.is_symlink():
+            rule = f"{path} is a link, through which nothing is written or removed"
+            hint = f"move {path.resolve()} to its place, or copy the run (cp -rL)"
+            raise JobError([Problem(argument, rule, hint=hint)], "arguments")
+
+
 def check_run(run_dir: str, argument: str = "--resume") -> None:
     """Raise JobError unless the directory holds a run with checkpoints; copies nothing."""
     problems = check_uri(run_dir, argument)
     if problems:
         raise JobError(problems, "arguments")
-    with _readable(run_dir, argument):
+    with readable(run_dir, argument):
         if is_remote(run_dir):
             found = read_object(open_store(run_dir), INDEX) is not None
         else:
-            found = (local_path(run_dir) / INDEX).is_file()
+            found = (local_path(run_dir) / INDEX).exists()  # anything else than a file is damage
     if not found:
         rule = f"holds no checkpoint of a run ({INDEX})"
         raise JobError([Problem(argument, rule, repr(run_dir))], "arguments")
 
 
 @contextmanager
-def _readable(run_dir: str, argument: str) -> Iterator[None]:
+def readable(run_dir: str, argument: str) -> Iterator[None]:
+    """Raise JobError that names the argument for an error of the storage."""
     try:
         yield
     except (*STORAGE_ERRORS, StorageError, RuntimeError) as error:  # RuntimeError: unknown ~user
@@ -224,11 +238,13 @@ def find_runs(storage_path: str) -> list[FoundRun]:
         else:
             folder = local_path(storage_path)
             parent = str(folder)
-            names = [path.name for path in folder.iterdir()] if folder.exists() else []
+            paths = folder.iterdir() if folder.exists() else ()
+            names = [path.name for path in paths if path.is_dir()]
     runs = []
     for run_id in filter(None, map(_RUN_ID.fullmatch, names)):
-        started = datetime.strptime(run_id["date"], _DATE).replace(tzinfo=UTC)
-        runs.append(FoundRun(join(parent, run_id[0]), run_id["name"], started))
+        with suppress(ValueError):  # a date that does not exist: another folder
+            started = datetime.strptime(run_id["date"], _DATE).replace(tzinfo=UTC)
+            runs.append(FoundRun(join(parent, run_id[0]), run_id["name"], started))
     return sorted(runs, key=lambda run: run.started, reverse=True)
 
 

@@ -6,16 +6,19 @@ abfss://). `read`, `write` and `remove` work on files below one; the others writ
 
 from __future__ import annotations
 
+import codecs
+import errno
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 import obstore
@@ -45,6 +48,8 @@ _CLIENT = {"read_timeout": timedelta(seconds=30), "timeout": timedelta(hours=1)}
 # An object cannot be appended to. Records grow by one object after each of this size, so that
 # an epoch never sends more than this of a record again.
 RECORD_PART = 2**20
+# Far more than a record, a job or an image has; a larger file would only fill the memory.
+MAX_BYTES = 2**30
 
 
 def check_uri(storage_path: str, field: str = "storage_path") -> list[Problem]:
@@ -160,8 +165,31 @@ def read(storage_path: str, name: str) -> bytes | None:
     with storage_errors(f"{join(storage_path, name)} cannot be read"):
         if is_remote(storage_path):
             return read_object(open_store(storage_path), name)
-        path = local_path(storage_path) / name
-        return path.read_bytes() if path.is_file() else None
+        try:
+            return read_file(local_path(storage_path) / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a local file. Raises OSError, also if it is no file or too large."""
+    with open(path, "rb", opener=open_plain) as file:
+        if os.fstat(file.fileno()).st_size > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"has more than {MAX_BYTES:,} bytes", str(path))
+        return file.read()
+
+
+def open_plain(path: str, flags: int) -> int:
+    """Open a file for `open`, without waiting. Raises OSError if it is a FIFO, a device, ….
+
+    A link is not written through: somebody else may have made the run.
+    """
+    flags |= os.O_NONBLOCK | (os.O_NOFOLLOW if flags & (os.O_WRONLY | os.O_RDWR) else 0)
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a plain file", path)
+    return descriptor
 
 
 def read_object(store: ObjectStore, name: str) -> bytes | None:
@@ -221,7 +249,7 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file's content, or a directory's list of names, is on the disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
     finally:
@@ -244,26 +272,38 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Append lines of UTF-8 text, after cutting a torn last one off. Raises StorageError."""
+    """Append lines of JSON, after cutting a torn last one off. Raises StorageError."""
     try:
-        with open(path, "ab+", opener=refuse_links) as file:
-            _cut_torn_line(file)
+        with open(path, "ab+", opener=open_plain) as file:
+            file.seek(max(file.tell() - 1, 0))
+            if file.read() not in (b"", b"\n"):
+                file.seek(0)
+                content = file.read()
+                last = content.rpartition(b"\n")[2]
+                if _is_json(last):
+                    lines = ["", *lines]
+                else:
+                    file.truncate(len(content) - len(last))
             file.write("".join(f"{line}\n" for line in lines).encode())
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}") from error
 
 
-def refuse_links(path: str, flags: int) -> int:
-    """Open a file for `open`. Raises OSError for a link: somebody else may have made the run."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+def complete_lines(content: bytes) -> list[bytes]:
+    """Return the lines of JSON, without a last one that was cut off or is being written.
+
+    An editor may have removed the newline of the last one, or put a byte order mark before all.
+    """
+    *lines, last = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    return [*lines, last] if _is_json(last) else lines
 
 
-def _cut_torn_line(file: BinaryIO) -> None:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - 1, 0))
-    if file.read() not in (b"", b"\n"):
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def remove_tree(path: Path) -> None:

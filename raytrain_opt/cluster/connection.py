@@ -6,8 +6,9 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
@@ -151,6 +152,7 @@ def _connect(address: str | None, local: bool, verbose: bool, stack: ExitStack) 
             configure_logging=True,
             **options,
         )
+        _protect_token()
     except Exception as error:  # Ray raises a bare Exception when its own start takes too long
         if local:
             raise PoolError(
@@ -161,6 +163,12 @@ def _connect(address: str | None, local: bool, verbose: bool, stack: ExitStack) 
         if not isinstance(error, ConnectionError | RuntimeError | ValueError):
             raise
         raise JobError([_unreachable(address, error)], "arguments") from error
+
+
+def _protect_token() -> None:
+    """Let nobody else read the token that Ray has made, with a mode by the umask."""
+    with suppress(OSError):  # there is none, as usual, or it is not ours
+        (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
 def alive_nodes() -> list[dict[str, Any]]:

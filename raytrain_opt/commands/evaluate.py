@@ -14,7 +14,7 @@ from raytrain_opt.config.functions import refuse_functions
 from raytrain_opt.config.load import load_job, plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
-from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.errors import JobError, Problem, printable
 from raytrain_opt.execution.preflight import check_sections
 from raytrain_opt.train.checkpoint import read_metadata, read_weights
 from raytrain_opt.train.ensemble import (
@@ -75,7 +75,9 @@ class Evaluation:
 
     def lines(self) -> Iterator[str]:
         """Yield a table for the terminal."""
-        rows = [(f"{run.run} ({run.checkpoint})", run.errors) for run in self.runs]
+        rows = [
+            (printable(f"{run.run} ({run.checkpoint})", kept=""), run.errors) for run in self.runs
+        ]
         if self.ensemble is not None:
             rows.append((f"ensemble of {len(self.runs)}", self.ensemble))
         width = max(len(name) for name, _ in rows)

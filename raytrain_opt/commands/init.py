@@ -33,7 +33,7 @@ from raytrain_opt.data.image_folder import (
 )
 from raytrain_opt.data.images import center_crop, open_image
 from raytrain_opt.data.shards import ShardSource
-from raytrain_opt.errors import DataError
+from raytrain_opt.errors import DataError, printable
 from raytrain_opt.monitoring.nvml import gpu_states
 from raytrain_opt.storage import write_text
 
@@ -389,7 +389,8 @@ def job_text(name: str, section: Section, facts: Facts, *, gpus: int) -> str:
 def _table(section: Section, facts: Facts) -> dict[str, str]:
     """Return the lines about the data that are printed."""
     info, counts = facts.info, facts.info.class_counts
-    names, summary = info.class_labels, info.summary
+    names = [printable(name, kept="") for name in info.class_labels]
+    summary = info.summary
     low, high = counts.index(min(counts)), counts.index(max(counts))
     table = {
         "data": f"{section['name']}, {summary['data']}",
@@ -400,7 +401,7 @@ def _table(section: Section, facts: Facts) -> dict[str, str]:
     if facts.imbalance >= _IMBALANCE:
         table["balance"] += "; consider data.sampler: balanced or loss.class_weights: balanced"
     if facts.examined:
-        bad = facts.unreadable
+        bad = [printable(reason, kept="") for reason in facts.unreadable]
         lines = [f"{len(bad)} of {facts.examined:,} examined files", *bad[:_NAMES]]
         if len(bad) > _NAMES:
             lines.append(f"and {len(bad) - _NAMES} more")

@@ -70,7 +70,7 @@ def print_predictions(
     for prediction in predict(model, images, top=top):
         predictions.append(prediction)
         if not as_json:
-            print(printable(prediction.line()), flush=True)
+            print(printable(prediction.line(), kept=""), flush=True)
     if as_json:
         rows = [prediction.to_json() for prediction in predictions]
         print(json.dumps({"checkpoint": model.checkpoint, "predictions": rows}))

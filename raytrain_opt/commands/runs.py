@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from raytrain_opt.errors import JobError, Problem, RecordError, StorageError, printable
 from raytrain_opt.execution.lock import is_locked
@@ -106,9 +106,10 @@ def print_runs(storage_path: str, runs: Sequence[ListedRun]) -> None:
     columns = ("state", "epochs", "test metric", "time", "search", "optimizer", "peak LR", "run")
     table = Table(*columns, box=None, pad_edge=False)
     for run in runs:
-        table.add_row(*(escape(printable(cell)) for cell in run.cells()))
+        table.add_row(*(Text(printable(cell, kept="")) for cell in run.cells()))
     console = Console(file=sys.stdout, width=400)  # so that no name is cut; lines are not filled
-    console.print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {escape(storage_path)}")
+    title = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {storage_path}"
+    console.print(Text(printable(title, kept="")))
     console.print(table)
 
 

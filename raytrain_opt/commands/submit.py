@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.commands.download import MARKER, unpack_files
 from raytrain_opt.config.load import load_job
-from raytrain_opt.errors import ClusterError, JobError, Problem
+from raytrain_opt.errors import ClusterError, JobError, Problem, printable
 from raytrain_opt.execution.log_markers import ANNOUNCE_VARIABLE, find_marker, is_marker
 from raytrain_opt.storage import last_name
 
@@ -161,7 +161,7 @@ def _show_lines(log: str, start: int) -> int:
     if end <= start:
         return start
     lines = [line for line in log[start:end].splitlines(True) if not is_marker(line)]
-    print("".join(lines), end="", flush=True)
+    print(printable("".join(lines)), end="", flush=True)
     return end
 
 
@@ -173,7 +173,8 @@ def _exit_code(client: JobSubmissionClient, job_id: str) -> int:
     if info.status == JobStatus.STOPPED:
         return _STOPPED_CODE
     if info.driver_exit_code is None:
-        print(f"error: the cluster could not start the job: {info.message}", flush=True)
+        message = printable(info.message or "")
+        print(f"error: the cluster could not start the job: {message}", flush=True)
         return 1
     return int(info.driver_exit_code)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name
-from raytrain_opt.errors import JobError
+from raytrain_opt.errors import JobError, printable
 from raytrain_opt.execution.preflight import check_job, run_local_preflight
 
 
@@ -35,8 +35,9 @@ def validate(job: Job, job_file: str) -> str:
         + (f", before the search by {searched.strategy}" if searched else ""),
         "results": job.storage_path,
     }
-    choices = "\n".join(f"  {name:14} {text}" for name, text in lines.items())
-    return f"{job_file}: valid\n{choices}" + "".join(f"\n  {note}" for note in notes)
+    shown = [f"{name:14} {text}" for name, text in lines.items()]
+    texts = (printable(text, kept="") for text in (*shown, *notes))
+    return "\n  ".join((f"{job_file}: valid", *texts))
 
 
 def _learning_rate(job: Job) -> str:

@@ -14,6 +14,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name
 from raytrain_opt.config.yaml_loader import MAX_DEPTH, Word, read_yaml, write_yaml
 from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.storage import open_plain
 
 MAX_BYTES = 2**20
 # A job file may hold these as a bare name: `model: resnet8`.
@@ -97,7 +98,7 @@ def job_schema() -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_plain) as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             rule = f"is larger than {MAX_BYTES // 2**20} MiB; a job file is a page of text"

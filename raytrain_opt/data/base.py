@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.data.nesting import leaves
-from raytrain_opt.errors import DataError
+from raytrain_opt.errors import DataError, printable
 from raytrain_opt.results import Split
 
 if TYPE_CHECKING:
@@ -95,10 +95,8 @@ class DataInfo:
     @property
     def summary(self) -> dict[str, str]:
         """Lines for people: sizes, and the first classes."""
-        names, sizes = (
-            self.class_labels,
-            f"{self.train_size:,} to train on, {self.test_size:,} to test",
-        )
+        sizes = f"{self.train_size:,} to train on, {self.test_size:,} to test"
+        names = [printable(name, kept="") for name in self.class_labels]
         more = ", …" if len(names) > _NAMES else ""
         return {"data": sizes, "classes": f"{len(names)}: {', '.join(names[:_NAMES])}{more}"}
 

@@ -81,9 +81,8 @@ def search_batch_size(session: Session) -> ResolvedJob:
     job, section = session.job, session.job.batch_size_search
     if section is None:
         return session.resolved
-    if session.paths.batch_size.is_file():  # a resumed run does not repeat a finished search
-        text = session.paths.batch_size.read_text(encoding="utf-8")
-        record = BatchSizeRecord.model_validate_json(text)
+    record = read_record(str(session.paths.local), "batch_size.json", BatchSizeRecord)
+    if record is not None:  # a resumed run does not repeat a finished search
         sized = apply_batch_size(job, record.batch_size_per_worker)
         write_text(session.paths.job, dump_job(sized))
     else:

@@ -29,7 +29,7 @@ class CheckpointWriter:
         self._limit_s = limit_s
         self._pending: Future[None] | None = None
         self._epoch = 0
-        self._refused: tuple[int, StorageError] | None = None  # attempts, the last one's error
+        self._notes: list[str] = []  # on the remote storage, for the user
         self._closing = Event()
 
     @property
@@ -68,18 +68,20 @@ class CheckpointWriter:
 
     def publish(self) -> None:
         """Copy the run to remote storage, repeatedly until `close`. Raises StorageError."""
+        refusal = None
         deadline_s, pause_s, attempts = monotonic_s() + self._limit_s, _FIRST_PAUSE_S, 1
         while True:
             try:
-                self._paths.publish()
+                note = self._paths.publish()
             except TakenOverError:
                 raise
             except StorageError as error:
                 if monotonic_s() + pause_s > deadline_s or self._closing.wait(pause_s):
                     raise
-                self._refused = attempts, error
+                refusal = f"the storage refused {attempts} copies before one succeeded: {error}"
                 pause_s, attempts = min(2 * pause_s, _LONGEST_PAUSE_S), attempts + 1
             else:
+                self._notes += filter(None, [refusal, note])
                 return
 
     def wait(self) -> None:
@@ -95,10 +97,9 @@ class CheckpointWriter:
                 "storage answer?"
             )
         pending.result(timeout=0)
-        if self._refused is not None:
-            (attempts, error), self._refused = self._refused, None
-            text = f"the storage refused {attempts} copies before one succeeded: {error}"
-            self._event_log.log("storage", self._epoch, text)
+        notes, self._notes = self._notes, []
+        for note in notes:
+            self._event_log.log("storage", self._epoch, note)
 
     def close(self) -> None:
         """Let a `save` in progress finish, without repeating refused copies."""

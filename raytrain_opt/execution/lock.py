@@ -7,14 +7,14 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.storage import refuse_links
+from raytrain_opt.storage import open_plain
 
 _FILE = ".lock"
 # What flock raises on a file system without locks, as some network file systems are.
@@ -24,19 +24,19 @@ _RETRY_S = 0.2
 
 
 @contextmanager
-def lock_run_directory(run_dir: Path) -> Iterator[bool]:
+def lock_run_directory(run_dir: Path) -> Iterator[Callable[[], bool]]:
     """Hold the lock of a run directory against every other process that sees this folder.
 
-    Yields whether the lock is held: False on a file system without locks. Raises JobError when
-    another process holds it, and OSError when the lock's file cannot be made.
+    Yields a function that writes this process into the lock, and returns whether it is held: False
+    on a file system without locks. Until it is called, nothing is changed, and a new lock is
+    removed again. Raises JobError when another process holds the lock, and OSError when its file
+    cannot be made.
     """
-    held = True
-    with open(run_dir / _FILE, "a+", encoding="utf-8", opener=refuse_links) as file:
+    held, path = True, run_dir / _FILE
+    is_new = not path.exists()
+    with open(path, "a+", encoding="utf-8", opener=open_plain) as file:
         try:
             _lock_exclusively(file)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}")
-            file.flush()
         except BlockingIOError as error:
             holder = Path(file.name).read_text(encoding="utf-8")
             rule = (
@@ -48,7 +48,21 @@ def lock_run_directory(run_dir: Path) -> Iterator[bool]:
             if error.errno not in _NO_LOCKS:
                 raise
             held = False
-        yield held
+
+        def sign() -> bool:
+            nonlocal is_new
+            is_new = False
+            if held:
+                holder = f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}"
+                os.ftruncate(file.fileno(), 0)
+                os.write(file.fileno(), holder.encode())  # a buffer would be written at the end
+            return held
+
+        try:
+            yield sign
+        finally:
+            if is_new:
+                path.unlink(missing_ok=True)
 
 
 def _lock_exclusively(file: TextIO) -> None:
@@ -62,7 +76,7 @@ def _lock_exclusively(file: TextIO) -> None:
 def is_locked(run_dir: Path) -> bool:
     """Return whether a process holds the lock of a run directory."""
     try:
-        with open(run_dir / _FILE, "rb") as file:
+        with open(run_dir / _FILE, "rb", opener=open_plain) as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

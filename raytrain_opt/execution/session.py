@@ -32,6 +32,7 @@ from raytrain_opt.execution.resume import keep_workers, resume_command
 from raytrain_opt.execution.signals import StopRequest, Terminated, stop_on_signals
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.launcher import environment
+from raytrain_opt.recording.recorder import check_records
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.storage import remove_tree, write_text
 from raytrain_opt.terminal.progress import Terminal, open_terminal
@@ -183,13 +184,14 @@ def open_run_directory(
             stack.callback(paths.release)
             if not resume:
                 paths.claim()
-            if not stack.enter_context(lock_run_directory(paths.local)):
+            sign_lock = stack.enter_context(lock_run_directory(paths.local))
+            checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
+            notes += [f"{damage}; the one before is used" for damage in checkpoints.drop_damaged()]
+            _check_latest(checkpoints, paths, job, info)
+            if not sign_lock():
                 notes.append(
                     "this storage has no locks: do not resume this run twice at the same time"
                 )
-            checkpoints = Checkpoints(paths.checkpoints, job.checkpoint)
-            notes += [f"{damage}; the one before is used" for damage in checkpoints.drop_damaged()]
-            _check_latest(checkpoints, job, info)
             checkpoints.remove_orphans()
             write_text(paths.job, text)
             paths.result.unlink(missing_ok=True)  # a run with a result is not resumed
@@ -216,13 +218,16 @@ def open_run_directory(
             raise
 
 
-def _check_latest(checkpoints: Checkpoints, job: Job, info: DataInfo | None) -> None:
-    """Read the latest checkpoint, so that a run that cannot resume stops before pools start."""
+def _check_latest(
+    checkpoints: Checkpoints, paths: RunPaths, job: Job, info: DataInfo | None
+) -> None:
+    """Look at all that a resume reads: one that is refused has changed nothing."""
     if checkpoints.latest is not None:
         _, plain = read_checkpoint(checkpoints.folder / checkpoints.latest.folder)
         progress = RunProgress.from_json(plain)
         if info is not None and progress.data is not None:
             progress.data.require_same(job.data, info)
+        check_records(paths, progress.recorded_rounds, progress.next_epoch - 1)
 
 
 def how_to_resume(paths: RunPaths, job: Job) -> str:

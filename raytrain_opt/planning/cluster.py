@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 from raytrain_opt.config.section import PositiveFloat, PositiveInt, Section
 from raytrain_opt.config.yaml_loader import read_yaml
 from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.storage import read_file
 
 # Part of a link's bandwidth that a large all-reduce of NCCL reaches.
 LINK_FRACTION = 0.8
@@ -116,7 +117,7 @@ def read_cluster(text: str) -> ClusterSection:
         if match:
             values = dict(zip(("nodes", "devices", "kind"), match.groups(), strict=True))
         else:
-            values = read_yaml(Path(text).read_text(), text)
+            values = read_yaml(read_file(Path(text)).decode(), text)
         return ClusterSection.model_validate(values)
     except ValidationError as error:
         problems = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,6 +29,7 @@ class RecordPart(BaseModel):
 class Record(RecordPart):
     """Base of every record."""
 
+    counted_by: ClassVar[str] = ""  # the field that is 1 in the first line of its file, 2, ...
     schema_version: int = Field(
         SCHEMA_VERSION, le=SCHEMA_VERSION, description="Version of the record format."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -9,23 +10,46 @@ from pydantic import ValidationError
 from raytrain_opt import storage
 from raytrain_opt.errors import RecordError
 from raytrain_opt.recording.base import SCHEMA_VERSION, Record
+from raytrain_opt.storage import complete_lines
 
 R = TypeVar("R", bound=Record)
 
+_REMEDY = (
+    "restore the file from a backup. The checkpoints do not need it: evaluate and predict read "
+    "them, and --set model.weights=RUN_DIR starts a new run from them"
+)
 
-def read_lines(run_dir: str, name: str, kind: type[R]) -> list[R]:
-    """Return the complete lines, if any. Raises RecordError naming one."""
-    text = read_text(run_dir, name) or ""
-    return [
-        _parse(line, kind, f"{run_dir}/{name}, line {number}")
-        for number, line in enumerate(text.split("\n")[:-1], 1)
-    ]
+
+def read_lines(run_dir: str, name: str, kind: type[R], count: int = 0) -> list[R]:
+    """Return the complete lines, at least `count`. Raises RecordError naming one."""
+    return parse_lines(read_raw_lines(run_dir, name), f"{run_dir}/{name}", kind, count)
+
+
+def read_raw_lines(run_dir: str, name: str) -> list[bytes]:
+    """Return the complete lines as they are, none without the file. Raises StorageError."""
+    return complete_lines(storage.read(run_dir, name) or b"")
+
+
+def parse_lines(lines: Sequence[bytes], source: str, kind: type[R], count: int = 0) -> list[R]:
+    """Return all lines as records.
+
+    Raises RecordError for one that is damaged, repeated or not in its place, and for fewer lines
+    than a result or a checkpoint counts.
+    """
+    records = [_parse(line, kind, f"{source}, line {n}") for n, line in enumerate(lines, 1)]
+    numbers = [getattr(record, kind.counted_by, n) for n, record in enumerate(records, 1)]
+    if len(set(lines)) < len(lines) or numbers != [*range(1, len(lines) + 1)]:
+        raise RecordError(f"{source}: has a line twice, or without the one before; {_REMEDY}")
+    if len(lines) < count:
+        rule = f"has {len(lines)} lines, but had {count} at the last checkpoint: it was cut or"
+        raise RecordError(f"{source}: {rule} replaced afterwards; {_REMEDY}")
+    return records
 
 
 def read_last(run_dir: str, name: str, kind: type[R]) -> R | None:
     """Return a record's last complete line, parsed alone; None without. Raises RecordError."""
-    lines = (read_text(run_dir, name) or "").rsplit("\n", 2)
-    return _parse(lines[-2], kind, f"{run_dir}/{name}, last line") if len(lines) > 1 else None
+    lines = read_raw_lines(run_dir, name)
+    return _parse(lines[-1], kind, f"{run_dir}/{name}, last line") if lines else None
 
 
 def read_record(run_dir: str, name: str, kind: type[R]) -> R | None:
@@ -38,10 +62,11 @@ def read_text(run_dir: str, name: str) -> str | None:
     """Return the text of a file; None without it. Raises RecordError for other than UTF-8."""
     content = storage.read(run_dir, name)
     try:
-        return None if content is None else content.decode()
+        return None if content is None else content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1 if content else 1
-        raise RecordError(f"{run_dir}/{name}, line {line}: is damaged (not UTF-8)") from error
+        rule = f"is damaged (not UTF-8); {_REMEDY}"
+        raise RecordError(f"{run_dir}/{name}, line {line}: {rule}") from error
 
 
 def first_error(error: ValidationError) -> str:
@@ -51,7 +76,7 @@ def first_error(error: ValidationError) -> str:
     return f"{field}: {details['msg']}" if field else details["msg"]
 
 
-def _parse(text: str, kind: type[R], source: str) -> R:
+def _parse(text: str | bytes, kind: type[R], source: str) -> R:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
@@ -61,4 +86,5 @@ def _parse(text: str, kind: type[R], source: str) -> R:
                     f"{source}: was written by a newer version of this package (schema "
                     f"{details['input']}); this version reads schemas up to {SCHEMA_VERSION}"
                 ) from error
-        raise RecordError(f"{source}: is damaged ({first_error(error)})") from error
+        rule = f"is damaged ({first_error(error)}); {_REMEDY}"
+        raise RecordError(f"{source}: {rule}") from error

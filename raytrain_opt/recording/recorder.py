@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from raytrain_opt.errors import RecordError
+from raytrain_opt.errors import StorageError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.base import Record
 from raytrain_opt.recording.predictions import PredictionsRecord
-from raytrain_opt.recording.reader import read_lines
+from raytrain_opt.recording.reader import parse_lines, read_lines, read_raw_lines
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord, ScheduleRecord
 from raytrain_opt.recording.spans import EventRecord, SpanRecord
 from raytrain_opt.recording.tensorboard import TensorBoardWriter
@@ -42,11 +42,12 @@ class Recorder:
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
+        self._sizes: dict[Path, int] = {}  # of the records that were written to
         self._tensorboard = TensorBoardWriter(paths.tensorboard)
 
     def round(self, record: RoundRecord, step: int) -> None:
         """Write a line of rounds.jsonl, and the values of all candidates for TensorBoard."""
-        append_records(self.paths.rounds, [record])
+        self._append(self.paths.rounds, [record])
         scalars = {
             f"round/candidate_{candidate.index}/{name}": getattr(candidate, name)
             for candidate in record.candidates
@@ -57,7 +58,7 @@ class Recorder:
 
     def epoch(self, record: EpochRecord, step: int) -> None:
         """Write a line of epochs.jsonl, and the same values for TensorBoard."""
-        append_records(self.paths.epochs, [record])
+        self._append(self.paths.epochs, [record])
         scalars = {f"epoch/{name}": getattr(record, name) for name in _EPOCH_SCALARS}
         scalars |= {f"epoch/test_{name}": value for name, value in record.test_metrics.items()}
         if record.noise_scale is not None:
@@ -68,15 +69,15 @@ class Recorder:
 
     def timeline(self, spans: Sequence[SpanRecord]) -> None:
         """Write lines of timeline.jsonl."""
-        append_records(self.paths.timeline, spans)
+        self._append(self.paths.timeline, spans)
 
     def event(self, event: EventRecord) -> None:
         """Write a line of events.jsonl. A resumed run keeps all of them: they are its history."""
-        append_records(self.paths.events, [event])
+        self._append(self.paths.events, [event])
 
     def schedule(self, record: ScheduleRecord) -> None:
         """Write a line of schedule.jsonl."""
-        append_records(self.paths.schedule, [record])
+        self._append(self.paths.schedule, [record])
 
     def lrs(self) -> list[float]:
         """Return the learning rate of every step in schedule.jsonl."""
@@ -93,6 +94,8 @@ class Recorder:
 
     def result(self, record: ResultRecord) -> None:
         """Write result.json."""
+        for path in self._sizes:
+            self._check_size(path)
         write_record(self.paths.result, record)
 
     def end_s(self, partial_s: float) -> float:
@@ -107,53 +110,75 @@ class Recorder:
 
         A resumed run repeats, and writes again, what followed its last checkpoint. Damaged lines
         of the timeline and of the events, from which nothing is computed, are removed; returns
-        their number. Raises RecordError when a round or an epoch is damaged or missing.
+        their number. Raises what `check_records` raises, before it writes.
         """
-        _keep_first(self.paths.rounds, RoundRecord, rounds)
-        _keep_first(self.paths.epochs, EpochRecord, epochs)
-        _keep_first(self.paths.schedule, ScheduleRecord, epochs)
-        spans = _undamaged(self.paths.timeline, SpanRecord)
-        events = _undamaged(self.paths.events, EventRecord)
-        lines = len(_lines(self.paths.timeline)) + len(_lines(self.paths.events))
-        _rewrite(self.paths.timeline, [line for line, span in spans if span.epoch <= epochs])
-        _rewrite(self.paths.events, [line for line, _ in events])
-        return lines - len(spans) - len(events)
+        kept, damaged = check_records(self.paths, rounds, epochs)
+        for path, lines in kept.items():
+            if path.exists():
+                write_bytes(path, b"".join(line + b"\n" for line in lines))
+            self._sizes[path] = _size(path)
+        return damaged
+
+    def _append(self, path: Path, records: Sequence[Record]) -> None:
+        self._check_size(path)
+        append_records(path, records)
+        self._sizes[path] = _size(path)
+
+    def _check_size(self, path: Path) -> None:
+        """Raise StorageError if a record was removed since this run wrote to it."""
+        size, left = self._sizes.get(path, 0), _size(path)
+        if left < size:
+            raise StorageError(
+                f"{path} was removed or cut while the run wrote to it: {size - left} of {size} "
+                "bytes are lost. Is something cleaning up there? Checkpoints that are left can be "
+                "read by predict and evaluate"
+            )
 
     def close(self) -> None:
         """Close the file of TensorBoard."""
         self._tensorboard.close()
 
 
+def check_records(
+    paths: RunPaths, rounds: int, epochs: int
+) -> tuple[dict[Path, Sequence[bytes]], int]:
+    """Return the lines that a run keeps of each record when it is resumed; writes nothing.
+
+    Of the timeline and the events, also returns the number of damaged lines. Raises RecordError
+    when a round or an epoch is damaged or missing, StorageError when a record cannot be read.
+    """
+    run_dir = str(paths.local)
+    kept: dict[Path, Sequence[bytes]] = {}
+    for path, kind, count in (
+        (paths.rounds, RoundRecord, rounds),
+        (paths.epochs, EpochRecord, epochs),
+        (paths.schedule, ScheduleRecord, epochs),
+    ):
+        lines = read_raw_lines(run_dir, path.name)[:count]
+        parse_lines(lines, str(path), kind, count)
+        kept[path] = lines
+    spans = _undamaged(paths.timeline, SpanRecord)
+    events = _undamaged(paths.events, EventRecord)
+    total = sum(len(read_raw_lines(run_dir, p.name)) for p in (paths.timeline, paths.events))
+    kept[paths.timeline] = [line for line, span in spans if span.epoch <= epochs]
+    kept[paths.events] = [line for line, _ in events]
+    return kept, total - len(spans) - len(events)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
 def _read(path: Path, kind: type[R]) -> list[R]:
     return read_lines(str(path.parent), path.name, kind)
 
 
-def _lines(path: Path) -> list[bytes]:
-    """Return the complete lines; a line without an end was cut off when the run died."""
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-
-
-def _keep_first(path: Path, kind: type[Record], count: int) -> None:
-    _rewrite(path, _lines(path)[:count])
-    kept = len(_read(path, kind))
-    if kept < count:
-        raise RecordError(
-            f"{path}: has {kept} lines, but had {count} at the last checkpoint: it was cut or "
-            "replaced afterwards"
-        )
-
-
 def _undamaged(path: Path, kind: type[R]) -> list[tuple[bytes, R]]:
     records = []
-    for line in _lines(path):
+    for line in read_raw_lines(str(path.parent), path.name):
         with suppress(ValidationError):
             records.append((line, kind.model_validate_json(line)))
     return records
-
-
-def _rewrite(path: Path, lines: Sequence[bytes]) -> None:
-    if path.exists():
-        write_bytes(path, b"".join(line + b"\n" for line in lines))
 
 
 def versions() -> dict[str, str]:

@@ -165,7 +165,7 @@ class EpochResult(RecordPart):
     @property
     def test_metric(self) -> float | None:
         """The metric that decides; None when not evaluated."""
-        return self.test_metrics[self.metric.name] if self.metric else None
+        return self.test_metrics.get(self.metric.name) if self.metric else None
 
     @property
     def score(self) -> float | None:
@@ -179,6 +179,7 @@ class EpochResult(RecordPart):
 class EpochRecord(EpochResult, Record):
     """One line of epochs.jsonl."""
 
+    counted_by = "epoch"
     epochs: int = Field(
         gt=0,
         description="Length of the training in epochs, with `train_for` as planned before this.",
@@ -208,6 +209,7 @@ def best_epoch(epochs: Sequence[EpochRecord]) -> EpochRecord | None:
 class BatchSizeProbeRecord(Record):
     """One line of batch_size.jsonl: one probe of the batch-size search."""
 
+    counted_by = "probe"
     probe: int = Field(description="Number of the probe, from 1.")
     check: bool = Field(description="Whether the probe checks the chosen size.")
     reason: str = Field(description="Why the strategy probed this size.")
@@ -277,6 +279,7 @@ class BatchSizeRecord(Record):
 class ScheduleRecord(Record):
     """A line of schedule.jsonl: the rate of every step of an epoch; policy `replay` repeats it."""
 
+    counted_by = "epoch"
     epoch: int = Field(description="Epoch, from 1.")
     optimizer: str = Field(description="Name of the optimizer.")
     weight_decay_factor: float = Field(

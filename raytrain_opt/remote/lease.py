@@ -29,7 +29,7 @@ from obstore.store import ObjectStore
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.errors import JobError, Problem, TakenOverError, printable
-from raytrain_opt.storage import STORAGE_ERRORS, open_store
+from raytrain_opt.storage import STORAGE_ERRORS, open_store, read_object
 
 # How long a process that was killed keeps others out, and how often a live one renews: three
 # renewals may be lost.
@@ -67,11 +67,16 @@ class Lease:
             raise self._held(newest["path"])
         number = int(newest["path"].rsplit("/", 1)[1]) + 1 if newest else 1
         holder = f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}"
-        self._holder = holder.encode()
+        # A token, because a process may try twice within a second.
+        self._holder = f"{holder} ({secrets.token_hex(4)})".encode()
         try:
             obstore.put(self._store, _name(number), self._holder, mode="create")
-        except AlreadyExistsError:
-            raise self._held(_name(number)) from None
+        except STORAGE_ERRORS as error:
+            # The put may be done and its answer lost; a repeated one then finds its own object.
+            if read_object(self._store, _name(number)) != self._holder:
+                if isinstance(error, AlreadyExistsError):
+                    raise self._held(_name(number)) from None
+                raise
         self.number = number
         self._renewal.start()
 
@@ -109,7 +114,8 @@ class Lease:
         name = f"{_FOLDER}/clock-{secrets.token_hex(8)}"
         obstore.put(self._store, name, b"now")
         now: datetime = obstore.head(self._store, name)["last_modified"]
-        obstore.delete(self._store, name)
+        with suppress(*STORAGE_ERRORS):  # it may stay
+            obstore.delete(self._store, name)
         written: datetime = lease["last_modified"]
         return (now - written).total_seconds()
 

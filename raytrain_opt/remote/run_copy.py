@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,15 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import ObjectStore
 
 from raytrain_opt.remote.lease import Lease
-from raytrain_opt.storage import RECORD_PART, open_store, read_object, record_part, storage_errors
+from raytrain_opt.storage import (
+    RECORD_PART,
+    STORAGE_ERRORS,
+    error_text,
+    open_store,
+    read_object,
+    record_part,
+    storage_errors,
+)
 
 INDEX = "checkpoints/index.json"
 # Ray Train and Ray Tune write there; nothing of it is needed to resume.
@@ -70,6 +79,7 @@ class RunCopy:
         self.uri, self._local, self._lease = uri, local, Lease(uri)
         # Version of what each object holds (None: not in the folder), and the object's own.
         self._published: dict[str, tuple[tuple[int, int] | None, _ObjectVersion]] = {}
+        self._has_noted = False
 
     @cached_property
     def _store(self) -> ObjectStore:
@@ -143,20 +153,43 @@ class RunCopy:
             for chunk in obstore.get(self._store, name).stream(min_chunk_size=_UPLOAD_PART):
                 file.write(chunk)
 
-    def publish(self) -> None:
-        """Copy what is new, remove what was deleted. Raises StorageError, TakenOverError."""
+    def publish(self) -> str | None:
+        """Copy what is new, remove what was deleted. Raises StorageError, TakenOverError.
+
+        Returns once why objects that are not needed any more cannot be removed: they stay.
+        """
         with storage_errors(f"{self.uri} cannot be written; all files are in {self._local}"):
             self._lease.check()
+            before = dict(self._published)
             files = self._parts()
             for name in sorted(files, key=lambda name: (name in _LAST, name)):
                 version, object_version = self._published.get(name, (None, None))
                 if version != files[name].version:
                     object_version = self._put(name, files[name], object_version)
                     self._published[name] = files[name].version, object_version
-            for name in self._published.keys() - files.keys():
+            if self._published != before:
+                self._check_stored(files)
+        for name in self._published.keys() - files.keys():
+            try:
                 with suppress(FileNotFoundError):
                     obstore.delete(self._store, name)
-                del self._published[name]
+            except STORAGE_ERRORS as error:  # only tidying: the next time may succeed
+                first, self._has_noted = not self._has_noted, True
+                text = f"{self.uri}: old files, as {name}, cannot be removed: {error_text(error)}"
+                return text if first else None
+            del self._published[name]
+        return None
+
+    def _check_stored(self, names: Iterable[str]) -> None:
+        """Compare with what the storage said that it stored. Raises ValueError."""
+        stored = {o["path"]: o["e_tag"] for batch in obstore.list(self._store) for o in batch}
+        e_tags = {name: self._published[name][1].get("e_tag") for name in names}
+        lost = [n for n, e in e_tags.items() if n not in stored or e not in (stored[n], None)]
+        for name in lost:
+            del self._published[name]  # the next attempt writes it again
+        if lost:
+            self._lease.check()
+            raise ValueError(f"the storage does not have {lost[0]}, which it said it stored")
 
     def _put(self, name: str, part: _Part, version: _ObjectVersion | None) -> _ObjectVersion:
         """Write an object that has this version, or that does not exist (None)."""

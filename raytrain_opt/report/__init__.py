@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from raytrain_opt import storage
-from raytrain_opt.errors import StorageError
+from raytrain_opt.paths import refuse_links
 from raytrain_opt.recording.records import ResultRecord
 from raytrain_opt.report.run_reader import read_run
 
@@ -42,8 +42,8 @@ def write_report(
     page = report_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
     name = PAGE if len(runs) == 1 else COMPARISON
     target = run_dirs[0]
-    if not storage.is_remote(target) and (storage.local_path(target) / PLOTS).is_symlink():
-        raise StorageError(f"{target}/{PLOTS} is a link, through which a report writes no files")
+    if not storage.is_remote(target):
+        refuse_links([storage.local_path(target) / PLOTS], "RUN_DIR")
     for plot in page.plots:
         storage.write(target, f"{PLOTS}/{plot.name}.svg", plot.svg.encode())
         storage.write(target, f"{PLOTS}/{plot.name}.png", plot.png)

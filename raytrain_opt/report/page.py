@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from raytrain_opt.clock import utc_now
+from raytrain_opt.errors import printable
 from raytrain_opt.report.batch_size_plots import batch_size_plots, probes_table
 from raytrain_opt.report.compare import comparison_plots, differences, letter, summaries_table
 from raytrain_opt.report.formatting import count, duration, percent, plain
@@ -162,4 +163,5 @@ def _render(sections: Sequence[Section], **values: Any) -> Page:
         lstrip_blocks=True,
     )
     html = environment.get_template("page.html").render(written=utc_now(), **values)
-    return Page(html, [plot for section in sections for plot in section.plots])
+    # A browser, too, obeys characters that change the direction of text.
+    return Page(printable(html), [plot for section in sections for plot in section.plots])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -10,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
+from raytrain_opt import storage
 from raytrain_opt.config.yaml_loader import read_yaml
 from raytrain_opt.errors import JobError, Problem, RecordError
 from raytrain_opt.recording.predictions import PredictionsRecord
@@ -23,6 +26,7 @@ from raytrain_opt.recording.records import (
     ScheduleRecord,
 )
 from raytrain_opt.recording.spans import EventRecord, SpanRecord
+from raytrain_opt.remote.run_copy import INDEX
 from raytrain_opt.results import Metric
 from raytrain_opt.storage import check_uri, last_name
 
@@ -134,19 +138,32 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
     problems = check_uri(run_dir, "RUN_DIR")
     if problems:
         raise JobError(problems, "arguments")
+    # Before the lines that they count: a live run writes them after those.
+    result = read_record(run_dir, "result.json", ResultRecord)
+    epochs = result.epochs if result is not None else _saved_epochs(run_dir)
+    rounds = result.search.rounds if result is not None else 0
     return RunRecords(
         shown or run_dir,
         _read_job(run_dir),
-        epochs=read_lines(run_dir, "epochs.jsonl", EpochRecord),
-        rounds=read_lines(run_dir, "rounds.jsonl", RoundRecord),
+        epochs=read_lines(run_dir, "epochs.jsonl", EpochRecord, epochs),
+        rounds=read_lines(run_dir, "rounds.jsonl", RoundRecord, rounds),
         probes=read_lines(run_dir, "batch_size.jsonl", BatchSizeProbeRecord),
         spans=read_lines(run_dir, "timeline.jsonl", SpanRecord),
         events=read_lines(run_dir, "events.jsonl", EventRecord),
         batch_size=read_record(run_dir, "batch_size.json", BatchSizeRecord),
-        schedule=read_lines(run_dir, "schedule.jsonl", ScheduleRecord),
+        schedule=read_lines(run_dir, "schedule.jsonl", ScheduleRecord, epochs),
         predictions=read_record(run_dir, "predictions.json", PredictionsRecord),
-        result=read_record(run_dir, "result.json", ResultRecord),
+        result=result,
     )
+
+
+def _saved_epochs(run_dir: str) -> int:
+    """Return the epochs of the newest checkpoint, whose records a run writes first; 0 without."""
+    # A resume names a damaged index; the records do not need it.
+    with suppress(KeyError, TypeError, ValueError):
+        index = json.loads(storage.read(run_dir, INDEX) or b"{}")
+        return max(int(checkpoint["epoch"]) for checkpoint in index["checkpoints"])
+    return 0
 
 
 def _read_job(run_dir: str) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from raytrain_opt.search.peak_search import MAX_CANDIDATES
 from raytrain_opt.search.policy import Policy
 from raytrain_opt.search.stpt import Stpt
 from raytrain_opt.search.stpt_horizon import HorizonStpt
+from raytrain_opt.storage import read_file
 
 # Longer than any epoch (so that alpha never exceeds it), and exact as a float.
 _ENDLESS_STEPS = 2**53
@@ -67,7 +68,7 @@ def build_policy(
 def read_schedule(path: str) -> RecordedSchedule:
     """Read the schedule.jsonl of an earlier run. Raises JobError if that is impossible."""
     try:
-        text = Path(path).expanduser().read_text()
+        text = read_file(Path(path).expanduser()).decode()
     except (OSError, ValueError) as error:
         problem = Problem("learning_rate.schedule", f"cannot be read: {error}", repr(path))
         raise JobError([problem]) from error

@@ -108,7 +108,7 @@ def open_terminal() -> Terminal:
 
 def print_line(console: Console, text: str) -> None:
     """Print text as it is, but nothing that controls a terminal."""
-    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def epoch_text(record: EpochRecord) -> str:

@@ -14,7 +14,7 @@ checkpoints before it has loaded torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -25,14 +25,14 @@ from pydantic import TypeAdapter, ValidationError
 from raytrain_opt.config.schema import CheckpointSection
 from raytrain_opt.errors import CheckpointError, JobError, Problem, StorageError
 from raytrain_opt.recording.reader import first_error
-from raytrain_opt.storage import remove_tree, sync, write_atomic, write_json
+from raytrain_opt.storage import open_plain, read_file, remove_tree, sync, write_atomic, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from raytrain_opt.train.state import TrainingState
 
-_WEIGHTS, _REST = "weights.safetensors", "rest.pt"
+WEIGHTS, _REST = "weights.safetensors", "rest.pt"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Checkpoints:
     def drop_damaged(self) -> list[str]:
         """Drop damaged checkpoints from the end; return messages, or raise CheckpointError."""
         messages: list[str] = []
-        while self.saved and (damage := self._damage(self.saved[-1])):
+        while self.saved and (damage := find_damage(self.folder, self.saved[-1])):
             checkpoint = self.saved.pop()
             self._damaged_folders.add(checkpoint.folder)
             messages.append(f"the checkpoint after {checkpoint.reached} is damaged: {damage}")
@@ -115,17 +115,6 @@ class Checkpoints:
         for folder in self.folder.glob("epoch-*") if self.saved else ():
             if folder.name not in known:
                 remove_tree(folder)
-
-    def _damage(self, checkpoint: Checkpoint) -> str | None:
-        for name in (_WEIGHTS, _REST):
-            path = self.folder / checkpoint.folder / name
-            try:
-                digest = _sha256(path)
-            except OSError as error:
-                return f"{path} cannot be read: {error.strerror}"
-            if digest != checkpoint.sha256.get(name):
-                return f"{path} was changed after it was written (SHA-256 {digest[:12]}…)"
-        return None
 
     def save(
         self,
@@ -166,13 +155,28 @@ class Checkpoints:
         return [*epochs, checkpoints[-1]] if checkpoints[-1].is_partial else epochs
 
 
+def find_damage(
+    folder: Path, checkpoint: Checkpoint, names: Sequence[str] = (WEIGHTS, _REST)
+) -> str | None:
+    """Return which of these files of a checkpoint is missing or differs from its digest."""
+    for name in names:
+        path = folder / checkpoint.folder / name
+        try:
+            digest = _sha256(path)
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
+        if digest != checkpoint.sha256.get(name):
+            return f"{path} was changed after it was written (SHA-256 {digest[:12]}…)"
+    return None
+
+
 def _folder_name(epoch: int, rounds: int, steps: int) -> str:
     part = f"-step-{steps:06d}" if steps else f"-round-{rounds:02d}" if rounds else ""
     return f"epoch-{epoch:04d}{part}"
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_plain) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -215,7 +219,7 @@ def write_checkpoint(
         "progress": progress,
     }
     return {
-        _WEIGHTS: _write(folder / _WEIGHTS, lambda path: save_file(weights, path, texts)),
+        WEIGHTS: _write(folder / WEIGHTS, lambda path: save_file(weights, path, texts)),
         _REST: _write(folder / _REST, lambda path: torch.save(rest, path)),
     }
 
@@ -236,9 +240,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        return load_file(folder / _WEIGHTS)
+        return load_file(folder / WEIGHTS)
     except Exception as error:
-        raise _unreadable(folder / _WEIGHTS, error) from error
+        raise _unreadable(folder / WEIGHTS, error) from error
 
 
 def read_metadata(folder: Path) -> dict[str, str]:
@@ -246,10 +250,10 @@ def read_metadata(folder: Path) -> dict[str, str]:
     from safetensors import safe_open
 
     try:
-        with safe_open(folder / _WEIGHTS, "pt") as file:
+        with safe_open(folder / WEIGHTS, "pt") as file:
             return file.metadata() or {}
     except Exception as error:
-        raise _unreadable(folder / _WEIGHTS, error) from error
+        raise _unreadable(folder / WEIGHTS, error) from error
 
 
 def read_rest(folder: Path) -> dict[str, Any]:
@@ -288,10 +292,10 @@ def read_checkpoint(folder: Path) -> tuple[TrainingState, dict[str, Any]]:
 def read_index(folder: Path) -> list[Checkpoint]:
     """Read the checkpoints of the index, oldest first; none without. Raises CheckpointError."""
     path = folder / "index.json"
-    if not path.exists():
-        return []
     try:
-        return _INDEX.validate_json(path.read_bytes()).checkpoints
+        return _INDEX.validate_json(read_file(path)).checkpoints
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     except (OSError, ValidationError) as error:
         cause = first_error(error) if isinstance(error, ValidationError) else error
         raise CheckpointError(

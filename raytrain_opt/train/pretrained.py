@@ -12,7 +12,7 @@ from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.errors import CheckpointError, JobError, Problem
 from raytrain_opt.storage import is_remote, local_path
-from raytrain_opt.train.checkpoint import read_weights
+from raytrain_opt.train.checkpoint import WEIGHTS, read_weights
 from raytrain_opt.train.state import PackedTensor, TrainingState, model_tensors
 from raytrain_opt.train.trained_model import find_weights
 
@@ -34,7 +34,9 @@ def read_pretrained(section: ModelSection) -> dict[str, Tensor]:
         return _download(section)
     weights = str(section.weights)
     try:
-        if not is_remote(weights) and (path := local_path(weights)).is_file():
+        path = None if is_remote(weights) else local_path(weights)
+        # Of the file of a checkpoint, the digest may be known.
+        if path is not None and path.is_file() and path.resolve().name != WEIGHTS:
             return _read_file(path)
         return read_weights(find_weights(weights, _PATH).folder)
     except CheckpointError as error:

@@ -25,8 +25,17 @@ from raytrain_opt.data.base import DataInfo
 from raytrain_opt.data.transforms import Preprocessing, make_transform
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem
 from raytrain_opt.models import build_model
-from raytrain_opt.paths import RunPaths
-from raytrain_opt.train.checkpoint import Checkpoints, read_index, read_metadata, read_weights
+from raytrain_opt.paths import RunPaths, readable
+from raytrain_opt.storage import is_remote, local_path
+from raytrain_opt.train.checkpoint import (
+    WEIGHTS,
+    Checkpoint,
+    Checkpoints,
+    find_damage,
+    read_index,
+    read_metadata,
+    read_weights,
+)
 
 _KEY = "raytrain_opt"
 # Brightness of red, green and blue in a gray image (ITU-R BT.601), as in PIL.
@@ -69,13 +78,10 @@ class SavedWeights:
 
 def find_weights(run: str | Path, argument: str) -> SavedWeights:
     """Find a run's latest checkpoint, or a single one. Raises JobError, CheckpointError."""
-    folder = Path(run).expanduser().absolute()
-    if (folder / "weights.safetensors").is_file():
-        return SavedWeights(folder, folder.name, folder.parents[1] / "job.yaml")
-    if folder.parent.name == "checkpoints" and (saved := read_index(folder.parent)):
-        names = ", ".join(checkpoint.folder for checkpoint in saved)
-        rule = f"is not among the complete checkpoints: {names}"
-        raise JobError([Problem(argument, rule, repr(str(run)))], "arguments")
+    with readable(str(run), argument):
+        single = None if is_remote(str(run)) else _find_single(local_path(str(run)), argument)
+    if single is not None:
+        return single
     paths = RunPaths.existing(str(run), argument, write=False)
     checkpoints = Checkpoints(paths.checkpoints, CheckpointSection())
     notes = tuple(f"{damage}; the one before is used" for damage in checkpoints.drop_damaged())
@@ -83,6 +89,31 @@ def find_weights(run: str | Path, argument: str) -> SavedWeights:
     if latest is None:
         raise JobError([Problem(argument, "has no checkpoint yet", repr(str(run)))], "arguments")
     return SavedWeights(paths.checkpoints / latest.folder, latest.reached, paths.job, notes)
+
+
+def _find_single(path: Path, argument: str) -> SavedWeights | None:
+    """Return the checkpoint whose folder, or whose weights in it, the path is.
+
+    Raises JobError or CheckpointError if the index beside the folder does not have these weights.
+    """
+    path = path.resolve()
+    folder = path.parent if path.name == WEIGHTS else path
+    is_moved, saved = folder.parent.name != "checkpoints", dict[str, Checkpoint]()
+    try:
+        saved = {checkpoint.folder: checkpoint for checkpoint in read_index(folder.parent)}
+    except CheckpointError:
+        if not is_moved:  # else the index is of something else
+            raise
+    if folder.name in saved:
+        if damage := find_damage(folder.parent, saved[folder.name], [WEIGHTS]):
+            rule = f"restore it from a backup, or use another one of {', '.join(saved)}"
+            raise CheckpointError(f"{argument}: {damage}; {rule}")
+    elif saved and not is_moved:
+        rule = f"is not among the complete checkpoints: {', '.join(saved)}"
+        raise JobError([Problem(argument, rule, repr(str(path)))], "arguments")
+    elif not (folder / WEIGHTS).is_file():
+        return None
+    return SavedWeights(folder, folder.name, folder.parents[1] / "job.yaml")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -36,6 +36,10 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Write a record of JSON lines."""
     text = "".join(json.dumps({"schema_version": 1, **line}) + "\n" for line in lines)
     path.write_text(text, encoding="utf-8")
+    if path.name == "rounds.jsonl" and (file := path.with_name("result.json")).exists():
+        record = json.loads(file.read_text())
+        record["search"]["rounds"] = text.count("\n")
+        file.write_text(json.dumps(record))
 
 
 def write_schedule(path: Path, *epochs: Sequence[float], **changes: Any) -> None:
@@ -302,7 +306,9 @@ def write_run(
     lrs = ([0.1 + 0.01 * (epoch % 3)] * STEPS for epoch in numbers)
     write_schedule(folder / "schedule.jsonl", *lrs)
     if finished:
-        (folder / "result.json").write_text(json.dumps(result(epochs)))
+        record = result(epochs)
+        record["search"]["rounds"] *= rounds
+        (folder / "result.json").write_text(json.dumps(record))
     return folder
 
 

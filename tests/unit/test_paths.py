@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_opt.errors import JobError
-from raytrain_opt.paths import RunPaths, newest_unfinished
+from raytrain_opt.paths import RunPaths, find_runs, newest_unfinished
 from raytrain_opt.storage import append_lines, write_json
 
 # Directories.
@@ -69,6 +69,18 @@ def test_the_run_of_another_user_is_read_but_not_continued(
     assert RunPaths.existing(str(run.local), write=False).local == run.local
     with pytest.raises(JobError, match=r"--resume: belongs to another user.*cp -r"):
         RunPaths.existing(str(run.local))
+
+
+def test_what_only_resembles_a_run_is_left_out(tmp_path: Path) -> None:
+    run = RunPaths.create(str(tmp_path), "r")
+    write_json(run.checkpoints / "index.json", {"checkpoints": []})
+    for name in ("r-99999999-999999-", "r-20260230-000000-", "r-20260101-246060-"):
+        (tmp_path / f"{name}0123456789abcdef" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "r-29990101-000000-0123456789abcdef").write_text("a file")
+    (tmp_path / "r-29990102-000000-0123456789abcdef").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "r-29990103-000000-0123456789abcdef")
+    assert [found.run_dir for found in find_runs(str(tmp_path))] == [str(run.local)]
+    assert newest_unfinished(str(tmp_path), "r") == str(run.local)
 
 
 def test_a_directory_that_is_not_there_is_nothing_to_resume(tmp_path: Path) -> None:

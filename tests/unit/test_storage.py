@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,57 @@ def test_lines_are_appended(tmp_path: Path) -> None:
     append_lines(tmp_path / "x.jsonl", ["a", "b"])
     append_lines(tmp_path / "x.jsonl", ["ü"])
     assert (tmp_path / "x.jsonl").read_text(encoding="utf-8") == "a\nb\nü\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        (b"", []),
+        (b'{"a": 1}\n', [b'{"a": 1}']),
+        (b'{"a": 1}\n{"a": 2}', [b'{"a": 1}', b'{"a": 2}']),
+        (b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\r', [b'{"a": 1}\r', b'{"a": 2}\r']),
+        (b'{"a": 1}\n{"a": [2', [b'{"a": 1}']),
+        (b'{"a": 1}\n' + bytes(9), [b'{"a": 1}']),
+        (b'{"a": 1}\n{"a": "\xc3', [b'{"a": 1}']),
+    ],
+)
+def test_a_last_line_is_complete_if_its_json_is(
+    tmp_path: Path, content: bytes, lines: list[bytes]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    assert storage.complete_lines(content) == lines
+    append_lines(path, ["{}"])
+    assert storage.complete_lines(path.read_bytes()) == [*lines, b"{}"]
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, Path.mkdir, make_socket, lambda path: path.symlink_to("/dev/zero")]
+)
+def test_what_is_no_plain_file_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "x")
+    with pytest.raises(StorageError, match="x cannot be read: .*(plain file|No such device)"):
+        storage.read(str(tmp_path), "x")
+    with pytest.raises(StorageError, match="x cannot be written: "):
+        append_lines(tmp_path / "x", ["{}"])
+
+
+def test_a_file_that_would_fill_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "MAX_BYTES", 1000)
+    with (tmp_path / "x").open("wb") as file:
+        file.truncate(2**40)  # sparse
+    with pytest.raises(StorageError, match="has more than 1,000 bytes"):
+        storage.read(str(tmp_path), "x")
 
 
 def test_a_line_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from raytrain_opt.commands.doctor.facts import NodeFacts
+from raytrain_opt.errors import printable
 from raytrain_opt.report.formatting import times
 
 # Larger differences make times in records and logs of several nodes incomparable.
@@ -48,7 +49,8 @@ def print_findings(findings: Iterable[Finding]) -> None:
     for finding in findings:
         style = _STYLES[finding.level]
         texts = (finding.check, finding.result, finding.remedy)
-        table.add_row(f"[{style}]{finding.level}[/]", *map(escape, texts))
+        cells = (Text(printable(text)) for text in texts)
+        table.add_row(Text(finding.level, style=style), *cells)
     console.print(table)
 
 

@@ -220,8 +220,8 @@ def test_a_run_without_its_job_is_refused(run_dir: Path) -> None:
 
 
 def test_a_directory_in_use_is_refused_and_its_user_is_named(run_dir: Path) -> None:
-    with lock_run_directory(run_dir) as held:
-        assert held
+    with lock_run_directory(run_dir) as sign:
+        sign()
         message = command_error("run", "--resume", str(run_dir))
     assert "--resume: another run is writing to this directory: process " in message
     assert f"process {os.getpid()} on " in message
@@ -232,8 +232,8 @@ def test_a_directory_in_use_is_refused_and_its_user_is_named(run_dir: Path) -> N
 def test_the_lock_ends_when_its_process_is_killed(run_dir: Path) -> None:
     hold = (
         "import pathlib, sys, time; from raytrain_opt.execution.lock import lock_run_directory\n"
-        f"with lock_run_directory(pathlib.Path({str(run_dir)!r})):\n"
-        "    print('held', flush=True); time.sleep(100)"
+        f"with lock_run_directory(pathlib.Path({str(run_dir)!r})) as sign:\n"
+        "    sign(); print('held', flush=True); time.sleep(100)"
     )
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
@@ -242,8 +242,8 @@ def test_the_lock_ends_when_its_process_is_killed(run_dir: Path) -> None:
             pass
         other.kill()
         other.wait(10)
-    with lock_run_directory(run_dir) as held:
-        assert held
+    with lock_run_directory(run_dir) as sign:
+        assert sign()
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path, run_dir: Path) -> None:
@@ -269,5 +269,5 @@ def test_a_file_system_without_locks_is_still_used(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with lock_run_directory(run_dir) as held:
-        assert not held
+    with lock_run_directory(run_dir) as sign:
+        assert not sign()

@@ -10,9 +10,10 @@ import os
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -20,6 +21,9 @@ from rich.console import Console
 
 import raytrain_opt
 from raytrain_opt import cli
+from raytrain_opt.commands import predict
+from raytrain_opt.commands.doctor.checks import ok, print_findings
+from raytrain_opt.commands.predict import Prediction
 from raytrain_opt.config.data import ArraySetData
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.data.in_memory_sets import load_arrays
@@ -31,7 +35,14 @@ from raytrain_opt.recording.recorder import Recorder, versions
 from raytrain_opt.recording.records import ResultRecord
 from raytrain_opt.terminal.progress import Terminal
 from tests.support.cli_errors import LINEAR, write_job
-from tests.support.synthetic_runs import result
+from tests.support.synthetic_runs import (
+    epoch_line,
+    event_line,
+    result,
+    round_line,
+    write_lines,
+    write_run,
+)
 
 SECRET = "hunter2-planted-secret"
 
@@ -117,6 +128,46 @@ def test_a_terminal_and_records_get_text_without_control_characters(
     assert output.getvalue() == f"{shown}\n"
     events = recorder.paths.events.read_text().split("\n")[:-1]
     assert [json.loads(line)["text"] for line in events] == [shown, f"data: {shown}"]
+
+
+NAME = "[red]a:smile:[bold] \x1b[31m\u202e\u2028\nstate ok"
+SHOWN = "[red]a:smile:[bold] \\x1b[31m\\u202e\\u2028\\nstate ok"
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # of plots
+def test_names_and_records_are_shown_in_one_line_with_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every command: no markup, no emoji, no line that a name makes up."""
+    storage = tmp_path / NAME
+    run_dir = write_run(storage / "r-20260101-000000-0123456789abcdef", epochs=1)
+    (run_dir / "result.json").unlink()
+    line = epoch_line(1, optimizer=NAME)
+    line["metric"]["name"] = NAME
+    write_lines(run_dir / "epochs.jsonl", [line])
+    write_lines(run_dir / "rounds.jsonl", [round_line(1, reason=NAME)])
+    write_lines(run_dir / "events.jsonl", [event_line("failed", NAME)])
+    job = write_job(tmp_path, f"storage_path: {json.dumps(NAME)}")
+    outputs = {
+        "runs": CliRunner().invoke(cli.main, ["runs", str(storage)]).output,
+        "watch": CliRunner().invoke(cli.main, ["watch", str(run_dir)]).output,
+        "report": CliRunner().invoke(cli.main, ["report", str(run_dir)]).output,
+        "validate": CliRunner().invoke(cli.main, ["validate", job]).output,
+    }
+    prediction = Prediction(NAME, ((NAME, 1.0),))
+    monkeypatch.setattr(predict, "predict", lambda *_, **__: iter([prediction]))
+    with redirect_stdout(io.StringIO()) as output:
+        predict.print_predictions(cast("Any", None), [], top=1, as_json=False)
+    outputs["predict"] = output.getvalue()
+    with redirect_stdout(io.StringIO()) as output:
+        print_findings([ok(NAME, NAME)])
+    outputs["doctor"] = output.getvalue()
+    for command, text in outputs.items():
+        assert not set(NAME) - set(SHOWN) - {"\n"} & set(text), command
+        assert command == "doctor" or SHOWN in text, (command, text)
+        assert not any(line.startswith("state ok") for line in text.splitlines()), command
+    page = (run_dir / "report.html").read_text()
+    assert not {"\x1b", "\u202e", "\u2028"} & set(page)
 
 
 # Downloads.

@@ -104,3 +104,14 @@ def test_a_connection_that_existed_before_stays(
     with connection.ray_session(None, verbose=False) as local:
         assert not local
     assert calls == []
+
+
+def test_the_token_of_ray_is_readable_by_its_owner_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[Any]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ray").mkdir()
+    token = tmp_path / ".ray" / "auth_token"
+    token.touch(0o644)
+    with connection.ray_session(None, verbose=False, environment={}):
+        assert token.stat().st_mode & 0o777 == 0o600

@@ -93,10 +93,16 @@ def write_probes(folder: Path, sizes: dict[int, float]) -> str:
         BatchSizeProbeRecord.model_validate(
             values
             | fixed
-            | {"schema_version": 1, "probe": 1, "batch_size": size, "status": "ok", "steps": 9}
+            | {
+                "schema_version": 1,
+                "probe": number,
+                "batch_size": size,
+                "status": "ok",
+                "steps": 9,
+            }
             | {"samples_per_s": size / seconds, "peak_memory_mib": 100 + size}
         )
-        for size, seconds in sizes.items()
+        for number, (size, seconds) in enumerate(sizes.items(), 1)
     ]
     (folder / "batch_size.jsonl").write_text("".join(f"{x.model_dump_json()}\n" for x in lines))
     (folder / "job.yaml").write_text(

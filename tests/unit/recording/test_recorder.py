@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.errors import RecordError
+from raytrain_opt.errors import RecordError, StorageError
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording import tensorboard
 from raytrain_opt.recording.reader import read_lines
 from raytrain_opt.recording.recorder import Recorder, versions
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord, ScheduleRecord
+from raytrain_opt.recording.spans import SpanRecord
 from raytrain_opt.search.noise_scale import NoiseScale
 from tests.support import synthetic_runs
 from tests.support.tensorboard_scalars import read_scalars
@@ -237,6 +238,48 @@ def test_a_run_without_the_epochs_of_its_checkpoint_is_not_resumed(
     paths.epochs.write_text(content)
     with pytest.raises(RecordError, match=message):
         recorder.truncate_after(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("epochs", "{1}{1}{2}", "has a line twice, or without the one before"),
+        ("epochs", "{2}{3}", "has a line twice, or without the one before"),
+        ("rounds", "{1}{1}", "has a line twice"),
+        ("epochs", "{1}x\n", "line 2: is damaged"),
+        ("epochs", "{1}", "has 1 lines, but had 2"),
+    ],
+)
+def test_records_are_looked_at_before_one_is_changed(
+    recorder: Recorder, paths: RunPaths, name: str, content: str, words: str
+) -> None:
+    for number in (1, 2, 3):
+        recorder.round(round_(number, 0.1), 0)
+        add_epoch(recorder, number)
+    path = paths.local / f"{name}.jsonl"
+    written = path.read_text().splitlines(True)
+    path.write_text(content.format("", *written))
+    before = {path: path.read_bytes() for path in paths.local.glob("*.jsonl")}
+    with pytest.raises(RecordError, match=rf"{name}\.jsonl.*{words}.*restore the file from a"):
+        recorder.truncate_after(2, 2)
+    assert {path: path.read_bytes() for path in paths.local.glob("*.jsonl")} == before
+
+
+@pytest.mark.parametrize("lost", ["epochs.jsonl", "timeline.jsonl", "."])
+def test_records_that_are_removed_during_the_run_end_it(
+    recorder: Recorder, paths: RunPaths, lost: str
+) -> None:
+    add_epoch(recorder, 1)
+    recorder.timeline([SpanRecord.model_validate(synthetic_runs.span_lines(1)[0])])
+    recorder.truncate_after(0, 1)
+    for path in paths.local.rglob("*.jsonl" if lost == "." else lost):
+        path.unlink()
+    with pytest.raises(StorageError, match=r"jsonl was removed or cut while the run wrote to it"):
+        recorder.result(result())
+    if lost != "timeline.jsonl":
+        with pytest.raises(StorageError, match=r"epochs\.jsonl was removed or cut"):
+            recorder.epoch(epoch(2), 2)
+    assert not paths.result.exists()
 
 
 def test_tensorboard_reads_the_scalars(recorder: Recorder, paths: RunPaths) -> None:

@@ -229,6 +229,74 @@ def test_a_put_whose_answer_is_lost_is_no_conflict(run: RunPaths, s3: S3Server) 
     run.release()
 
 
+@pytest.mark.parametrize("answer", ["cut", "500"])
+def test_a_lease_whose_answer_is_lost_is_our_own(run: RunPaths, s3: S3Server, answer: str) -> None:
+    def lose_answer(request: Request) -> tuple[str, bytes] | None:
+        s3.pass_on(request)
+        if answer == "cut":
+            request.cut()
+            return None
+        request.size = 0
+        return "500 Lost", b""
+
+    s3.applies_to = lambda request: request.method == "PUT" and "lease" in request.path
+    s3.faults.append(lose_answer)
+    run.claim()
+    with pytest.raises(JobError, match="another process is writing"):
+        RunPaths(run.local, run.shown).claim()
+    run.release()
+
+
+def test_what_a_storage_does_not_store_is_missed(run: RunPaths, s3: S3Server) -> None:
+    """It answers 200, and the local copy would be removed at the end."""
+    write_index(run, 1)
+    run.publish()
+
+    def store_elsewhere(request: Request) -> None:
+        for key in ("PATH_INFO", "RAW_URI", "REQUEST_URI"):
+            request.environ[key] = request.path + ".lost"
+
+    write_text(run.job, "job")
+    write_index(run, 1, 2)
+    s3.applies_to = lambda request: request.method == "PUT"
+    s3.faults.extend([store_elsewhere] * 2)
+    with pytest.raises(StorageError, match=r"all files are in.*does not have.*job\.yaml"):
+        run.publish()
+    run.publish()
+    assert index_of(run) == [1, 2]
+    assert storage.read(run.shown, "job.yaml") == b"job"
+
+
+# S3 answers either of them to a request that removes several objects.
+DENIED = (
+    "<DeleteResult><Error><Key>{key}</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
+    "</DeleteResult>"
+)
+
+
+@pytest.mark.parametrize("status", ["403 Forbidden", "200 OK"])
+def test_a_storage_that_removes_nothing_ends_no_run(
+    run: RunPaths, s3: S3Server, status: str
+) -> None:
+    (run.checkpoints / "epoch-0001").mkdir()
+    write_text(run.checkpoints / "epoch-0001" / "weights", "1")
+    run.publish()
+    remove_tree(run.checkpoints / "epoch-0001")
+    key = f"runs/{run.run_id}/checkpoints/epoch-0001/weights"
+    denied = refuse("AccessDenied", status)
+    if status == "200 OK":
+        denied = lambda _: (status, DENIED.format(key=key).encode())  # noqa: E731
+    s3.applies_to = lambda r: r.method == "DELETE" or "delete" in r.environ["QUERY_STRING"]
+    s3.faults.extend([denied] * 9)
+    note = run.publish()
+    assert note is not None
+    assert "epoch-0001/weights, cannot be removed: " in note
+    assert "AccessDenied" in note
+    write_text(run.job, "job")
+    assert run.publish() is None
+    assert names(run.shown) == {"checkpoints/epoch-0001/weights", "job.yaml"}
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
