@@ -85,7 +85,8 @@ class Learner:
         self.task = build_task(config.task, config.loss, self.info, device)
         self.model = self._build_model()
         with batch_norm.count_values_per_channel(self.model) as self._values_per_channel:
-            metric_names = try_task(self.task, self.model, self.info, device)
+            samples = self.data.two_samples("train")
+            metric_names = try_task(self.task, self.model, samples, self.info.num_classes)
         self._evaluator = Evaluator(self.model, self.task, metric_names, self.data, self.autocast)
         self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
@@ -104,9 +105,8 @@ class Learner:
             num_classes=info.num_classes,
             sample_shape=info.sample_shape,
             seed=config.seed,
+            channels_last=config.channels_last,
         ).to(self.device)
-        if config.channels_last and len(info.sample_shape) == 3:
-            model = model.to(memory_format=torch.channels_last)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         model = batch_norm.prepare_batch_norm(model, config.batch_norm, world_size=world_size)
         batch_norm.freeze_statistics(model, config.model.freeze)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt.config.schema import LossSection, TaskSection
-from raytrain_opt.data.base import DataInfo
+from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.errors import DataError, JobError
 from raytrain_opt.results import Metric
 from raytrain_opt.train.task import (
@@ -172,7 +172,8 @@ class Wrong(Regression):
         return self.metrics
 
 
-INFO = DataInfo(1, (3,), 8, 8, 0, 4, example={"x": torch.ones(3), "y": torch.tensor(1.0)})
+INFO = DataInfo(1, (3,), 8, 8, 0, 4)
+BATCH = Batch({"x": torch.ones(2, 3), "y": torch.ones(2)}, None)
 
 
 def test_a_task_of_a_user_says_its_metrics() -> None:
@@ -180,7 +181,7 @@ def test_a_task_of_a_user_says_its_metrics() -> None:
     assert check_task(section) == []
     task = build_task(section, LossSection(), INFO)
     assert metric_of(task) == Metric("error", higher_is_better=False)
-    assert try_task(task, nn.Linear(3, 1), INFO, "cpu") == ("loss", "error")
+    assert try_task(task, nn.Linear(3, 1), BATCH, 1) == ("loss", "error")
 
 
 class GradientPenalty(Regression):
@@ -192,9 +193,9 @@ class GradientPenalty(Regression):
 
 def test_a_loss_may_use_derivatives() -> None:
     model = nn.Linear(3, 1)
-    assert try_task(GradientPenalty(), model, INFO, "cpu") == ("loss", "error")
-    assert count_flops(GradientPenalty(), model, INFO) == math.inf
-    assert count_flops(Regression(), model, INFO) == 3 * 2 * 3
+    assert try_task(GradientPenalty(), model, BATCH, 1) == ("loss", "error")
+    assert count_flops(GradientPenalty(), model, BATCH) == math.inf
+    assert count_flops(Regression(), model, BATCH) == 3 * 2 * 3
 
 
 class Parts(Regression):
@@ -214,9 +215,9 @@ class Parts(Regression):
 def test_a_loss_that_several_workers_could_not_train_is_refused() -> None:
     model = nn.Linear(3, 1)
     model.part = nn.Linear(3, 1)
-    assert try_task(Parts(), model, INFO, "cpu") == ("loss", "error")
+    assert try_task(Parts(), model, BATCH, 1) == ("loss", "error")
     with pytest.raises(DataError, match=r"no attribute 'part'.*call it as model\(…\)"):
-        try_task(Parts(power=0), model, INFO, "cpu")
+        try_task(Parts(power=0), model, BATCH, 1)
     assert model.training
 
 
@@ -236,12 +237,12 @@ def test_wrong_metrics_are_refused(metrics: Any, message: str) -> None:
     task = Wrong()
     task.metrics = metrics
     with pytest.raises(DataError, match=message):
-        try_task(task, nn.Linear(3, 1), INFO, "cpu")
+        try_task(task, nn.Linear(3, 1), BATCH, 1)
 
 
 def test_what_a_task_raises_is_told_with_the_shapes_of_its_batch() -> None:
     with pytest.raises(DataError, match=r"training_loss raised RuntimeError.*\[2, 3\]"):
-        try_task(Regression(), nn.Linear(4, 1), INFO, "cpu")
+        try_task(Regression(), nn.Linear(4, 1), BATCH, 1)
 
 
 @pytest.mark.parametrize(
