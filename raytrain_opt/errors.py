@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 import unicodedata
 from dataclasses import dataclass
 from typing import Any
+
+# Folders of code that is not the user's.
+_FOREIGN = ("site-packages", "<frozen", os.path.dirname(__file__))
 
 
 def printable(text: str) -> str:
@@ -19,6 +24,13 @@ def printable(text: str) -> str:
         else char
         for char in text
     )
+
+
+def origin(error: BaseException) -> str:
+    """Return file, line and function of the user's code that raised, else of the last frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(folder in f.filename for folder in _FOREIGN)]
+    return next((f"{f.filename}:{f.lineno} in {f.name}" for f in [*frames[-1:], *own][::-1]), "")
 
 
 class RaytrainOptError(Exception):

@@ -57,7 +57,7 @@ def build_model(
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """Train no parameter whose name matches a pattern; raises JobError if none does."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # tied: by any name
     for i, pattern in enumerate(patterns):
         matching = [p for name, p in parameters.items() if fnmatchcase(name, pattern)]
         if not matching:

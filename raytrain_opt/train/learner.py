@@ -259,6 +259,11 @@ class Learner:
         used = samples - skipped
         return replace(own, samples=used, skipped=skipped, loss_sum=own.loss * used)
 
+    @property
+    def position(self) -> str:
+        """How far the latest phase is, for messages."""
+        return f"after {self._phase.steps} steps of epoch {self._phase.epoch}"
+
     def phase_sums(self) -> tuple[float, int]:
         """Return the sum of the losses of this process's phase so far, and its samples."""
         return self._phase.loss_sum.item(), self._phase.samples

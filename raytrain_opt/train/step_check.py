@@ -1,8 +1,8 @@
 """Check before a run that a training step depends on the state and the batch only.
 
-Candidates, restarts and resumed runs all start from a state, that is, from `state_dict()`. There,
-what a network or a task keeps elsewhere is lost, or stays from another candidate. So the first step
-is computed twice from one state, and an evaluation is repeated by a network that has nothing else.
+Candidates, restarts and resumed runs all start from a state, that is, from `state_dict()`. What a
+network or a task keeps elsewhere is lost there, or stays from another candidate. So the first step
+is computed twice from one state, and an evaluation is repeated by a network that only has a state.
 """
 
 from __future__ import annotations
