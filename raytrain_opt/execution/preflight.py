@@ -340,7 +340,6 @@ def _try_model(
     from raytrain_opt.data.nesting import map_leaves
     from raytrain_opt.optim.factory import build_optimizer
     from raytrain_opt.train.step_check import check_steps
-    from raytrain_opt.train.task import try_task
 
     for name, value in model.state_dict().items():
         if not torch.is_tensor(value):  # of `get_extra_state`
@@ -348,13 +347,12 @@ def _try_model(
             raise JobError([Problem("model.name", rule, hint="store it as a buffer")])
     train, test = samples
     try:
-        try_task(task, model, train, num_classes)
         if job.batch_size_per_worker == 1 and job.batch_size_search is None:
             one = map_leaves(lambda leaf: leaf if leaf is None else leaf[:1], (train.x, train.y))
             train = replace(train, x=one[0], y=one[1])
         own = [o for o in job.optimizers if is_function_name(o.name)]
         optimizers = [build_optimizer(o, model, steps_per_epoch=1) for o in own]
-        return check_steps(task, model, train, test, optimizers)
+        return check_steps(task, model, train, test, num_classes, optimizers)
     except (DataError, JobError) as error:
         if not job.channels_last:
             raise

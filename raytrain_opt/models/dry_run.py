@@ -51,12 +51,13 @@ def preserve_model(model: nn.Module, device: torch.device, *others: object) -> I
     dictionaries and sets; and the random states. The copies are in CPU memory. The inside of other
     objects may change: `train.step_check` finds out whether that matters.
     """
-    parts = [v for o in others for v in _attributes(o).values() if isinstance(v, nn.Module)]
+    values = (value for other in others for value in (other, *_attributes(other).values()))
+    parts = [value for value in values if isinstance(value, nn.Module)]
     layers = [layer for part in (model, *parts) for layer in part.modules()]
     owners = [_attributes(owner) for owner in (*layers, *others)]
     attributes = [({n: (v, _copy_content(v)) for n, v in own.items()}, own) for own in owners]
     tensors = {id(leaf): leaf for own in owners for leaf in tree_leaves(own) if _is_value(leaf)}
-    values = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors.values()]
+    copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors.values()]
     with preserve_random_state(device):
         try:
             yield
@@ -71,7 +72,7 @@ def preserve_model(model: nn.Module, device: torch.device, *others: object) -> I
                         (value.extend if isinstance(value, list | deque) else value.update)(
                             content
                         )
-            for tensor, value in values:
+            for tensor, value in copies:
                 if tensor.shape == value.shape:
                     tensor.detach().copy_(value)
                 else:

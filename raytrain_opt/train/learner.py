@@ -46,7 +46,7 @@ from raytrain_opt.train.network_graph import NetworkGraph
 from raytrain_opt.train.phase import Phase
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels
 from raytrain_opt.train.state import TrainingState, restore, to_cpu_state
-from raytrain_opt.train.task import build_task, try_task
+from raytrain_opt.train.task import build_task, find_metric_names
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
@@ -86,7 +86,7 @@ class Learner:
         self.model = self._build_model()
         with batch_norm.count_values_per_channel(self.model) as self._values_per_channel:
             samples = self.data.two_samples("train")
-            metric_names = try_task(self.task, self.model, samples, self.info.num_classes)
+            metric_names = find_metric_names(self.task, self.model, samples)
         self._evaluator = Evaluator(self.model, self.task, metric_names, self.data, self.autocast)
         self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)

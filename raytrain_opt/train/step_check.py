@@ -15,13 +15,19 @@ from torch import Tensor, nn
 
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.batch_reader import cause
-from raytrain_opt.errors import DataError, JobError, Problem
-from raytrain_opt.models.dry_run import preserve_model
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.models.dry_run import check_output, preserve_model
 from raytrain_opt.optim.factory import set_lr
 from raytrain_opt.random_state import seed_all
 from raytrain_opt.train.checkpoint import require_readable
 from raytrain_opt.train.state import capture, restore
-from raytrain_opt.train.task import Classification, Task, raised, require_scalar, wrapped
+from raytrain_opt.train.task import (
+    Classification,
+    Task,
+    evaluate_once,
+    explained,
+    require_scalar,
+)
 
 # Names in a message.
 _SHOWN = 5
@@ -35,6 +41,7 @@ def check_steps(
     model: nn.Module,
     train: Batch,
     test: Batch,
+    num_classes: int,
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> list[Problem]:
     """Try the first step and an evaluation on the CPU; return why several workers cannot train.
@@ -44,6 +51,8 @@ def check_steps(
     needs no gradient, gradients are sparse, a result depends on something that `state_dict()` does
     not hold, or the state after an update cannot be saved and loaded.
     """
+    if isinstance(task, Classification):
+        check_output(model, test.x, num_classes)
     cpu, parameters = torch.device("cpu"), dict(model.named_parameters())
     start = _copies(model.state_dict())
     with preserve_model(model, cpu, task):
@@ -106,7 +115,9 @@ def _step(task: Task, model: nn.Module, batch: Batch, seed: int = 0) -> dict[str
     model.zero_grad(set_to_none=True)
     seed_all(seed)
     model.train()
-    module = wrapped(model, model.__call__)
+    # As DistributedDataParallel has them: parameters and mode, but no attributes of the model.
+    module: Any = nn.Module()
+    module.module, module.forward = model, model.__call__
     try:
         with torch.enable_grad():
             loss = task.training_loss(module, batch.content)
@@ -114,7 +125,7 @@ def _step(task: Task, model: nn.Module, batch: Batch, seed: int = 0) -> dict[str
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:
-        raise _explained(task, error, batch, "training", module) from error
+        raise explained(task, error, batch, "training_loss", module) from error
     field = "model.name" if isinstance(task, Classification) else "task.name"
     if not loss.requires_grad:
         hint = "remove no_grad, detach, argmax, round or item from what computes it"
@@ -151,26 +162,7 @@ def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _evaluate(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     seed_all(0)
-    model.eval()
-    try:
-        with torch.no_grad():
-            return dict(task.validation_metrics(model, batch.content))
-    except Exception as error:
-        raise _explained(task, error, batch, "evaluation", model) from error
-
-
-def _explained(
-    task: Task, error: Exception, batch: Batch, mode: str, model: nn.Module
-) -> JobError | DataError:
-    if isinstance(error, JobError | DataError):
-        return error
-    if not isinstance(task, Classification):
-        method = "training_loss" if mode == "training" else "validation_metrics"
-        return raised(task, error, batch, method, model)
-    shape = list(batch.x.shape)
-    return DataError(
-        "model", f"it cannot process such a batch in {mode} mode, {shape}: {cause(error)}"
-    )
+    return evaluate_once(task, model, batch)
 
 
 def _require_same_tensors(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, cast
+from traceback import extract_tb
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.errors import DataError, JobError, Problem
-from raytrain_opt.models.dry_run import check_output, preserve_model
+from raytrain_opt.models.dry_run import preserve_model
 from raytrain_opt.results import Metric
 
 _CROSS_ENTROPY = "cross_entropy"
@@ -144,36 +145,33 @@ def metric_of(task: Task) -> Metric:
     return Metric(name, getattr(task, "higher_is_better", name != "loss"))
 
 
-def try_task(task: Task, model: nn.Module, batch: Batch, num_classes: int) -> tuple[str, ...]:
-    """Call model and task with a batch of two samples in eval mode; return the metrics' names.
+def find_metric_names(task: Task, model: nn.Module, batch: Batch) -> tuple[str, ...]:
+    """Evaluate a batch of samples once, and preserve model and task; see `evaluate_once`."""
+    with preserve_model(model, next(leaves(batch.x)).device, task):
+        return tuple(evaluate_once(task, model, batch))
 
-    Model and task are preserved (`models.dry_run.preserve_model`). Raises DataError: the model
-    does not fit the data, or a method of the task raised or returned something else than
-    documented. Raises JobError: model and loss are both wrong.
+
+def evaluate_once(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return the task's metrics of a batch in evaluation mode.
+
+    Raises DataError: the task raised, or returned something else than documented.
     """
-    unfit: DataError | None = None
-    if isinstance(task, Classification):
-        try:
-            check_output(model, batch.x, num_classes)
-        except DataError as error:
-            unfit = error
-
-    def zeros(samples: Tensor) -> Tensor:
-        return torch.zeros(
-            2, num_classes, device=samples.device
-        )  # the loss needs no fitting model
-
-    forward: Any = zeros if isinstance(task, Classification) else model
+    model.eval()
     try:
-        names = _try_methods(task, forward, model, batch)
-    except (DataError, JobError) as error:
-        if unfit is None:
-            raise
-        problems = error.problems if isinstance(error, JobError) else [error.problem]
-        raise JobError([unfit.problem, *problems]) from error
-    if unfit is not None:
-        raise unfit
-    return names
+        with torch.no_grad():
+            values = task.validation_metrics(model, batch.content)
+    except Exception as error:
+        raise explained(task, error, batch, "validation_metrics", model) from error
+    needed = dict.fromkeys(("loss", metric_of(task).name))
+    if not isinstance(values, Mapping) or not needed.keys() <= values.keys():
+        rule = f"must return a dict with {' and '.join(needed)}"
+        found = list(values) if isinstance(values, Mapping) else _described(values)
+        raise DataError("task", f"validation_metrics {rule}, not {found}")
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.shape != (batch.size,):
+            rule = f"must return one value per sample; for {batch.size} samples {name} is"
+            raise DataError("task", f"validation_metrics {rule} {_described(value)}")
+    return dict(values)
 
 
 def count_flops(task: Task, model: nn.Module, batch: Batch) -> float:
@@ -204,56 +202,22 @@ def require_scalar(loss: object) -> None:
         raise DataError("task", f"training_loss {rule}, not {_described(loss)}")
 
 
-def wrapped(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """Return a module as DistributedDataParallel: parameters and mode, but no other attributes."""
-    module = cast("Any", torch.nn.Module())
-    module.module, module.forward, module.training = model, forward, model.training
-    return cast(nn.Module, module)
-
-
-def raised(task: Task, error: Exception, batch: Batch, method: str, model: nn.Module) -> DataError:
-    """Return the error of a method of the task, or of the loss function of a classification."""
+def explained(
+    task: Task, error: Exception, batch: Batch, method: str, model: nn.Module
+) -> Exception:
+    """Return the error to raise where a method of the task raised `error` for a batch."""
+    if isinstance(error, DataError | JobError | torch.OutOfMemoryError):
+        return error
     shapes = map_leaves(lambda tensor: list(tensor.shape), batch.content)
     rule = f"raised {cause(error)}; called with {batch.size} samples, {shapes}"
     if getattr(error, "obj", None) is model:
         rule += ". Several workers wrap the network: call it as model(…)"
-    if isinstance(task, Classification):
+    if not isinstance(task, Classification):
+        return DataError("task", f"{method} {rule}")
+    if any(frame.name == _call_user_loss.__name__ for frame in extract_tb(error.__traceback__)):
         return DataError("loss.name", f"must be callable as (output, labels), but {rule}")
-    return DataError("task", f"{method} {rule}")
-
-
-def _try_methods(task: Task, forward: Any, model: nn.Module, batch: Batch) -> tuple[str, ...]:
-    """Call the methods of the task with `forward`; see `try_task`."""
-    device = next(leaves(batch.x)).device
-    with preserve_model(model, device, task), torch.no_grad():
-        model.eval()
-        method, module = "training_loss", wrapped(model, forward.__call__)
-        try:
-            with torch.enable_grad():  # a loss may use torch.autograd.grad
-                loss = task.training_loss(module, batch.content)
-            require_scalar(loss)
-            method = "validation_metrics"
-            values = task.validation_metrics(forward, batch.content)
-            return _metric_names(values, metric_of(task))
-        except (DataError, JobError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise raised(task, error, batch, method, module) from error
-
-
-def _metric_names(values: Any, metric: Metric) -> tuple[str, ...]:
-    needed = dict.fromkeys(("loss", metric.name))
-    if not isinstance(values, Mapping) or not needed.keys() <= values.keys():
-        rule = f"must return a dict with {' and '.join(needed)}"
-        found = list(values) if isinstance(values, Mapping) else _described(values)
-        raise DataError("task", f"validation_metrics {rule}, not {found}")
-    for name, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.shape != (2,):
-            rule = "must return one value per sample, [samples]"
-            raise DataError(
-                "task", f"validation_metrics {rule}; for two samples {name} is {_described(value)}"
-            )
-    return tuple(values)
+    mode = "training" if model.training else "evaluation"
+    return DataError("model", f"its forward in {mode} mode {rule}")
 
 
 def _described(value: object) -> str:

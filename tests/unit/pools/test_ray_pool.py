@@ -52,7 +52,7 @@ def wrap(error: BaseException) -> UserExceptionWithTraceback:
     [
         (None, "the worker pool ended .*out of memory"),
         (ray.exceptions.ActorDiedError(), "ActorDiedError: .*out of memory"),
-        (RuntimeError("\x1b[36mray::main()\x1b[39m died"), "^worker raised RuntimeError: ray::main"),
+        (RuntimeError("\x1b[36mray::main()\x1b[39m died"), "^worker raised RuntimeError: ray"),
         (
             ray.exceptions.RaySystemError(ModuleNotFoundError("No module named 'lib'"), "text"),
             "No module named 'lib'. It can be imported here, but .* PYTHONPATH",
