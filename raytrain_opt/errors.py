@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
 # Controls, formats such as a change of direction, private use, surrogates, ends of lines.
 _ESCAPED = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
+# Folders of code that is not the user's.
+_FOREIGN = ("site-packages", "<frozen", os.path.dirname(__file__))
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
@@ -18,6 +22,13 @@ def printable(text: str, kept: str = "\n\t") -> str:
     """
     escaped = [c for c in set(text) if unicodedata.category(c) in _ESCAPED and c not in kept]
     return text.translate({ord(char): char.encode("unicode_escape").decode() for char in escaped})
+
+
+def origin(error: BaseException) -> str:
+    """Return file, line and function of the user's code that raised, else of the last frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(folder in f.filename for folder in _FOREIGN)]
+    return next((f"{f.filename}:{f.lineno} in {f.name}" for f in [*frames[-1:], *own][::-1]), "")
 
 
 class RaytrainOptError(Exception):

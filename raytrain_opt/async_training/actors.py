@@ -258,11 +258,8 @@ def _build(config: LearnerConfig, info: DataInfo, index: int, count: int) -> Wei
         num_classes=info.num_classes,
         sample_shape=info.sample_shape,
         seed=config.seed,
+        channels_last=config.channels_last,
     )
-    if config.channels_last and len(info.sample_shape) == 3:
-        import torch
-
-        model = model.to(memory_format=torch.channels_last)
     updates = info.steps_per_epoch(config.global_batch_size) * config.worker_count
     return WeightShard(config.optimizers[0], model, index, count, updates)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from raytrain_opt.cluster.ray_private import (
     loopback_only,
     start_processes_with,
     wait_for_local_node,
+    with_python_path,
     without_helper_processes,
 )
 from raytrain_opt.errors import JobError, PoolError, Problem
@@ -144,7 +146,11 @@ def _connect(address: str | None, local: bool, verbose: bool, stack: ExitStack) 
     options: dict[str, Any] = {"address": address or None}
     try:
         if local:
-            options = {"address": "local", "include_dashboard": False}
+            options = {
+                "address": "local",
+                "include_dashboard": False,
+                "job_config": with_python_path(sys.path),
+            }
             os.environ.update(stack.enter_context(fork_server()))
         ray.init(
             log_to_driver=verbose,

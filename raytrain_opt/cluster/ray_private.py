@@ -7,8 +7,10 @@ version of Ray no longer has it. Checked with Ray 2.60.
 from __future__ import annotations
 
 import asyncio
+import os
+import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,7 @@ from ray._private import ray_constants, services
 from ray._private.client_mode_hook import client_mode_wrap
 from ray._private.node import Node
 from ray._raylet import PlacementGroupID
+from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raytrain_opt.clock import monotonic_s
@@ -75,6 +78,22 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, original)
 
 
+def root_cause(error: BaseException) -> tuple[int | None, BaseException]:
+    """Return the exception that Ray wrapped, and the rank of the worker that raised it, if any."""
+    rank = None
+    while True:
+        failures = getattr(error, "worker_failures", None)  # of Ray Train, by rank
+        if failures:
+            rank = min(failures)
+            error = failures[rank]
+        names = ("cause", "client_exc", "_base_exc", "controller_failure")
+        inner = (getattr(error, name, None) for name in names)
+        wrapped = next((value for value in inner if isinstance(value, BaseException)), None)
+        if wrapped is None:
+            return rank, error
+        error = wrapped
+
+
 def loopback_only() -> AbstractContextManager[None]:
     """Let a Ray that is started inside the block be reachable from this machine only.
 
@@ -98,6 +117,18 @@ def without_helper_processes(*, log_monitor: bool) -> Iterator[None]:
             if hasattr(Node, name):
                 stack.enter_context(_replaced(Node, name, _do_nothing))
         yield
+
+
+def with_python_path(entries: Sequence[str]) -> JobConfig:
+    """Return the configuration of a job whose processes import from these folders, too.
+
+    They have a driver's script folder, working directory and PYTHONPATH, but not what a script
+    added to `sys.path`. Ray puts each folder before the ones before it, so they go last to first,
+    and without those that every interpreter has: a folder of packages must not come before it.
+    """
+    everywhere = {sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}
+    own = [e for e in map(os.path.abspath, entries) if e not in everywhere and os.path.isdir(e)]
+    return JobConfig(_py_driver_sys_path=own[::-1])
 
 
 def wait_for_local_node(limit_s: float) -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ any size of the batch. It carries the metadata of the checkpoint (class names, p
 from __future__ import annotations
 
 import io
+import json
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from raytrain_opt.data.transforms import describe_input
 from raytrain_opt.errors import JobError, Problem, RaytrainOptError
 from raytrain_opt.storage import local_path, write_bytes
 from raytrain_opt.train.trained_model import TrainedModel
@@ -107,7 +109,7 @@ def _onnx(model: TrainedModel, x: Tensor) -> tuple[bytes, Run]:
         dynamic_shapes=({0: batch},),
     )
     assert program is not None  # with dynamo=True
-    program.model.metadata_props.update(model.metadata)
+    program.model.metadata_props.update(_metadata(model))
     content: bytes = program.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     return content, lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
@@ -117,14 +119,21 @@ def _safetensors(model: TrainedModel, _: Tensor) -> tuple[bytes, Run]:
     # Copies: the format has no tensors that share memory, as tied weights do.
     state = model.network.state_dict().items()
     tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state}
-    content: bytes = save(tensors, model.metadata)
+    content: bytes = save(tensors, _metadata(model))
     copy = deepcopy(model.network)
     copy.load_state_dict(load(content))
     return content, copy
 
 
 def _extra_files(model: TrainedModel) -> dict[str, Any]:
-    return {"metadata.json": model.metadata["raytrain_opt"]}
+    return {"metadata.json": _metadata(model)["raytrain_opt"]}
+
+
+def _metadata(model: TrainedModel) -> dict[str, str]:
+    """Return the metadata of the weights, with how to prepare an input."""
+    description = json.loads(model.metadata["raytrain_opt"])
+    description["input"] = describe_input(model.preprocessing, model.sample_shape)
+    return {"raytrain_opt": json.dumps(description)}
 
 
 FORMATS = {

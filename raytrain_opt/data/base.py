@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -167,6 +167,10 @@ class TrainingData(ABC):
         Over all ranks, each sample comes exactly once. Raises DataError for an empty validation
         split.
         """
+
+    @abstractmethod
+    def two_samples(self, split: Literal["train", "test"]) -> Batch:
+        """Return two samples, or one twice, read in this process and without augmentation."""
 
     def check_samples(self) -> None:  # noqa: B027 - data in memory are checked when they are read
         """Read a few samples of each set, so that a run fails early. Raises DataError."""

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.images import ImageError
 from raytrain_opt.data.sampling import Purpose, sample_seed
-from raytrain_opt.errors import DataError
+from raytrain_opt.errors import DataError, origin
 from raytrain_opt.random_state import preserve_random_state, seed_all
 
 # The sets a source has: the validation split of `base.Split` is cut from "train".
@@ -119,12 +119,11 @@ class BatchReader(Dataset[Sample]):
 
 
 def cause(error: BaseException) -> str:
-    """Return the error in one line, with the file and line that raised it; of images, why."""
+    """Return the error in one line, with the user's line that raised it; of images, why."""
     if isinstance(error, ImageError):
         return str(error)
     text = traceback.format_exception_only(error)[-1].strip()
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{text} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else text
+    return f"{text} (at {place})" if (place := origin(error)) else text
 
 
 def isolated_random_state() -> AbstractContextManager[None]:

@@ -14,7 +14,8 @@ import torch
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut, RayData
 from raytrain_opt.data import sampling, transforms
 from raytrain_opt.data.augmentation import Augmentation
-from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes
+from raytrain_opt.data.base import Batch, DataInfo, TrainingData, count_classes, no_op
+from raytrain_opt.data.batch_reader import SourceSplit
 from raytrain_opt.data.copy_stream import CopyStream, send
 from raytrain_opt.data.in_memory_sets import Array, DatasetArrays
 from raytrain_opt.data.ray_data import WindowedRows
@@ -120,6 +121,14 @@ class InMemoryData(TrainingData):
         for start in range(0, len(samples), batch_size):
             x, y = store.take(samples[start : start + batch_size], self.on_copy)
             yield Batch(self._transform(x), y)
+
+    def two_samples(self, split: SourceSplit) -> Batch:
+        """See `TrainingData.two_samples`."""
+        is_train = split == "train"
+        indices = self._split.training.samples if is_train else np.arange(self.info.test_size)
+        store = self._train_store if is_train else self._test_store
+        x, y = store.take(np.resize(indices[:2], 2), no_op)
+        return Batch(self._transform(x), y)
 
 
 class CpuSampleStore:

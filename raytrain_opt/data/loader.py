@@ -176,19 +176,34 @@ class DataLoaderData(TrainingData):
 
     def check_samples(self) -> None:
         """Read a few samples, spread over each set, in this process. Raises DataError."""
-        sets: tuple[tuple[SourceSplit, Purpose, Indices], ...] = (
-            ("train", Purpose.VALIDATION_SAMPLE, self._split.training.samples),
-            ("test", Purpose.TEST_SAMPLE, self._test),
+        self._read_here("train")
+        self._read_here("test")
+
+    def two_samples(self, split: SourceSplit) -> Batch:
+        """See `TrainingData.two_samples`."""
+        loaded = self._read_here(split, 2)
+        if loaded.error is not None:  # both are unreadable, and such samples are skipped
+            loaded = self._read_here(split)
+        content = map_leaves(
+            lambda tensor: torch.cat((tensor, tensor))[:2] if len(tensor) == 1 else tensor[:2],
+            loaded.content,
         )
-        for split, purpose, indices in sets:
-            spread = np.linspace(0, len(indices) - 1, _CHECKED_SAMPLES).astype(np.int64)
-            # Shards of a storage would all be copied.
-            samples = indices[:1] if self._shards else indices[np.unique(spread)]
-            self._prepare(split, samples, 0, len(samples))
-            request = BatchRequest(f"the {split} set", split, purpose, 0, samples.tolist())
-            loaded = self._reader.__getitems__([request])
-            if loaded.error is not None:
-                raise loaded.error
+        return self._to_device(content, 0)
+
+    def _read_here(self, split: SourceSplit, count: int = _CHECKED_SAMPLES) -> LoadedBatch:
+        """Read samples that are spread over a set in this process. Raises DataError."""
+        indices, purpose = self._split.training.samples, Purpose.VALIDATION_SAMPLE
+        if split == "test":
+            indices, purpose = self._test, Purpose.TEST_SAMPLE
+        spread = np.linspace(0, len(indices) - 1, count).astype(np.int64)
+        # Shards of a storage would all be copied.
+        samples = indices[:1] if self._shards else indices[np.unique(spread)]
+        self._prepare(split, samples, 0, len(samples))
+        request = BatchRequest(f"the {split} set", split, purpose, 0, samples.tolist())
+        loaded = self._reader.__getitems__([request])
+        if loaded.error is not None and (count > 2 or not loaded.skipped):
+            raise loaded.error
+        return loaded
 
     @property
     def processes(self) -> int:
@@ -211,6 +226,13 @@ class DataLoaderData(TrainingData):
         copies = iter(self._copies.copy(*leaves(content)))
         return map_leaves(lambda _: next(copies), content)
 
+    def _to_device(self, content: Any, skipped: int) -> Batch:
+        content = self._copy(content)
+        if not self._pairs:
+            return Batch(content, None, skipped)
+        x, y = content
+        return Batch(self._transform(x), y, skipped)
+
     def _batches(
         self, requests: Iterator[BatchRequest], *, evaluation: bool = False
     ) -> Iterator[Batch]:
@@ -223,12 +245,7 @@ class DataLoaderData(TrainingData):
                 raise loaded.error
             is_empty = False
             self.on_copy()
-            content = self._copy(loaded.content)
-            if self._pairs:
-                x, y = content
-                yield Batch(self._transform(x), y, loaded.skipped)
-            else:
-                yield Batch(content, None, loaded.skipped)
+            yield self._to_device(loaded.content, loaded.skipped)
         if unreadable is not None and is_empty:
             raise unreadable
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,28 @@ class Preprocessing:
     is_image: bool
     mean_std: tuple[list[float], list[float]] | None
     center_crop: bool = False
+
+
+def describe_input(preprocessing: Preprocessing, shape: Sequence[int]) -> dict[str, Any]:
+    """Return how other tools prepare a sample for a network of samples of this `shape`, in order.
+
+    The values are those of `data.images` and of `make_transform`.
+    """
+    steps: dict[str, Any] = {}
+    if preprocessing.is_image:
+        channels, height, width = shape
+        size: dict[str, Any] = {"height": height, "width": width}
+        steps["decode"] = "RGB" if channels == 3 else "RGB, then 0.299 R + 0.587 G + 0.114 B"
+        steps["resize"] = {"interpolation": "bilinear", "antialias": True, **size}
+        if preprocessing.center_crop:
+            side = {"shorter_side": round(height * 256 / 224), "longer_side": "rounded down"}
+            steps["resize"] = {"interpolation": "bilinear", "antialias": True, **side}
+            steps["center_crop"] = size
+        steps["divide_by"] = 255
+    if preprocessing.mean_std is not None:
+        steps["subtract"], steps["then_divide_by"] = preprocessing.mean_std
+        steps["dtype"] = "float32"
+    return {**steps, "shape": ["batch", *shape]}
 
 
 IMAGENET_MEAN_STD: MeanStd = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -29,11 +29,14 @@ from raytrain_opt.storage import check_uri
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
-    from raytrain_opt.data.base import DataInfo
+    from torch import nn
+
+    from raytrain_opt.data.base import Batch, DataInfo
     from raytrain_opt.data.factory import SharedData
     from raytrain_opt.data.loader import DataLoaderData
     from raytrain_opt.optim.epoch_steps import EpochSteps
     from raytrain_opt.search.policy import Policy
+    from raytrain_opt.train.task import Task
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Preflight:
     while the batch size is still to be searched. `muon_flops`: operations with which a step of
     Muon orthogonalizes, where the job may choose it; infinite if it cannot train the network.
     `sample_flops`: of one sample's training. `channel_norm`: the network normalizes channels.
+    `problems_of_several`: why several synchronous workers could not train the network.
     """
 
     shared: SharedData
@@ -73,6 +77,13 @@ class Preflight:
     muon_flops: float = 0.0
     sample_flops: float = 0.0
     channel_norm: bool = True
+    problems_of_several: list[Problem] = field(default_factory=list)
+
+    def check_workers(self, job: Job) -> None:
+        """Raise JobError if the workers of a job, whose number is final, cannot train together."""
+        is_sync = job.parallel.mode != "async"
+        if is_sync and job.workers.size > 1 and self.problems_of_several:
+            raise JobError(self.problems_of_several)
 
     def take_shared(self) -> SharedData:
         """Return what all processes share, and keep no copy of it in the driver."""
@@ -203,9 +214,11 @@ def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Pr
     Raises DataError when the data cannot be used, JobError with all fields that do not match the
     data.
     """
-    shared, info = _read_data(job)
+    shared, info, samples = _read_data(job)
     preflight = Preflight(shared, info)
-    problems_of_model = _problems_of(lambda: _check_model(job, preflight, resumed=resumed))
+    problems_of_model = _problems_of(
+        lambda: _check_model(job, preflight, samples, resumed=resumed)
+    )
     problems = _check_worker_count(job, info)
     if not problems and job.batch_size_search is None:
         try:
@@ -233,7 +246,8 @@ def run_local_preflight(job: Job, source: str) -> Preflight | None:
         return None
 
 
-def _read_data(job: Job) -> tuple[SharedData, DataInfo]:
+def _read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
+    """Return what all processes share, the sizes, and two samples of each set."""
     import torch
 
     from raytrain_opt.data import load_shared_data, open_data
@@ -250,10 +264,11 @@ def _read_data(job: Job) -> tuple[SharedData, DataInfo]:
     )
     try:
         data.check_samples()
+        samples = data.two_samples("train"), data.two_samples("test")
     finally:
         data.close()
     source = cast("DataLoaderData", data).source if shared is None else shared
-    return shared, replace(data.info, digest=source.digest())
+    return shared, replace(data.info, digest=source.digest()), samples
 
 
 def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
@@ -279,9 +294,10 @@ def _check_last_updates(job: Job, info: DataInfo) -> None:
                 raise JobError([Problem("data.drop_last", rule, "false")])
 
 
-def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
-    """Build the model on the CPU, as every worker does, call it once, and weigh Muon's cost."""
-    from torch import is_tensor
+def _check_model(
+    job: Job, preflight: Preflight, samples: tuple[Batch, Batch], *, resumed: bool
+) -> None:
+    """Build the model on the CPU, as every worker does, try it, and weigh Muon's cost."""
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
@@ -290,7 +306,7 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
     from raytrain_opt.optim.factory import group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
-    from raytrain_opt.train.task import build_task, count_flops, try_task
+    from raytrain_opt.train.task import build_task, count_flops
 
     info = preflight.info
     shape, classes = info.sample_shape, info.num_classes
@@ -301,16 +317,17 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
         )
         hint = "move the axis, e.g. by x.transpose(0, 3, 1, 2), or use uint8 images"
         raise JobError([Problem("data", rule, hint=hint)])
-    model = build_model(job.model, num_classes=classes, sample_shape=shape, seed=job.seed)
-    for name, value in model.state_dict().items():
-        if not is_tensor(value):  # of `get_extra_state`
-            rule = f"state_dict() must hold tensors only, but {name} is a {type(value).__name__}"
-            raise JobError([Problem("model.name", rule, hint="store it as a buffer")])
+    model = build_model(
+        job.model,
+        num_classes=classes,
+        sample_shape=shape,
+        seed=job.seed,
+        channels_last=job.channels_last,
+    )
     norms = (_NormBase, GroupNorm)
     preflight.channel_norm = any(isinstance(layer, norms) for layer in model.modules())
-    alone = job.batch_size_per_worker == 1 and job.batch_size_search is None
     task = build_task(job.task, job.loss, info)
-    try_task(task, model, info, "cpu", trains_on_one=alone)
+    preflight.problems_of_several = _try_model(job, task, model, samples, classes)
     if job.model.weights is not None and not resumed:
         fit_pretrained(model.state_dict(), read_pretrained(job.model), classes)
     groups = {str(o.name): group_parameters(o, model) for o in job.optimizers}
@@ -318,11 +335,49 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
         matrices = [p.shape for g in groups["Muon"] if g["use_muon"] for p in g["params"]]
         is_complex = any(p.is_complex() for p in model.parameters())
         preflight.muon_flops = math.inf if is_complex else orthogonalization_flops(matrices)
-        preflight.sample_flops = count_flops(task, model, info)
+        preflight.sample_flops = count_flops(task, model, samples[0])
     if job.parallel.mode == "async":
         from raytrain_opt.async_training.weight_shard import split_parameters
 
         split_parameters(model, 1)
+
+
+def _try_model(
+    job: Job, task: Task, model: nn.Module, samples: tuple[Batch, Batch], num_classes: int
+) -> list[Problem]:
+    """Try model, loss and the first step; return why several workers cannot train it."""
+    import torch
+
+    from raytrain_opt.data.nesting import map_leaves
+    from raytrain_opt.optim.factory import build_optimizer
+    from raytrain_opt.train.step_check import check_steps
+
+    for name, value in model.state_dict().items():
+        if not torch.is_tensor(value):  # of `get_extra_state`
+            rule = f"state_dict() must hold tensors only, but {name} is a {type(value).__name__}"
+            raise JobError([Problem("model.name", rule, hint="store it as a buffer")])
+    train, test = samples
+    try:
+        if job.batch_size_per_worker == 1 and job.batch_size_search is None:
+            one = map_leaves(lambda leaf: leaf if leaf is None else leaf[:1], (train.x, train.y))
+            train = replace(train, x=one[0], y=one[1])
+        own = [o for o in job.optimizers if is_function_name(o.name)]
+        optimizers = [build_optimizer(o, model, steps_per_epoch=1) for o in own]
+        return check_steps(task, model, train, test, num_classes, optimizers)
+    except (DataError, JobError) as error:
+        if not job.channels_last:
+            raise
+        contiguous = job.model_copy(update={"channels_last": False})
+        model = model.to(memory_format=torch.contiguous_format)
+        pair = [replace(b, x=map_leaves(torch.Tensor.contiguous, b.x)) for b in samples]
+        if _problems_of(
+            lambda: _try_model(contiguous, task, model, (pair[0], pair[1]), num_classes)
+        ):
+            raise
+        problem = error.problems[0] if isinstance(error, JobError) else error.problem
+        hint = "or call reshape(…) in forward in place of view(…)"
+        rule = f"must be false for this network: {problem.rule}"
+        raise JobError([Problem("channels_last", rule, "true", hint)]) from error
 
 
 def _check_callbacks(names: Sequence[str | Callable[..., Any]]) -> list[Problem]:

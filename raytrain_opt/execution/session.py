@@ -131,6 +131,7 @@ def open_session(
             if preflight.resolved is not None:
                 preflight.resolved = preflight.resolve(job)
             write_text(paths.job, dump_job(job))
+        preflight.check_workers(job)
         yield Session(paths, checkpoints, terminal, startup, stop, job, owns_ray, preflight, plan)
 
 

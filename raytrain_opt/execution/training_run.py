@@ -344,8 +344,8 @@ class TrainingRun:
         state = fetch_initial_state(self._candidate_pool())
         if self.job.model.weights is None:
             return state
-        section, classes = self.job.model, self.info.num_classes
-        start, note = start_from_pretrained(self.backend.states.get(state), section, classes)
+        initial = self.backend.states.get(state)
+        start, note = start_from_pretrained(initial, self.job.model, self.info)
         self.terminal.note(note)
         return self.backend.states.put("pretrained", start)
 

@@ -21,14 +21,20 @@ from raytrain_opt.random_state import preserve_random_state, seed_all
 
 
 def build_model(
-    section: ModelSection, *, num_classes: int, sample_shape: tuple[int, ...], seed: int
+    section: ModelSection,
+    *,
+    num_classes: int,
+    sample_shape: tuple[int, ...],
+    seed: int,
+    channels_last: bool = False,
 ) -> nn.Module:
     """Build the network on the CPU, in training mode, from `seed`.
 
     `sample_shape` is the shape of one sample: [channels, height, width] for all named models. A
     user's function is called with `args` and, where its signature has them, `num_classes` (also by
     **kwargs) and `sample_shape`; `args` take precedence. The generators of torch, numpy
-    and Python are seeded, their state on the CPU is preserved.
+    and Python are seeded, their state on the CPU is preserved. `channels_last`: the memory format
+    of the weights, if samples are images.
     Raises JobError (unknown name, wrong arguments, no usable nn.Module) and DataError (the
     named model cannot take such samples).
     """
@@ -44,12 +50,14 @@ def build_model(
             raise JobError([_rejected(str(section.name), section.args, error)]) from error
     freeze_parameters(model, section.freeze)
     _require_trainable(model, frozen=bool(section.freeze))
+    if channels_last and len(sample_shape) == 3:
+        model = model.to(memory_format=torch.channels_last)
     return model.train()
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """Train no parameter whose name matches a pattern; raises JobError if none does."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # tied: by any name
     for i, pattern in enumerate(patterns):
         matching = [p for name, p in parameters.items() if fnmatchcase(name, pattern)]
         if not matching:

@@ -60,6 +60,10 @@ def check_optimizer(section: OptimizerSection) -> list[Problem]:
         optimizer_class = _resolve_class(section.name)
     except JobError as error:
         return error.problems
+    if needed := _required_by_step(optimizer_class):
+        rule = f"cannot train here: its step() requires {', '.join(needed)}"
+        hint = "the loop computes the gradients and then calls step() without arguments"
+        return [Problem("optimizer.name", rule, optimizer_class.__name__, hint)]
     return _check_arguments(optimizer_class, section.constructor_args) or _check_values(
         optimizer_class, section.constructor_args
     )
@@ -181,6 +185,12 @@ def _resolve_class(name: str | Callable[..., Any]) -> Any:
         rule = "must be a class derived from torch.optim.Optimizer"
         raise JobError([Problem("optimizer.name", rule, repr(name))])
     return own
+
+
+def _required_by_step(optimizer_class: type[Optimizer]) -> list[str]:
+    parameters = [*inspect.signature(optimizer_class.step).parameters.values()][1:]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
 
 
 def _implied_arguments(

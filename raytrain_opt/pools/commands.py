@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -176,6 +177,15 @@ class Failure:
             self.error.add_note(f"raised in {resident}:\n{self.traceback}")
             return self.error
         return ResidentError(f"{resident}: {self.error}", resident, self.traceback)
+
+
+def to_failure(error: Exception) -> Failure:
+    """Return an exception in a form that any process can unpickle."""
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, RaytrainOptError):
+        return Failure(error, text)
+    notes = getattr(error, "__notes__", [])
+    return Failure(RuntimeError("; ".join([f"{type(error).__name__}: {error}", *notes])), text)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from raytrain_opt.errors import origin
 from raytrain_opt.pools.commands import Command, Evaluate, OnStep, SendInitialState, StateRef
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import EvalTotals
@@ -22,6 +23,9 @@ class LearnerHandler:
         """Execute a command by the method of its name; return the reply, free cached memory."""
         try:
             return getattr(self, f"_{command.name}")(command, on_step)
+        except Exception as error:
+            error.add_note(f"at {origin(error)}, {self.learner.position} in {command.name}")
+            raise
         finally:
             self.learner.release_memory()
 

@@ -19,8 +19,15 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.config.processes import WorkersSection
 from raytrain_opt.data.factory import SharedData
-from raytrain_opt.errors import ResourcesError
-from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL, Command, Progress, StateRef
+from raytrain_opt.errors import RaytrainOptError, ResourcesError
+from raytrain_opt.pools.commands import (
+    SLOT_POOL,
+    WORKER_POOL,
+    Command,
+    Progress,
+    StateRef,
+    to_failure,
+)
 from raytrain_opt.pools.protocol import Backend, OnWait, SynchronousTraining
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
@@ -78,7 +85,12 @@ class InProcessPool:
     def command(self, command: Command, expected: Sequence[int] | None = None) -> dict[int, Any]:
         self._before()
         began_s = monotonic_s()
-        reply = self._resident.handle(command, self._on_step)
+        try:
+            reply = self._resident.handle(command, self._on_step)
+        except RaytrainOptError:
+            raise
+        except Exception as error:
+            raise to_failure(error).to_error(f"{self.name} 0") from error
         duration_s = monotonic_s() - began_s
         timings_s = getattr(reply, "timings_s", {})
         self._spans.append(

@@ -14,8 +14,7 @@ from raytrain_opt.cluster.actor_tree import end_actor_tree
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.data.factory import SharedData
 from raytrain_opt.errors import PoolError
-from raytrain_opt.pools.commands import Failure
-from raytrain_opt.pools.resident import to_failure
+from raytrain_opt.pools.commands import Failure, to_failure
 from raytrain_opt.recording.records import BatchSizeProbeRecord
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, Strategy

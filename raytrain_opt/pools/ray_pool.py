@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import ray
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.actor_tree import end_actor_tree
 from raytrain_opt.cluster.connection import gone_nodes
-from raytrain_opt.errors import PoolError
+from raytrain_opt.cluster.ray_private import root_cause
+from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.pools.commands import (
     WORKER_POOL,
     Close,
@@ -31,6 +33,8 @@ from raytrain_opt.pools.protocol import OnWait
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.spans import Event, Span
 
+# Escape sequences in texts of Ray.
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 # How often the driver looks for progress while it waits: often enough for a progress bar.
 _POLL_S = 0.5
 
@@ -173,20 +177,16 @@ class RayPool:
         return f"{self._describe([overdue.index])}: {steps}, silent for {overdue.silent_s:.0f} s"
 
     def raise_if_ended(self) -> None:
-        """Raise PoolError when the pool is no longer there."""
+        """Raise the error of `why_ended` when the pool is no longer there."""
         if self._ended is None or not ray.wait([self._ended], timeout=0)[0]:
             return
         try:
             ray.get(self._ended, timeout=_POLL_S)
-            cause = None
-        except Exception as error:  # noqa: BLE001 - whatever ended it is the cause we report
-            cause = error
-        why = f": {type(cause).__name__}: {cause}" if cause else ""
-        raise PoolError(
-            f"the {self.name} pool ended before the training did{why}. Processes of it may have "
-            "been killed (out of memory?); see Ray's session logs. max_restarts sets how often "
-            "they are restarted."
-        ) from cause
+            raise why_ended(self.name, None)
+        except RaytrainOptError:
+            raise
+        except Exception as error:  # whatever ended it is the cause we report
+            raise why_ended(self.name, error) from error
 
     def _describe(self, indices: list[int]) -> str:
         """Return the names of residents, with process, log and lost node where known."""
@@ -225,6 +225,31 @@ class RayPool:
         """Wait until the pool has ended, at most `limit_s`, and only if it was ever ready."""
         if self._ready and self._ended is not None:
             ray.wait([self._ended], timeout=limit_s)
+
+
+def why_ended(pool: str, error: Exception | None) -> RaytrainOptError:
+    """Return the error of a pool that ended too early, from what Ray raised for it.
+
+    An error of this package that a resident raised is returned itself. Only where no exception is
+    known, the text guesses why processes have died.
+    """
+    rank, cause = (None, None) if error is None else root_cause(error)
+    resident = pool if rank is None else f"{pool} {rank}"
+    if isinstance(cause, RaytrainOptError):
+        return cause
+    text = _COLORS.sub("", f"{type(cause).__name__}: {cause}")
+    if isinstance(cause, ModuleNotFoundError):
+        return PoolError(
+            f"{resident}: {text}. It can be imported here, but not on that node: install it "
+            "there, or add its folder to PYTHONPATH before Ray is started"
+        )
+    if cause is not None and not type(cause).__module__.startswith("ray."):
+        return PoolError(f"{resident} raised {text}")
+    return PoolError(
+        f"the {pool} pool ended before the training did{f': {text}' if cause else ''}. Processes "
+        "of it may have been killed (out of memory?); see Ray's session logs. max_restarts sets "
+        "how often they are restarted."
+    )
 
 
 @contextmanager

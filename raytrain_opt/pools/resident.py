@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
 
-from raytrain_opt.errors import RaytrainOptError
 from raytrain_opt.monitoring.process_usage import UsageMeter
 from raytrain_opt.pools.commands import (
     Close,
     Command,
-    Failure,
     Instruction,
     OnStep,
     Progress,
     Regroup,
     Resident,
     StateLost,
+    to_failure,
 )
 from raytrain_opt.pools.faults import Faults, inject
 from raytrain_opt.pools.mailbox_client import ResidentMailbox
@@ -226,14 +224,6 @@ def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:
         return 0.0
     on_one_node = world_size == local_world_size
     return _PROCESS_FAILURE_GRACE_S if on_one_node else _NODE_FAILURE_GRACE_S
-
-
-def to_failure(error: Exception) -> Failure:
-    """Return an exception in a form that any process can unpickle."""
-    text = "".join(traceback.format_exception(error))
-    if isinstance(error, RaytrainOptError):
-        return Failure(error, text)
-    return Failure(RuntimeError(f"{type(error).__name__}: {error}"), text)
 
 
 def describe_this_process(

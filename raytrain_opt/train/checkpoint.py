@@ -200,13 +200,7 @@ def write_checkpoint(
         sync(folder.parent)  # before the index names it
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}") from error
-    plain = BytesIO()
-    torch.save((state.plain["param_groups"], state.plain["optimizer_state"]), plain)
-    plain.seek(0)
-    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(plain):
-        rule = f"its groups or state hold {', '.join(unsafe)}, which a resume would not read"
-        hint = "keep tensors, numbers, texts, lists and dicts there"
-        raise JobError([Problem("optimizer.name", rule, hint=hint)])
+    require_readable(state)
     weights = {name: tensor.contiguous() for name, tensor in model_tensors(state).items()}
     # One entry at most: safetensors writes several in random order, so that digests would differ.
     texts = dict(metadata or {})
@@ -222,6 +216,23 @@ def write_checkpoint(
         WEIGHTS: _write(folder / WEIGHTS, lambda path: save_file(weights, path, texts)),
         _REST: _write(folder / _REST, lambda path: torch.save(rest, path)),
     }
+
+
+def require_readable(state: TrainingState) -> None:
+    """Raise JobError if an optimizer of one's own could not be read back from a checkpoint."""
+    import torch
+
+    plain, hint = BytesIO(), "keep tensors, numbers, texts, lists and dicts there"
+    rule = "its groups or state hold {}, which a resume could not read"
+    try:
+        torch.save((state.plain["param_groups"], state.plain["optimizer_state"]), plain)
+    except Exception as error:  # whatever an object raises that cannot be pickled
+        rule = rule.format(f"what cannot be saved ({error})")
+        raise JobError([Problem("optimizer.name", rule, hint=hint)]) from error
+    plain.seek(0)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(plain):
+        rule = rule.format(", ".join(unsafe))
+        raise JobError([Problem("optimizer.name", rule, hint=hint)])
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> str:

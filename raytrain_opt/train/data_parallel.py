@@ -27,6 +27,7 @@ from raytrain_opt.train.gradient_buckets import BackwardOrder, BucketPlan, faste
 from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
 from raytrain_opt.train.load_balance import LoadBalance, MeasuredShares
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.step_check import unused_parameters
 from raytrain_opt.train.step_timer import StepTimer, step_timer_for
 
 # torch 2.15 gave `broadcast_buffers` a new name and warns about the old one.
@@ -43,8 +44,6 @@ _COMPRESSION: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
 # five is not changed by two slow ones.
 WARMUP_STEPS = 2
 TIMED_STEPS = 5
-# Names of parameters in a message.
-_SHOWN = 5
 # Elements of the first messages: NCCL uses separate connections for small and large ones.
 _FIRST_MESSAGES = {"cpu": (1,), "cuda": (1, 25 * 2**18)}
 
@@ -119,7 +118,7 @@ class DataParallel(Parallel):
         self._model, self._section = model, section
         self._device = next(model.parameters()).device
         self._timer: StepTimer = _NullTimer()
-        self._in_update = False
+        self._in_update = self._has_updated = False
         self._plan: BucketPlan | None = None
         self._timings: list[dict[str, object]] = []
         self._wrap_s: list[float] = []
@@ -166,7 +165,15 @@ class DataParallel(Parallel):
             yield
 
     def after_step(self) -> None:
-        """Continue the choice of buckets on all workers; it may drop gradients."""
+        """Continue the choice of buckets on all workers; it may drop gradients.
+
+        Raises JobError for parameters without a gradient, for which other workers would wait.
+        """
+        named = self._model.named_parameters()
+        unused = [name for name, p in named if p.grad is None and p.requires_grad]
+        if problem := unused_parameters(unused, at_random=self._has_updated):
+            raise JobError([problem])
+        self._has_updated = True
         self._timer.mark()
         self._balance.after_update()
         self._in_update = False
@@ -192,16 +199,10 @@ class DataParallel(Parallel):
         }
 
     def _choose_buckets(self) -> Iterator[None]:
-        """Advance by one `yield` with each training step. Raises JobError after the first one."""
+        """Advance by one `yield` with each training step."""
         order = BackwardOrder(self._model)
         yield
         indices = torch.tensor(order.finish(), device=self._device)
-        named = self._model.named_parameters()
-        if unused := [n for n, p in named if p.requires_grad and p.grad is None]:
-            names = ", ".join(unused[:_SHOWN]) + (", …" if len(unused) > _SHOWN else "")
-            rule = f"must name the {len(unused)} parameters that get no gradient ({names})"
-            hint = "the loss does not depend on them, so workers would wait for their gradients"
-            raise JobError([Problem("model.freeze", rule, None, hint)])
         if self._section.gradient_buckets == "default":
             return
         dist.broadcast(indices, src=0)

@@ -46,7 +46,7 @@ from raytrain_opt.train.network_graph import NetworkGraph
 from raytrain_opt.train.phase import Phase
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels
 from raytrain_opt.train.state import TrainingState, restore, to_cpu_state
-from raytrain_opt.train.task import build_task, try_task
+from raytrain_opt.train.task import build_task, find_metric_names
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
@@ -85,7 +85,8 @@ class Learner:
         self.task = build_task(config.task, config.loss, self.info, device)
         self.model = self._build_model()
         with batch_norm.count_values_per_channel(self.model) as self._values_per_channel:
-            metric_names = try_task(self.task, self.model, self.info, device)
+            samples = self.data.two_samples("train")
+            metric_names = find_metric_names(self.task, self.model, samples)
         self._evaluator = Evaluator(self.model, self.task, metric_names, self.data, self.autocast)
         self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
@@ -104,9 +105,8 @@ class Learner:
             num_classes=info.num_classes,
             sample_shape=info.sample_shape,
             seed=config.seed,
+            channels_last=config.channels_last,
         ).to(self.device)
-        if config.channels_last and len(info.sample_shape) == 3:
-            model = model.to(memory_format=torch.channels_last)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         model = batch_norm.prepare_batch_norm(model, config.batch_norm, world_size=world_size)
         batch_norm.freeze_statistics(model, config.model.freeze)
@@ -258,6 +258,11 @@ class Learner:
         skipped = round(samples * own.skipped / (own.samples + own.skipped))
         used = samples - skipped
         return replace(own, samples=used, skipped=skipped, loss_sum=own.loss * used)
+
+    @property
+    def position(self) -> str:
+        """How far the latest phase is, for messages."""
+        return f"after {self._phase.steps} steps of epoch {self._phase.epoch}"
 
     def phase_sums(self) -> tuple[float, int]:
         """Return the sum of the losses of this process's phase so far, and its samples."""

@@ -6,14 +6,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.schema import ModelSection
+from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import CheckpointError, JobError, Problem
+from raytrain_opt.models import build_model
 from raytrain_opt.storage import is_remote, local_path
 from raytrain_opt.train.checkpoint import WEIGHTS, read_weights
-from raytrain_opt.train.state import PackedTensor, TrainingState, model_tensors
+from raytrain_opt.train.state import PackedTensor, TrainingState
 from raytrain_opt.train.trained_model import find_weights
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 _PATH = "model.weights"
 # Names of tensors in one message.
 _SHOWN = 5
+# Where training code keeps a network's tensors in a larger file.
+_KEYS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
 # Names in the files of torchvision's DenseNets: `denselayer1.norm.1`, now `denselayer1.norm1`.
 _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 # Heads of GoogLeNet and Inception that torchvision has for training only.
@@ -59,13 +64,24 @@ def fit_pretrained(
 
     The head is the one layer whose tensors differ in their first axis only, which is
     `num_classes` in the network. Files of torchvision fit as well: old ones without BatchNorm's
-    counts, with other names, with auxiliary heads. Raises JobError naming the tensors that do not.
+    counts, with other names, with auxiliary heads. A prefix that all names have is removed where
+    none fits with it (`foreign_prefix`). Tensors that are one in the network need one name. Raises
+    JobError naming the tensors that do not fit.
     """
+    prefix = foreign_prefix(own, pretrained)
+    pretrained = {name.removeprefix(prefix): tensor for name, tensor in pretrained.items()}
     counts = {n: t for n, t in own.items() if n.endswith("num_batches_tracked")}
     pretrained = counts | {
         name if name in own else _OLD_NAME.sub(r"\1\2", name): tensor
         for name, tensor in pretrained.items()
         if name in own or not name.startswith(_AUXILIARY)
+    }
+    places = {name: (tensor.data_ptr(), tensor.shape) for name, tensor in own.items()}
+    shared = {places[name]: tensor for name, tensor in pretrained.items() if name in own}
+    pretrained |= {
+        name: shared[place]
+        for name, place in places.items()
+        if name not in pretrained and own[name].numel() and place in shared
     }
     different = {n for n in own if n in pretrained and own[n].shape != pretrained[n].shape}
     heads = {name.rpartition(".")[0] for name in different}
@@ -87,19 +103,36 @@ def fit_pretrained(
     return {name: tensor for name, tensor in pretrained.items() if name not in different}
 
 
+def foreign_prefix(own: Mapping[str, Tensor], pretrained: Mapping[str, Tensor]) -> str:
+    """Return what DDP (`module.`), torch.compile or a wrapper put before every name, or ""."""
+    prefix, names = "", set(pretrained)
+    while names and names.isdisjoint(own):
+        first = {name.partition(".")[0] for name in names}
+        if len(first) > 1 or not all("." in name for name in names):
+            return ""
+        prefix += f"{first.pop()}."
+        names = {name.partition(".")[2] for name in names}
+    return prefix
+
+
 def start_from_pretrained(
-    state: TrainingState, section: ModelSection, num_classes: int
+    state: TrainingState, section: ModelSection, info: DataInfo
 ) -> tuple[TrainingState, str]:
     """Return the initial state with pretrained weights, and what happened, for the user."""
-    own = model_tensors(state)
-    taken = fit_pretrained(own, read_pretrained(section), num_classes)
+    network = build_model(
+        section, num_classes=info.num_classes, sample_shape=info.sample_shape, seed=0
+    )
+    own, pretrained = network.state_dict(), read_pretrained(section)
+    taken = fit_pretrained(own, pretrained, info.num_classes)
     packed = {
         f"model.{n}": PackedTensor.from_tensor(t.to(own[n].dtype), copy=False)
         for n, t in taken.items()
     }
     text = f"starting from the weights of {section.weights}"
+    if prefix := foreign_prefix(own, pretrained):
+        text += f", without the prefix {prefix!r} of their names"
     if head := sorted(set(own) - set(taken)):
-        text += f"; new for {num_classes} classes: {', '.join(head)}"
+        text += f"; new for {info.num_classes} classes: {', '.join(head)}"
     return replace(state, tensors={**state.tensors, **packed}), text
 
 
@@ -119,14 +152,23 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        tensors = torch.load(path, weights_only=True, map_location="cpu")
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except UnpicklingError as error:
+        rule = (
+            "holds other objects than tensors, perhaps a whole network, which would run their code"
+        )
+        hint = "save the tensors alone: torch.save(network.state_dict(), PATH)"
+        raise JobError([Problem(_PATH, rule, repr(str(path)), hint)]) from error
     except Exception as error:  # damage can look like anything to an unpickler
-        rule = f"cannot be read as tensors ({type(error).__name__}: {error})"
+        reason = str(error).partition("\n")[0]
+        rule = f"cannot be read as tensors ({type(error).__name__}: {reason})"
         raise JobError([Problem(_PATH, rule, repr(str(path)))]) from error
-    if not isinstance(tensors, dict) or not all(torch.is_tensor(t) for t in tensors.values()):
-        rule = "must be a state_dict: a dictionary of tensors by name"
-        raise JobError([Problem(_PATH, rule, repr(str(path)))])
-    return tensors
+    nested = [content[key] for key in _KEYS if key in content] if isinstance(content, dict) else []
+    for tensors in (content, *nested):
+        if isinstance(tensors, dict) and tensors and all(map(torch.is_tensor, tensors.values())):
+            return tensors
+    rule = "must be a state_dict, a dictionary of tensors by name, or hold one as 'state_dict'"
+    raise JobError([Problem(_PATH, rule, repr(str(path)))])
 
 
 def _torchvision_weights(section: ModelSection) -> Any:

@@ -18,10 +18,10 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.data.base import Batch, no_op
 from raytrain_opt.errors import ResourcesError
+from raytrain_opt.models.dry_run import preserve_model
 from raytrain_opt.monitoring.samplers import NullSampler, Sampler, UtilizationMonitor, open_sampler
 from raytrain_opt.optim.averaging import use_training_weights
 from raytrain_opt.optim.factory import update_weights
-from raytrain_opt.random_state import preserve_modes, preserve_random_state
 from raytrain_opt.results import GradientNorms, Probe
 from raytrain_opt.train.gradient_noise import GradientNormMeter
 from raytrain_opt.train.learner import Learner
@@ -169,13 +169,13 @@ def _preserve(training: ProbedTraining) -> Iterator[None]:
     model, optimizer, scaler = training.model, training.optimizer, training.scaler
     state = capture(model, optimizer, scaler, copy=True)
     gradients = [parameter.grad for parameter in model.parameters()]
-    with preserve_random_state(training.device), preserve_modes(model):
-        try:
+    try:
+        with preserve_model(model, training.device):
             yield
-        finally:
-            restore(state, model, optimizer, scaler)
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad = gradient
+    finally:
+        restore(state, model, optimizer, scaler)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _measure(

@@ -107,7 +107,7 @@ def time_compiled(learner: Learner) -> tuple[float, float]:
     """
     model = learner.model
     [batch] = learner.micro_batches_at([(0, 0)])
-    with preserve_model(model, learner.device):
+    with preserve_model(model, learner.device, learner.task):
         model.train()
         compiled_s, eager_s = _fastest(learner, model, batch)[0], math.inf
         with suppress(torch.OutOfMemoryError), eager(model):
@@ -126,7 +126,7 @@ def try_graphs(learner: Learner) -> tuple[NetworkGraph | None, dict[str, float |
     steps = learner.info.steps_per_epoch(learner.config.global_batch_size)
     passes = max(1, len(learner.parallel.indices(0)))  # of an update; 0 before the first phase
     first, other = learner.micro_batches_at([(0, 0), (min(1, steps - 1), 0)])
-    with preserve_model(model, learner.device), learner.parallel.unwrapped():
+    with preserve_model(model, learner.device, learner.task), learner.parallel.unwrapped():
         model.train()
         no_graph_s, expected = _fastest(learner, model, other)
         reached = zip(_parameters(model), expected, strict=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, cast
+from traceback import extract_tb
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,10 @@ from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import CLASSIFICATION, LossSection, TaskSection
 from raytrain_opt.config.section import NameOrFunction, is_function_name
 from raytrain_opt.data.base import Batch, DataInfo
-from raytrain_opt.data.nesting import map_leaves
+from raytrain_opt.data.batch_reader import cause
+from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.errors import DataError, JobError, Problem
-from raytrain_opt.models.dry_run import check_output, preserve_model
+from raytrain_opt.models.dry_run import preserve_model
 from raytrain_opt.results import Metric
 
 _CROSS_ENTROPY = "cross_entropy"
@@ -143,118 +145,79 @@ def metric_of(task: Task) -> Metric:
     return Metric(name, getattr(task, "higher_is_better", name != "loss"))
 
 
-def try_task(
-    task: Task,
-    model: nn.Module,
-    info: DataInfo,
-    device: torch.device | str,
-    *,
-    trains_on_one: bool = False,
-) -> tuple[str, ...]:
-    """Call model and task with a batch of two samples; return the names of the metrics.
+def find_metric_names(task: Task, model: nn.Module, batch: Batch) -> tuple[str, ...]:
+    """Evaluate a batch of samples once, and preserve model and task; see `evaluate_once`."""
+    with preserve_model(model, next(leaves(batch.x)).device, task):
+        return tuple(evaluate_once(task, model, batch))
 
-    `trains_on_one`: see `models.check_output`. Weights, buffers, random states and modes are
-    preserved. Raises DataError: the model does not fit the data, or a method of the task raised or
-    returned something else than documented. Raises JobError: model and loss are both wrong.
+
+def evaluate_once(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return the task's metrics of a batch in evaluation mode.
+
+    Raises DataError: the task raised, or returned something else than documented.
     """
-    batch = _two_samples(task, info, device)
-    unfit: DataError | None = None
-    if isinstance(task, Classification):
-        try:
-            check_output(model, batch.x, info.num_classes, trains_on_one=trains_on_one)
-        except DataError as error:
-            unfit = error
-
-    def zeros(_samples: Tensor) -> Tensor:
-        return torch.zeros(2, info.num_classes, device=device)  # the loss needs no fitting model
-
-    forward: Any = zeros if isinstance(task, Classification) else model
+    model.eval()
     try:
-        names = _try_methods(task, forward, model, batch, device)
-    except (DataError, JobError) as error:
-        if unfit is None:
-            raise
-        problems = error.problems if isinstance(error, JobError) else [error.problem]
-        raise JobError([unfit.problem, *problems]) from error
-    if unfit is not None:
-        raise unfit
-    return names
-
-
-def count_flops(task: Task, model: nn.Module, info: DataInfo) -> float:
-    """Return the operations of one sample's training, 2 for each product, on the CPU.
-
-    The backward pass counts twice the forward pass. Infinite where torch does not count: fused
-    operations of recurrent layers, and derivatives within the loss. Weights, buffers, random
-    states and modes are preserved.
-    """
-    from torch.utils.flop_counter import FlopCounterMode  # 0.1 s, of the driver alone
-
-    batch, counter = _two_samples(task, info, "cpu"), FlopCounterMode(display=False)
-    if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
-        return float("inf")
-    # Without gradients transformers have fused operations, too.
-    with preserve_model(model, torch.device("cpu")), torch.enable_grad(), counter:
-        model.eval()
-        try:
-            task.training_loss(model, batch.content)
-        except RuntimeError:  # of the counter: the loss, which was tried, uses autograd.grad
-            return float("inf")
-    return 3 * counter.get_total_flops() / 2
-
-
-def _two_samples(task: Task, info: DataInfo, device: torch.device | str) -> Batch:
-    if not isinstance(task, Classification) and info.example is not None:
-        pair = map_leaves(lambda t: torch.stack((t, t)).to(device), info.example)
-        return Batch(pair, None)
-    x = torch.zeros(2, *info.sample_shape, device=device, dtype=info.dtype)
-    return Batch(x, torch.zeros(2, dtype=torch.int64, device=device))
-
-
-def _try_methods(
-    task: Task, forward: Any, model: nn.Module, batch: Batch, device: torch.device | str
-) -> tuple[str, ...]:
-    """Call the methods of the task with `forward`; see `try_task`."""
-    method, wrapped = "training_loss", cast("Any", torch.nn.Module())
-    # As DistributedDataParallel has them: parameters and mode, but no attributes of the model.
-    wrapped.module, wrapped.forward, wrapped.training = model, forward.__call__, False
-    with preserve_model(model, torch.device(device)), torch.no_grad():
-        model.eval()
-        try:
-            with torch.enable_grad():  # a loss may use torch.autograd.grad
-                loss = task.training_loss(wrapped, batch.content)
-            if not isinstance(loss, torch.Tensor) or loss.dim():
-                rule = "must return the mean over the batch, a tensor without dimensions"
-                raise DataError("task", f"{method} {rule}, not {_described(loss)}")
-            method = "validation_metrics"
-            values = task.validation_metrics(forward, batch.content)
-            return _metric_names(values, metric_of(task))
-        except (DataError, JobError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            shapes = map_leaves(lambda tensor: list(tensor.shape), batch.content)
-            raised = f"raised {type(error).__name__}: {error}; called with two samples, {shapes}"
-            if getattr(error, "obj", None) is wrapped:
-                raised += ". Several workers wrap the network: call it as model(…)"
-            if isinstance(task, Classification):
-                rule = f"must be callable as (output, labels), but {raised}"
-                raise DataError("loss.name", rule) from error
-            raise DataError("task", f"{method} {raised}") from error
-
-
-def _metric_names(values: Any, metric: Metric) -> tuple[str, ...]:
-    needed = dict.fromkeys(("loss", metric.name))
+        with torch.no_grad():
+            values = task.validation_metrics(model, batch.content)
+    except Exception as error:
+        raise explained(task, error, batch, "validation_metrics", model) from error
+    needed = dict.fromkeys(("loss", metric_of(task).name))
     if not isinstance(values, Mapping) or not needed.keys() <= values.keys():
         rule = f"must return a dict with {' and '.join(needed)}"
         found = list(values) if isinstance(values, Mapping) else _described(values)
         raise DataError("task", f"validation_metrics {rule}, not {found}")
     for name, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.shape != (2,):
-            rule = "must return one value per sample, [samples]"
-            raise DataError(
-                "task", f"validation_metrics {rule}; for two samples {name} is {_described(value)}"
-            )
-    return tuple(values)
+        if not isinstance(value, torch.Tensor) or value.shape != (batch.size,):
+            rule = f"must return one value per sample; for {batch.size} samples {name} is"
+            raise DataError("task", f"validation_metrics {rule} {_described(value)}")
+    return dict(values)
+
+
+def count_flops(task: Task, model: nn.Module, batch: Batch) -> float:
+    """Return the operations of one sample's training, 2 for each product, on the CPU.
+
+    The backward pass counts twice the forward pass. Infinite where torch does not count: fused
+    operations of recurrent layers, and derivatives within the loss. Model and task are preserved.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # 0.1 s, of the driver alone
+
+    counter = FlopCounterMode(display=False)
+    if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+        return float("inf")
+    # Without gradients transformers have fused operations, too.
+    with preserve_model(model, torch.device("cpu"), task), torch.enable_grad(), counter:
+        model.eval()
+        try:
+            task.training_loss(model, batch.content)
+        except RuntimeError:  # of the counter: the loss, which was tried, uses autograd.grad
+            return float("inf")
+    return 3 * counter.get_total_flops() / batch.size
+
+
+def require_scalar(loss: object) -> None:
+    """Raise DataError unless a task's loss is a tensor without dimensions."""
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        rule = "must return the mean over the batch, a tensor without dimensions"
+        raise DataError("task", f"training_loss {rule}, not {_described(loss)}")
+
+
+def explained(
+    task: Task, error: Exception, batch: Batch, method: str, model: nn.Module
+) -> Exception:
+    """Return the error to raise where a method of the task raised `error` for a batch."""
+    if isinstance(error, DataError | JobError | torch.OutOfMemoryError):
+        return error
+    shapes = map_leaves(lambda tensor: list(tensor.shape), batch.content)
+    rule = f"raised {cause(error)}; called with {batch.size} samples, {shapes}"
+    if getattr(error, "obj", None) is model:
+        rule += ". Several workers wrap the network: call it as model(…)"
+    if not isinstance(task, Classification):
+        return DataError("task", f"{method} {rule}")
+    if any(frame.name == _call_user_loss.__name__ for frame in extract_tb(error.__traceback__)):
+        return DataError("loss.name", f"must be callable as (output, labels), but {rule}")
+    mode = "training" if model.training else "evaluation"
+    return DataError("model", f"its forward in {mode} mode {rule}")
 
 
 def _described(value: object) -> str:

@@ -176,6 +176,14 @@ def test_ray_has_the_settings_of_a_local_node() -> None:
     assert [name for name in ray_private.LOCAL_SETTINGS if name.encode() not in program] == []
 
 
+def test_processes_import_from_the_folders_of_the_driver(tmp_path: Path) -> None:
+    """Ray inserts each folder at the front; those of every interpreter are left out."""
+    entries = [str(tmp_path), "", str(tmp_path / "gone"), os.path.dirname(pytest.__path__[0])]
+    config = ray_private.with_python_path([*entries, os.path.dirname(os.__file__)])
+    assert config._py_driver_sys_path == [os.getcwd(), str(tmp_path)]
+    assert [*config._get_proto_job_config().py_driver_sys_path] == [os.getcwd(), str(tmp_path)]
+
+
 def test_no_other_module_uses_what_ray_does_not_document() -> None:
     """Import-linter does not see the modules of an external package."""
     package = Path(raytrain_opt.__file__).parent

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 from click.testing import CliRunner
 from torch import nn
 
@@ -23,7 +24,14 @@ from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.load import dump_job, load_job
 from raytrain_opt.config.schema import CheckpointSection, Job
 from raytrain_opt.driver import run
-from raytrain_opt.errors import DataError, DivergedError, JobError, RecordError, ResourcesError
+from raytrain_opt.errors import (
+    DataError,
+    DivergedError,
+    JobError,
+    RecordError,
+    ResidentError,
+    ResourcesError,
+)
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.recording.records import EpochRecord, RoundRecord
@@ -559,3 +567,27 @@ def test_the_command_line_has_the_option(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["run", "--in-process", str(job_file)])
     assert result.exit_code == 0, result.output
     assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+class FailsLater(nn.Module):
+    """Raises in the third training step."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(64, num_classes)
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        if self.steps > 2:
+            raise KeyError("no third step")
+        output: torch.Tensor = self.out(x.flatten(1))
+        return output
+
+
+def test_an_exception_of_a_network_names_its_line_and_the_step(tmp_path: Path) -> None:
+    schedule = {"policy": "schedule", "initial": 0.1}
+    job = tiny_job(tmp_path, model={"name": FailsLater}, learning_rate=schedule)
+    place = r"test_in_process.py:\d+ in forward, after 1 steps of epoch 1 in main_train"
+    with pytest.raises(ResidentError, match=f"worker 0: KeyError: 'no third step'; at .*{place}"):
+        run(job, in_process=True)

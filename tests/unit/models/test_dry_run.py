@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from copy import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.errors import DataError
 from raytrain_opt.models import build_model, check_output
+from raytrain_opt.models.dry_run import preserve_model
 
 SHAPE = (1, 8, 8)
 SAMPLES = torch.zeros(2, *SHAPE)
@@ -86,14 +90,53 @@ def test_samples_may_be_integers() -> None:
         check_output(tokens, torch.zeros(2, 7), 4)
 
 
-def test_a_layer_that_cannot_train_on_one_sample_is_found() -> None:
-    """With one sample a worker it would fail in the first step, with all processes started."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3))
-    samples = torch.zeros(2, 1, 2, 2)
-    before = model.state_dict()["2.running_var"].clone()
-    check_output(model, samples, 3)
-    with pytest.raises(DataError, match="Expected more than 1 value per channel when training"):
-        check_output(model, samples, 3, trains_on_one=True)
-    with_images = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(4, 3))
-    check_output(with_images, samples, 3, trains_on_one=True)
-    assert torch.equal(model.state_dict()["2.running_var"], before)
+class Changes(nn.Module):
+    """A network that a call changes in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.grown = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.register_buffer("buffer", torch.zeros(2))
+        self.plain, self.flag, self.list = torch.zeros(2), False, [torch.zeros(2)]
+        self.nested: dict[str, Any] = {"a": [1], "b": {2}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.data.add_(1)
+            self.grown.data = torch.ones(3)
+        self.buffer, self.flag = torch.ones(5), True
+        self.plain += 1
+        self.list[0] += 1
+        self.list.append(x)
+        self.nested["a"].append(2)
+        self.nested["c"] = random.random() + np.random.rand()
+        self.late, self.extra = nn.Linear(1, 1), nn.Parameter(torch.ones(1))
+        self.register_buffer("new", torch.rand(1))
+        del self.weight
+        return x
+
+
+def test_everything_that_a_call_changes_is_restored() -> None:
+    model, task = Changes(), Changes()
+    task.network = Changes()
+    for network in (model, task, task.network):
+        before = {**network.state_dict()}, copy(vars(network))
+        weight, containers = network.weight, (network.list, network.nested)
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        with preserve_model(model, torch.device("cpu"), task):
+            network(torch.ones(1))
+        assert network.weight is weight
+        assert network.weight.tolist() == network.grown.tolist() == [1, 1]
+        assert network.buffer.tolist() == network.plain.tolist() == [0, 0]
+        assert network.state_dict().keys() == before[0].keys()
+        assert vars(network).keys() == before[1].keys()
+        assert (network.list, network.nested) == containers
+        assert (network.flag, len(network.list), network.nested) == (
+            False,
+            1,
+            {"a": [1], "b": {2}},
+        )
+        assert network.list[0].tolist() == [0, 0]
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert np.random.get_state()[1].tolist() == states[2]

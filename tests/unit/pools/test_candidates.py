@@ -32,6 +32,8 @@ class FakeState:
 class FakeLearner:
     """A learner that trains to the loss `lr`; its allocator caches what each phase has used."""
 
+    position = ""
+
     config = SimpleNamespace(
         worker_count=1,
         precision="fp32",

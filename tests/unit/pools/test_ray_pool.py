@@ -6,6 +6,7 @@ Ray is a fake: a reference is a future, or the name of an object.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 import ray
+from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 
-from raytrain_opt.errors import PoolError
+from raytrain_opt.errors import JobError, PoolError, Problem
 from raytrain_opt.pools import ray_pool as module
 from raytrain_opt.pools import state_store
 from raytrain_opt.pools.commands import (
@@ -33,10 +36,47 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.mailbox_client import ResidentMailbox, answer
 from raytrain_opt.pools.protocol import fetch_initial_state
-from raytrain_opt.pools.ray_pool import RayPool
+from raytrain_opt.pools.ray_pool import RayPool, why_ended
 from raytrain_opt.pools.relay import Upstream
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.train.state import TrainingState
+
+
+def wrap(error: BaseException) -> UserExceptionWithTraceback:
+    """Return an exception of a worker as Ray Train reports it."""
+    return UserExceptionWithTraceback(error, "text")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, "the worker pool ended .*out of memory"),
+        (ray.exceptions.ActorDiedError(), "ActorDiedError: .*out of memory"),
+        (RuntimeError("\x1b[36mray::main()\x1b[39m died"), "^worker raised RuntimeError: ray"),
+        (
+            ray.exceptions.RaySystemError(ModuleNotFoundError("No module named 'lib'"), "text"),
+            "No module named 'lib'. It can be imported here, but .* PYTHONPATH",
+        ),
+        (
+            ray.exceptions.RayTaskError(
+                "f", "text", WorkerGroupError("text", {1: wrap(SystemExit(3)), 2: OSError()})
+            ),
+            "^worker 1 raised SystemExit: 3$",
+        ),
+        (
+            WorkerGroupError("text", {0: wrap(JobError([Problem("model.name", "is wrong")]))}),
+            "model.name: is wrong",
+        ),
+        (ControllerError(ray.exceptions.NodeDiedError("gone")), "NodeDiedError.*out of memory"),
+    ],
+)  # fmt: skip
+def test_memory_is_guessed_only_if_no_other_cause_is_known(
+    error: Exception | None, expected: str
+) -> None:
+    found = why_ended("worker", error)
+    assert isinstance(found, JobError if expected.startswith("model") else PoolError)
+    assert re.search(expected, str(found), re.DOTALL)
+    assert ("out of memory" in str(found)) == ("out of memory" in expected)
 
 
 class FakeMailboxActor:

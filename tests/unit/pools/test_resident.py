@@ -36,10 +36,11 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateLost,
     StateRef,
+    to_failure,
 )
 from raytrain_opt.pools.faults import Fault
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.resident import CommandLoop, peer_failure_grace_s, to_failure
+from raytrain_opt.pools.resident import CommandLoop, peer_failure_grace_s
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytrain_opt import Job, run
 from raytrain_opt.config.schema import ModelSection
@@ -21,7 +21,7 @@ from raytrain_opt.models import build_model
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
+from raytrain_opt.train.pretrained import fit_pretrained, foreign_prefix, read_pretrained
 from tests.support.small_jobs import small_job
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -141,6 +141,39 @@ def test_only_a_head_for_other_classes_may_differ() -> None:
             fit_pretrained(linear(5), other, 5)
 
 
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.model.", "net."])
+@pytest.mark.parametrize("key", [None, "state_dict", "model"])
+def test_weights_of_other_tools_fit(tmp_path: Path, key: str | None, prefix: str) -> None:
+    """Nested in a dictionary, with a prefix, and without the second name of a tied tensor."""
+    network = nn.ModuleDict({"body": nn.Linear(4, 4), "copy": nn.Linear(4, 4)})
+    network["copy"].weight = network["body"].weight
+    own = network.state_dict()
+    tensors = {f"{prefix}{n}": t + 1 for n, t in own.items() if n != "copy.weight"}
+    torch.save(tensors if key is None else {key: tensors, "epoch": 3}, tmp_path / "w.pt")
+    read = read_pretrained(ModelSection(name="resnet8", weights=str(tmp_path / "w.pt")))
+    taken = fit_pretrained(own, read, 4)
+    assert foreign_prefix(own, read) == prefix
+    assert taken.keys() == own.keys()
+    assert all(torch.equal(taken[name], own[name] + 1) for name in own)
+
+
+def test_equal_tensors_that_are_not_tied_need_both_names() -> None:
+    own = {"a": torch.ones(3), "b": torch.ones(3)}
+    with pytest.raises(JobError, match="missing in the weights: b"):
+        fit_pretrained(own, {"a": torch.zeros(3)}, 4)
+    mixed = {"module.a": torch.zeros(3), "b": torch.zeros(3)}
+    with pytest.raises(JobError, match=r"not in this network: module\.a"):
+        fit_pretrained(own, mixed, 4)
+
+
+def test_a_prefix_is_said(pretrained: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save({"model": {f"module.{n}": t for n, t in weights_of(pretrained).items()}}, file)
+    run(job(tmp_path, {"weights": str(file)}), in_process=True)
+    out = capsys.readouterr()
+    assert "without the prefix 'module.' of their names" in (out.out + out.err).replace("\n", " ")
+
+
 def test_files_of_torchvision_differ_from_its_networks() -> None:
     """Those of VGG, DenseNet, GoogLeNet and Inception."""
     count, weight = torch.tensor(0), torch.full((3,), 2.0)
@@ -154,15 +187,19 @@ def test_files_of_torchvision_differ_from_its_networks() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"damaged", "cannot be read as tensors"), (None, "must be a state_dict")],
+    [
+        (b"damaged", "cannot be read as tensors|holds other objects"),
+        ([1, 2], "must be a state_dict"),
+        ({"state_dict": [1]}, "must be a state_dict"),
+        (nn.Linear(1, 1), r"holds other objects .*network\.state_dict\(\)"),
+    ],
 )
-def test_files_without_tensors_are_refused(
-    tmp_path: Path, content: bytes | None, message: str
-) -> None:
+def test_files_without_tensors_are_refused(tmp_path: Path, content: Any, message: str) -> None:
     file = tmp_path / "weights.pt"
-    torch.save([1, 2], file) if content is None else file.write_bytes(content)
-    with pytest.raises(JobError, match=message):
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    with pytest.raises(JobError, match=message) as caught:
         read_pretrained(ModelSection(name="resnet8", weights=str(file)))
+    assert "\x1b" not in str(caught.value)
 
 
 def test_weights_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +226,19 @@ def test_weights_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     model_section = {"args": {}, "name": "shufflenet_v2_x0_5", "weights": "IMAGENET1K_V1"}
     changes = {"data": {"name": "arrays", **data}, "global_batch_size": 10, "optimizer": "SGD"}
     assert run_local_preflight(job(tmp_path, model_section, **changes), "job") is not None
+
+
+def tied(num_classes: int) -> nn.Module:
+    layers = nn.ModuleDict({n: nn.Linear(64, num_classes) for n in ("first", "second")})
+    layers["second"].weight = layers["first"].weight
+    return layers
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_tied_parameter_is_frozen_by_any_name(name: str) -> None:
+    section = ModelSection(name=tied, freeze=[f"{name}.weight"])
+    network = build_model(section, num_classes=4, sample_shape=(64,), seed=0)
+    assert [n for n, p in network.named_parameters() if not p.requires_grad] == ["first.weight"]
 
 
 def test_frozen_patterns_are_checked() -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt.config.schema import LossSection, TaskSection
-from raytrain_opt.data.base import DataInfo
+from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.errors import DataError, JobError
 from raytrain_opt.results import Metric
+from raytrain_opt.train.step_check import check_steps
 from raytrain_opt.train.task import (
     Classification,
     Task,
@@ -20,8 +21,8 @@ from raytrain_opt.train.task import (
     check_loss,
     check_task,
     count_flops,
+    find_metric_names,
     metric_of,
-    try_task,
 )
 
 OUTPUT = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.5, 1.0]])
@@ -172,7 +173,8 @@ class Wrong(Regression):
         return self.metrics
 
 
-INFO = DataInfo(1, (3,), 8, 8, 0, 4, example={"x": torch.ones(3), "y": torch.tensor(1.0)})
+INFO = DataInfo(1, (3,), 8, 8, 0, 4)
+BATCH = Batch({"x": torch.ones(2, 3), "y": torch.ones(2)}, None)
 
 
 def test_a_task_of_a_user_says_its_metrics() -> None:
@@ -180,7 +182,7 @@ def test_a_task_of_a_user_says_its_metrics() -> None:
     assert check_task(section) == []
     task = build_task(section, LossSection(), INFO)
     assert metric_of(task) == Metric("error", higher_is_better=False)
-    assert try_task(task, nn.Linear(3, 1), INFO, "cpu") == ("loss", "error")
+    assert find_metric_names(task, nn.Linear(3, 1), BATCH) == ("loss", "error")
 
 
 class GradientPenalty(Regression):
@@ -192,16 +194,15 @@ class GradientPenalty(Regression):
 
 def test_a_loss_may_use_derivatives() -> None:
     model = nn.Linear(3, 1)
-    assert try_task(GradientPenalty(), model, INFO, "cpu") == ("loss", "error")
-    assert count_flops(GradientPenalty(), model, INFO) == math.inf
-    assert count_flops(Regression(), model, INFO) == 3 * 2 * 3
+    assert check_steps(GradientPenalty(), model, BATCH, BATCH, 1) == []
+    assert count_flops(GradientPenalty(), model, BATCH) == math.inf
+    assert count_flops(Regression(), model, BATCH) == 3 * 2 * 3
 
 
 class Parts(Regression):
     """Uses more than the call of the network, which is wrapped where several workers train it."""
 
     def training_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        assert not model.training
         shape = [p.shape for p in model.parameters()][0]
         part = getattr(model, "module", model).part if self.power else model.part
         return super().training_loss(model, batch) + len(shape) * part(batch["x"]).sum()
@@ -214,9 +215,9 @@ class Parts(Regression):
 def test_a_loss_that_several_workers_could_not_train_is_refused() -> None:
     model = nn.Linear(3, 1)
     model.part = nn.Linear(3, 1)
-    assert try_task(Parts(), model, INFO, "cpu") == ("loss", "error")
+    assert check_steps(Parts(), model, BATCH, BATCH, 1) == []
     with pytest.raises(DataError, match=r"no attribute 'part'.*call it as model\(…\)"):
-        try_task(Parts(power=0), model, INFO, "cpu")
+        check_steps(Parts(power=0), model, BATCH, BATCH, 1)
     assert model.training
 
 
@@ -236,12 +237,12 @@ def test_wrong_metrics_are_refused(metrics: Any, message: str) -> None:
     task = Wrong()
     task.metrics = metrics
     with pytest.raises(DataError, match=message):
-        try_task(task, nn.Linear(3, 1), INFO, "cpu")
+        find_metric_names(task, nn.Linear(3, 1), BATCH)
 
 
 def test_what_a_task_raises_is_told_with_the_shapes_of_its_batch() -> None:
     with pytest.raises(DataError, match=r"training_loss raised RuntimeError.*\[2, 3\]"):
-        try_task(Regression(), nn.Linear(4, 1), INFO, "cpu")
+        check_steps(Regression(), nn.Linear(4, 1), BATCH, BATCH, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,249 @@
+"""Check before a run that a training step depends on the state and the batch only.
+
+Candidates, restarts and resumed runs all start from a state, that is, from `state_dict()`. What a
+network or a task keeps elsewhere is lost there, or stays from another candidate. So the first step
+is computed twice from one state, and an evaluation is repeated by a network that only has a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_opt.data.base import Batch
+from raytrain_opt.data.batch_reader import cause
+from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.models.dry_run import check_output, preserve_model
+from raytrain_opt.optim.factory import set_lr
+from raytrain_opt.random_state import seed_all
+from raytrain_opt.train.checkpoint import require_readable
+from raytrain_opt.train.state import capture, restore
+from raytrain_opt.train.task import (
+    Classification,
+    Task,
+    evaluate_once,
+    explained,
+    require_scalar,
+)
+
+# Names in a message.
+_SHOWN = 5
+# The same operations on a CPU give the same bits, unless memory is aligned in another way.
+_RTOL, _ATOL = 1e-4, 1e-7
+_LR = 1e-3  # of an update on trial
+
+
+def check_steps(
+    task: Task,
+    model: nn.Module,
+    train: Batch,
+    test: Batch,
+    num_classes: int,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> list[Problem]:
+    """Try the first step and an evaluation on the CPU; return why several workers cannot train.
+
+    `train` and `test` hold two real samples, or one. `optimizers`: of the user's own. Model and
+    task are preserved. Raises DataError for an exception of their code. Raises JobError: the loss
+    needs no gradient, gradients are sparse, a result depends on something that `state_dict()` does
+    not hold, or the state after an update cannot be saved and loaded.
+    """
+    if isinstance(task, Classification):
+        check_output(model, test.x, num_classes)
+    cpu, parameters = torch.device("cpu"), dict(model.named_parameters())
+    start = _copies(model.state_dict())
+    with preserve_model(model, cpu, task):
+        before = _not_saved(model, task)
+        first = _step(task, model, train)
+        between = _not_saved(model, task)
+        _require_same_tensors(model, start, parameters)
+        reached, used = _copies(model.state_dict()), _evaluate(task, model, test)
+        model.load_state_dict(start)
+        again = _step(task, model, train)
+        changed = _different(before, between)
+        if _different(first, again) or _different(reached, model.state_dict()):
+            raise _depends("a second training step from the same weights", changed)
+        counting = set(changed) & set(_different(between, _not_saved(model, task)))
+        if counters := [n for n in counting if isinstance(before.get(n), int | Tensor)]:
+            raise _depends("each training step", counters)
+        model.load_state_dict(start)
+        other = _step(task, model, train, seed=1)
+        for optimizer in optimizers:
+            _try_update(model, optimizer)
+    with preserve_model(model, cpu, task):
+        try:
+            model.load_state_dict(reached)
+        except RuntimeError as error:
+            rule = f"a state_dict() of this network cannot be loaded again: {error}"
+            raise JobError([Problem("model.name", rule)]) from error
+        if _different(used, _evaluate(task, model, test)):
+            raise _depends("an evaluation with weights that were loaded", changed)
+    model.zero_grad(set_to_none=True)
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    unused = [sorted(trained - step.keys()) for step in (first, other)]
+    problems = [unused_parameters(max(unused, key=len), at_random=unused[0] != unused[1])]
+    if written := [name for name in _different(start, reached) if name in parameters]:
+        rule = (
+            f"forward changes parameters itself ({_list(written)}): with several workers, each "
+            "has other samples, so their weights would differ"
+        )
+        problems.append(Problem("model.name", rule, None, "train with workers.count: 1"))
+    return [problem for problem in problems if problem is not None]
+
+
+def unused_parameters(names: list[str], *, at_random: bool) -> Problem | None:
+    """Return the problem of parameters without a gradient, for which workers would wait."""
+    if not names:
+        return None
+    rule = (
+        f"{len(names)} parameters get no gradient ({_list(names)}), and workers would wait for it"
+    )
+    hint = (
+        "if layers are left out at random, multiply their output by 0 instead, or train with "
+        "workers.count: 1"
+    )
+    if at_random:
+        return Problem("model.name", f"in some steps {rule}", None, hint)
+    return Problem("model.freeze", rule, None, f"name them if the loss never uses them; {hint}")
+
+
+def _step(task: Task, model: nn.Module, batch: Batch, seed: int = 0) -> dict[str, Tensor]:
+    """Compute a step without the update; return the loss and the norm of each gradient."""
+    model.zero_grad(set_to_none=True)
+    seed_all(seed)
+    model.train()
+    # As DistributedDataParallel has them: parameters and mode, but no attributes of the model.
+    module: Any = nn.Module()
+    module.module, module.forward = model, model.__call__
+    try:
+        with torch.enable_grad():
+            loss = task.training_loss(module, batch.content)
+            require_scalar(loss)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise explained(task, error, batch, "training_loss", module) from error
+    field = "model.name" if isinstance(task, Classification) else "task.name"
+    if not loss.requires_grad:
+        hint = "remove no_grad, detach, argmax, round or item from what computes it"
+        raise JobError([Problem(field, "the training loss needs no gradient", None, hint)])
+    gradients = {n: p.grad.detach() for n, p in model.named_parameters() if p.grad is not None}
+    if sparse := [n for n, gradient in gradients.items() if gradient.layout != torch.strided]:
+        rule = f"has sparse gradients ({_list(sparse)}), which are not supported"
+        hint = "without sparse=True, Embedding computes the same with dense ones"
+        raise JobError([Problem("model.name", rule, None, hint)])
+    norms = {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
+    return {"loss": loss.detach(), **norms}
+
+
+def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise JobError if an update cannot be computed, or the optimizer's state not be saved."""
+    set_lr(optimizer, _LR)
+    try:
+        optimizer.step()
+    except (TypeError, AttributeError, AssertionError) as error:
+        rule = f"its step() raised {cause(error)}"
+        hint = "the loop computes the gradients and then calls step() without arguments"
+        raise JobError([Problem("optimizer.name", rule, None, hint)]) from error
+    except Exception:  # noqa: BLE001 - it may need a GPU, which the driver's node need not have
+        return
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    try:
+        state = capture(model, optimizer, scaler, copy=True)
+        require_readable(state)
+        restore(state, model, optimizer, scaler)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        rule = f"its state after a step cannot be saved and loaded: {cause(error)}"
+        raise JobError([Problem("optimizer.name", rule)]) from error
+
+
+def _evaluate(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    seed_all(0)
+    return evaluate_once(task, model, batch)
+
+
+def _require_same_tensors(
+    model: nn.Module, start: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Raise JobError unless the network still has the tensors that it had when it was built."""
+    old, new = ({n: list(t.shape) for n, t in s.items()} for s in (start, model.state_dict()))
+    texts = [
+        f"{name} has {_shape(old.get(name))} before it and {_shape(new.get(name))} after it"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
+    own = dict(model.named_parameters())
+    texts += [f"{n} is a new parameter" for n in own if own[n] is not parameters.get(n, own[n])]
+    if texts:
+        rule = f"the first training step changes the tensors of the network: {_list(texts, '; ')}"
+        hint = "build all of them in the constructor, in their final shape"
+        raise JobError([Problem("model.name", rule, None, hint)])
+
+
+def _shape(shape: list[int] | None) -> str:
+    return "no tensor" if shape is None else f"shape {shape}"
+
+
+def _not_saved(model: nn.Module, task: Task) -> dict[str, Any]:
+    """Return what `state_dict()` does not hold: attributes of layers and task, other buffers."""
+    layers = {f"{name}.".lstrip("."): layer for name, layer in model.named_modules()}
+    owners: dict[str, Any] = {**layers, "task.": task}
+    ordinary, saved = vars(nn.Module()).keys(), model.state_dict().keys()
+    attributes = {
+        f"{prefix}{name}": value
+        for prefix, owner in owners.items()
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if name not in ordinary
+    }
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else _summary(value)
+        for name, value in (*attributes.items(), *model.named_buffers())
+        if name not in saved
+    }
+
+
+def _summary(value: Any) -> Any:
+    """Return a value that is compared in place of an attribute: of a container, its size."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    return id(value), len(value) if isinstance(value, Collection) else 0
+
+
+def _depends(what: str, names: Iterable[str]) -> JobError:
+    """Return the error of a result that depends on what `state_dict()` does not hold."""
+    names = sorted(names)
+    owner = "the task" if names and all(n.startswith("task.") for n in names) else "the network"
+    held = _list(names) if names else "a value, such as a random generator of its own,"
+    rule = (
+        f"{what} depends on {held} that {owner} changes and state_dict() does not hold: "
+        "candidates and resumed runs would use another value"
+    )
+    hint = "register it in the network as a buffer (register_buffer) that is changed in place"
+    field = "task.name" if owner == "the task" else "model.name"
+    return JobError([Problem(field, rule, None, hint)])
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    names = sorted(before.keys() | after.keys())
+    return [n for n in names if not _is_close(before.get(n), after.get(n))]
+
+
+def _is_close(before: Any, after: Any) -> bool:
+    if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
+        return type(before) is type(after) and bool(before == after)
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return False
+    if not (before.is_floating_point() or before.is_complex()):
+        return torch.equal(before, after)
+    return torch.allclose(before, after, _RTOL, _ATOL, equal_nan=True)
+
+
+def _list(names: list[str], separator: str = ", ") -> str:
+    return separator.join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
