@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,16 @@ class ResidentError(RaytrainOptError):
         super().__init__(message, message, resident, remote_traceback)
         self.resident = resident
         self.remote_traceback = remote_traceback
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the number of these things and the first of their names, for a message."""
+    return f"{len(names)} ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})"
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether a collective lost its peer; gloo's errors have no class, NCCL's one."""
+    return "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError"
 
 
 class DivergedError(RaytrainOptError):

@@ -56,7 +56,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class TrainTotals:
-    """Sums over the samples of a phase, of one process or all; `norms`: of all, if measured."""
+    """Sums over the samples of a phase, of one process or all; `norms`: of all, if measured.
+
+    `failure`: the exception that made the loss NaN, as text.
+    """
 
     steps: int
     samples: int
@@ -65,6 +68,7 @@ class TrainTotals:
     duration_s: float
     data_wait_s: float
     norms: GradientNorms | None = None
+    failure: str = ""
 
     @property
     def loss(self) -> float:
@@ -78,7 +82,7 @@ class TrainTotals:
         norms = later.norms or self.norms
         if self.norms and later.norms:
             norms = replace(later.norms, pairs=self.norms.pairs + later.norms.pairs)
-        return TrainTotals(**sums, norms=norms)
+        return TrainTotals(**sums, norms=norms, failure=self.failure or later.failure)
 
 
 # The most confident mistakes of an evaluation that are kept.
@@ -129,6 +133,7 @@ class EvalTotals:
     duration_s: float
     metric: Metric = Metric()  # which one decides
     predictions: Predictions | None = None  # of a classifier on the test split
+    failure: str = ""  # the exception that made the loss NaN
 
     @property
     def means(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.images import ImageError
 from raytrain_opt.data.sampling import Purpose, sample_seed
 from raytrain_opt.errors import DataError, origin
-from raytrain_opt.random_state import preserve_random_state, seed_all
+from raytrain_opt.random_state import find_generators, preserve_random_state, seed_all
 
 # The sets a source has: the validation split of `base.Split` is cut from "train".
 SourceSplit = Literal["train", "test"]
@@ -80,6 +80,9 @@ class BatchReader(Dataset[Sample]):
         self._seed = seed
         self._skip = skip
         self._policy = policy
+        # Generators of the user's Datasets, and the split and epoch where they were looked for.
+        self._generators = find_generators(source)
+        self._searched: tuple[SourceSplit, int] | None = None
 
     def __getitems__(self, requests: list[BatchRequest]) -> LoadedBatch:
         """Load the batch of the only request in the list."""
@@ -96,9 +99,8 @@ class BatchReader(Dataset[Sample]):
         reason = ""
         augment = request.purpose is Purpose.TRAIN_SAMPLE
         for index, key in zip(request.indices, request.keys or request.indices, strict=True):
-            seed_all(sample_seed(self._seed, request.purpose, request.epoch, key))
             try:
-                sample = self._source.read(request.split, index, augment)
+                sample = self._read(request, index, key)
                 if augment and self._policy is not None:
                     x, label = sample
                     sample = self._policy(x.permute(2, 0, 1)).permute(1, 2, 0), label
@@ -116,6 +118,18 @@ class BatchReader(Dataset[Sample]):
             return LoadedBatch((), len(request.indices), DataError(self._source.field, rule))
         content = default_collate(samples)
         return LoadedBatch(content, len(request.indices) - len(samples), None)
+
+    def _read(self, request: BatchRequest, index: int, key: int) -> Sample:
+        """Read a sample with its random numbers; again, if that has created a generator."""
+        seed = sample_seed(self._seed, request.purpose, request.epoch, key)
+        seed_all(seed, generators=self._generators)
+        sample = self._source.read(request.split, index, request.purpose is Purpose.TRAIN_SAMPLE)
+        if self._searched != (request.split, request.epoch):
+            before, self._generators = self._generators, find_generators(self._source)
+            self._searched = request.split, request.epoch
+            if list(map(id, before)) != list(map(id, self._generators)):
+                return self._read(request, index, key)
+        return sample
 
 
 def cause(error: BaseException) -> str:

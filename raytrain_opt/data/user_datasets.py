@@ -17,14 +17,13 @@ from raytrain_opt.data.batch_reader import (
     Sample,
     SourceSplit,
     cause,
-    isolated_random_state,
 )
 from raytrain_opt.data.fingerprint import digest
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
 from raytrain_opt.data.transforms import MeanStd
 from raytrain_opt.errors import DataError
-from raytrain_opt.random_state import seed_all
+from raytrain_opt.random_state import seeded
 
 # Samples tried until one is readable and shows shape and type; with more unreadable ones in a
 # row, the data set is more likely wrong than damaged.
@@ -132,7 +131,7 @@ class UserDatasetSource:
         index = 0
         while True:
             try:
-                with isolated_random_state():
+                with seeded(index):
                     return self._sample("train", index)
             except DataError:
                 raise
@@ -205,9 +204,8 @@ def call_data_function(
     function = resolve_function(name, field)
     shown = function_name(name)
     try:
-        with isolated_random_state():
-            # A function that generates its data must generate the same in every process.
-            seed_all(sample_seed(seed, Purpose.USER_FUNCTION, 0, 0))
+        # A function that generates its data must generate the same in every process.
+        with seeded(sample_seed(seed, Purpose.USER_FUNCTION, 0, 0)):
             pair = function(**args)
     except Exception as error:
         rule = f"{shown}, called with data.args {args}, raised {cause(error)}"

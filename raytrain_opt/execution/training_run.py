@@ -241,7 +241,7 @@ class TrainingRun:
             raise
         if follows_metric:
             return EpochLosses(-scored.metric.score(scored.means[scored.metric.name]))
-        self._raise_if_diverged(action.epoch, "validation", scored.loss)
+        self._raise_if_diverged(action.epoch, "validation", scored.loss, scored.failure)
         return EpochLosses(self._epoch.train_loss, scored.loss)
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
@@ -254,8 +254,12 @@ class TrainingRun:
         if self._epoch.round_record is not None:
             self._write_round(self._epoch.round_record, outcome.loaded_sha256)
             self._epoch.round_record = None
+        totals = outcome.totals
         if not self._may_restart_after(command.epoch):
-            self._raise_if_diverged(command.epoch, "training", outcome.totals.loss)
+            self._raise_if_diverged(command.epoch, "training", totals.loss, totals.failure)
+        elif totals.failure:
+            text = f"epoch {command.epoch}: a training that is not finite raised {totals.failure}"
+            self.event_log.log("diverged", command.epoch, text)
 
     def _save_step(self, state: StateRef) -> None:
         """Begin to save the state between two steps of an epoch, where a signal ends the run."""
@@ -275,7 +279,7 @@ class TrainingRun:
             except KeyboardInterrupt:
                 self._save_step(state)
                 raise
-        self._raise_if_diverged(epoch, "test", test.loss)
+        self._raise_if_diverged(epoch, "test", test.loss, test.failure)
         if test.predictions is not None:
             labels = self.info.class_labels
             self.recorder.predictions(PredictionsRecord.of(epoch, labels, test.predictions))
@@ -443,7 +447,7 @@ class TrainingRun:
         self.recorder.round(complete, len(self._lrs))
         self.callbacks.call("on_round", complete)
 
-    def _raise_if_diverged(self, epoch: int, split: str, loss: float) -> None:
+    def _raise_if_diverged(self, epoch: int, split: str, loss: float, failure: str) -> None:
         if is_finite(loss):
             return
         lrs, latest = self._epoch.lrs, self.checkpoints.latest
@@ -453,7 +457,8 @@ class TrainingRun:
         kept = f"the last checkpoint is after {latest.reached}" if latest else "no checkpoint yet"
         raise DivergedError(
             f"epoch {epoch}: the {split} loss is {loss} at learning rates "
-            f"{min(lrs, default=0):.4g} to {max(lrs, default=0):.4g}; {kept} in "
+            f"{min(lrs, default=0):.4g} to {max(lrs, default=0):.4g}"
+            f"{failure and f', and the network raised {failure}'}; {kept} in "
             f"{self.paths.shown}. {advice}"
         )
 

@@ -17,7 +17,7 @@ from raytrain_opt.config.section import is_function_name
 from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError
 from raytrain_opt.models.check import DATA_ARGUMENTS, check_names, keyword_parameters
 from raytrain_opt.models.registry import BUILTIN_MODELS, TORCHVISION_DEFAULTS, model_names
-from raytrain_opt.random_state import preserve_random_state, seed_all
+from raytrain_opt.random_state import seeded
 
 
 def build_model(
@@ -41,9 +41,8 @@ def build_model(
     problems = check_names(section)
     if problems:
         raise JobError(problems)
-    with preserve_random_state():
-        seed_all(seed % 2**32)  # numpy takes no more bits
-        torch.manual_seed(seed)
+    with seeded(seed):
+        torch.manual_seed(seed)  # also of GPUs, where a user's function may draw
         try:
             model = construct(section, num_classes=num_classes, sample_shape=sample_shape)
         except NotImplementedError as error:  # torchvision lacks this combination of arguments

@@ -16,7 +16,7 @@ from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import MomentumWarmup, OptimizerSection
-from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.errors import JobError, Problem, listed
 from raytrain_opt.optim.lars import LARS, has_fused_kernels
 from raytrain_opt.optim.muon import Muon
 from raytrain_opt.optim.parameter_groups import parameter_groups, scaled_lr
@@ -96,8 +96,22 @@ def build_optimizer(
         message = str(error) or type(error).__name__
         rule = f"{section.name} rejects this model's parameters: {message}"
         raise JobError([Problem("optimizer", rule)]) from error
+    require_all_parameters(optimizer, model)
     set_lr(optimizer, 0.0)
     return optimizer
+
+
+def require_all_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise JobError for a parameter that trains, but that the optimizer does not know."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = model.named_parameters()
+    if unknown := [name for name, p in named if p.requires_grad and id(p) not in known]:
+        rule = f"{type(optimizer).__name__} does not train parameters: {listed(unknown)}"
+        hint = (
+            "an optimizer must take all groups that it gets, and a network must create its "
+            "parameters when it is built; list those that shall not train in model.freeze"
+        )
+        raise JobError([Problem("optimizer.name", rule, None, hint)])
 
 
 def group_parameters(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.protocol import Backend, OnWait, SynchronousTraining
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
+from raytrain_opt.random_state import preserve_random_state
 from raytrain_opt.recording.spans import Event, Span
 from raytrain_opt.threads import available_cores
 from raytrain_opt.train.learner import Learner
@@ -155,11 +156,9 @@ def open_learner(
     if workers.use_gpu is True and not use_gpu:
         raise ResourcesError("workers.use_gpu: true, but torch finds no GPU; use auto or false")
     torch.set_num_threads(workers.threads or available_cores())
-    learner = Learner(config, shared, torch.device("cuda" if use_gpu else "cpu"))
-    try:
+    device = torch.device("cuda" if use_gpu else "cpu")
+    with preserve_random_state(device), closing(Learner(config, shared, device)) as learner:
         yield learner
-    finally:
-        learner.close()
 
 
 def _this_node() -> list[dict[str, float]]:

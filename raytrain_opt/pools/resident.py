@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import ray
 
+from raytrain_opt.errors import is_lost_connection
 from raytrain_opt.monitoring.process_usage import UsageMeter
 from raytrain_opt.pools.commands import (
     Close,
@@ -141,7 +142,7 @@ class CommandLoop:
                 if self._closed.is_set():  # the others left first, and a collective broke
                     return
                 if isinstance(error, RuntimeError):  # what collectives raise
-                    lost_connection = _is_lost_connection(error)
+                    lost_connection = is_lost_connection(error)
                     if lost_connection and (make := handler.steps_before_failure(command)):
                         self.mailbox.hand_over(number, make)
                     self._closed.wait(self.peer_failure_grace_s)
@@ -211,11 +212,6 @@ class CommandLoop:
             else:
                 self._stop_before = instruction.stop_before
             self._changed.notify()
-
-
-def _is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether a collective lost its peer; gloo's errors have no class, NCCL's one."""
-    return "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError"
 
 
 def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:

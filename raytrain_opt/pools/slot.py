@@ -32,6 +32,9 @@ from raytrain_opt.train.reductions import reduce_sums, sum_over_ranks
 from raytrain_opt.train.state import TrainingState
 from raytrain_opt.train.task import metric_of
 
+# Of the rate of a candidate that shows whether an exception depends on the rate.
+_CONTROL_FACTOR = 1e-9
+
 
 class CandidateTrainer(LearnerHandler):
     """Trains candidates from one state and keeps the best state in host memory.
@@ -55,6 +58,7 @@ class CandidateTrainer(LearnerHandler):
         self._rank, self.world_size = (0, 1) if world_size is None else (index, world_size)
         self._kept_states: dict[int, TrainingState] = {}
         self._live_candidate: int | None = None  # whose state the learner has
+        self._have_trained = False  # any candidates without an exception
 
     def _forget_candidates(self) -> None:
         self._kept_states.clear()
@@ -78,11 +82,25 @@ class CandidateTrainer(LearnerHandler):
             offset = number * plan.pretrain_steps
             results.append(self._try(plan, candidate, _shifted(on_step, offset, total)))
             self._live_candidate = candidate.index
+        # Where others have trained, the search goes on without these.
+        self._have_trained |= not all(result.failure for result in results)
+        if not self._have_trained:
+            self.learner.load(start)
+            self._try_control(plan, _shifted(on_step, total, total))
         timings_s = stopwatch.timings_s
         timings_s["compute_s"] = sum(result.train_s for result in results)
         timings_s["score_s"] = sum(result.score_s for result in results)
         # The results of a group are the same on all ranks.
         return PretrainReply(() if self._rank else tuple(results), timings_s)
+
+    def _try_control(self, plan: TryCandidates, on_step: Callable[[int], object]) -> None:
+        """Raise what every candidate raised, if one that hardly changes the weights does, too."""
+        smallest = min(plan.candidates, key=lambda candidate: candidate.lr)
+        control = replace(smallest, lr=smallest.lr * _CONTROL_FACTOR)
+        self._try(replace(plan, rival=()), control, on_step)
+        self._live_candidate = None
+        if self.learner.failure is not None:
+            raise self.learner.failure
 
     def _keep_best(self, plan: TryCandidates, results: Sequence[CandidateResult]) -> None:
         """Keep the last state if it is the best so far, and no other."""

@@ -44,6 +44,9 @@ class CandidateRecord(RecordPart):
         description="Mean training loss of the first step, and until a quarter, a half and three "
         "quarters of the steps.",
     )
+    failure: str = Field(
+        "", description="Exception of its training or scoring, which counts as diverged; or empty."
+    )
 
     @classmethod
     def from_result(cls, result: CandidateResult, score: float, optimizer: str) -> CandidateRecord:

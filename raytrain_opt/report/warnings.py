@@ -63,7 +63,7 @@ def _failures(run: RunRecords) -> Iterator[str]:
             "restart; the interrupted commands were repeated from the same state, or continued "
             "as listed below"
         )
-    for kind in ("collapsed", "continued", "lost", "fewer", "imbalance"):
+    for kind in ("diverged", "collapsed", "continued", "lost", "fewer", "imbalance"):
         yield from (event.text for event in run.events if event.kind == kind)
 
 
@@ -75,6 +75,8 @@ def _diverged(run: RunRecords) -> Iterator[str]:
             f"{times(len(diverged), 'candidate')} of {count(len(candidates))} diverged; the "
             f"lowest learning rate among them is {rate(min(c.lr for c in diverged))}"
         )
+    for failure, number in Counter(c.failure for c in diverged if c.failure).items():
+        yield f"{times(number, 'candidate')} raised {failure}"
 
 
 def _data_wait(run: RunRecords) -> Iterator[str]:

@@ -31,7 +31,7 @@ from raytrain_opt.search.peak_search import (
     point_to_lr,
     steps_left,
 )
-from raytrain_opt.search.policy import CandidateResult, Decision
+from raytrain_opt.search.policy import CandidateResult, Decision, shown_failure
 
 # Optimizers that get a fine stage, the first of the list among them.
 _FINALISTS = 2
@@ -71,6 +71,7 @@ class OptimizerRace:
             raise DivergedError(
                 "epoch 1: the loss of every candidate of every optimizer was not finite. Likely "
                 "causes: data or a loss that is not finite."
+                f"{shown_failure(result for r in rounds for result in r.tried)}"
             )
         left.sort(key=lambda i: (i > 0, _lowest_loss(rounds_of(i, rounds), COARSE)))
         finalists = left[:_FINALISTS]

@@ -30,7 +30,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from raytrain_opt.errors import DivergedError
-from raytrain_opt.search.policy import CandidateResult, Decision
+from raytrain_opt.search.policy import CandidateResult, Decision, shown_failure
 
 COARSE, FINE = "coarse", "fine"
 
@@ -227,6 +227,7 @@ class PeakSearch:
             "epoch 1: the loss of every candidate was not finite, at each of these peak learning "
             f"rates: {', '.join(f'{lr:.3g}' for lr in tried)}. Likely causes: data or a loss that "
             f"is not finite, or a learning_rate.initial ({self.initial:g}) far too large."
+            f"{shown_failure(result for r in rounds for result in r.tried)}"
         )
 
     def _choose_peak(self, trials: _Trials, rounds: Sequence[Decision]) -> PeakChoice:

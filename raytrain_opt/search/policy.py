@@ -8,7 +8,7 @@ on is in `History`, so a run can be resumed from a checkpoint of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -112,6 +112,7 @@ class CandidateResult:
     metric: Metric = Metric()
     # Mean training losses: of the first step, and of the parts that end at `quarters`.
     losses: tuple[float, ...] = ()
+    failure: str = ""  # the exception that its training or scoring raised
 
     @classmethod
     def of(
@@ -137,6 +138,7 @@ class CandidateResult:
             val_samples=scored.samples,
             metric=scored.metric,
             losses=losses,
+            failure=trained.failure or scored.failure,
         )
 
     @classmethod
@@ -161,6 +163,7 @@ class CandidateResult:
             slot=slot,
             metric=metric,
             losses=losses,
+            failure=trained.failure,
         )
 
     @classmethod
@@ -262,6 +265,12 @@ class Policy(Protocol):
     def may_restart(self, epoch: int, history: History) -> bool:
         """Return whether the next epoch restarts where the loss of this one is not finite."""
         return False
+
+
+def shown_failure(results: Iterable[CandidateResult]) -> str:
+    """Return a sentence with the last exception of these candidates; empty if none raised."""
+    failures = [result.failure for result in results if result.failure]
+    return f" The last exception: {failures[-1]}" if failures else ""
 
 
 def is_finite(*values: float) -> bool:

@@ -31,6 +31,7 @@ from raytrain_opt.search.policy import (
     TrainEpoch,
     TryCandidates,
     is_finite,
+    shown_failure,
 )
 
 # Table 4 of the paper, for 40 epochs: last epoch of the warm-up, of narrow and of middle.
@@ -135,6 +136,7 @@ class Stpt(Policy):
                 "that is not finite, or a learning_rate.initial "
                 f"({self.section.initial:g}) far too large; learning_rate.max_halvings "
                 f"({self.section.max_halvings}) allows more attempts."
+                f"{shown_failure(result for d in failed for result in d.tried)}"
             )
 
     def decide(
@@ -148,7 +150,8 @@ class Stpt(Policy):
         scores = tuple(map(action.score_of, results))
         if not any(is_finite(score) for score in scores):
             reason = f"all {len(results)} candidates diverged: base rate halved"
-            return Decision(action.epoch, action.base_lr, scores, None, action.base_lr / 2, reason)
+            lr, tried = action.base_lr, tuple(results)
+            return Decision(action.epoch, lr, scores, None, lr / 2, reason, tried=tried)
         winner, tied = action.ranked(results)[0], scores.count(max(scores))
         compared = "loss" if action.score == "val_loss" else winner.metric.name
         reason = f"best validation {compared} of {len(results)}"

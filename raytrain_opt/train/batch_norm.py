@@ -130,8 +130,9 @@ def pool_statistics(
 ) -> None:
     """Combine the running statistics of all workers of the process group, with one all-reduce.
 
-    Other floating-point buffers become their mean. SyncBatchNorm layers are equal on all
-    workers and keep every bit. Does nothing without a process group of at least two.
+    Other floating-point buffers become their mean, integers those of rank 0, as with DDP.
+    SyncBatchNorm layers are equal on all workers and keep every bit. Does nothing without a
+    process group of at least two.
 
     Args:
         model: the same on each worker, but for its buffers.
@@ -146,7 +147,11 @@ def pool_statistics(
         for name, layer in _layers(model).items()
         if not isinstance(layer, nn.SyncBatchNorm)
     }
-    others = _other_buffers(model)
+    others, integers = _other_buffers(model)
+    for buffer in integers:
+        message = buffer.contiguous().view(-1).view(torch.uint8)
+        dist.broadcast(message, src=0)
+        buffer.copy_(message.view(buffer.dtype).view_as(buffer))
     if not layers and not others:
         return
     noise = mean_sampling_noise(model, batch_size, values_per_channel, since)
@@ -281,12 +286,15 @@ def _layers(model: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def _other_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the floating-point buffers that belong to no BatchNorm layer."""
+def _other_buffers(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the buffers that belong to no BatchNorm layer: floats, and others that are saved."""
     statistics = {
         id(buffer) for layer in _layers(model).values() for buffer in layer.buffers(recurse=False)
     }
-    return [b for b in model.buffers() if b.is_floating_point() and id(b) not in statistics]
+    saved = model.state_dict().keys()
+    buffers = [(n, b) for n, b in model.named_buffers() if id(b) not in statistics]
+    floats = [buffer for _, buffer in buffers if buffer.is_floating_point()]
+    return floats, [b for n, b in buffers if n in saved and not b.is_floating_point()]
 
 
 def _sum_of_squares(momentum: float | None, tracked: int, before: int) -> float:

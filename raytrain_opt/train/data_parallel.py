@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
@@ -66,10 +67,12 @@ class Parallel:
         micro_batches: MicroBatches,
         scale: Scale,
         read_ahead: Callable[[], int],
+        search: bool = False,
     ) -> None:
         """Begin a phase of `steps` complete batches.
 
-        Losses are multiplied by `scale`, loaders are `read_ahead` ahead.
+        Losses are multiplied by `scale`, loaders are `read_ahead` ahead. In a `search` a
+        micro-batch may raise.
         """
         self._indices = micro_batches.indices
 
@@ -80,6 +83,9 @@ class Parallel:
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Wrap forward and backward of one micro-batch; `last` marks the last of an update."""
         return nullcontext()
+
+    def finish_backward(self) -> None:
+        """Send no gradients in place of those that are missing, where a micro-batch raised."""
 
     def after_step(self) -> None:
         """Call this after each update."""
@@ -118,7 +124,10 @@ class DataParallel(Parallel):
         self._model, self._section = model, section
         self._device = next(model.parameters()).device
         self._timer: StepTimer = _NullTimer()
-        self._in_update = self._has_updated = False
+        self._in_update = self._has_updated = self._last = False
+        # In a search: of the parameters whose gradients the current micro-batch has computed.
+        self._accumulated: set[nn.Parameter] = set()
+        self._hooks: list[RemovableHandle] = []
         self._plan: BucketPlan | None = None
         self._timings: list[dict[str, object]] = []
         self._wrap_s: list[float] = []
@@ -148,7 +157,13 @@ class DataParallel(Parallel):
         micro_batches: MicroBatches,
         scale: Scale,
         read_ahead: Callable[[], int],
+        search: bool = False,
     ) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        if search:
+            trained: list[Any] = [p for p in self._model.parameters() if p.requires_grad]
+            self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
         self._balance.begin_phase(micro_batches.count, read_ahead)
         self._noise.begin_phase(steps, micro_batches.divisor, scale)
 
@@ -161,8 +176,29 @@ class DataParallel(Parallel):
         if not self._in_update:
             self._in_update = True
             self._timer.mark()
+        self._last, self._accumulated = last, set()
         with self._noise.micro_batch(last), nullcontext() if last else self.forward.no_sync():
             yield
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        self._accumulated.add(parameter)
+
+    def finish_backward(self) -> None:
+        """Send zeros for the gradients that the micro-batch has not sent before it raised.
+
+        Other ranks wait for them, in the last micro-batch of an update.
+        """
+        if not self._last:
+            return
+        if not self._accumulated:  # DDP expects gradients after a forward pass only
+            self.forward.module = nn.Identity()
+            try:
+                self.forward(torch.zeros((), device=self._device))
+            finally:
+                self.forward.module = self._model
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        missing = [p for p in trained if p not in self._accumulated]
+        torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
     def after_step(self) -> None:
         """Continue the choice of buckets on all workers; it may drop gradients.

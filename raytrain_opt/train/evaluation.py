@@ -27,13 +27,18 @@ _THUMBNAIL_PX = 64
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a model by its task; `names` are those of the task's metrics."""
+    """Evaluates a model by its task; `names` are those of the task's metrics.
+
+    `seed` is called before each batch with a text that names it, and `attempt` wraps it.
+    """
 
     model: nn.Module
     task: Task
     names: tuple[str, ...]
     data: TrainingData
     autocast: Callable[[], AbstractContextManager[object]]
+    seed: Callable[[str], None]
+    attempt: Callable[[], AbstractContextManager[None]]
 
     @torch.no_grad()
     def evaluate(
@@ -44,7 +49,10 @@ class Evaluator:
         batch_size: int,
         on_step: Callable[[int, int], object],
     ) -> EvalTotals:
-        """Evaluate this rank's samples of the split; see `Learner.evaluate`."""
+        """Evaluate this rank's samples of the split; see `Learner.evaluate`.
+
+        The values are NaN if a batch raised what `attempt` does not raise.
+        """
         started_s, samples, info = monotonic_s(), 0, self.data.info
         device = next(self.model.parameters()).device
         sums = torch.zeros(len(self.names), device=device, dtype=torch.float64)
@@ -57,8 +65,13 @@ class Evaluator:
         batches = self.data.eval_batches(split, rank, world_size, batch_size)
         for done, batch in enumerate(batches):
             on_step(done, total)
-            with self.autocast():
+            self.seed(f"{split} {rank} {done}")
+            values = None
+            with self.attempt(), self.autocast():
                 values = self.task.validation_metrics(recorder or self.model, batch.content)
+            if values is None:  # it raised
+                nothing, metric = dict.fromkeys(self.names, math.nan), metric_of(self.task)
+                return EvalTotals(1, nothing, monotonic_s() - started_s, metric)
             if recorder is not None:
                 recorder.add(batch)
             sums += torch.stack([values[name].double().sum() for name in self.names])

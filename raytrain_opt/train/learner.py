@@ -8,7 +8,7 @@ metrics stay there until the end of a phase, that is, of one call of `train` or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product
@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import TrainingData, open_data
-from raytrain_opt.data.base import Batch, DataInfo
+from raytrain_opt.data.base import Batch, DataInfo, no_op
 from raytrain_opt.data.factory import SharedData
 from raytrain_opt.models import build_model
 from raytrain_opt.optim import averaging
@@ -34,19 +35,22 @@ from raytrain_opt.optim.factory import (
     set_weight_decays,
     update_weights,
 )
-from raytrain_opt.random_state import seed_torch
+from raytrain_opt.random_state import find_generators, seed_all, seeded
 from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, Split, TrainTotals
 from raytrain_opt.train import batch_norm
 from raytrain_opt.train.compilation import compile_model, eager
 from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.evaluation import Evaluator
+from raytrain_opt.train.failures import failed_steps
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.network_graph import NetworkGraph
-from raytrain_opt.train.phase import Phase
+from raytrain_opt.train.phase import Phase, describe
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels
+from raytrain_opt.train.replicas import compare_ranks
 from raytrain_opt.train.state import TrainingState, restore, to_cpu_state
 from raytrain_opt.train.task import build_task, find_metric_names
+from raytrain_opt.train.update_check import UpdateCheck
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
@@ -82,12 +86,22 @@ class Learner:
             channels_last=config.channels_last,
             classification=config.task.is_classification,
         )
-        self.task = build_task(config.task, config.loss, self.info, device)
+        with seeded(f"{config.seed} task", device):
+            self.task = build_task(config.task, config.loss, self.info, device)
         self.model = self._build_model()
         with batch_norm.count_values_per_channel(self.model) as self._values_per_channel:
             samples = self.data.two_samples("train")
             metric_names = find_metric_names(self.task, self.model, samples)
-        self._evaluator = Evaluator(self.model, self.task, metric_names, self.data, self.autocast)
+        self._evaluator = Evaluator(
+            self.model,
+            self.task,
+            metric_names,
+            self.data,
+            self.autocast,
+            self._seed,
+            self._attempt,
+        )
+        self._ranks_were_compared = False
         self.compiled = compile_model(config.compile, self.model, device)
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
@@ -142,12 +156,15 @@ class Learner:
 
     def _build_optimizer(self, index: int) -> None:
         self._optimizer_index = index
-        self.optimizer = build_optimizer(
-            self.config.optimizers[index],
-            self.model,
-            steps_per_epoch=self.info.steps_per_epoch(self.config.global_batch_size),
-            distributed=self.parallel.distributed,
-        )
+        with seeded(f"{self.config.seed} optimizer {index}", self.device):
+            self.optimizer = build_optimizer(
+                self.config.optimizers[index],
+                self.model,
+                steps_per_epoch=self.info.steps_per_epoch(self.config.global_batch_size),
+                distributed=self.parallel.distributed,
+            )
+        is_own = is_function_name(self.config.optimizers[index].name)
+        self._update_check = UpdateCheck(self.model, self.optimizer, is_own=is_own)
         average = self.config.average
         if average is not None and not averaging.averages_weights(self.optimizer):
             averaging.attach_ema(self.optimizer, average.decay)
@@ -178,16 +195,16 @@ class Learner:
         With averaging, the model has the averaged weights afterwards; `sync_batch_norm_stats`
         takes the statistics that belong to them.
         """
+        self._use_optimizer(optimizer)
         grown = self._grown(epoch, micro_batches)
         self._begin_phase(epoch, grown, search=search, held_out=held_out)
         phase, parallel, batch_size = self._phase, self.parallel, self._global_batch_size(epoch)
-        self._use_optimizer(optimizer)
         set_weight_decays(self.optimizer, [weight_decay_factor * d for d in self._weight_decays])
         averaging.use_training_weights(self.optimizer)
         parallel.forward.train()
         steps = min(first_step + len(lrs), self._epoch_size // batch_size) - first_step
         parallel.begin_phase(
-            steps, phase.micro_batches, self.scaler.scale, lambda: self.data.read_ahead
+            steps, phase.micro_batches, self.scaler.scale, lambda: self.data.read_ahead, search
         )
         momentum_warmup = self.config.optimizers[optimizer].momentum_warmup
         epoch_per_step = batch_size / self.info.train_size
@@ -205,12 +222,21 @@ class Learner:
                 epochs_done = epoch - 1 + (first_step + update) * epoch_per_step
                 set_momentum(self.optimizer, momentum_warmup, epochs_done)
                 self._train_step(first_step + update, parallel.indices(update), batches)
+                if not self._ranks_were_compared:  # once early, as a phase may take hours
+                    self._ranks_were_compared = True
+                    self._compare_ranks(pooled=False)
+        if phase.steps > 1 and phase.failure is None:
+            self._update_check.end_phase()
         averaging.use_averaged_weights(self.optimizer)
         if phase.steps < len(lrs):
             self._stop_phase()
         pairs = parallel.end_phase()
         norms = GradientNorms(self._micro_batch_size(), batch_size, pairs) if pairs else None
         return replace(self._phase.totals(), norms=norms)
+
+    def _compare_ranks(self, *, pooled: bool) -> None:
+        epoch, failed = self._phase.epoch, self._phase.failure is not None
+        compare_ranks(self.model, self.optimizer, epoch, failed=failed, pooled=pooled)
 
     def _stop_phase(self) -> None:
         """Note what the phase continues with."""
@@ -232,15 +258,25 @@ class Learner:
             requested_s = monotonic_s()
             batch = next(batches)
             phase.data_wait_s += monotonic_s() - requested_s
-            seed_torch(f"{self.config.seed} {phase.epoch} {step} {index}", self.device)
-            with parallel.accumulate(last=index == indices[-1]):
-                phase.loss_sum += self._accumulate(batch, phase.micro_batches.divisor)
+            self._seed(f"{phase.epoch} {step} {index}")
+            last, divisor = index == indices[-1], phase.micro_batches.divisor
+            with parallel.accumulate(last), self._attempt(parallel.finish_backward):
+                phase.loss_sum += self._accumulate(batch, divisor)
             phase.samples += batch.size
             phase.skipped += batch.skipped
         phase.updating = True
-        update_weights(self.optimizer, self.scaler, self.clip_norm)
+        self._seed(f"{phase.epoch} {step} update")  # alike on all ranks
+        with self._attempt():
+            update_weights(self.optimizer, self.scaler, self.clip_norm)
         phase.steps, phase.updating = phase.steps + 1, False
         parallel.after_step()
+
+    def _attempt(self, repair: Callable[[], None] = no_op) -> AbstractContextManager[None]:
+        return failed_steps(self._phase, self.model, repair)
+
+    def _seed(self, text: str) -> None:
+        """Seed all random numbers of the next pass or update."""
+        seed_all(f"{self.config.seed} {text}", self.device, self._generators)
 
     def end_broken_phase(self) -> TrainTotals | None:
         """End a phase that broke because another process died; the learner keeps its last step.
@@ -263,6 +299,11 @@ class Learner:
     def position(self) -> str:
         """How far the latest phase is, for messages."""
         return f"after {self._phase.steps} steps of epoch {self._phase.epoch}"
+
+    @property
+    def failure(self) -> Exception | None:
+        """The first exception of the latest phase that made it fail (`train.failures`)."""
+        return self._phase.failure
 
     def phase_sums(self) -> tuple[float, int]:
         """Return the sum of the losses of this process's phase so far, and its samples."""
@@ -292,7 +333,7 @@ class Learner:
         process. Returns the sum of the losses.
         """
         step, micro_batch = index
-        seed_torch(f"{self.config.seed} {self._phase.epoch} {step} {micro_batch}", self.device)
+        self._seed(f"{self._phase.epoch} {step} {micro_batch}")
         return self._accumulate(batch, 1.0).item()
 
     def buffers(self, batches: int) -> BufferUpdates:
@@ -314,6 +355,8 @@ class Learner:
                 before = stopped["tracked_before"]
         loss_sum = torch.zeros(1, device=self.device, dtype=torch.float64)
         self._phase = Phase(epoch, micro_batches, before, search, held_out, loss_sum)
+        # Those of the user's objects, which may create some at any time.
+        self._generators = find_generators(self.task, self.model, self.optimizer)
 
     def _accumulate(self, batch: Batch, divisor: float) -> Tensor:
         """Run forward and backward of one micro-batch, with its mean loss divided by `divisor`.
@@ -322,10 +365,13 @@ class Learner:
         """
         with self.autocast():
             loss = self.task.training_loss(self.parallel.forward, batch.content)
+        self._update_check.check_loss(loss)
         # An unreadable sample has no gradient; the others must not weigh more for it.
         divisor *= (1 + batch.skipped / batch.size) / batch.relative_size
         scaled = loss if divisor == 1 else loss / divisor
+        self._phase.in_backward = self.parallel.distributed
         self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
+        self._phase.in_backward = False
         return loss.detach().double() * batch.size
 
     def evaluate(
@@ -339,10 +385,14 @@ class Learner:
 
         `on_step` is called before each batch with the numbers of completed and of all batches.
         """
-        return self._evaluator.evaluate(split, rank, world_size, self.eval_batch_size, on_step)
+        size = self.eval_batch_size
+        totals = self._evaluator.evaluate(split, rank, world_size, size, on_step)
+        return replace(totals, failure=describe(self._phase.failure))
 
     def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
         """Give all workers the same BatchNorm statistics, after a phase of synchronous training.
+
+        Then all ranks are compared, and JobError is raised if anything differs.
 
         The statistics are combined from those of the phase or, with
         `batch_norm.recalibrate_batches`, averaged weights or `fresh`, recomputed from the epoch's
@@ -351,20 +401,27 @@ class Learner:
         """
         if self._stopped is not None:
             self._stopped["buffers"] = batch_norm.gather_buffers(self.model)
-        epoch, indices = self._phase.epoch, self._phase.micro_batches.indices
         recalibrate_batches = self.config.batch_norm.recalibrate_batches
         if (fresh or averaging.averages_weights(self.optimizer)) and self._values_per_channel:
             recalibrate_batches = recalibrate_batches or _STATISTICS_BATCHES
-        if not recalibrate_batches:
+        if recalibrate_batches:
+            self._recalibrate(recalibrate_batches)
+        else:
             size, before = self._micro_batch_size(), self._phase.tracked_before
             batch_norm.pool_statistics(self.model, size, self._values_per_channel, before)
-            return
-        seed_torch(f"{self.config.seed} {epoch} recalibrate {indices.start}", self.device)
+        self._compare_ranks(pooled=True)
+
+    def _recalibrate(self, count: int) -> None:
+        epoch, indices = self._phase.epoch, self._phase.micro_batches.indices
+        self._seed(f"{epoch} recalibrate {indices.start}")
         steps = self._epoch_size // self._global_batch_size(epoch)
-        places = islice(product(range(steps), indices), recalibrate_batches)
-        batches = self.micro_batches_at(places)
-        loss = partial(self.task.training_loss, self.model)
-        passes = ((batch.size, partial(loss, batch.content)) for batch in batches)
+        batches = self.micro_batches_at(islice(product(range(steps), indices), count))
+
+        def forward(content: Any) -> None:
+            with self._attempt():
+                self.task.training_loss(self.model, content)
+
+        passes = ((batch.size, partial(forward, batch.content)) for batch in batches)
         # With the cumulative averages of a recalibration the model would be compiled again, with a
         # graph break at every layer's counter.
         with self.autocast(), eager(self.model):

@@ -10,6 +10,8 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.train.micro_batches import MicroBatches
 
+_MAX_TEXT = 500
+
 
 @dataclass
 class Phase:
@@ -30,6 +32,8 @@ class Phase:
     data_wait_s: float = 0.0
     started_s: float = field(default_factory=monotonic_s)
     updating: bool = False  # the weights are between two steps
+    in_backward: bool = False
+    failure: Exception | None = None  # the first that a pass or an update raised (`failures`)
 
     def totals(self) -> TrainTotals:
         """Return the sums so far; this waits for the device."""
@@ -41,4 +45,10 @@ class Phase:
             skipped=self.skipped,
             duration_s=monotonic_s() - self.started_s,
             data_wait_s=self.data_wait_s,
+            failure=describe(self.failure),
         )
+
+
+def describe(error: Exception | None) -> str:
+    """Return the type and the text of an exception, which may contain all values of a tensor."""
+    return "" if error is None else f"{type(error).__name__}: {error}"[:_MAX_TEXT]

@@ -23,6 +23,7 @@ from raytrain_opt.monitoring.samplers import NullSampler, Sampler, UtilizationMo
 from raytrain_opt.optim.averaging import use_training_weights
 from raytrain_opt.optim.factory import update_weights
 from raytrain_opt.results import GradientNorms, Probe
+from raytrain_opt.train.failures import is_out_of_memory
 from raytrain_opt.train.gradient_noise import GradientNormMeter
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.state import capture, restore
@@ -42,17 +43,6 @@ _PRIOR_SPREAD, _PRIOR_STEPS = 0.03, 3
 # large gradients. The bounds limit both the noise of the estimate and the time of a probe.
 _MIN_MICRO_BATCHES, _MAX_MICRO_BATCHES, _NOISE_SAMPLES = 2, 32, 256
 _MIN_LARGE, _MAX_LARGE = 2, 8
-# Messages by which torch, cuDNN, cuBLAS and the CPU allocator report that memory ran out, in
-# errors other than torch.OutOfMemoryError.
-_OUT_OF_MEMORY_TEXTS = (
-    "out of memory",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "can't allocate memory",
-    "not enough memory",
-)
 
 
 @dataclass
@@ -152,15 +142,6 @@ def open_probe_sampler(section: BatchSizeSection, device: torch.device, threads:
         if section.strategy == "gpu_usage_maximize" or section.utilization.sampler != "auto":
             raise
         return NullSampler()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that GPU or CPU memory ran out."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        text in str(error) for text in _OUT_OF_MEMORY_TEXTS
-    )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -37,7 +38,19 @@ def sum_over_ranks(totals: Totals, device: torch.device) -> Totals:
     if isinstance(totals, EvalTotals):
         samples, *sums = reduce_sums([totals.samples, *totals.sums.values()], device)
         named = dict(zip(totals.sums, sums, strict=True))
-        return replace(totals, samples=int(samples), sums=named)
+        failure = _first_failure(totals.failure, sum(sums))
+        return replace(totals, samples=int(samples), sums=named, failure=failure)
     values = (totals.samples, totals.loss_sum, totals.skipped)
     samples, loss_sum, skipped = reduce_sums(values, device)
-    return replace(totals, samples=int(samples), loss_sum=loss_sum, skipped=int(skipped))
+    failure = _first_failure(totals.failure, loss_sum)
+    summed = replace(totals, samples=int(samples), loss_sum=loss_sum, skipped=int(skipped))
+    return replace(summed, failure=failure)
+
+
+def _first_failure(own: str, total: float) -> str:
+    """Return the failure of the first rank that has one, where the total of all is not finite."""
+    if math.isfinite(total) or not dist.is_initialized():
+        return own
+    of_ranks = [own] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return next(filter(None, of_ranks), "")

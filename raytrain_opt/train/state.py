@@ -155,7 +155,7 @@ def to_cpu_state(
     """Pack three `state_dict`s; without `copy`, CPU tensors share the live model's memory."""
     tensors = {
         name: PackedTensor.from_tensor(tensor, copy)
-        for name, tensor in _named_tensors(model, optimizer)
+        for name, tensor in named_tensors(model, optimizer)
     }
     plain = {
         "optimizer_state": _plain_state(optimizer),
@@ -172,9 +172,10 @@ def _plain_state(optimizer: Mapping[str, Any]) -> Any:
     return tree_map_only(Tensor, lambda _: None, optimizer["state"])
 
 
-def _named_tensors(
+def named_tensors(
     model: Mapping[str, Tensor], optimizer: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of both `state_dict`s with their names in a `TrainingState`."""
     for name, tensor in model.items():
         yield f"model.{name}", tensor
     for path, value in tree_leaves_with_path(optimizer["state"]):
@@ -208,7 +209,7 @@ def _copy_in_place(state: TrainingState, optimizer: torch.optim.Optimizer) -> bo
     Allocating new tensors would double the time of the copy, because of page faults.
     """
     live = optimizer.state_dict()
-    targets = dict(_named_tensors({}, live))
+    targets = dict(named_tensors({}, live))
     sources = {n: t.tensor() for n, t in state.tensors.items() if n.startswith("optimizer.")}
     same = (
         {name: tensor.shape for name, tensor in targets.items()}
