@@ -35,14 +35,8 @@ class CandidateRecord(RecordPart):
     train_loss: Number = Field(description="Mean training loss over the pre-training.")
     duration_s: Number = Field(description="Compute time of pre-training and scoring.")
     slot: int = Field(description="Slot that trained it; -1: all workers did, or it was lost.")
-    status: Literal["ok", "diverged", "stopped", "lost"] = Field(
-        description="ok; diverged (a loss is not finite); stopped (its loss fell less than half "
-        "as far as that of another candidate of as many steps); lost (its slot died too often)."
-    )
-    losses: tuple[Number, ...] = Field(
-        (),
-        description="Mean training loss of the first step, and until a quarter, a half and three "
-        "quarters of the steps.",
+    status: Literal["ok", "diverged", "lost"] = Field(
+        description="ok; diverged (a loss is not finite); lost (its slot died too often)."
     )
 
     @classmethod

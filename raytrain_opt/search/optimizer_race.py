@@ -114,7 +114,7 @@ def is_too_costly(step_flops: float, batch_flops: float, steps: float) -> bool:
 def all_diverged(rounds: Sequence[Decision]) -> bool:
     """Return whether all candidates of the last round's optimizer and stage diverged."""
     own = rounds_of(optimizer_of(rounds[-1]), rounds)
-    return math.isinf(_lowest_loss(own)) and not _has_stopped(own)
+    return math.isinf(_lowest_loss(own))
 
 
 def optimizer_of(decision: Decision) -> int:
@@ -132,11 +132,6 @@ def _is_behind(own: Sequence[Decision], first: float) -> bool:
     if own[-1].stage != FINE or all_diverged(own):
         return False
     return _lowest_loss(own) > first + TOLERANCE * abs(first)
-
-
-def _has_stopped(own: Sequence[Decision]) -> bool:
-    """Return whether candidates of the last stage fell behind those of another optimizer."""
-    return any(r.status == "stopped" for d in own if d.stage == own[-1].stage for r in d.tried)
 
 
 def _single(request: PeakRequest, against: str) -> PeakRequest:

@@ -28,7 +28,6 @@ from raytrain_opt.search.collapse import Attempt, latest_attempt, may_restart
 from raytrain_opt.search.optimizer_race import OptimizerRace, all_diverged
 from raytrain_opt.search.peak_search import (
     FEWEST_STEPS,
-    FINE,
     CandidateSteps,
     PeakRequest,
     PeakSearch,
@@ -54,10 +53,6 @@ _SGD_LR = 0.1
 # and ViTs lose 2.2 points in the mean. Weights in front of BatchNorm or GroupNorm have no scale of
 # their own: a smaller peak gains nothing there (benchmarks/RESULTS.md).
 _WITHOUT_CHANNEL_NORM = 0.5
-
-# Of fewer steps, the losses of a quarter are noise and those of a lower rate have hardly begun to
-# fall: with 19, the best rate was stopped in two of six searches (benchmarks/RESULTS.md).
-FEWEST_COMPARED = 24
 
 
 @dataclass(frozen=True)
@@ -187,7 +182,6 @@ class HorizonStpt(Policy):
             self.schedule(optimizer).compressed(request.steps),
             stage=request.stage,
             fresh_statistics=True,
-            rival=_rival(history.decisions, request),
         )
 
     def _train(self, epoch: int, history: History) -> TrainEpoch:
@@ -241,15 +235,3 @@ class HorizonStpt(Policy):
         if self.epochs is None or not self.validation_size:
             return None
         return Watch.of(self.epochs - attempt.start, channel_norm=self.channel_norm)
-
-
-def _rival(rounds: Sequence[Decision], request: PeakRequest) -> tuple[float, ...]:
-    """Return the training losses of the best candidate so far of as many steps, if enough.
-
-    Coarse candidates also say what hardly trained weights are worth, so none of them stops. Nor
-    does a rate above all others.
-    """
-    if request.stage != FINE or request.is_higher or request.steps < FEWEST_COMPARED:
-        return ()
-    tried = [r for d in rounds if d.steps == request.steps for r in d.tried if r.status == "ok"]
-    return min(tried, key=lambda result: result.val_loss).losses if tried else ()

@@ -259,10 +259,6 @@ class Learner:
         used = samples - skipped
         return replace(own, samples=used, skipped=skipped, loss_sum=own.loss * used)
 
-    def phase_sums(self) -> tuple[float, int]:
-        """Return the sum of the losses of this process's phase so far, and its samples."""
-        return self._phase.loss_sum.item(), self._phase.samples
-
     def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
         """Begin a phase in which single micro-batches are computed, in any order.
 

@@ -30,7 +30,6 @@ def test_several_workers_decide_as_a_slot(groups: dict[int, list[Results]], size
     expected = groups[1][0]["slot"]
     first, *others = (results["worker"] for results in groups[size])
     assert [t[:3] for t in first["tried"]] == [t[:3] for t in expected["tried"]]
-    assert "stopped" in {status for status, *_ in expected["tried"]}  # within its schedule
     losses = [[loss for *_, loss in r["tried"]] for r in (first, expected)]
     # A rate that is nearly too high magnifies rounding, to some percent.
     assert losses[0] == pytest.approx(losses[1], rel=0.1)

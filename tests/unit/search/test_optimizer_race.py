@@ -136,42 +136,6 @@ def test_the_second_goes_on_if_its_first_candidate_diverged() -> None:
     assert last.candidates[0].lr == pytest.approx(10**-0.5)
 
 
-def test_the_second_leaves_when_its_candidate_is_stopped_within_its_schedule() -> None:
-    curve = (2.5, 2.4, 2.3, 2.2)
-    history, rivals = History(), {}
-    while isinstance(action := policy().next(1, history), TryCandidates):
-        optimizer = action.candidates[0].optimizer
-        rivals.setdefault((action.stage, optimizer), action.rival)
-        results = [
-            replace(USUAL[optimizer].result(c, action.pretrain_steps), losses=curve)
-            for c in action.candidates
-        ]
-        if (action.stage, optimizer) == ("fine", SCHEDULE_FREE):
-            results = [replace(r, status="stopped", val_loss=math.nan) for r in results]
-        history = history.after_round(policy().decide(action, results, history))
-    assert rivals.pop(("fine", SCHEDULE_FREE)) == curve
-    assert set(rivals.values()) == {()}
-    assert action.optimizer == MUON
-    assert (
-        sum(d.tried[0].candidate.optimizer == SCHEDULE_FREE for d in history.decisions[:-1]) == 1
-    )
-
-
-def test_candidates_of_few_steps_train_to_the_end_of_their_schedule() -> None:
-    few = replace(policy(max_search_cost=0.2), steps=EpochSteps(24))
-    history, fine = History(), []
-    while isinstance(action := few.next(1, history), TryCandidates):
-        if action.stage == "fine":
-            fine.append((action.pretrain_steps, action.rival))
-        results = [
-            replace(Optimizer(0.4, 1.9).result(c, action.pretrain_steps), losses=(2.5, 2.4, 2.3))
-            for c in action.candidates
-        ]
-        history = history.after_round(few.decide(action, results, history))
-    assert len(fine) > 1
-    assert all(steps < 24 and rival == () for steps, rival in fine)
-
-
 def test_one_that_is_only_ahead_early_loses_to_one_that_is_ahead_later() -> None:
     """SGD has the lower loss after the coarse stage, Muon after the fine one."""
     losses = {index: Optimizer(o.best_lr, 9.0) for index, o in USUAL.items()}

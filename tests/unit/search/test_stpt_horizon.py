@@ -74,7 +74,6 @@ def result(candidate: Candidate, blocks: list[float]) -> CandidateResult:
         train_s=1.0,
         score_s=0.1,
         slot=0,
-        losses=(mean,),
     )
 
 
@@ -403,12 +402,11 @@ def test_candidates_are_numbered_through_the_epoch() -> None:
 
 
 def test_the_fine_grid_is_extended_upward_even_if_a_coarse_rate_there_was_worse() -> None:
-    """Few steps favor small rates; and a higher one is behind until it falls: nothing stops it."""
+    """Few steps favor small rates."""
     training = trained(horizon(), ScriptedLosses(fine=(3, 2.5, 2)))
     first, second = (action for action in training.rounds if action.stage == "fine")
     assert rates(first) == pytest.approx([0.0316, 0.1, 0.316], rel=0.01)
     assert rates(second) == pytest.approx([1.0])
-    assert second.rival == ()
 
 
 def test_the_fine_grid_is_extended_downward_too() -> None:
