@@ -31,6 +31,9 @@ _USUAL_LRS = {
     "ScheduleFreeAdamW": 0.0025,
     "ScheduleFreeSGD": 1.0,
 }
+# The rate of Muon's second rule relative to that of matrices, by `aux`. SGD hardly moves
+# embeddings and gains; with AdamW, 0.05 and 0.15 end alike (benchmarks/RESULTS.md).
+MUON_AUX_LR_MULTIPLIERS = {"adamw": 0.05, "sgd": 1.0}
 
 
 def _default_args(section: dict[str, Any]) -> dict[str, Any]:
@@ -110,8 +113,12 @@ class OptimizerSection(NamedSection):
 
     @property
     def group_lr_multipliers(self) -> dict[str, float]:
-        """Return all factors of the rate that are not 1; `aux` is that of Muon's second rule."""
-        aux = {"aux": self.args.get("aux_lr_multiplier", 1.0)} if self.name == "Muon" else {}
+        """Return all factors of the rate that are not 1; of Muon also that of its second rule."""
+        aux = {}
+        if self.name == "Muon":
+            rule = str(self.args.get("aux", "adamw"))
+            factor = self.args.get("aux_lr_multiplier", MUON_AUX_LR_MULTIPLIERS.get(rule, 1.0))
+            aux = {"aux" if rule == "adamw" else f"aux {rule}": factor}
         return {k: f for k, f in {**aux, **self.lr_multipliers}.items() if f != 1}
 
     def broken_rules(self) -> Iterator[BrokenRule]:
