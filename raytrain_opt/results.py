@@ -129,6 +129,7 @@ class EvalTotals:
     duration_s: float
     metric: Metric = Metric()  # which one decides
     predictions: Predictions | None = None  # of a classifier on the test split
+    loss_squares: float = 0.0  # sum of the squares of the losses
 
     @property
     def means(self) -> dict[str, float]:
@@ -139,6 +140,12 @@ class EvalTotals:
     def loss(self) -> float:
         """Mean loss; not finite if the loss of any sample is not."""
         return self.means["loss"]
+
+    @property
+    def loss_error(self) -> float:
+        """Standard error of the mean loss; 0 where the squares are not known."""
+        variance = self.loss_squares / max(self.samples, 1) - self.loss**2
+        return math.sqrt(max(variance, 0.0) / max(self.samples - 1, 1))
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ def search_plots(run: RunRecords) -> list[Plot]:
         return []
     lengths = sorted({record.pretrain_steps for record in rounds})
     peak = None if rounds[-1].winner is None else rounds[-1].next_base_lr
+    undecided = rounds[-1].is_undecided
 
     def paint(axes: Axes) -> None:
         lines = {(o, n): _points(rounds, o, n) for o in optimizers for n in lengths}
@@ -93,7 +94,8 @@ def search_plots(run: RunRecords) -> list[Plot]:
             label = optimizer if steps == lengths[0] else None
             draw_line(axes, points, style, color=hue, marker="o", markersize=4, label=label)
         if peak is not None:
-            axes.axvline(peak, color=color("ink"), linewidth=1, label="chosen peak")
+            label = "usual rate" if undecided else "chosen peak"
+            axes.axvline(peak, color=color("ink"), linewidth=1, label=label)
         plain_log(axes, "x")
         axes.set(xlabel="peak learning rate", ylabel="validation loss")
 
@@ -134,6 +136,7 @@ def outcomes(rounds: Sequence[RoundRecord]) -> dict[str, str]:
     optimizers = list(dict.fromkeys(optimizer for optimizer, _ in tried))
     longest = {o: max(steps for other, steps in tried if other == o) for o in optimizers}
     winner = rounds[-1].winner if rounds else None  # perhaps a candidate of an earlier round
+    undecided = bool(rounds) and rounds[-1].is_undecided
     chosen = {o for (o, _), candidates in tried.items() for c in candidates if c.index == winner}
     best = {
         key: min(scored, key=lambda c: c.val_loss or 0.0)
@@ -147,7 +150,8 @@ def outcomes(rounds: Sequence[RoundRecord]) -> dict[str, str]:
         rivals = [best[o, steps] for o in went_on if (o, steps) in best]
         rival = min(rivals, key=lambda c: c.val_loss or 0.0, default=None)
         how = "left after" if chosen else "so far has"
-        text = "was chosen" if optimizer in chosen else f"{how} {times(steps, 'step')}"
+        trains = "trains, which was not decided" if undecided else "was chosen"
+        text = trains if optimizer in chosen else f"{how} {times(steps, 'step')}"
         if own:
             text += f": lowest loss {plain(own.val_loss)} at {rate(own.lr)}"
             if rival and optimizer not in chosen:

@@ -17,6 +17,9 @@ from raytrain_opt.results import EvalTotals, Metric, TrainTotals
 
 Score = Literal["val_metric", "val_loss"]
 
+# How the reason of a round begins after which the usual rate trains, not what candidates say.
+NOT_DECIDED = "not decided: "
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -109,6 +112,7 @@ class CandidateResult:
     slot: int  # -1 when it was lost, or all workers trained it together
     val_samples: int = 0  # of the validation split
     metric: Metric = Metric()
+    val_loss_error: float = 0.0  # standard error of `val_loss` over the samples
 
     @classmethod
     def of(
@@ -128,6 +132,7 @@ class CandidateResult:
             slot=slot,
             val_samples=scored.samples,
             metric=scored.metric,
+            val_loss_error=scored.loss_error,
         )
 
     @classmethod

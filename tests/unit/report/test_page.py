@@ -364,6 +364,19 @@ def test_a_race_of_optimizers_is_shown_with_who_left_when_and_why(tmp_path: Path
     assert {"AdamW", "Muon", "chosen peak"} <= set(page.texts)
 
 
+def test_a_search_that_decided_nothing_is_not_shown_as_a_choice(tmp_path: Path) -> None:
+    reason = "not decided: Muon, peak 0.1: the best candidate's loss is noise"
+    page = race_page(
+        tmp_path,
+        race_line(0, "AdamW", 9),
+        race_line(3, "Muon", 9, winner=4, next_base_lr=0.1, reason=reason),
+    )
+    assert f"The search before the first epoch has {reason}." in page.text
+    assert "Muon trains, which was not decided: lowest loss 0.05 at 0.05; 27 steps" in page.text
+    assert "was chosen" not in page.text
+    assert "usual rate" in page.texts
+
+
 @pytest.mark.parametrize(
     ("statuses", "ends"),
     [
