@@ -109,6 +109,8 @@ class EpochMetrics:
     weight_decay_factor: float = 1.0
     optimizer: int = 0
     held_out: int = 0
+    restarts: bool = False
+    is_ruined: bool = False  # by a loss or weights that are not finite: training starts again
     train: TrainTotals | None = None
     test: EvalTotals | None = None
     staleness: StalenessRecord | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -42,6 +43,7 @@ from raytrain_opt.search.policy import (
 from raytrain_opt.search.time_budget import Pace
 from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
+from raytrain_opt.train.state import TrainingState
 from raytrain_opt.train.trained_model import model_metadata
 
 
@@ -70,6 +72,7 @@ class TrainingRun:
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
         self._announced = checkpoints.latest
         self._workers_ready = False
+        self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
         self._worker_events = WorkerEvents(self.job, event_log, backend.workers)
         for pool in backend.pools:
@@ -105,9 +108,14 @@ class TrainingRun:
             self.startup.mark("slots_ready_s")
             self.backend.workers.start()
         if self.checkpoints.latest is not None:
-            return self._resume_from(self.checkpoints.latest)
+            resumed = self._resume_from(self.checkpoints.latest)
+            if self._may_restart:
+                self._initial = self.backend.states.get(self._fetch_initial_state())
+            return resumed
         state = self._fetch_initial_state()
         self.backend.states.keep(state)
+        if self._may_restart:
+            self._initial = self.backend.states.get(state)
         return state
 
     def plan(self, state: StateRef, history: History) -> History:
@@ -171,15 +179,25 @@ class TrainingRun:
         if self._epoch.train is None:
             self.backend.workers.grow()
             if action.note:
-                text = f"epoch {action.epoch}: {action.note}"
-                self.event_log.log("overfitting", action.epoch, text)
+                kind = "collapsed" if action.restarts else "overfitting"
+                self.event_log.log(kind, action.epoch, f"epoch {action.epoch}: {action.note}")
+            if action.restarts:
+                kept = self.progress.kept_samples
+                self.progress = self.progress.add_samples(search=kept, kept=-kept)
+                state = self._put_initial_state(action.epoch)
+        self._epoch.restarts = action.restarts
         # Asynchronous workers have no common step to stop at: they are interrupted.
         is_sync = self.job.parallel.mode != "async"
         with self._stop.deferred(self.job.timeouts.stop_s) if is_sync else nullcontext():
             state = self._train_steps_left(state, action)
             if self._stop.error is not None:
                 self._save_step(state)
-        return state, self._losses(state, action)
+        if self._may_restart_after(action.epoch) and self._is_ruined(state):
+            self._epoch.is_ruined = True
+            losses, state = EpochLosses(math.nan), self._put_initial_state(action.epoch + 1)
+        else:
+            losses = self._losses(state, action)
+        return state, losses._replace(restarted=action.restarts)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
         """Train the steps of the epoch that are not done yet.
@@ -235,7 +253,8 @@ class TrainingRun:
         if self._epoch.round_record is not None:
             self._write_round(self._epoch.round_record, outcome.loaded_sha256)
             self._epoch.round_record = None
-        self._raise_if_diverged(command.epoch, "training", outcome.totals.loss)
+        if not self._may_restart_after(command.epoch):
+            self._raise_if_diverged(command.epoch, "training", outcome.totals.loss)
 
     def _save_step(self, state: StateRef) -> None:
         """Begin to save the state between two steps of an epoch, where a signal ends the run."""
@@ -245,7 +264,8 @@ class TrainingRun:
 
     def evaluate(self, state: StateRef, epoch: int) -> None:
         """Measure the test metrics. Raises DivergedError if the loss is not finite."""
-        if epoch % self.job.evaluate.every_epochs and not self.length.is_last(epoch):
+        skips = epoch % self.job.evaluate.every_epochs and not self.length.is_last(epoch)
+        if skips or self._epoch.is_ruined:
             return
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  evaluate")
         with self._epoch.stopwatch.measure("evaluate_s"):
@@ -269,6 +289,8 @@ class TrainingRun:
             self.progress = replace(
                 self.progress, next_epoch=epoch + 1, history=history, partial_epoch=PartialEpoch()
             )
+            if not self._may_restart:
+                self._initial = None
             self.recorder.epoch(record, len(self.lrs))
             self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
             schedule = ScheduleRecord(
@@ -277,6 +299,7 @@ class TrainingRun:
                 weight_decay_factor=self._epoch.weight_decay_factor,
                 auto_weight_decay=optimizer.has_auto_weight_decay,
                 held_out=self._epoch.held_out,
+                restarts=self._epoch.restarts,
                 lr_multipliers=dict(optimizer.group_lr_multipliers),
                 full_steps=self.steps(epoch),
                 lrs=tuple(self._epoch.lrs),
@@ -300,6 +323,21 @@ class TrainingRun:
 
     # Details of the moves.
 
+    @property
+    def _may_restart(self) -> bool:
+        """Whether the next epoch or a later one may begin from the initial weights."""
+        first, last = max(self.progress.next_epoch - 1, 1), self.job.epochs or 0
+        return any(self.policy.may_restart(epoch, History()) for epoch in range(first, last))
+
+    def _may_restart_after(self, epoch: int) -> bool:
+        return self.policy.may_restart(epoch, self.history)
+
+    def _is_ruined(self, state: StateRef) -> bool:
+        """Return whether the loss is not finite, or the weights, which a last step may ruin."""
+        if not is_finite(self._epoch.train_loss):
+            return True
+        return self.backend.states.get(state).first_not_finite() is not None
+
     def _fetch_initial_state(self) -> StateRef:
         """Return the state of a pool that has not trained, with the pretrained weights."""
         state = fetch_initial_state(self._candidate_pool())
@@ -309,6 +347,11 @@ class TrainingRun:
         start, note = start_from_pretrained(self.backend.states.get(state), section, classes)
         self.terminal.note(note)
         return self.backend.states.put("pretrained", start)
+
+    def _put_initial_state(self, epoch: int) -> StateRef:
+        """Store the initial state as the one before this epoch."""
+        assert self._initial is not None
+        return self.backend.states.put(f"initial, epoch {epoch}", self._initial)
 
     def _candidate_pool(self) -> Pool:
         return self.backend.slots or self._wait_for_workers()

@@ -68,10 +68,10 @@ class EpochSteps:
         """Return the number of updates in `epoch` (from 1)."""
         return [self.first, *(steps for start, steps in self.later if start <= epoch)][-1]
 
-    def span(self, epoch: int, epochs: int) -> EpochSpan:
-        """Return the part that `epoch` covers of a training of `epochs`."""
-        total = self.before(epochs + 1)
-        return EpochSpan(epoch, epochs, epoch - 1, epoch, epochs, self(epoch), total)
+    def span(self, epoch: int, epochs: int, start: int = 0) -> EpochSpan:
+        """Return the part that `epoch` covers of a training from epoch `start` + 1 to `epochs`."""
+        total, done = self.before(epochs + 1) - self.before(start + 1), epoch - start
+        return EpochSpan(epoch, epochs, done - 1, done, epochs - start, self(epoch), total)
 
     def before(self, epoch: int) -> int:
         """Return the number of updates in all epochs before `epoch`."""

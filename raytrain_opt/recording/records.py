@@ -290,6 +290,7 @@ class ScheduleRecord(Record):
     held_out: int = Field(
         description="Samples of the validation split that the epoch replaced by others."
     )
+    restarts: bool = Field(description="Whether the epoch began from the initial weights.")
     lr_multipliers: dict[str, float] = Field(
         description=(
             "Factors other than 1 on the learning rate, by patterns of parameter names; `aux`: of "

@@ -42,7 +42,8 @@ class Event(RecordPart):
             "`continued` (after a worker died, within an epoch), "
             "`imbalance` (micro-batches too coarse for the workers' speeds), "
             "`storage` (refused copies, then took one), `callback` (one failed), `optimizer` (one "
-            "is left out of the search), `overfitting` (more weight decay), `planned` (the length "
+            "is left out of the search), `overfitting` (more weight decay), `collapsed` ("
+            "training starts again at a lower rate), `planned` (the length "
             "of a training for a time), `patience` (lost, training continues), `stopped` (by the "
             "`stop` section), `resumed`, `interrupted`, `failed`."
         )

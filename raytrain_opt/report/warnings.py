@@ -63,7 +63,7 @@ def _failures(run: RunRecords) -> Iterator[str]:
             "restart; the interrupted commands were repeated from the same state, or continued "
             "as listed below"
         )
-    for kind in ("continued", "lost", "fewer", "imbalance"):
+    for kind in ("collapsed", "continued", "lost", "fewer", "imbalance"):
         yield from (event.text for event in run.events if event.kind == kind)
 
 

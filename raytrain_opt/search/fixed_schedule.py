@@ -81,6 +81,7 @@ class RecordedSchedule(Policy):
     weight_decay_factors: tuple[float, ...]  # by epoch
     full_steps: tuple[int, ...]  # of each epoch, had it trained on all samples
     held_out: tuple[int, ...]  # samples by epoch
+    restarts: tuple[bool, ...]  # by epoch
     lr_multipliers: Mapping[str, float] = field(default_factory=dict)  # other than 1
     optimizer: str = "SGD"
     auto_weight_decay: bool = False
@@ -95,6 +96,7 @@ class RecordedSchedule(Policy):
                 tuple(float(epoch["weight_decay_factor"]) for epoch in epochs),
                 tuple(int(epoch["full_steps"]) for epoch in epochs),
                 tuple(int(epoch["held_out"]) for epoch in epochs),
+                tuple(bool(epoch["restarts"]) for epoch in epochs),
                 {k: float(f) for k, f in epochs[-1]["lr_multipliers"].items()},
                 str(epochs[-1]["optimizer"]),
                 bool(epochs[-1]["auto_weight_decay"]),
@@ -125,7 +127,11 @@ class RecordedSchedule(Policy):
             "replay",
             self.weight_decay_factors[i],
             held_out=self.held_out[i],
+            restarts=self.restarts[i],
         )
+
+    def may_restart(self, epoch: int, history: History) -> bool:
+        return self.restarts[epoch : epoch + 1] == (True,)
 
 
 def _span(steps: Sequence[int]) -> str:

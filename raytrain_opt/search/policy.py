@@ -94,6 +94,7 @@ class TrainEpoch:
     held_out: int = 0  # samples of the validation split that others replace
     scores: bool = False  # the validation split, after the epoch
     note: str = ""  # what the policy found out before the epoch
+    restarts: bool = False  # from the initial weights
 
 
 @dataclass(frozen=True)
@@ -165,11 +166,12 @@ class Decision:
 class EpochLosses(NamedTuple):
     """What an epoch tells the policy: its training loss, or the negative score of a plateau.
 
-    `validation`: after the epoch, where it scores.
+    `validation`: after the epoch, where it scores. `restarted`: it began from the initial weights.
     """
 
     training: float
     validation: float | None = None
+    restarted: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ class History:
     # Of each finished epoch: mean training loss, or the negative score that a plateau follows.
     epoch_losses: tuple[float, ...] = ()
     validation_losses: tuple[tuple[int, float], ...] = ()  # epochs that score, and their losses
+    restarts: tuple[int, ...] = ()  # epochs that began from the initial weights
     plans: tuple[EpochSpan, ...] = ()  # of `train_for`, before each epoch and after each round
 
     def after_round(self, decision: Decision) -> History:
@@ -194,6 +197,7 @@ class History:
             self,
             epoch_losses=(*self.epoch_losses, losses.training),
             validation_losses=(*self.validation_losses, *scored),
+            restarts=(*self.restarts, epoch) if losses.restarted else self.restarts,
         )
 
     def after_plan(self, plan: EpochSpan) -> History:
@@ -226,6 +230,10 @@ class Policy(Protocol):
     ) -> Decision:
         """Decide the round from the results of its candidates; a policy may have none."""
         raise ValueError(f"epoch {action.epoch}: this policy has no candidates")
+
+    def may_restart(self, epoch: int, history: History) -> bool:
+        """Return whether the next epoch restarts where the loss of this one is not finite."""
+        return False
 
 
 def is_finite(*values: float) -> bool:

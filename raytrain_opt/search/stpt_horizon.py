@@ -6,9 +6,10 @@ schedules, compressed into few steps:
 
     before epoch 1   search the peak (see `peak_search`), of several optimizers where the job names
                      none (`optimizer_race`). None of these steps are kept.
-    then             train with this peak: warm-up and decay to zero over all epochs. Where the
-                     weight decay follows the training, the first half holds the validation
-                     split out (see `weight_decay`); otherwise, and then, it trains on all samples.
+    then             train with this peak: warm-up and decay to zero over all epochs; again with a
+                     lower one where the training collapsed (see `collapse`). Where the weight
+                     decay follows the training, the first half holds the validation split
+                     out (see `weight_decay`); otherwise, and then, it trains on all samples.
 
 Source of pre-training candidates from one state: Yamada et al. (Kobe University), STPT.
 """
@@ -23,6 +24,7 @@ from raytrain_opt.config.learning_rate import FINE_TUNING_LR, HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.optim.schedules import RelativeSchedule
+from raytrain_opt.search.collapse import Attempt, latest_attempt, may_restart
 from raytrain_opt.search.optimizer_race import OptimizerRace, all_diverged
 from raytrain_opt.search.peak_search import (
     FEWEST_STEPS,
@@ -40,6 +42,7 @@ from raytrain_opt.search.policy import (
     Policy,
     TrainEpoch,
     TryCandidates,
+    is_finite,
 )
 from raytrain_opt.search.weight_decay import Watch, decay_by_fit
 
@@ -75,11 +78,20 @@ class HorizonStpt(Policy):
         shape = "constant" if section.is_schedule_free else self.section.shape
         return RelativeSchedule(shape, section.usual_warmup if warmup is None else warmup)
 
-    def span(self, epoch: int, history: History) -> EpochSpan:
-        """Return the part of the training that this epoch covers."""
+    def span(self, epoch: int, history: History, start: int = 0) -> EpochSpan:
+        """Return the part that this epoch covers of the training after the first `start` ones."""
         if self.epochs is None:
             return history.plans[-1]
-        return self.steps.span(epoch, self.epochs)
+        return self.steps.span(epoch, self.epochs, start)
+
+    def _attempt(self, history: History) -> Attempt:
+        return Attempt() if self.epochs is None else latest_attempt(history, self.epochs)
+
+    def may_restart(self, epoch: int, history: History) -> bool:
+        """Return whether a training whose loss is not finite in this epoch starts again."""
+        if self.epochs is None:
+            return False
+        return may_restart(self._attempt(history), epoch, self.epochs)
 
     def race(self, history: History) -> OptimizerRace:
         """Return the search before epoch 1: of the first optimizer only, if too short for all."""
@@ -211,10 +223,12 @@ class HorizonStpt(Policy):
         )
 
     def _train(self, epoch: int, history: History) -> TrainEpoch:
-        span = self.span(epoch, history)
+        attempt = self._attempt(history)
+        span, own = self.span(epoch, history, attempt.start), attempt.own(history)
         found = history.latest
         optimizer = found.next_optimizer if found else 0
-        peak = found.next_base_lr if found else self._initial(optimizer)
+        start = self._initial(optimizer)
+        peak = (found.next_base_lr if found else start) * attempt.lr_factor
         schedule = self.schedule(optimizer)
         how = "constant rate" if schedule.shape == "constant" else f"{schedule.shape} decay from"
         reason = f"{how} {peak:.3g}"
@@ -225,22 +239,36 @@ class HorizonStpt(Policy):
                 reason += f" within learning_rate.max_search_cost; {cost:g} allows one"
         lrs = tuple(peak * part for part in schedule.of_epoch(span))
         action = TrainEpoch(epoch, lrs, reason, optimizer=optimizer)
+        if attempt.number and epoch == attempt.start + 1:
+            loss = history.epoch_losses[-1]
+            why = f"the training loss is {loss:.3g}"
+            if not is_finite(loss):
+                why = "the loss or a weight is not finite"
+            action = replace(
+                action,
+                restarts=True,
+                note=f"{why}: training starts again from the initial weights, {reason}",
+            )
         if not self.optimizers[optimizer].has_auto_weight_decay:
             return action
         sum_of_lrs = peak * schedule.mean * span.total_steps
         size = span.total_steps / self.steps.first
-        decay = decay_by_fit(history, optimizer, sum_of_lrs, size)
-        watch = None
-        if self.epochs is not None and self.validation_size:
-            watch = Watch.of(self.epochs, channel_norm=self.channel_norm)
+        decay = decay_by_fit(own, optimizer, sum_of_lrs, size)
+        watch = self._watch(attempt)
         if watch is None:
             return replace(action, weight_decay_factor=decay)
-        watched = decay_by_fit(history, optimizer, sum_of_lrs, size, watch)
-        finds_out = epoch == watch.end + 1 and watched > decay
+        watched = decay_by_fit(own, optimizer, sum_of_lrs, size, watch)
+        trained = epoch - attempt.start
+        finds_out = trained == watch.end + 1 and watched > decay
         return replace(
             action,
             weight_decay_factor=watched,
-            held_out=self.validation_size if epoch <= watch.end else 0,
-            scores=epoch in (watch.start, watch.end),
-            note=watch.finding(history) if finds_out else action.note,
+            held_out=self.validation_size if trained <= watch.end else 0,
+            scores=trained in (watch.start, watch.end),
+            note=watch.finding(own) if finds_out else action.note,
         )
+
+    def _watch(self, attempt: Attempt) -> Watch | None:
+        if self.epochs is None or not self.validation_size:
+            return None
+        return Watch.of(self.epochs - attempt.start, channel_norm=self.channel_norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,25 @@ class _TwoOutputs(nn.Module):
 def two_outputs() -> nn.Module:
     """Return a model with a tuple as output, as networks with auxiliary heads have."""
     return _TwoOutputs()
+
+
+class Fragile(torch.optim.SGD):
+    """Sets all weights to `ruin` in its 16th step, if the rate is above `limit`."""
+
+    def __init__(self, params: Any, lr: float, limit: float, ruin: float = math.nan) -> None:
+        super().__init__(params, lr)
+        self.limit, self.ruin = limit, ruin
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                steps = self.state[weight].setdefault("steps", torch.zeros(()))
+                steps += 1
+                if steps == 16 and group["lr"] > self.limit:
+                    weight.fill_(self.ruin)
+        return loss
 
 
 def without_parameters() -> nn.Module:

@@ -45,6 +45,7 @@ def write_schedule(path: Path, *epochs: Sequence[float], **changes: Any) -> None
         "weight_decay_factor": 1.0,
         "auto_weight_decay": False,
         "held_out": 0,
+        "restarts": False,
         "lr_multipliers": {},
         **changes,
     }

@@ -355,6 +355,19 @@ def test_weights_that_the_last_step_of_an_epoch_destroys_are_not_saved(tmp_path:
     assert [checkpoint.epoch for checkpoint in read_index(run_dir / "checkpoints")] == [1]
 
 
+def test_a_training_that_collapses_at_every_rate_ends_with_what_to_do(tmp_path: Path) -> None:
+    fragile = {"name": "tests.support.broken_parts:Fragile", "args": {"limit": 0.0}}
+    search = {"policy": "stpt_horizon", "max_search_cost": 1.0}
+    job = tiny_job(
+        tmp_path, epochs=8, global_batch_size=128, optimizer=fragile, learning_rate=search
+    )
+    with pytest.raises(DivergedError, match="epoch 6: .*learning_rate.policy: schedule"):
+        run(job, in_process=True)
+    (run_dir,) = tmp_path.iterdir()
+    kinds = [event["kind"] for event in read_lines(str(run_dir), "events")]
+    assert kinds == ["collapsed", "collapsed", "failed"]
+
+
 def test_sigterm_ends_a_run_and_keeps_its_checkpoints(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

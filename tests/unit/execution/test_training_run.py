@@ -48,6 +48,16 @@ from tests.support.full_disk import limit_file_size
 from tests.support.small_jobs import read_lines, small_job, without_times
 
 MUON = {"name": "Muon", "args": {"weight_decay": "auto"}}
+FRAGILE = "tests.support.broken_parts:Fragile"
+COLLAPSING: dict[str, Any] = {
+    "epochs": 8,
+    "global_batch_size": 128,
+    "learning_rate": {
+        "policy": "stpt_horizon",
+        "initial": 0.1,
+        "max_search_cost": 1.0,
+    },
+}
 JOBS: dict[str, dict[str, Any]] = {
     "stpt": {
         "epochs": 3,
@@ -100,6 +110,19 @@ JOBS: dict[str, dict[str, Any]] = {
             "policy": "stpt_horizon",
             "max_search_cost": 1.0,
         },
+    },
+    "diverged": {  # in the second epoch, then in the fourth; trains at a rate ten times lower
+        **COLLAPSING,
+        "optimizer": {"name": FRAGILE, "args": {"limit": 2.0}},
+    },
+    "ruined": {  # by the last step of an epoch, so that the training loss does not show it
+        **COLLAPSING,
+        "global_batch_size": 89,
+        "optimizer": {"name": FRAGILE, "args": {"limit": 2.0}},
+    },
+    "collapsed": {  # seen after the second epoch
+        **COLLAPSING,
+        "optimizer": {"name": FRAGILE, "args": {"limit": 5.0, "ruin": 0.0}},
     },
     "schedule": {
         "epochs": 4,

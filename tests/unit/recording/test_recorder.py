@@ -52,6 +52,7 @@ def add_epoch(recorder: Recorder, number: int) -> None:
         weight_decay_factor=1.0,
         auto_weight_decay=False,
         held_out=0,
+        restarts=False,
         lr_multipliers={},
         full_steps=2,
         lrs=(0.1, 0.2),

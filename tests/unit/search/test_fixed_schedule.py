@@ -64,18 +64,21 @@ def test_it_has_no_candidates_to_decide() -> None:
 def test_a_recorded_schedule_is_read_exactly(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     write_schedule(path, (1 / 3, *LRS[1:3]), LRS[3:], weight_decay_factor=1 / 3, held_out=4)
-    lrs = ((1 / 3, *LRS[1:3]), LRS[3:])
-    expected = RecordedSchedule(lrs, (1 / 3, 1 / 3), (3, 3), (4, 4))
+    lrs, no = ((1 / 3, *LRS[1:3]), LRS[3:]), (False, False)
+    expected = RecordedSchedule(lrs, (1 / 3, 1 / 3), (3, 3), (4, 4), no)
     assert RecordedSchedule.parse(path.read_text(), "it") == expected
 
 
 def test_replay_trains_at_the_recorded_rates_and_on_the_recorded_samples() -> None:
-    recorded = RecordedSchedule((LRS[:3], LRS[3:]), (0.5, 2.0), (3, 3), (4, 0))
+    recorded = RecordedSchedule((LRS[:3], LRS[3:]), (0.5, 2.0), (3, 3), (4, 0), (False, True))
     policy = recorded.policy(epochs=2, steps=EpochSteps(3))
     epochs = [policy.next(epoch, EMPTY) for epoch in (1, 2)]
     assert epochs[0].lrs + epochs[1].lrs == LRS
     assert [epoch.weight_decay_factor for epoch in epochs] == [0.5, 2.0]
     assert [epoch.held_out for epoch in epochs] == [4, 0]
+    assert [epoch.restarts for epoch in epochs] == [False, True]
+    # The loss of an epoch need not be finite before one that begins from the initial weights.
+    assert [policy.may_restart(epoch, EMPTY) for epoch in (1, 2)] == [True, False]
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(3, 3), (1, 3), (2, 4), (3, 2), (1, 6)])

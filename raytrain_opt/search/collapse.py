@@ -1,0 +1,91 @@
+"""Start again at a lower peak where a training collapsed.
+
+A full training stays near its peak for many more updates than the candidates that chose it, so a
+peak at which they train may be too high for it: the network ends up guessing, and no lower rate
+revives it. So its losses are compared with what the search predicts:
+
+    L    training loss of the epoch
+    F    that of the first epoch
+    U    validation loss of the candidate that hardly trained
+    C    that of the candidate that was chosen, likewise
+
+    collapsed   L or the weights are not finite; or, in an epoch between a tenth and a quarter of
+                them, L > U - max(U - C, 0.02 U) / 2 (it has not learned half of what C had)
+                and L > F
+
+U and C are of a few batches, which noise may make unlike others; L and F are of the same samples.
+Where a training learns anything, however little, L is below F.
+
+A collapsed training starts from the initial weights, for the epochs that are left. In the second
+half no training starts again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from raytrain_opt.search.optimizer_race import rounds_of
+from raytrain_opt.search.peak_search import TOLERANCE, hardly_trained
+from raytrain_opt.search.policy import History
+
+# The next rate below, on the lattice of the search (`peak_search`).
+_LR_FACTOR = 10**-0.5
+# Together two decades: if those do not train either, the cause is another.
+_MAX_RESTARTS = 4
+# Losses of the first epoch are those of the warm-up.
+_FEWEST_EPOCHS = 2
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A training from the initial weights, after `start` epochs of earlier ones."""
+
+    start: int = 0
+    number: int = 0  # of those before
+
+    @property
+    def lr_factor(self) -> float:
+        """The peak, relative to the one that the search chose."""
+        return _LR_FACTOR**self.number
+
+    def own(self, history: History) -> History:
+        """Return the history without the epochs of earlier attempts."""
+        scored = ((epoch - self.start, loss) for epoch, loss in history.validation_losses)
+        return replace(
+            history,
+            epoch_losses=history.epoch_losses[self.start :],
+            validation_losses=tuple((epoch, loss) for epoch, loss in scored if epoch > 0),
+        )
+
+
+def latest_attempt(history: History, epochs: int) -> Attempt:
+    """Return the attempt that the next epoch of a training of `epochs` belongs to."""
+    attempt, epoch = Attempt(), len(history.epoch_losses)
+    if history.restarts:
+        attempt = Attempt(history.restarts[-1] - 1, len(history.restarts))
+    if epoch > attempt.start and may_restart(attempt, epoch, epochs):
+        loss, first_loss = history.epoch_losses[-1], history.epoch_losses[attempt.start]
+        first, last = (max(_FEWEST_EPOCHS, math.ceil(epochs * part)) for part in (0.1, 0.25))
+        is_looked_at = first <= epoch - attempt.start <= last
+        has_risen = is_looked_at and loss > max(first_loss, _loss_limit(history))
+        if has_risen or not math.isfinite(loss):
+            return Attempt(epoch, attempt.number + 1)
+    return attempt
+
+
+def may_restart(attempt: Attempt, epoch: int, epochs: int) -> bool:
+    """Return whether another attempt may begin after this epoch."""
+    return epoch <= epochs // 2 and attempt.number < _MAX_RESTARTS
+
+
+def _loss_limit(history: History) -> float:
+    """Return the highest loss of a network that has learned; infinite if nothing is predicted."""
+    chosen = history.latest.winner if history.latest else None
+    if chosen is None:
+        return math.inf
+    untrained = hardly_trained(rounds_of(chosen.candidate.optimizer, history.decisions))
+    if untrained is None:
+        return math.inf
+    start = untrained.val_loss
+    return start - max(start - chosen.val_loss, TOLERANCE * abs(start)) / 2

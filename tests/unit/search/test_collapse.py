@@ -1,0 +1,147 @@
+"""A training that collapsed starts again: when, how often, and at what rates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from raytrain_opt.config.learning_rate import HorizonPolicy
+from raytrain_opt.config.updates import OptimizerSection
+from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.search.collapse import Attempt, latest_attempt, may_restart
+from raytrain_opt.search.policy import (
+    Candidate,
+    CandidateResult,
+    Decision,
+    EpochLosses,
+    History,
+    TrainEpoch,
+)
+from raytrain_opt.search.stpt_horizon import HorizonStpt
+
+EPOCHS = 20
+
+
+def result(lr: float, loss: float) -> CandidateResult:
+    candidate = Candidate(0, 1.0, lr)
+    return CandidateResult(candidate, "ok", 0.5, loss, loss, 8, 1.0, 0.1, 0, 8)
+
+
+def searched(hardly: float, chosen: float) -> History:
+    """Return a search; `hardly` and `chosen` are the validation losses of two candidates."""
+    tried = (result(0.01, hardly), result(0.1, chosen))
+    coarse = Decision(1, 0.1, (), None, 0.1, "", stage="coarse", tried=tried)
+    return History((coarse, replace(coarse, winner=tried[1], tried=())))
+
+
+def train(history: History, *losses: float) -> Attempt:
+    """Return the attempt after epochs with these losses; it restarts where it has to."""
+    for epoch, loss in enumerate(losses):
+        attempt = latest_attempt(history, EPOCHS)
+        restarted = attempt.number > 0 and attempt.start == epoch
+        history = history.after_epoch(EpochLosses(loss, restarted=restarted))
+    return latest_attempt(history, EPOCHS)
+
+
+def start_of(history: History, *losses: float) -> int:
+    return train(history, *losses).start
+
+
+@pytest.mark.parametrize(
+    ("losses", "start"),
+    [
+        ((2.2, 2.26), 2),  # after a tenth of the epochs: limit 2.4 - (2.4 - 2.1) / 2
+        ((2.2, 2.24), 0),
+        ((2.6, 2.5, 2.5), 0),  # it learns, however little
+        ((2.2, 2.2, 2.26), 3),
+        ((2.2, 2.2, 2.2, 2.2, 2.26), 5),  # after a quarter
+        ((2.2, 2.2, 2.2, 2.2, 2.2, 2.6), 0),  # too late
+        ((2.3, math.nan), 2),
+        ((math.inf,), 1),
+        ((*[2.0] * 9, math.nan), 10),
+        ((*[2.0] * 10, math.nan), 0),  # the second half
+        ((2.2, 2.26, 2.2, 2.26), 4),  # a second attempt
+        ((2.2, 2.26, 2.3, 2.28, 2.2, 2.2, 2.2), 2),
+    ],
+)
+def test_a_collapse_is_seen_from_a_tenth_to_a_quarter_of_the_epochs(
+    losses: tuple[float, ...], start: int
+) -> None:
+    assert start_of(searched(hardly=2.4, chosen=2.1), *losses) == start
+
+
+@pytest.mark.parametrize(("loss", "start"), [(2.37, 0), (2.38, 2)])
+def test_a_training_must_learn_a_little_where_candidates_learned_nothing(
+    loss: float, start: int
+) -> None:
+    assert start_of(searched(hardly=2.4, chosen=2.5), 2.3, loss) == start
+
+
+@pytest.mark.parametrize("search", [History(), searched(hardly=-2.4, chosen=-2.6)])
+def test_losses_without_a_prediction_or_below_zero(search: History) -> None:
+    """Without candidates, only a loss that is not finite shows a collapse."""
+    assert start_of(search, -2.5, -2.51) == 0
+    assert start_of(search, math.nan) == 1
+
+
+def test_a_training_starts_four_more_times_at_most() -> None:
+    attempt = train(searched(2.4, 2.1), *(math.nan,) * 6)
+    assert (attempt.start, attempt.number) == (4, 4)
+    assert attempt.lr_factor == pytest.approx(0.01)
+    assert not may_restart(attempt, 7, EPOCHS)
+    assert may_restart(Attempt(3, 3), 7, EPOCHS)
+
+
+def test_a_run_that_is_resumed_with_more_epochs_remembers_its_restarts() -> None:
+    """Epoch 2 is none that a training of 100 epochs looks at."""
+    history = replace(searched(2.4, 2.1), epoch_losses=(2.2, 2.5, 2.3), restarts=(3,))
+    assert latest_attempt(history, 100) == Attempt(start=2, number=1)
+
+
+def test_an_attempt_knows_only_its_own_epochs() -> None:
+    history = History((), (1.0, 2.0, 3.0, 4.0), ((2, 0.2), (4, 0.4)))
+    own = Attempt(start=3, number=1).own(history)
+    assert (own.epoch_losses, own.validation_losses) == ((4.0,), ((1, 0.4),))
+
+
+def test_the_policy_trains_a_shorter_schedule_from_a_lower_peak() -> None:
+    """Muon: the weight decay and the watch begin anew, too."""
+    muon = OptimizerSection(name="Muon", args={"weight_decay": "auto"})
+    section = HorizonPolicy(policy="stpt_horizon")
+    policy = HorizonStpt(section, EPOCHS, EpochSteps(96), (muon,), validation_size=64)
+    history = searched(2.4, 2.1)
+    actions = []
+    for epoch in range(1, EPOCHS + 1):
+        action = policy.next(epoch, history)
+        assert isinstance(action, TrainEpoch)
+        actions.append(action)
+        loss = (2.2, 2.5)[epoch - 1] if epoch <= 2 else 1.8 - 0.05 * (epoch - 2)
+        scored = 1.0 if action.scores else None
+        history = history.after_epoch(EpochLosses(loss, scored, action.restarts))
+    assert [a.epoch for a in actions if a.restarts] == [3]
+    assert [a.epoch for a in actions if a.scores] == [2 + 4, 2 + 9]
+    assert [a.held_out for a in actions] == [64] * (2 + 9) + [0] * 9
+    assert [a.weight_decay_factor > 0 for a in actions] == [False, True, False] + [True] * 17
+    shorter = replace(policy, epochs=EPOCHS - 2)
+    lrs = [lr * 10**0.5 for action in actions[2:] for lr in action.lrs]
+    expected = [lr for epoch in range(1, 19) for lr in lrs_of(shorter, epoch)]
+    assert lrs == pytest.approx(expected)
+    assert actions[2].note == (
+        "the training loss is 2.5: training starts again from the initial weights, linear decay "
+        "from 0.0316"
+    )
+
+
+def lrs_of(policy: HorizonStpt, epoch: int) -> tuple[float, ...]:
+    action = policy.next(epoch, searched(2.4, 2.1))
+    assert isinstance(action, TrainEpoch)
+    return action.lrs
+
+
+def test_a_training_for_a_time_does_not_start_again() -> None:
+    policy = HorizonStpt(
+        HorizonPolicy(policy="stpt_horizon"), None, EpochSteps(96), (OptimizerSection(),)
+    )
+    assert not policy.may_restart(1, History())
