@@ -154,11 +154,12 @@ def pretrain(task: Task, root: Path, folder: Path) -> str:
     path = folder / f"pretrained-{task.side}-{task.width}.pt"
     if not path.is_file():
         pairs = read_cifar100(root, task.side, coarse=False)
-        data = {}
+        data: dict[str, list[str]] = {}
         for split, pair, count in zip(("train", "test"), pairs, (100, 20), strict=True):
+            x, y = _classes(pair, 0, count)
             data[split] = [str(folder / f"first-{split}-{name}.npy") for name in "xy"]
-            for file, array in zip(data[split], _classes(pair, 0, count), strict=True):
-                np.save(file, array)
+            np.save(data[split][0], x)
+            np.save(data[split][1], y)
         section = {"policy": "schedule", "shape": "cosine", "initial": 0.1}
         fresh = replace(task, pretrained=None)
         job = Job.model_validate(fresh.job({"name": "arrays", **data}, 12, 0, section))

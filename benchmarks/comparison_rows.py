@@ -322,8 +322,9 @@ def summary(table: Table) -> dict[str, Any]:
     means["reach_trainings"] = _mean(reach.values())
     by_task["reach_trainings"] = reach
     ours = [by_row["ours"] for by_row in table.values() if "ours" in by_row]
-    best = {**by_task["ours_minus_everything_points"], **by_task["ours_minus_users_points"]}
-    means["worst_task_points"] = min(best.values(), default=None)
+    against_best = ("ours_minus_everything_points", "ours_minus_users_points")
+    points = [value for name in against_best for value in by_task[name].values()]
+    means["worst_task_points"] = min(points, default=None)
     means["tasks"], means["undecided"] = len(ours), sum(row.get("undecided", 0) for row in ours)
     by_task["standard_error"] = {
         task: round(_standard_error(by_row["ours"], by_row[name]), 3)
