@@ -13,7 +13,7 @@ revives it. So its losses are compared with what the search predicts:
                 them, L > U - max(U - C, 0.02 U) / 2 (it has not learned half of what C had)
                 and L > F
 
-U and C are of a few batches, which noise may make unlike others; L and F are of the same samples.
+U and C are of held-out samples, which may be unlike others; L and F are of the same samples.
 Where a training learns anything, however little, L is below F.
 
 A collapsed training starts from the initial weights, for the epochs that are left. In the second

@@ -321,7 +321,7 @@ def test_a_run_says_once_that_muon_was_left_out(
     first = run(job.model_copy(update={"epochs": 1}), in_process=True)
     assert "Muon is left out" in " ".join(capsys.readouterr().out.split())
     [epoch] = read_lines(first.run_dir, "epochs")
-    assert epoch["optimizer"] == "SGD"
+    assert epoch["optimizer"] == "AdamW"
     run(job, in_process=True, resume=first.run_dir)
     events = read_lines(first.run_dir, "events")
     assert [event["kind"] for event in events].count("optimizer") == 1
