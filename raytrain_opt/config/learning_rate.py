@@ -130,7 +130,7 @@ class HorizonPolicy(Section):
     """Length of a candidate's schedule in epochs, if max_search_cost allows it."""
     max_search_cost: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
     """Limit of the search, as a fraction of the samples of the training. auto: 0.2; in a small
-    training more, up to 1, so that candidates have the 24 to 48 updates that a decision needs."""
+    training more, up to 1, so that candidates have the 300 updates that a decision needs."""
     search_on: SearchOn = Field("auto", description=_SEARCH_ON)
 
 

@@ -48,8 +48,6 @@ _GAIN_POWER = 4
 
 # Steps of a fine candidate where the budget allows; with fewer, single rates are unreliable.
 _FINE_STEPS = 96
-# With these, optimizers have the order of full trainings (benchmarks/RESULTS.md).
-_DECISIVE_STEPS = 48
 # Steps of a coarse candidate, as a fraction of a fine one's. With fewer than the minimum there is
 # no search, because a schedule of so few steps shows nothing.
 _COARSE_FRACTION, _MIN_STEPS = 0.25, 5
@@ -143,25 +141,13 @@ class CandidateSteps:
         have a coarse stage, and two a fine one. The initial rate must not change the length of
         the fine candidates, so what extensions would cost is set aside, used or not.
         """
-        coarse_count, fine_count = _candidates(optimizers)
+        coarse_count = _COARSE_CANDIDATES + (optimizers - 1) * len(_FIRST_OFFSETS)
+        fine_count = _FINE_CANDIDATES + (len(_FIRST_OFFSETS) if optimizers > 1 else 0)
         longest = min(max(_FINE_STEPS, horizon * epoch_steps), epoch_steps)
         affordable = budget_steps / (_COARSE_FRACTION * coarse_count + fine_count)
         coarse = max(_MIN_STEPS, int(_COARSE_FRACTION * min(longest, affordable)))
         left = budget_steps - coarse_count * coarse
         return cls(coarse, int(min(longest, left / fine_count)))
-
-    @classmethod
-    def budget(cls, *, epoch_steps: int, optimizers: int) -> float:
-        """Return the steps with which a search can decide: 48 of each fine candidate."""
-        coarse_count, fine_count = _candidates(optimizers)
-        fine = min(_DECISIVE_STEPS, epoch_steps)
-        return coarse_count * max(_MIN_STEPS, int(_COARSE_FRACTION * fine)) + fine_count * fine
-
-
-def _candidates(optimizers: int) -> tuple[int, int]:
-    """Return how many coarse and fine candidates a search may have."""
-    coarse = _COARSE_CANDIDATES + (optimizers - 1) * len(_FIRST_OFFSETS)
-    return coarse, _FINE_CANDIDATES + (len(_FIRST_OFFSETS) if optimizers > 1 else 0)
 
 
 @dataclass(frozen=True)

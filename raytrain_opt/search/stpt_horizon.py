@@ -55,9 +55,10 @@ _SGD_LR = 0.1
 # their own: a smaller peak gains nothing there (benchmarks/RESULTS.md).
 _WITHOUT_CHANNEL_NORM = 0.5
 
-# The cost of a search with max_search_cost: auto, unless the candidates of a small training need
-# more. Such a search has at most so many operations: minutes of some cores, a second of a GPU.
-_USUAL_COST, _SMALL_SEARCH_FLOPS = 0.2, 1e14
+# The cost of a search with max_search_cost: auto, unless the training is a small one. With so many
+# updates the search decides as full trainings do (benchmarks/RESULTS.md), and in so many
+# operations they take minutes of some cores, a second of a GPU.
+_USUAL_COST, _DECISIVE_STEPS, _SMALL_SEARCH_FLOPS = 0.2, 300, 1e14
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,11 @@ class HorizonStpt(Policy):
 
     def race(self, history: History) -> OptimizerRace:
         """Return the search before epoch 1: of the first optimizer only, if too short for all."""
-        for optimizers in (self.optimizers, self.optimizers[:1]):
-            race = self._race(optimizers, self._budget(history, len(optimizers)))
-            if race.is_possible:
-                break
-        return race
+        budget = self._budget(history)
+        race = self._race(self.optimizers, budget)
+        return race if race.is_possible else self._race(self.optimizers[:1], budget)
 
-    def _budget(self, history: History, optimizers: int) -> float:
+    def _budget(self, history: History) -> float:
         """Return the updates of all candidates; auto lets the search of a small training decide.
 
         The search of a training for a time is a part of it.
@@ -112,9 +111,8 @@ class HorizonStpt(Policy):
             return steps * fraction / (1 + fraction)
         if cost != "auto":
             return fraction * steps
-        needed = CandidateSteps.budget(epoch_steps=self.steps.search, optimizers=optimizers)
-        is_small = needed * self.step_flops <= _SMALL_SEARCH_FLOPS
-        return max(fraction * steps, min(needed, steps) if is_small else 0.0)
+        is_small = _DECISIVE_STEPS * self.step_flops <= _SMALL_SEARCH_FLOPS
+        return max(fraction * steps, min(_DECISIVE_STEPS, steps) if is_small else 0)
 
     def _cost(self, history: History, budget: float) -> str:
         """Say what the search may cost."""

@@ -522,10 +522,10 @@ def test_the_budget_is_kept(
 @pytest.mark.parametrize(
     ("epochs", "steps", "step_flops", "limit"),
     [
-        (12, 30, 1e6, 155),  # four candidates of an epoch, five of a quarter of one
-        (12, 30, 1e15, 72),  # a fifth, where updates are slow
-        (40, 30, 1e6, 240),
-        (16, 125, 1e6, 400),
+        (12, 30, 1e6, 300),
+        (12, 30, 1e12, 72),  # a fifth, where updates are slow
+        (50, 30, 1e6, 300),
+        (51, 30, 1e6, 306),
         (90, 125, 1e6, 2250),
         (2, 20, 1e6, 40),  # no more than one training
     ],
@@ -534,7 +534,7 @@ def test_a_small_training_may_spend_more_on_its_search(
     epochs: int, steps: int, step_flops: float, limit: int
 ) -> None:
     policy = replace(horizon(epochs, steps), step_flops=step_flops)
-    assert policy.race(EMPTY).budget_steps == pytest.approx(limit, abs=15)
+    assert policy.race(EMPTY).budget_steps == pytest.approx(limit)
     fixed = replace(policy, section=policy.section.model_copy(update={"max_search_cost": 0.1}))
     assert fixed.race(EMPTY).budget_steps == pytest.approx(0.1 * epochs * steps)
 
