@@ -36,7 +36,7 @@ def test_several_workers_decide_as_a_slot(groups: dict[int, list[Results]], size
     assert min(losses[0]) == pytest.approx(min(losses[1]), rel=1e-3)
     assert np.median(np.abs(np.divide(*losses) - 1)) < 1e-4
     assert first["optimizer"] == expected["optimizer"]
-    assert first["peak"] == pytest.approx(expected["peak"], rel=1e-2)
+    assert first["peak"] == pytest.approx(expected["peak"], rel=0.05)
     assert [r["losses"] for r in others] == [[]] * (size - 1)
 
 
