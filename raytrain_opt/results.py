@@ -143,9 +143,11 @@ class EvalTotals:
 
     @property
     def loss_error(self) -> float:
-        """Standard error of the mean loss; 0 where the squares are not known."""
-        variance = self.loss_squares / max(self.samples, 1) - self.loss**2
-        return math.sqrt(max(variance, 0.0) / max(self.samples - 1, 1))
+        """Standard error of the mean loss; infinite with one sample, 0 without the squares."""
+        if self.samples < 2:
+            return math.inf
+        variance = self.loss_squares / self.samples - self.loss**2
+        return math.sqrt(max(variance, 0.0) / (self.samples - 1))
 
 
 @dataclass(frozen=True)
