@@ -74,7 +74,7 @@ def prepare_settings(args: argparse.Namespace, folder: Path) -> list[Setting]:
     tasks = [task.scaled(args.scale, args.batch_factor) for task in args.tasks]
     data = {task.name: task.prepare(args.data_root, folder) for task in tasks}
     return [
-        Setting(task, seed, args.epochs, data[task.name])
+        Setting(task, seed, task.epochs or args.epochs, data[task.name])
         for task in tasks
         for seed in range(args.first_seed, args.first_seed + args.seeds)
     ]

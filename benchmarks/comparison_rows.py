@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from math import sqrt
+from statistics import mean, variance
 from typing import Any
 
 from benchmarks.common import JOBS
@@ -97,6 +98,7 @@ def rows(ours: Mapping[str, Any]) -> dict[str, Row]:
             by_test,
             only_sgd=True,
         ),
+        "users": Row("best of 13 that users take, by test", _of_users, by_test, only_sgd=True),
         "lr_find": Row(
             "Lightning's lr_find, then cosine",
             lambda s: [_lr_find(s, "lightning")],
@@ -143,7 +145,8 @@ def _of_schedules(setting: Setting) -> str:
 
 
 def _section(setting: Setting, shape: str, lr: float) -> dict[str, Any]:
-    warmup = {"epochs": round(WARMUP * setting.epochs)}
+    few = 1 if setting.task.epochs and setting.epochs > 2 else 0
+    warmup = {"epochs": max(few, round(WARMUP * setting.epochs))}
     return {"policy": "schedule", "shape": shape, "initial": lr, "warmup": warmup}
 
 
@@ -210,6 +213,17 @@ _FAMILIES: tuple[Units, ...] = (
 )
 
 
+def _of_users(setting: Setting) -> list[Unit]:
+    """Return what people take for their networks: cosine with a warm-up, or no schedule."""
+    grids = {"AdamWDecay": (0.3, 1, 3, 10), "SGD": (0.1, 0.3, 1, 3), "Muon": (0.1, 0.3, 1)}
+    decays = [
+        _schedule(setting, "cosine", times, optimizer)
+        for optimizer, grid in grids.items()
+        for times in grid
+    ]
+    return [*decays, *_schedulefree_adamw(setting)]
+
+
 def _lr_find(setting: Setting, by: str) -> Unit:
     section = _section(setting, "cosine", DEFAULT_LR)
     return Unit(f"lr_find by {by}", "lr_find", setting, section, {"by": by}, holds_out=False)
@@ -232,7 +246,9 @@ def outcome(row: Row, results: Sequence[Result], target: float, training: int) -
     others = [result for i, result in enumerate(results) if i != index]
     before = {key: sum(result[key] for result in others) for key in ("samples", "seconds")}
     reached = next((p for p in winner["curve"] if p["accuracy"] >= target), None)
+    searches = [r["notes"] for r in results if r.get("notes")]
     return {
+        "undecided": sum(n[-1]["reason"].startswith("not decided") for n in searches),
         "accuracy": 100 * winner["accuracy"],
         "trainings": (before["samples"] + winner["samples"]) / training,
         "seconds": before["seconds"] + winner["seconds"],
@@ -260,6 +276,7 @@ def over_seeds(outcomes: Sequence[Result]) -> dict[str, Any]:
         "reach_seconds": round(mean(r["seconds"] for r in reached), 2) if reached else None,
         "accuracies": [round(a, 3) for a in accuracies],
         "peak_lrs": [o["peak_lr"] for o in outcomes],
+        "undecided": sum(o["undecided"] for o in outcomes),
     }
 
 
@@ -279,6 +296,7 @@ def summary(table: Table) -> dict[str, Any]:
         "ours_minus_asha_points": ("asha",),
         "ours_minus_pbt_points": ("pbt",),
         "ours_minus_everything_points": ("everything",),
+        "ours_minus_users_points": ("users",),
         "ours_minus_sgd_grid_points": ("cosine_oracle", "linear_oracle"),
         "ours_minus_schedulefree_points": ("schedulefree_default", "schedulefree_oracle"),
         "ours_minus_lr_find_points": ("lr_find", "lr_find_by_step"),
@@ -303,8 +321,25 @@ def summary(table: Table) -> dict[str, Any]:
     }
     means["reach_trainings"] = _mean(reach.values())
     by_task["reach_trainings"] = reach
+    ours = [by_row["ours"] for by_row in table.values() if "ours" in by_row]
+    against_best = ("ours_minus_everything_points", "ours_minus_users_points")
+    points = [value for name in against_best for value in by_task[name].values()]
+    means["worst_task_points"] = min(points, default=None)
+    means["tasks"], means["undecided"] = len(ours), sum(row.get("undecided", 0) for row in ours)
+    by_task["standard_error"] = {
+        task: round(_standard_error(by_row["ours"], by_row[name]), 3)
+        for task, by_row in table.items()
+        for name in ("everything", "users")
+        if "ours" in by_row and name in by_row and len(by_row["ours"]["accuracies"]) > 1
+    }
     wrong = {task: _wrong_start(by_row) for task, by_row in table.items()}
     return {**means, "wrong_start": wrong, "by_task": by_task}
+
+
+def _standard_error(row: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Return the pooled standard deviation over the seeds, divided by the root of their number."""
+    pooled = sqrt((variance(row["accuracies"]) + variance(other["accuracies"])) / 2)
+    return pooled / sqrt(len(row["accuracies"]))
 
 
 def _best(by_row: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> float:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import synthetic_images
+from raytrain_opt.config.functions import resolve_function
 
 Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
@@ -36,7 +37,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
     "Adagrad": ({"name": "Adagrad"}, 0.01),
     "AdamW": ({"name": "AdamW", "args": {"weight_decay": 0.01}}, 0.001),
     "LARS": ({"name": "LARS", "args": {"momentum": 0.9, "weight_decay": 5e-4}}, 1.0),
-    "Muon": ({"name": "Muon"}, 0.1),
+    "Muon": ({"name": "Muon", "args": {"aux": "adamw", "aux_lr_multiplier": 0.05}}, 0.1),
+    "AdamWDecay": ({"name": "AdamW", "args": {"weight_decay": 0.05}}, 0.001),
     "ScheduleFreeSGD": ({"name": "ScheduleFreeSGD", "args": {"weight_decay": 5e-4}}, 1.0),
     "ScheduleFreeAdamW": ({"name": "ScheduleFreeAdamW", "args": {"weight_decay": 0.01}}, 0.0025),
 }
@@ -50,7 +52,10 @@ class Task:
     `network`: a named model or a function. `patch`: it sees patches of
     `patch` x `patch` pixels, so that it computes at `side / patch`, as networks for large images
     do. `crop`: padding of the random crop; 0 means no
-    augmentation, otherwise images are flipped at random too.
+    augmentation, otherwise images are flipped at random too. `source`: a set known here, or a
+    function of the folder and `side`. `task`: of the job, if it is not classification.
+    `pretrained`: a function that returns the path of the weights from which all start. `epochs`:
+    if they are not the command's; only the last one is evaluated then.
     """
 
     name: str
@@ -63,6 +68,9 @@ class Task:
     batch: int = 32
     network: str = "resnet8"
     width: int = 8
+    task: str | None = None
+    pretrained: str | None = None
+    epochs: int | None = None
 
     def scaled(self, factor: float, batch_factor: int = 1) -> Task:
         """Return the task with `factor` times the images, rounded down to full training batches.
@@ -96,7 +104,12 @@ class Task:
             for path, array in zip(paths.values(), arrays, strict=True):
                 np.save(path, array)
         x, y, test_x, test_y = (str(path) for path in paths.values())
+        weights = {}
+        if self.pretrained is not None:
+            pretrain = resolve_function(self.pretrained, "pretrained")
+            weights = {"weights": pretrain(self, root, folder)}
         return {
+            **weights,
             "name": "arrays",
             "train": [x, y],
             "test": [test_x, test_y],
@@ -116,15 +129,20 @@ class Task:
         holds_out: bool = True,
     ) -> dict[str, Any]:
         """Return a job file's contents; without `holds_out` there is no validation split."""
+        weights = {"weights": data["weights"]} if "weights" in data else {}
+        data = {key: value for key, value in data.items() if key != "weights"}
         if not holds_out:
-            data = {**data, "validation_fraction": 0}
+            data["validation_fraction"] = 0
         section = OPTIMIZERS[optimizer][0]
         patches = {"patch": self.patch} if self.patch > 1 else {}
         return {
             "model": {
                 "name": self.network,
                 "args": {"width": self.width, **patches},
+                **weights,
             },
+            **({"task": self.task} if self.task else {}),
+            **({"evaluate": {"every_epochs": epochs}} if self.epochs else {}),
             "data": data,
             "epochs": epochs,
             "global_batch_size": self.batch,
@@ -236,6 +254,9 @@ def _read(source: str, root: Path, side: int) -> tuple[Pair, Pair]:
         "synthetic": _synthetic,
     }
     try:
+        if ":" in source:
+            own: tuple[Pair, Pair] = resolve_function(source, "source")(root, side)
+            return own
         return readers[source](root, side)
     except FileNotFoundError as error:
         raise SystemExit(f"--data-root: {error.filename} does not exist. {__doc__}") from error

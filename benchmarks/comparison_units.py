@@ -82,11 +82,13 @@ class Unit:
     @property
     def key(self) -> str:
         """A digest of everything the result depends on, except versions and machine."""
+        job, task = self.job, asdict(self.setting.task)
+        job["model"].pop("weights", None)  # a path
         inputs = {
             "kind": self.kind,
             # Without the network, which the job names.
-            "task": {k: v for k, v in asdict(self.setting.task).items() if k != "network"},
-            "job": {key: value for key, value in self.job.items() if key != "data"},
+            "task": {k: v for k, v in task.items() if k != "network" and v is not None},
+            "job": {key: value for key, value in job.items() if key != "data"},
             "options": dict(self.options),
             "holds_out": self.holds_out,
             "code": _policy_digest(self.learning_rate["policy"]),
@@ -106,11 +108,9 @@ def _policy_digest(policy: str) -> str:
     if policy == "schedule":
         return ""
     search = Path(raytrain_opt.__file__).parent / "search"
-    names = (
-        ["stpt.py", "policy.py"]
-        if policy == "stpt"
-        else sorted(p.name for p in search.glob("*.py"))
-    )
+    names = ["stpt.py", "policy.py"]
+    if policy != "stpt":
+        names = [*sorted(p.name for p in search.glob("*.py")), "../config/updates.py"]
     parts = [(search / name).read_bytes() for name in names]
     if policy != "stpt":
         parts.append(HorizonPolicy(policy="stpt_horizon").model_dump_json().encode())

@@ -7,8 +7,9 @@
 Tasks: subsets of real image sets, small enough for 2 cores (comparison_tasks.py, which also
 describes FOLDER). By default five with a ResNet-8; `--tasks` also names other networks (such as an
 MLP, a VGG without BatchNorm, a vision transformer, a ConvNeXt, a GRU) and other data (labels of
-which 40 % are wrong, classes of unequal size, few images, rotations, text). The same batch, epochs
-and augmentation for all contenders of a task.
+which 40 % are wrong, classes of unequal size, few images, rotations, text), and what people bring
+in four lengths each (comparison_kinds.py: texts, a table, segmentation, fine-tuning, ...). The
+same batch, epochs and augmentation for all contenders of a task.
 With `--optimizer auto`, the default, ours chooses the optimizer and the other rows train with
 momentum SGD 0.9, weight decay 5e-4, unless they are named after another; with an optimizer named,
 all rows train with that one. Fixed schedules train on all training images. What chooses by a
@@ -31,6 +32,8 @@ cosine, linear        a warm-up of a tenth of the epochs (rounded), then the dec
                       optimizer
 muon_oracle           Muon at four rates, linear decay, the best by the test split
 adamw_oracle          AdamW at six rates, linear decay, the best by the test split
+users                 the best by the test split of what people take: AdamW at four rates, SGD at
+                      four, Muon at three, cosine with a warm-up; schedule-free AdamW at two
 everything            the best by the test split of all trainings of fixed schedules in this table,
                       with any optimizer and rate, schedule-free ones included
 asha, pbt             Ray Tune's own, with the compute of the grid (comparison_tune.py)
@@ -56,6 +59,10 @@ first; for a search on Ray Tune, everything that ran before.
 
 `summary`: differences in points and `ours_samples_ratio` (trainings of ours), means over the
 tasks, then by task. The oracle is the better of the cosine's and the linear's.
+`worst_task_points`: the lowest difference from `everything` or `users`; `tasks`: how many have
+ours; `undecided`: searches of ours that decided nothing; `standard_error`, by task: the pooled
+standard deviation over the seeds, divided by the root of their number. A difference below two of
+them is noise.
 
 `--cache FILE` keeps each finished training as a line, so an interrupted comparison continues;
 `--merge FILE ...` reads the trainings of other such files too. Neither notices changes to the code
@@ -85,13 +92,14 @@ from benchmarks.comparison_command import (
     run_comparison,
     setting_record,
 )
+from benchmarks.comparison_kinds import KINDS
 from benchmarks.comparison_rows import Row, outcome, over_seeds, rows, summary, target_of
 from benchmarks.comparison_tasks import OPTIMIZERS, OTHER_DATA, OTHER_NETWORKS, TASKS
 from benchmarks.comparison_units import Cache, Result, Setting
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.recording.recorder import versions
 
-ALL_TASKS = {**TASKS, **OTHER_NETWORKS, **OTHER_DATA}
+ALL_TASKS = {**TASKS, **OTHER_NETWORKS, **OTHER_DATA, **KINDS}
 OURS = {"policy": "stpt_horizon"}
 FULL = {"tasks": list(TASKS), "seeds": 3, "epochs": 16, "scale": 1.0}
 QUICK = {"tasks": ["cifar100_coarse_16"], "seeds": 1, "epochs": 16, "scale": 1.0}

@@ -134,6 +134,7 @@ class EvalTotals:
     metric: Metric = Metric()  # which one decides
     predictions: Predictions | None = None  # of a classifier on the test split
     failure: str = ""  # the exception that made the loss NaN
+    loss_squares: float = 0.0  # sum of the squares of the losses
 
     @property
     def means(self) -> dict[str, float]:
@@ -144,6 +145,14 @@ class EvalTotals:
     def loss(self) -> float:
         """Mean loss; not finite if the loss of any sample is not."""
         return self.means["loss"]
+
+    @property
+    def loss_error(self) -> float:
+        """Standard error of the mean loss; infinite with one sample, 0 without the squares."""
+        if self.samples < 2:
+            return math.inf
+        variance = self.loss_squares / self.samples - self.loss**2
+        return math.sqrt(max(variance, 0.0) / (self.samples - 1))
 
 
 @dataclass(frozen=True)

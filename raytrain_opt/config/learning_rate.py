@@ -130,8 +130,9 @@ class HorizonPolicy(Section):
     else 0.1."""
     horizon: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Length of a candidate's schedule in epochs, if max_search_cost allows it."""
-    max_search_cost: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Limit of the search, as a fraction of the samples of the training."""
+    max_search_cost: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    """Limit of the search, as a fraction of the samples of the training. auto: 0.2; in a small
+    training more, up to 1, so that candidates have the 300 updates that a decision needs."""
     search_on: SearchOn = Field("auto", description=_SEARCH_ON)
 
 

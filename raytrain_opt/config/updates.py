@@ -31,6 +31,9 @@ _USUAL_LRS = {
     "ScheduleFreeAdamW": 0.0025,
     "ScheduleFreeSGD": 1.0,
 }
+# The rate of Muon's second rule relative to that of matrices, by `aux`. SGD hardly moves
+# embeddings and gains; with AdamW, 0.05 and 0.15 end alike (benchmarks/RESULTS.md).
+MUON_AUX_LR_MULTIPLIERS = {"adamw": 0.05, "sgd": 1.0}
 
 
 def _default_args(section: dict[str, Any]) -> dict[str, Any]:
@@ -110,8 +113,12 @@ class OptimizerSection(NamedSection):
 
     @property
     def group_lr_multipliers(self) -> dict[str, float]:
-        """Return all factors of the rate that are not 1; `aux` is that of Muon's second rule."""
-        aux = {"aux": self.args.get("aux_lr_multiplier", 1.0)} if self.name == "Muon" else {}
+        """Return all factors of the rate that are not 1; of Muon also that of its second rule."""
+        aux = {}
+        if self.name == "Muon":
+            rule = str(self.args.get("aux", "adamw"))
+            factor = self.args.get("aux_lr_multiplier", MUON_AUX_LR_MULTIPLIERS.get(rule, 1.0))
+            aux = {"aux" if rule == "adamw" else f"aux {rule}": factor}
         return {k: f for k, f in {**aux, **self.lr_multipliers}.items() if f != 1}
 
     def broken_rules(self) -> Iterator[BrokenRule]:
@@ -134,8 +141,9 @@ class OptimizerChoiceSection(OptimizerSection):
 
     candidates: list[OptimizerSection] = Field(default_factory=list)
     """With name: auto, the search of policy stpt_horizon chooses among these; where there are too
-    few steps for that, the first one trains. Default: Muon (unless its steps would take several
-    times as long), SGD, ScheduleFreeSGD, AdamW."""
+    few steps for that, or they learn too little, the first one trains. Default: Muon, SGD,
+    ScheduleFreeSGD, AdamW; for a network without BatchNorm, GroupNorm or InstanceNorm AdamW, Muon,
+    SGD, ScheduleFreeSGD; without Muon where its steps would take several times as long."""
 
     @property
     def choices(self) -> tuple[OptimizerSection, ...]:
@@ -150,7 +158,7 @@ class OptimizerChoiceSection(OptimizerSection):
                     "clip_norm": choice.clip_norm or self.clip_norm,
                 }
             )
-            for choice in self.candidates or _USUAL_OPTIMIZERS
+            for choice in self.candidates or _usual_optimizers(channel_norm=True)
         )
 
     @property
@@ -158,10 +166,14 @@ class OptimizerChoiceSection(OptimizerSection):
         """Whether the job leaves the list to the program."""
         return self.name == "auto" and not self.candidates
 
-    def without(self, name: str) -> OptimizerChoiceSection:
-        """Return this choice among the usual optimizers without one of them."""
-        left = [candidate for candidate in _USUAL_OPTIMIZERS if candidate.name != name]
-        return self.model_copy(update={"candidates": left})
+    def usual(self, *, channel_norm: bool, muon: bool) -> OptimizerChoiceSection:
+        """Return the choice among the usual optimizers of a network, with or without Muon.
+
+        `channel_norm`: it has BatchNorm, GroupNorm or InstanceNorm.
+        """
+        usual = _usual_optimizers(channel_norm=channel_norm)
+        candidates = [choice for choice in usual if muon or choice.name != "Muon"]
+        return self.model_copy(update={"candidates": candidates})
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Refuse settings of one optimizer for `auto`, and the reverse."""
@@ -176,10 +188,12 @@ class OptimizerChoiceSection(OptimizerSection):
             yield "candidates", f"belongs to name: auto; {self.name} is one optimizer"
 
 
-_USUAL_OPTIMIZERS = (
-    OptimizerSection(name="Muon", args={"weight_decay": "auto"}),
-    *(OptimizerSection(name=name) for name in ("SGD", "ScheduleFreeSGD", "AdamW")),
-)
+def _usual_optimizers(*, channel_norm: bool) -> tuple[OptimizerSection, ...]:
+    """Return the optimizers that the search compares; the first trains where it cannot decide."""
+    muon = OptimizerSection(name="Muon", args={"weight_decay": "auto"})
+    adamw = OptimizerSection(name="AdamW")
+    sgd = (OptimizerSection(name="SGD"), OptimizerSection(name="ScheduleFreeSGD"))
+    return (muon, *sgd, adamw) if channel_norm else (adamw, muon, *sgd)
 
 
 class AverageSection(Section):

@@ -67,8 +67,9 @@ class Preflight:
     `shared` is what all processes share, until `take_shared`, `info` the sizes. `resolved` is None
     while the batch size is still to be searched. `muon_flops`: operations with which a step of
     Muon orthogonalizes, where the job may choose it; infinite if it cannot train the network.
-    `sample_flops`: of one sample's training. `channel_norm`: the network normalizes channels.
-    `problems_of_several`: why several synchronous workers could not train the network.
+    `sample_flops`: of one sample's training; `search_flops`: the same, estimated where torch does
+    not count. `channel_norm`: the network normalizes channels. `problems_of_several`: why several
+    synchronous workers could not train the network.
     """
 
     shared: SharedData
@@ -76,6 +77,7 @@ class Preflight:
     resolved: ResolvedJob | None = None
     muon_flops: float = 0.0
     sample_flops: float = 0.0
+    search_flops: float = math.inf
     channel_norm: bool = True
     problems_of_several: list[Problem] = field(default_factory=list)
 
@@ -119,13 +121,15 @@ class Preflight:
                 f"Muon is left out: orthogonalizing takes {self.muon_flops / batch_flops:.0f} "
                 "times as many operations as training a batch; optimizer.candidates can name it"
             )
-        if note is not None:
-            job = job.model_copy(update={"optimizer": job.optimizer.without("Muon")})
+        if job.optimizer.chooses_freely:
+            choice = job.optimizer.usual(channel_norm=self.channel_norm, muon=note is None)
+            job = job.model_copy(update={"optimizer": choice})
         policy = build_policy(
             job,
             steps,
             channel_norm=self.channel_norm,
             validation_size=self.info.validation_size,
+            step_flops=self.search_flops * job.global_batch_size,
         )
         return ResolvedJob(job, info, steps, policy, note)
 
@@ -331,11 +335,15 @@ def _check_model(
     if job.model.weights is not None and not resumed:
         fit_pretrained(model.state_dict(), read_pretrained(job.model), classes)
     groups = {str(o.name): group_parameters(o, model) for o in job.optimizers}
+    if job.learning_rate.policy == "stpt_horizon":
+        preflight.sample_flops = preflight.search_flops = count_flops(task, model, samples[0])
+        if math.isinf(preflight.search_flops):  # as if every weight met every input
+            weights = sum(parameter.numel() for parameter in model.parameters())
+            preflight.search_flops = 6.0 * weights * math.prod(shape or ())
     if job.optimizer.chooses_freely:
         matrices = [p.shape for g in groups["Muon"] if g["use_muon"] for p in g["params"]]
         is_complex = any(p.is_complex() for p in model.parameters())
         preflight.muon_flops = math.inf if is_complex else orthogonalization_flops(matrices)
-        preflight.sample_flops = count_flops(task, model, samples[0])
     if job.parallel.mode == "async":
         from raytrain_opt.async_training.weight_shard import split_parameters
 

@@ -15,8 +15,8 @@
 (4) moves all singular values of U to about 1: the update moves all directions alike, also those
 in which the gradient is small. A matrix with more rows than columns is transposed for it.
 This is `torch.optim.Muon`, which takes matrices only. Parameters that are not matrices (biases,
-normalization) follow a second rule, with a rate of their own if wanted: torch's SGD with momentum,
-or AdamW; their weight decay is decoupled too.
+normalization, embeddings) follow a second rule at a fixed part of the rate: torch's AdamW, or SGD
+with momentum; their weight decay is decoupled too.
 
 Matrices of equal shape are computed together, by few kernels. In a process group each rank
 computes (3) and (4) of a part of the matrices only, and the results are exchanged, as parts of the
@@ -37,6 +37,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
+from raytrain_opt.config.updates import MUON_AUX_LR_MULTIPLIERS
 from raytrain_opt.optim.batched import BatchedOptimizer, split_evenly
 
 # Jordan's, which raise small singular values fastest; they end between 0.7 and 1.2, not at 1.
@@ -46,9 +47,10 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 class Muon(BatchedOptimizer):
     """Momentum with orthogonalized updates, for any network. See `parameter_groups` for groups.
 
-    Groups with `"use_muon": False` follow the second rule, `aux`: "sgd" (with `momentum` and
-    `nesterov`) or "adamw" (with `betas` and `aux_eps`). Their rate is `lr` times
-    `aux_lr_multiplier`: it becomes the group's `lr_multiplier`, by which schedules multiply.
+    Groups with `"use_muon": False` follow the second rule, `aux`: "adamw" (with `betas` and
+    `aux_eps`) or "sgd" (with `momentum` and `nesterov`). Their rate is `lr` times
+    `aux_lr_multiplier` (default: 0.05 with adamw, 1 with sgd): it becomes the group's
+    `lr_multiplier`, by which schedules multiply.
     `ns_dtype` is the type of (4), "bfloat16" or "float32"; by default bfloat16 on a GPU, and on
     CPU, where bfloat16 is slow, at least float32. With `distributed`, the ranks of the default
     process group share the work: all take each step together, with equal weights and gradients.
@@ -68,21 +70,23 @@ class Muon(BatchedOptimizer):
         ns_steps: int = 5,
         eps: float = 1e-7,
         ns_dtype: Literal["bfloat16", "float32"] | None = None,
-        aux: Literal["sgd", "adamw"] = "sgd",
-        aux_lr_multiplier: float = 1.0,
+        aux: Literal["adamw", "sgd"] = "adamw",
+        aux_lr_multiplier: float | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         aux_eps: float = 1e-8,
         distributed: bool = False,
     ) -> None:
         settings: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         settings |= {"ns_steps": ns_steps, "eps": eps, "aux_eps": aux_eps}
+        if aux_lr_multiplier is None:
+            aux_lr_multiplier = MUON_AUX_LR_MULTIPLIERS.get(aux, 1.0)
         for name, value in {**settings, "aux_lr_multiplier": aux_lr_multiplier}.items():
             self._check(name, value, below_one=name == "momentum")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Muon: betas must be two numbers of at least 0 and below 1: {betas}")
         for name, value, choices in (
             ("ns_dtype", ns_dtype, ("bfloat16", "float32", None)),
-            ("aux", aux, ("sgd", "adamw")),
+            ("aux", aux, ("adamw", "sgd")),
         ):
             if value not in choices:
                 raise ValueError(f"Muon: {name} must be one of {choices}, not {value!r}")

@@ -19,18 +19,11 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.handler import LearnerHandler
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import TrainTotals
-from raytrain_opt.search.policy import (
-    Candidate,
-    CandidateResult,
-    TryCandidates,
-    falls_behind,
-    quarters,
-)
+from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.reductions import reduce_sums, sum_over_ranks
+from raytrain_opt.train.reductions import sum_over_ranks
 from raytrain_opt.train.state import TrainingState
-from raytrain_opt.train.task import metric_of
 
 # Of the rate of a candidate that shows whether an exception depends on the rate.
 _CONTROL_FACTOR = 1e-9
@@ -113,14 +106,10 @@ class CandidateTrainer(LearnerHandler):
     ) -> CandidateResult:
         """Train the candidate and score it."""
         learner, slot = self.learner, self.index if self._alone else -1
-        losses = TrainingLosses(learner, plan, on_step)
-        trained = sum_over_ranks(self._train(plan, candidate, losses.on_step), learner.device)
-        if losses.fell_behind:
-            metric = metric_of(learner.task)
-            return CandidateResult.stopped(candidate, trained, slot, metric, tuple(losses.losses))
+        trained = sum_over_ranks(self._train(plan, candidate, on_step), learner.device)
         part = learner.evaluate("validation", self._rank, self.world_size)
         scored = sum_over_ranks(part, learner.device)
-        return CandidateResult.of(candidate, trained, scored, slot, tuple(losses.losses))
+        return CandidateResult.of(candidate, trained, scored, slot)
 
     def _train(
         self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]
@@ -172,30 +161,6 @@ class CandidateTrainer(LearnerHandler):
             digest = executor.submit(state.digest)
             ref = self.states.put(state_id, state)
             return replace(ref, sha256=digest.result())
-
-
-class TrainingLosses:
-    """The training losses of a candidate, over all ranks; stops it where it falls behind."""
-
-    def __init__(
-        self, learner: Learner, plan: TryCandidates, on_step: Callable[[int], object]
-    ) -> None:
-        self.losses: list[float] = []
-        self.fell_behind = False
-        self._learner, self._rival, self._on_step = learner, plan.rival, on_step
-        self._quarters = quarters(plan.pretrain_steps)
-        self._before = (0.0, 0.0)
-
-    def on_step(self, done: int) -> object:
-        """Return whether to stop before the next step."""
-        if done in self._quarters:
-            loss_sum, samples = reduce_sums(self._learner.phase_sums(), self._learner.device)
-            before_sum, before_samples = self._before
-            part = max(samples - before_samples, 1)  # all samples may have been unreadable
-            self.losses.append((loss_sum - before_sum) / part)
-            self._before = loss_sum, samples
-            self.fell_behind = falls_behind(self.losses, self._rival)
-        return self.fell_behind or self._on_step(done)
 
 
 def _shifted(on_step: OnStep, offset: int, total: int) -> Callable[[int], object]:

@@ -16,6 +16,7 @@ from pydantic import Field
 from raytrain_opt.recording.base import Number, Record, RecordPart, Timings
 from raytrain_opt.results import Metric, Probe
 from raytrain_opt.search.noise_scale import NoiseScale, NoiseScaleSummary
+from raytrain_opt.search.policy import NOT_DECIDED
 
 if TYPE_CHECKING:
     from raytrain_opt.search.policy import CandidateResult, Decision, TryCandidates
@@ -32,17 +33,12 @@ class CandidateRecord(RecordPart):
     score: Number = Field(description="Score that the policy compares; higher is better.")
     val_metric: Number = Field(description="`metric` on the validation split.")
     val_loss: Number = Field(description="Mean loss on the validation split.")
+    val_loss_error: Number = Field(0.0, description="Its standard error over the samples.")
     train_loss: Number = Field(description="Mean training loss over the pre-training.")
     duration_s: Number = Field(description="Compute time of pre-training and scoring.")
     slot: int = Field(description="Slot that trained it; -1: all workers did, or it was lost.")
-    status: Literal["ok", "diverged", "stopped", "lost"] = Field(
-        description="ok; diverged (a loss is not finite); stopped (its loss fell less than half "
-        "as far as that of another candidate of as many steps); lost (its slot died too often)."
-    )
-    losses: tuple[Number, ...] = Field(
-        (),
-        description="Mean training loss of the first step, and until a quarter, a half and three "
-        "quarters of the steps.",
+    status: Literal["ok", "diverged", "lost"] = Field(
+        description="ok; diverged (a loss is not finite); lost (its slot died too often)."
     )
     failure: str = Field(
         "", description="Exception of its training or scoring, which counts as diverged; or empty."
@@ -86,6 +82,11 @@ class RoundRecord(Record):
     timings_s: Timings = Field(
         default_factory=dict, description="Seconds of the round, and of the epoch so far, by part."
     )
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the usual rate trains after the round, because no candidate learned enough."""
+        return self.reason.startswith(NOT_DECIDED)
 
     @cached_property
     def chosen(self) -> CandidateRecord | None:

@@ -10,7 +10,6 @@ from raytrain_opt.report.axes import draw_line, plain_log
 from raytrain_opt.report.formatting import plain, rate, times
 from raytrain_opt.report.plots import SERIES, Plot, color, draw
 from raytrain_opt.report.run_reader import RunRecords
-from raytrain_opt.search.policy import quarters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +26,7 @@ def search_plots(run: RunRecords) -> list[Plot]:
         return []
     lengths = sorted({record.pretrain_steps for record in rounds})
     peak = None if rounds[-1].winner is None else rounds[-1].next_base_lr
+    undecided = rounds[-1].is_undecided
 
     def paint(axes: Axes) -> None:
         lines = {(o, n): _points(rounds, o, n) for o in optimizers for n in lengths}
@@ -40,7 +40,8 @@ def search_plots(run: RunRecords) -> list[Plot]:
             label = optimizer if steps == lengths[0] else None
             draw_line(axes, points, style, color=hue, marker="o", markersize=4, label=label)
         if peak is not None:
-            axes.axvline(peak, color=color("ink"), linewidth=1, label="chosen peak")
+            label = "usual rate" if undecided else "chosen peak"
+            axes.axvline(peak, color=color("ink"), linewidth=1, label=label)
         plain_log(axes, "x")
         axes.set(xlabel="peak learning rate", ylabel="validation loss")
 
@@ -51,45 +52,7 @@ def search_plots(run: RunRecords) -> list[Plot]:
         + " ".join(f"{name} {outcome}." for name, outcome in outcomes(rounds).items())
         + " All values are in the table of rounds."
     )
-    return [
-        draw("search", "Search before the first epoch", caption, paint),
-        _losses(rounds, optimizers),
-    ]
-
-
-def _losses(rounds: Sequence[RoundRecord], optimizers: Sequence[str]) -> Plot:
-    """Plot the training loss within the longest schedules of each optimizer."""
-
-    def paint(axes: Axes) -> None:
-        for index, optimizer in enumerate(optimizers):
-            own = [
-                (record.pretrain_steps, candidate)
-                for record in rounds
-                for candidate in record.candidates
-                if candidate.optimizer == optimizer
-            ]
-            longest, hue = max(steps for steps, _ in own), color(SERIES[index % len(SERIES)])
-            for number, candidate in enumerate(c for steps, c in own if steps == longest):
-                marks = zip(sorted(quarters(longest)), candidate.losses, strict=False)
-                points = [(step, loss) for step, loss in marks if loss is not None]
-                label = None if number else optimizer
-                draw_line(axes, points, "-", color=hue, linewidth=1, label=label)
-                if candidate.status != "ok":
-                    draw_line(axes, points[-1:], "x", color=hue)
-        losses = [c.losses for r in rounds for c in r.candidates if c.losses]
-        if losses:
-            first = max(of_candidate[0] or 0.0 for of_candidate in losses)
-            lowest = min(loss or 0.0 for of_candidate in losses for loss in of_candidate)
-            # Rates that are too high go far above.
-            axes.set_ylim(min(0.0, lowest), first + 0.5 * abs(first))
-        axes.set(xlabel="steps", ylabel="training loss")
-
-    caption = (
-        "Mean training loss of each candidate's first step, and until a quarter, a half and three "
-        "quarters of its steps; the longest schedules of each optimizer. A cross: it diverged, or "
-        "was stopped because its loss had fallen less than half as far as the best one's."
-    )
-    return draw("search_losses", "Candidates: training loss", caption, paint)
+    return [draw("search", "Search before the first epoch", caption, paint)]
 
 
 def _points(
@@ -119,6 +82,7 @@ def outcomes(rounds: Sequence[RoundRecord]) -> dict[str, str]:
     optimizers = list(dict.fromkeys(optimizer for optimizer, _ in tried))
     longest = {o: max(steps for other, steps in tried if other == o) for o in optimizers}
     winner = rounds[-1].winner if rounds else None  # perhaps a candidate of an earlier round
+    undecided = bool(rounds) and rounds[-1].is_undecided
     chosen = {o for (o, _), candidates in tried.items() for c in candidates if c.index == winner}
     best = {
         key: min(scored, key=lambda c: c.val_loss or 0.0)
@@ -131,9 +95,9 @@ def outcomes(rounds: Sequence[RoundRecord]) -> dict[str, str]:
         went_on = [o for o in optimizers if o != optimizer and (o in chosen or longest[o] > steps)]
         rivals = [best[o, steps] for o in went_on if (o, steps) in best]
         rival = min(rivals, key=lambda c: c.val_loss or 0.0, default=None)
-        trained = max(_trained_steps(c, steps) for c in candidates)
         how = "left after" if chosen else "so far has"
-        text = "was chosen" if optimizer in chosen else f"{how} {times(trained, 'step')}"
+        trains = "trains, which was not decided" if undecided else "was chosen"
+        text = trains if optimizer in chosen else f"{how} {times(steps, 'step')}"
         if own:
             text += f": lowest loss {plain(own.val_loss)} at {rate(own.lr)}"
             if rival and optimizer not in chosen:
@@ -141,23 +105,8 @@ def outcomes(rounds: Sequence[RoundRecord]) -> dict[str, str]:
         else:
             of_length = f" of {steps} steps" if any(o == optimizer for o, _ in best) else ""
             text += f": all its candidates{of_length} "
-            words = {"lost": "were lost", "stopped": "fell behind"}
+            words = {"lost": "were lost"}
             text += " or ".join(sorted({words.get(c.status, c.status) for c in candidates}))
-            stopped = [c for c in candidates if c.status == "stopped"]
-            if stopped and rival:
-                last = max(stopped, key=lambda c: len(c.losses))
-                text += f", training loss {plain(last.losses[-1])} against "
-                text += f"{plain(rival.losses[len(last.losses) - 1])} of {rival.optimizer}"
-        total = sum(
-            _trained_steps(c, n) for (o, n), all_ in tried.items() if o == optimizer for c in all_
-        )
+        total = sum(n * len(all_) for (o, n), all_ in tried.items() if o == optimizer)
         texts[optimizer] = f"{text}; {times(total, 'step')} in all"
     return texts
-
-
-def _trained_steps(candidate: CandidateRecord, steps: int) -> int:
-    """Return how many of its steps a candidate trained: it may have ended within its schedule."""
-    losses = candidate.losses
-    if losses and (candidate.status == "stopped" or losses[-1] is None):
-        return sorted(quarters(steps))[len(losses) - 1]
-    return steps

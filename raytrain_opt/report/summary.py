@@ -161,6 +161,8 @@ def _search_gain_sentences(run: RunRecords) -> Iterator[str]:
 def _found_sentence(searched: Sequence[RoundRecord], initial: float | None) -> str:
     """State the peak, and which optimizer won if there were several."""
     peak = searched[-1].next_base_lr
+    if searched[-1].is_undecided:
+        return f"The search before the first epoch has {searched[-1].reason}."
     candidates = [candidate for record in searched for candidate in record.candidates]
     optimizers = list(dict.fromkeys(candidate.optimizer for candidate in candidates))
     if len(optimizers) > 1:

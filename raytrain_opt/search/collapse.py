@@ -6,14 +6,14 @@ revives it. So its losses are compared with what the search predicts:
 
     L    training loss of the epoch
     F    that of the first epoch
-    U    that of the candidate that hardly trained, in the third quarter of its steps
+    U    validation loss of the candidate that hardly trained
     C    that of the candidate that was chosen, likewise
 
     collapsed   L or the weights are not finite; or, in an epoch between a tenth and a quarter of
                 them, L > U - max(U - C, 0.02 U) / 2 (it has not learned half of what C had)
                 and L > F
 
-U and C are of a few batches, which noise may make unlike others; L and F are of the same samples.
+U and C are of held-out samples, which may be unlike others; L and F are of the same samples.
 Where a training learns anything, however little, L is below F.
 
 A collapsed training starts from the initial weights, for the epochs that are left. In the second
@@ -85,7 +85,7 @@ def _loss_limit(history: History) -> float:
     if chosen is None:
         return math.inf
     untrained = hardly_trained(rounds_of(chosen.candidate.optimizer, history.decisions))
-    if untrained is None or not (untrained.losses and chosen.losses):
+    if untrained is None:
         return math.inf
-    start = untrained.losses[-1]
-    return start - max(start - chosen.losses[-1], TOLERANCE * abs(start)) / 2
+    start = untrained.val_loss
+    return start - max(start - chosen.val_loss, TOLERANCE * abs(start)) / 2

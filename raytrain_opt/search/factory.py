@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from raytrain_opt.config.learning_rate import HorizonPolicy, SchedulePolicy, StptPolicy
@@ -26,17 +27,22 @@ _ENDLESS_STEPS = 2**53
 
 
 def build_policy(
-    job: Job, steps: EpochSteps, *, channel_norm: bool = True, validation_size: int = 0
+    job: Job,
+    steps: EpochSteps,
+    *,
+    channel_norm: bool = True,
+    validation_size: int = 0,
+    step_flops: float = math.inf,
 ) -> Policy:
     """Build the job's policy. Raises JobError if it does not match the steps per epoch.
 
     `channel_norm`: the network normalizes channels; `validation_size`: samples of the validation
-    split; see `HorizonStpt`.
+    split; `step_flops`: operations of an update; see `HorizonStpt`.
     """
     section = job.learning_rate
     if isinstance(section, HorizonPolicy):
         return HorizonStpt(
-            section, job.epochs, steps, job.optimizers, channel_norm, validation_size
+            section, job.epochs, steps, job.optimizers, channel_norm, validation_size, step_flops
         )
     if isinstance(section, SchedulePolicy):
         schedule: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)

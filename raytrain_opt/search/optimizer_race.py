@@ -6,7 +6,8 @@ Each optimizer has a search of its own (see `peak_search`), with candidates of e
     one   the fine stage: the first of the list
     one   the first candidate of the fine stage: the other one with the lowest coarse loss. It
           leaves if its loss is clearly higher, else it gets the complete stage
-    then  the one whose fine candidate has the lowest loss, with its peak
+    then  the first of the list, or the other one if its fine candidate is better, with its peak;
+          if no candidate has learned anything, the first at its usual rate (see `evidence`)
 
 Schedules of the fine stage put optimizers in the order of full trainings where those do not
 overfit (`benchmarks/RESULTS.md`); differences after the coarse stage are small, so the first of
@@ -17,10 +18,11 @@ diverge leaves the race.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raytrain_opt.errors import DivergedError
+from raytrain_opt.search.evidence import has_learned, is_better, noise
 from raytrain_opt.search.peak_search import (
     COARSE,
     FINE,
@@ -28,6 +30,7 @@ from raytrain_opt.search.peak_search import (
     PeakChoice,
     PeakRequest,
     PeakSearch,
+    hardly_trained,
     point_to_lr,
     steps_left,
 )
@@ -74,22 +77,45 @@ class OptimizerRace:
                 f"{shown_failure(result for r in rounds for result in r.tried)}"
             )
         left.sort(key=lambda i: (i > 0, _lowest_loss(rounds_of(i, rounds), COARSE)))
-        finalists = left[:_FINALISTS]
-        losses: dict[int, float] = {}
-        for index in finalists:
+        first, *others = left[:_FINALISTS]
+        for index in (first, *others):
             own, request = rounds_of(index, rounds), following[index]
-            losses[index] = _lowest_loss(own)
-            first = finalists[0]
-            if isinstance(request, PeakRequest) and not _is_behind(own, losses[first]):
+            if isinstance(request, PeakRequest) and not _is_behind(
+                own, _lowest_loss(rounds_of(first, rounds))
+            ):
                 return index, request if index == first else _single(request, self.names[first])
-        best = min(finalists, key=lambda index: losses[index])
-        choice = following[best]
+        bests = {index: _best(rounds_of(index, rounds)) for index in (first, *others)}
+        chosen = next((i for i in others if is_better(bests[i], bests[first])), first)
+        untrained = max(_untrained_loss(rounds_of(index, rounds)) for index in left)
+        if not has_learned(bests[chosen], untrained):
+            return first, self._usual(first, bests, untrained)
+        choice = following[chosen]
         assert isinstance(choice, PeakChoice)
-        if len(finalists) > 1:
-            listed = ", ".join(f"{self.names[i]} {loss:.3f}" for i, loss in losses.items())
-            reason = f"{self.names[best]} has the lowest loss ({listed}); {choice.reason}"
-            choice = replace(choice, reason=reason)
-        return best, choice
+        return chosen, replace(choice, reason=self._compared(chosen, bests) + choice.reason)
+
+    def _compared(self, chosen: int, bests: Mapping[int, CandidateResult]) -> str:
+        """Say how the chosen optimizer compares with the other finalist, if there is one."""
+        if len(bests) == 1:
+            return ""
+        listed = ", ".join(f"{self.names[i]} {best.val_loss:.3f}" for i, best in bests.items())
+        error = max(best.val_loss_error for best in bests.values())
+        listed += f"; standard error {error:.2g}" if error else ""
+        is_lowest = bests[chosen].val_loss == min(best.val_loss for best in bests.values())
+        how = "has the lowest loss" if is_lowest else "stays: none is better by more than noise"
+        return f"{self.names[chosen]} {how} ({listed}); "
+
+    def _usual(
+        self, first: int, bests: Mapping[int, CandidateResult], untrained: float
+    ) -> PeakChoice:
+        """Return the usual rate of an optimizer, because no candidate has learned anything."""
+        best = min(bests.values(), key=lambda result: result.val_loss)
+        rate = self.searches[first].initial
+        reason = (
+            f"the best candidate's loss of {best.val_loss:.4g} is below that of a network that "
+            f"hardly trained, {untrained:.4g}, by less than the noise, "
+            f"{noise(best, untrained):.2g}; so {self.names[first]} at its usual rate"
+        )
+        return PeakChoice(bests[first], rate, reason, is_decided=False)
 
     def _next_of(self, index: int, rounds: Sequence[Decision]) -> PeakRequest | PeakChoice | None:
         """Return what the search of one optimizer does next; None if it left the race."""
@@ -115,7 +141,7 @@ def is_too_costly(step_flops: float, batch_flops: float, steps: float) -> bool:
 def all_diverged(rounds: Sequence[Decision]) -> bool:
     """Return whether all candidates of the last round's optimizer and stage diverged."""
     own = rounds_of(optimizer_of(rounds[-1]), rounds)
-    return math.isinf(_lowest_loss(own)) and not _has_stopped(own)
+    return math.isinf(_lowest_loss(own))
 
 
 def optimizer_of(decision: Decision) -> int:
@@ -135,11 +161,6 @@ def _is_behind(own: Sequence[Decision], first: float) -> bool:
     return _lowest_loss(own) > first + TOLERANCE * abs(first)
 
 
-def _has_stopped(own: Sequence[Decision]) -> bool:
-    """Return whether candidates of the last stage fell behind those of another optimizer."""
-    return any(r.status == "stopped" for d in own if d.stage == own[-1].stage for r in d.tried)
-
-
 def _single(request: PeakRequest, against: str) -> PeakRequest:
     """Return the middle candidate of several, which shows whether there is a need for more."""
     if len(request.points) == 1:
@@ -154,3 +175,16 @@ def _lowest_loss(rounds: Sequence[Decision], stage: str | None = None) -> float:
     stage = stage or rounds[-1].stage
     tried: list[CandidateResult] = [r for d in rounds if d.stage == stage for r in d.tried]
     return min((r.val_loss for r in tried if r.status == "ok"), default=float("inf"))
+
+
+def _best(rounds: Sequence[Decision]) -> CandidateResult:
+    """Return the best candidate of the last stage; where all of it diverged, of all."""
+    tried = [r for d in rounds for r in d.tried if r.status == "ok"]
+    last = {r.candidate.index for d in rounds if d.stage == rounds[-1].stage for r in d.tried}
+    return min(tried, key=lambda r: (r.candidate.index not in last, r.val_loss))
+
+
+def _untrained_loss(rounds: Sequence[Decision]) -> float:
+    """Return the loss of an optimizer's candidate that hardly trained."""
+    result = hardly_trained(rounds)
+    return -math.inf if result is None else result.val_loss

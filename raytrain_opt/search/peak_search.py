@@ -74,16 +74,12 @@ def steps_left(budget_steps: float, rounds: Sequence[Decision]) -> float:
 
 @dataclass(frozen=True)
 class PeakRequest:
-    """Candidates to train next, `steps` each, from the first step of the first epoch.
-
-    `is_higher`: their rate is above all that were tried; its loss is behind until the rate falls.
-    """
+    """Candidates to train next, `steps` each, from the first step of the first epoch."""
 
     stage: str
     points: tuple[int, ...]
     steps: int
     reason: str
-    is_higher: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,11 +89,12 @@ class PeakChoice:
     result: CandidateResult
     lr: float
     reason: str
+    is_decided: bool = True  # by the candidates; else it is the usual rate
 
 
 @dataclass(frozen=True)
 class _Trials:
-    """The results of a stage by point: scored ones in `alive`; others diverged or stopped."""
+    """The results of a stage by point: scored ones in `alive`; others diverged."""
 
     alive: dict[int, CandidateResult]
     failed: frozenset[int]
@@ -181,8 +178,7 @@ class PeakSearch:
         if beyond is not None and self._may_extend(rounds, trials):
             why = "the best is at the edge" if trials.alive else "all diverged"
             reason = f"{why}: next {point_to_lr(beyond):.3g}"
-            is_higher = beyond > max(trials.tried)
-            return PeakRequest(stage, (beyond,), rounds[-1].steps, reason, is_higher=is_higher)
+            return PeakRequest(stage, (beyond,), rounds[-1].steps, reason)
         if stage == COARSE:
             return self._fine(trials, rounds)
         return self._choose_peak(trials, rounds)

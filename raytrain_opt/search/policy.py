@@ -17,6 +17,9 @@ from raytrain_opt.results import EvalTotals, Metric, TrainTotals
 
 Score = Literal["val_metric", "val_loss"]
 
+# How the reason of a round begins after which the usual rate trains, not what candidates say.
+NOT_DECIDED = "not decided: "
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -50,7 +53,6 @@ class TryCandidates:
     keeps_winner: bool = False  # the run continues from the winner's state
     stage: str = ""  # which question of the policy the round answers
     fresh_statistics: bool = False  # of BatchNorm, taken anew before the score
-    rival: tuple[float, ...] = ()  # `losses` of a candidate of as many steps; see `falls_behind`
 
     @property
     def pretrain_steps(self) -> int:
@@ -100,7 +102,7 @@ class CandidateResult:
     """Scores and costs of one candidate."""
 
     candidate: Candidate
-    status: str  # ok, diverged, stopped (it fell behind), or lost (its slot died too often)
+    status: str  # ok, diverged, or lost (its slot died too often)
     val_metric: float  # mean of the `metric` that decides, on the validation split
     val_loss: float
     train_loss: float
@@ -110,18 +112,12 @@ class CandidateResult:
     slot: int  # -1 when it was lost, or all workers trained it together
     val_samples: int = 0  # of the validation split
     metric: Metric = Metric()
-    # Mean training losses: of the first step, and of the parts that end at `quarters`.
-    losses: tuple[float, ...] = ()
     failure: str = ""  # the exception that its training or scoring raised
+    val_loss_error: float = 0.0  # standard error of `val_loss` over the samples
 
     @classmethod
     def of(
-        cls,
-        candidate: Candidate,
-        trained: TrainTotals,
-        scored: EvalTotals,
-        slot: int,
-        losses: tuple[float, ...] = (),
+        cls, candidate: Candidate, trained: TrainTotals, scored: EvalTotals, slot: int
     ) -> CandidateResult:
         """Build the result from the candidate's training and its evaluation."""
         value = scored.means[scored.metric.name]
@@ -137,33 +133,8 @@ class CandidateResult:
             slot=slot,
             val_samples=scored.samples,
             metric=scored.metric,
-            losses=losses,
+            val_loss_error=scored.loss_error,
             failure=trained.failure or scored.failure,
-        )
-
-    @classmethod
-    def stopped(
-        cls,
-        candidate: Candidate,
-        trained: TrainTotals,
-        slot: int,
-        metric: Metric,
-        losses: tuple[float, ...],
-    ) -> CandidateResult:
-        """Return the result of a candidate that was stopped within its schedule, without score."""
-        return cls(
-            candidate,
-            "stopped" if is_finite(trained.loss) else "diverged",
-            val_metric=math.nan,
-            val_loss=math.nan,
-            train_loss=trained.loss,
-            samples=trained.samples,
-            train_s=trained.duration_s,
-            score_s=0.0,
-            slot=slot,
-            metric=metric,
-            losses=losses,
-            failure=trained.failure,
         )
 
     @classmethod
@@ -276,23 +247,3 @@ def shown_failure(results: Iterable[CandidateResult]) -> str:
 def is_finite(*values: float) -> bool:
     """Return whether no value is infinite or NaN."""
     return all(math.isfinite(value) for value in values)
-
-
-def quarters(steps: int) -> frozenset[int]:
-    """Return after which of a candidate's steps its training loss is looked at."""
-    return frozenset({1, *(steps * quarter // 4 for quarter in (1, 2, 3))} - {0})
-
-
-def falls_behind(losses: Sequence[float], rival: Sequence[float]) -> bool:
-    """Return whether a candidate should stop: its loss is not finite, or has hardly fallen.
-
-    Both saw the same batches from the same weights. From half of the steps on, a candidate stops
-    whose training loss has fallen by less than half as far as its rival's: such a candidate has
-    hardly any weight in the choice of the peak (the fourth power of its gain, `peak_search`), and
-    loses against another optimizer.
-    """
-    if not is_finite(losses[-1]):
-        return True
-    if len(losses) < 3 or len(rival) < len(losses):
-        return False
-    return losses[0] - losses[-1] < (rival[0] - rival[len(losses) - 1]) / 2

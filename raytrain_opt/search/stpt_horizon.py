@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raytrain_opt.config.learning_rate import HorizonPolicy
+from raytrain_opt.config.learning_rate import FINE_TUNING_LR, HorizonPolicy
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.optim.schedules import RelativeSchedule
@@ -28,13 +28,13 @@ from raytrain_opt.search.collapse import Attempt, latest_attempt, may_restart
 from raytrain_opt.search.optimizer_race import OptimizerRace, all_diverged
 from raytrain_opt.search.peak_search import (
     FEWEST_STEPS,
-    FINE,
     CandidateSteps,
     PeakRequest,
     PeakSearch,
     point_to_lr,
 )
 from raytrain_opt.search.policy import (
+    NOT_DECIDED,
     Candidate,
     CandidateResult,
     Decision,
@@ -55,9 +55,10 @@ _SGD_LR = 0.1
 # their own: a smaller peak gains nothing there (benchmarks/RESULTS.md).
 _WITHOUT_CHANNEL_NORM = 0.5
 
-# Of fewer steps, the losses of a quarter are noise and those of a lower rate have hardly begun to
-# fall: with 19, the best rate was stopped in two of six searches (benchmarks/RESULTS.md).
-FEWEST_COMPARED = 24
+# The cost of a search with max_search_cost: auto, unless the training is a small one. With so many
+# updates the search decides as full trainings do (benchmarks/RESULTS.md), and in so many
+# operations they take minutes of some cores, a second of a GPU.
+_USUAL_COST, _DECISIVE_STEPS, _SMALL_SEARCH_FLOPS = 0.2, 300, 1e14
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class HorizonStpt(Policy):
     optimizers: tuple[OptimizerSection, ...]
     channel_norm: bool = True  # the network has BatchNorm, GroupNorm or InstanceNorm
     validation_size: int = 0  # samples of the validation split
+    step_flops: float = math.inf  # operations of an update
 
     def schedule(self, optimizer: int) -> RelativeSchedule:
         """Return the schedule of the full training, relative to the peak."""
@@ -94,13 +96,34 @@ class HorizonStpt(Policy):
 
     def race(self, history: History) -> OptimizerRace:
         """Return the search before epoch 1: of the first optimizer only, if too short for all."""
-        cost = self.section.max_search_cost
-        if self.epochs is None:  # the search is a part of the time
-            budget = history.plans[0].total_steps * cost / (1 + cost)
-        else:
-            budget = cost * self.epochs * self.steps.first
+        budget = self._budget(history)
         race = self._race(self.optimizers, budget)
         return race if race.is_possible else self._race(self.optimizers[:1], budget)
+
+    def _budget(self, history: History) -> float:
+        """Return the updates of all candidates; auto lets the search of a small training decide.
+
+        The search of a training for a time is a part of it.
+        """
+        cost, steps = self.section.max_search_cost, self._updates(history)
+        fraction = _USUAL_COST if cost == "auto" else cost
+        if self.epochs is None:
+            return steps * fraction / (1 + fraction)
+        if cost != "auto":
+            return fraction * steps
+        is_small = _DECISIVE_STEPS * self.step_flops <= _SMALL_SEARCH_FLOPS
+        return max(fraction * steps, min(_DECISIVE_STEPS, steps) if is_small else 0)
+
+    def _cost(self, history: History, budget: float) -> str:
+        """Say what the search may cost."""
+        part = budget / self._updates(history)
+        return f"a search of at most {budget:.0f} updates, {part:.2g} of the training"
+
+    def _updates(self, history: History) -> int:
+        """Return the updates of the training, as planned at first."""
+        if self.epochs is None:
+            return history.plans[0].total_steps
+        return self.epochs * self.steps.first
 
     def _race(self, optimizers: Sequence[OptimizerSection], budget: float) -> OptimizerRace:
         steps = CandidateSteps.within(
@@ -121,11 +144,15 @@ class HorizonStpt(Policy):
         return 1.0 if self.channel_norm else _WITHOUT_CHANNEL_NORM
 
     def _initial(self, optimizer: int) -> float:
-        """Return the rate at which the search starts; the job's is that of SGD among several."""
-        if len(self.optimizers) == 1:
-            return self.section.initial
+        """Return the rate at which the search starts, and which trains if it cannot decide.
+
+        The job's is that of SGD among several; so is the default.
+        """
+        initial = self.section.initial
+        if len(self.optimizers) == 1 and initial not in (_SGD_LR, FINE_TUNING_LR):
+            return initial
         usual_lr = self.optimizers[optimizer].usual_lr or _SGD_LR
-        return self.section.initial * usual_lr / _SGD_LR
+        return initial * usual_lr / _SGD_LR
 
     def next(self, epoch: int, history: History) -> TryCandidates | TrainEpoch:
         """Return a round before epoch 1, or an epoch. Raises DivergedError when all diverged."""
@@ -157,8 +184,12 @@ class HorizonStpt(Policy):
         optimizer, following = race.next(rounds)
         name = f"{self.optimizers[optimizer].name}, " if len(self.optimizers) > 1 else ""
         if isinstance(following, PeakRequest):
-            return replace(undecided, reason=f"next {name}{following.stage}: {following.reason}")
-        reason = f"{name}peak {following.lr:.3g}: {following.reason}"
+            reason = f"next {name}{following.stage}: {following.reason}"
+            if not history.decisions:
+                reason = f"{self._cost(history, race.budget_steps)}; {reason}"
+            return replace(undecided, reason=reason)
+        how = "" if following.is_decided else NOT_DECIDED
+        reason = f"{how}{name}peak {following.lr:.3g}: {following.reason}"
         return replace(
             undecided,
             winner=following.result,
@@ -187,7 +218,6 @@ class HorizonStpt(Policy):
             self.schedule(optimizer).compressed(request.steps),
             stage=request.stage,
             fresh_statistics=True,
-            rival=_rival(history.decisions, request),
         )
 
     def _train(self, epoch: int, history: History) -> TrainEpoch:
@@ -195,8 +225,7 @@ class HorizonStpt(Policy):
         span, own = self.span(epoch, history, attempt.start), attempt.own(history)
         found = history.latest
         optimizer = found.next_optimizer if found else 0
-        is_usual = len(self.optimizers) > 1  # not a rate that the job gives
-        start = self._initial(optimizer) * (self._peak_factor if is_usual else 1.0)
+        start = self._initial(optimizer)
         peak = (found.next_base_lr if found else start) * attempt.lr_factor
         schedule = self.schedule(optimizer)
         how = "constant rate" if schedule.shape == "constant" else f"{schedule.shape} decay from"
@@ -241,15 +270,3 @@ class HorizonStpt(Policy):
         if self.epochs is None or not self.validation_size:
             return None
         return Watch.of(self.epochs - attempt.start, channel_norm=self.channel_norm)
-
-
-def _rival(rounds: Sequence[Decision], request: PeakRequest) -> tuple[float, ...]:
-    """Return the training losses of the best candidate so far of as many steps, if enough.
-
-    Coarse candidates also say what hardly trained weights are worth, so none of them stops. Nor
-    does a rate above all others.
-    """
-    if request.stage != FINE or request.is_higher or request.steps < FEWEST_COMPARED:
-        return ()
-    tried = [r for d in rounds if d.steps == request.steps for r in d.tried if r.status == "ok"]
-    return min(tried, key=lambda result: result.val_loss).losses if tried else ()

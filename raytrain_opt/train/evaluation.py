@@ -55,7 +55,7 @@ class Evaluator:
         """
         started_s, samples, info = monotonic_s(), 0, self.data.info
         device = next(self.model.parameters()).device
-        sums = torch.zeros(len(self.names), device=device, dtype=torch.float64)
+        sums = torch.zeros(len(self.names) + 1, device=device, dtype=torch.float64)
         self.model.eval()
         split_size = info.test_size if split == "test" else info.validation_size
         total = math.ceil(split_size / (world_size * batch_size))
@@ -74,12 +74,20 @@ class Evaluator:
                 return EvalTotals(1, nothing, monotonic_s() - started_s, metric)
             if recorder is not None:
                 recorder.add(batch)
-            sums += torch.stack([values[name].double().sum() for name in self.names])
+            squares = values["loss"].double().square()
+            columns = [*(values[name].double() for name in self.names), squares]
+            sums += torch.stack([column.sum() for column in columns])
             samples += batch.size
-        named = dict(zip(self.names, sums.tolist(), strict=True))
+        *values_sums, loss_squares = sums.tolist()
+        named = dict(zip(self.names, values_sums, strict=True))
         predictions = None if recorder is None else recorder.result(info.preprocessing)
         return EvalTotals(
-            samples, named, monotonic_s() - started_s, metric_of(self.task), predictions
+            samples,
+            named,
+            monotonic_s() - started_s,
+            metric_of(self.task),
+            predictions,
+            loss_squares,
         )
 
 

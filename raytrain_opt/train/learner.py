@@ -305,10 +305,6 @@ class Learner:
         """The first exception of the latest phase that made it fail (`train.failures`)."""
         return self._phase.failure
 
-    def phase_sums(self) -> tuple[float, int]:
-        """Return the sum of the losses of this process's phase so far, and its samples."""
-        return self._phase.loss_sum.item(), self._phase.samples
-
     def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
         """Begin a phase in which single micro-batches are computed, in any order.
 

@@ -36,10 +36,12 @@ def reduce_max(values: Sequence[float], device: torch.device) -> list[float]:
 def sum_over_ranks(totals: Totals, device: torch.device) -> Totals:
     """Return the totals of the process group; times are this rank's."""
     if isinstance(totals, EvalTotals):
-        samples, *sums = reduce_sums([totals.samples, *totals.sums.values()], device)
+        columns = (totals.samples, totals.loss_squares, *totals.sums.values())
+        samples, squares, *sums = reduce_sums(columns, device)
         named = dict(zip(totals.sums, sums, strict=True))
         failure = _first_failure(totals.failure, sum(sums))
-        return replace(totals, samples=int(samples), sums=named, failure=failure)
+        summed = replace(totals, samples=int(samples), sums=named, loss_squares=squares)
+        return replace(summed, failure=failure)
     values = (totals.samples, totals.loss_sum, totals.skipped)
     samples, loss_sum, skipped = reduce_sums(values, device)
     failure = _first_failure(totals.failure, loss_sum)

@@ -50,7 +50,8 @@ def fill_gradients(params: Sequence[Any], seed: int) -> None:
 def muon(params: Sequence[Any], **settings: Any) -> Muon:
     others = [param for param in params if param.dim() == 1]
     matrices = [param for param in params if param.dim() > 1]
-    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], 1.0, **settings)
+    groups = [{"params": matrices}, {"params": others, "use_muon": False}]
+    return Muon(groups, 1.0, **{"aux": "sgd", **settings})
 
 
 def updates(params: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:

@@ -19,7 +19,6 @@ from raytrain_opt.pools.commands import MainTrain, Pretrain, SendCandidateState,
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.slot import Slot
 from raytrain_opt.pools.worker import Worker
-from raytrain_opt.search import stpt_horizon
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import Candidate, History, TryCandidates
 from raytrain_opt.train import gradient_noise
@@ -146,7 +145,6 @@ def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
 
 def main(rank: int, world_size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    stpt_horizon.FEWEST_COMPARED = 12  # the schedules here have fewer steps than usual ones
     gradient_noise.MEASURE_EVERY = 2
     results: dict[str, Any] = {"worker": {}, "slot": {}}
     connect = distribute if world_size > 1 else Parallel

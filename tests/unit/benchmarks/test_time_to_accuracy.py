@@ -17,6 +17,7 @@ import torch
 from benchmarks import comparison_command, comparison_tasks, comparison_units, in_process
 from benchmarks import comparison_rows as rows_of
 from benchmarks import time_to_accuracy as benchmark
+from benchmarks.comparison_kinds import KINDS
 from benchmarks.comparison_tasks import (
     OPTIMIZERS,
     OTHER_DATA,
@@ -268,7 +269,7 @@ def test_a_row_averages_over_seeds_and_its_reach_over_those_that_got_there() -> 
 def test_the_summary_compares_with_the_better_of_two_in_each_task() -> None:
     def record(accuracy: float, trainings: float = 1.0) -> dict[str, float]:
         reach = {"reach_trainings": trainings / 2}
-        return {"accuracy_mean": accuracy, "trainings": trainings, **reach}
+        return {"accuracy_mean": accuracy, "trainings": trainings, **reach, "undecided": 1}
 
     table = {
         "one": {
@@ -285,6 +286,8 @@ def test_the_summary_compares_with_the_better_of_two_in_each_task() -> None:
     assert summary["ours_minus_stpt_points"] is None
     assert summary["ours_samples_ratio"] == pytest.approx(1.15)
     assert summary["reach_trainings"] == pytest.approx(0.575)
+    assert (summary["tasks"], summary["undecided"]) == (2, 2)
+    assert summary["worst_task_points"] is None
     assert summary["by_task"]["reach_trainings"] == {"one": 0.6, "two": 0.55}
     assert summary["wrong_start"]["one"] == {"too_small": -2, "too_large": None}
 
@@ -293,6 +296,7 @@ def test_the_summary_compares_with_the_better_of_two_in_each_task() -> None:
     ("key", "others"),
     [
         ("ours_minus_everything_points", ["everything"]),
+        ("ours_minus_users_points", ["users"]),
         ("ours_minus_sgd_grid_points", ["cosine_oracle", "linear_oracle"]),
         ("ours_minus_schedulefree_points", ["schedulefree_default", "schedulefree_oracle"]),
     ],
@@ -304,7 +308,7 @@ def test_the_summary_compares_with_each_rival_in_the_mean_and_by_task(
         """The last of the rivals is the best one; a row that is not theirs is better still."""
         accuracies = {"ours": ours, "muon_oracle": 99.0}
         accuracies |= {name: best - n for n, name in enumerate(reversed(others))}
-        extra = {"trainings": 1.0, "reach_trainings": None}
+        extra = {"trainings": 1.0, "reach_trainings": None, "accuracies": [0.0]}
         return {name: {"accuracy_mean": value, **extra} for name, value in accuracies.items()}
 
     table = {"one": rows(50, 51), "two": rows(30, 27), "without": rows(30, 0)}
@@ -312,6 +316,8 @@ def test_the_summary_compares_with_each_rival_in_the_mean_and_by_task(
     summary = rows_of.summary(table)
     assert summary[key] == 1
     assert summary["by_task"][key] == {"one": -1, "two": 3}
+    is_worst = key in ("ours_minus_everything_points", "ours_minus_users_points")
+    assert summary["worst_task_points"] == (-1 if is_worst else None)
 
 
 def test_best_of_everything_is_the_best_fixed_schedule_of_all_families(setting: Setting) -> None:
@@ -323,6 +329,39 @@ def test_best_of_everything_is_the_best_fixed_schedule_of_all_families(setting: 
         assert {unit.key for unit in rows[name].units(setting)} < keys
     results = [result(0.01 * number, validation=-number) for number in range(27)]
     assert rows_of.outcome(rows["everything"], results, 0.0, 100)["accuracy"] == 26
+
+
+def test_the_standard_error_pools_both_rows_over_the_seeds() -> None:
+    ours = {"accuracy_mean": 51, "accuracies": [50, 52], "trainings": 1, "reach_trainings": None}
+    table = {"one": {"ours": ours, "users": {**ours, "accuracies": [49, 53]}}}
+    # Variances of 2 and 8.
+    assert rows_of.summary(table)["by_task"]["standard_error"]["one"] == pytest.approx(1.581)
+
+
+def test_what_users_take_are_13_trainings_with_a_warm_up(setting: Setting) -> None:
+    task = replace(SYNTHETIC, epochs=4)
+    units = rows_of.rows(OURS)["users"].units(replace(setting, task=task))
+    assert len({unit.key for unit in units}) == len(units) == 13
+    assert {unit.learning_rate["warmup"]["epochs"] for unit in units} == {1}
+
+
+@pytest.mark.parametrize("kind", ["encoder_600", "table", "segmentation"])
+def test_a_task_with_data_of_its_own_trains(kind: str, tmp_path: Path) -> None:
+    task = replace(KINDS[f"{kind}@100"], train=96, validation=24, batch=32, epochs=1)
+    setting = Setting(task, 0, 1, task.prepare(tmp_path, tmp_path))
+    section = {"policy": "schedule", "shape": "constant", "initial": 0.01}
+    result = compute(Unit("it", "train", setting, section, holds_out=False))
+    assert 0 < result["accuracy"] < 1
+    assert result["samples"] == 96
+    assert len(result["curve"]) == 1
+
+
+def test_the_lengths_of_a_kind_are_about_what_its_name_says() -> None:
+    for name, task in KINDS.items():
+        updates = int(name.partition("@")[2])
+        made = (task.epochs or 0) * ((task.train + task.validation) // task.batch)
+        assert 0.85 < made / updates < 1.2, name
+        assert 16 <= task.batch <= 256
 
 
 # The command.

@@ -418,12 +418,13 @@ def wide(num_classes: int) -> nn.Module:
 def test_a_run_says_once_that_muon_was_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    horizon: dict[str, Any] = {"learning_rate": {"policy": "stpt_horizon", "initial": 0.01}}
+    section = {"policy": "stpt_horizon", "initial": 0.01, "max_search_cost": 0.01}
+    horizon: dict[str, Any] = {"learning_rate": section}
     job = tiny_job(tmp_path, model=wide, global_batch_size=8, optimizer="auto", **horizon)
     first = run(job.model_copy(update={"epochs": 1}), in_process=True)
     assert "Muon is left out" in " ".join(capsys.readouterr().out.split())
     [epoch] = read_lines(first.run_dir, "epochs")
-    assert epoch["optimizer"] == "SGD"
+    assert epoch["optimizer"] == "AdamW"
     run(job, in_process=True, resume=first.run_dir)
     events = read_lines(first.run_dir, "events")
     assert [event["kind"] for event in events].count("optimizer") == 1

@@ -150,7 +150,7 @@ def test_muon_is_left_out_where_it_takes_several_times_the_operations_of_a_batch
         (small_mlp, False),
     ],
 )
-def test_the_policy_knows_whether_the_network_normalizes_channels(
+def test_the_network_decides_the_order_of_optimizers_and_whether_channels_are_normalized(
     model: Any, *, normalizes: bool
 ) -> None:
     values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": 8}
@@ -158,6 +158,11 @@ def test_the_policy_knows_whether_the_network_normalizes_channels(
     assert resolved is not None
     assert isinstance(resolved.policy, HorizonStpt)
     assert resolved.policy.channel_norm is normalizes
+    assert resolved.policy.optimizers == resolved.job.optimizers == resolved.learner.optimizers
+    names = [section.name for section in resolved.job.optimizers]
+    others = ["SGD", "ScheduleFreeSGD"]
+    assert names == (["Muon", *others, "AdamW"] if normalizes else ["AdamW", "Muon", *others])
+    assert resolved.policy.step_flops < 1e8  # so the search may take one training
 
 
 def with_extra_state(num_classes: int) -> nn.Module:

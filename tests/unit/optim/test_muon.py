@@ -83,7 +83,7 @@ def test_every_step_of_any_network_equals_the_reference(
     if channels_last:
         for param in params[:3]:
             param.data = param.data.contiguous(memory_format=torch.channels_last)
-    optimizer = Muon(groups(params), lr=0.0, aux_lr_multiplier=0.25, **settings)
+    optimizer = Muon(groups(params), lr=0.0, aux="sgd", aux_lr_multiplier=0.25, **settings)
     expected = ReferenceMuon(reference, **settings)
     for step, lr in enumerate(LRS):
         set_gradients(step, params, reference)

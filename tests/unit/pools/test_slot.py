@@ -16,7 +16,6 @@ from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.task import Classification
 from tests.support.small_jobs import small_job
 
 WORKERS, STEPS, LR = 4, 3, 0.1
@@ -65,36 +64,3 @@ def test_a_winner_that_another_slot_trains_again_reports_its_progress(tmp_path: 
     command = SendCandidateState(Pretrain(start, plan, (0, 1)), candidate, 1)
     slot.handle(command, lambda done, total: progress.append((done, total)))
     assert progress == [(done, STEPS) for done in range(STEPS)]
-
-
-STEPS_OF_RACE = 8
-
-
-@pytest.mark.parametrize(
-    ("lr", "rival", "status", "steps"),
-    [
-        (LR, (), "ok", 8),
-        (1e-9, (3.0, 2.0, 1.0, 0.5), "stopped", 4),
-        (1e-9, (3.0, 3.0, 3.0, 1.0), "stopped", 6),
-        (LR, (2.31, 2.3, 2.3, 2.3), "ok", 8),
-        (1e30, (), "diverged", 2),  # looked at after steps 1, 2, 4 and 6
-    ],
-)
-def test_a_candidate_that_falls_behind_or_diverges_stops_within_its_schedule(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lr: float,
-    rival: tuple[float, ...],
-    status: str,
-    steps: int,
-) -> None:
-    monkeypatch.setattr(Classification, "metric", "top5")
-    states = InProcessStates()
-    slot = Slot(open_learner(tmp_path), 0, states, None)
-    start = states.put("start", slot.learner.state(copy=True))
-    shape = (1.0,) * STEPS_OF_RACE
-    plan = TryCandidates(1, lr, "", (Candidate(0, 1.0, lr),), shape, rival=rival)
-    (result,) = slot.handle(Pretrain(start, plan, (0,)), lambda _done, _total: None).results
-    assert (result.status, result.samples) == (status, 64 * steps)
-    assert result.metric.name == "top5"
-    assert len(result.losses) == sum(step <= steps for step in (1, 2, 4, 6))

@@ -383,16 +383,17 @@ def test_a_race_of_optimizers_is_shown_with_who_left_when_and_why(tmp_path: Path
     assert {"AdamW", "Muon", "chosen peak"} <= set(page.texts)
 
 
-def test_a_finalist_that_was_stopped_left_because_it_fell_behind(tmp_path: Path) -> None:
-    finalist, first = race_line(6, "AdamW", 36), race_line(9, "Muon", 36, winner=9)
-    for candidate in finalist["candidates"]:
-        candidate.update(status="stopped", val_loss=None, losses=[2.5, 2.4, 2.3])
-    for candidate in first["candidates"]:
-        candidate.update(losses=[2.5, 2.2, 1.9, 1.6])
-    page = race_page(tmp_path, race_line(0, "AdamW", 9), race_line(3, "Muon", 9), finalist, first)
-    why = "all its candidates of 36 steps fell behind, training loss 2.3 against 1.9 of Muon"
-    assert f"AdamW left after 18 steps: {why}; 81 steps in all." in page.text
-    assert "Candidates: training loss" in page.text
+def test_a_search_that_decided_nothing_is_not_shown_as_a_choice(tmp_path: Path) -> None:
+    reason = "not decided: Muon, peak 0.1: the best candidate's loss is noise"
+    page = race_page(
+        tmp_path,
+        race_line(0, "AdamW", 9),
+        race_line(3, "Muon", 9, winner=4, next_base_lr=0.1, reason=reason),
+    )
+    assert f"The search before the first epoch has {reason}." in page.text
+    assert "Muon trains, which was not decided: lowest loss 0.05 at 0.05; 27 steps" in page.text
+    assert "was chosen" not in page.text
+    assert "usual rate" in page.texts
 
 
 @pytest.mark.parametrize(
@@ -432,13 +433,12 @@ def test_losses_below_zero_are_in_the_plots_of_the_search(
     monkeypatch.setattr("raytrain_opt.report.search_plot.draw", draw)
     line = race_line(0, "AdamW", 9)
     for candidate, loss in zip(line["candidates"], (-3.0, -2.8, 5.0), strict=True):
-        candidate.update(val_loss=loss, losses=[-1.0, loss])
+        candidate.update(val_loss=loss)
     run_dir = write_run(tmp_path / "run", rounds=False)
     write_lines(run_dir / "rounds.jsonl", [line])
     search_plots(read_run(str(run_dir)))
-    validation, training = painted
+    [validation] = painted
     assert sorted(validation.lines[0].get_ydata()) == [-3.0, -2.8]
-    assert training.get_ylim() == (-3.0, -0.5)
 
 
 def test_a_race_in_progress_has_nobody_who_left(tmp_path: Path) -> None:

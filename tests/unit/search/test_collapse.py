@@ -24,17 +24,14 @@ from raytrain_opt.search.stpt_horizon import HorizonStpt
 EPOCHS = 20
 
 
-def result(lr: float, loss: float, *losses: float) -> CandidateResult:
+def result(lr: float, loss: float) -> CandidateResult:
     candidate = Candidate(0, 1.0, lr)
-    return CandidateResult(candidate, "ok", 0.5, loss, loss, 8, 1.0, 0.1, 0, 8, losses=losses)
+    return CandidateResult(candidate, "ok", 0.5, loss, loss, 8, 1.0, 0.1, 0, 8)
 
 
 def searched(hardly: float, chosen: float) -> History:
-    """Return a search; `hardly` and `chosen` are the training losses after three quarters.
-
-    Validation losses are lower: they are without augmentation.
-    """
-    tried = (result(0.01, 1.9, 3.0, 2.5, 2.5, hardly), result(0.1, 1.0, 3.0, 2.0, 2.0, chosen))
+    """Return a search; `hardly` and `chosen` are the validation losses of two candidates."""
+    tried = (result(0.01, hardly), result(0.1, chosen))
     coarse = Decision(1, 0.1, (), None, 0.1, "", stage="coarse", tried=tried)
     return History((coarse, replace(coarse, winner=tried[1], tried=())))
 
@@ -126,7 +123,7 @@ def test_the_policy_trains_a_shorter_schedule_from_a_lower_peak() -> None:
     assert [a.epoch for a in actions if a.restarts] == [3]
     assert [a.epoch for a in actions if a.scores] == [2 + 4, 2 + 9]
     assert [a.held_out for a in actions] == [64] * (2 + 9) + [0] * 9
-    assert [a.weight_decay_factor > 0 for a in actions] == [False] * 3 + [True] * 17
+    assert [a.weight_decay_factor > 0 for a in actions] == [False, True, False] + [True] * 17
     shorter = replace(policy, epochs=EPOCHS - 2)
     lrs = [lr * 10**0.5 for action in actions[2:] for lr in action.lrs]
     expected = [lr for epoch in range(1, 19) for lr in lrs_of(shorter, epoch)]

@@ -38,13 +38,15 @@ class Optimizer:
     loss: float
     early: float = 0.0
     limit: float = math.inf
+    error: float = 0.0
 
     def result(self, candidate: Candidate, steps: int) -> CandidateResult:
         loss = self.loss + self.early / steps + math.log10(candidate.lr / self.best_lr) ** 2
         if candidate.lr >= self.limit:
             loss = math.nan
         status = "diverged" if math.isnan(loss) else "ok"
-        return CandidateResult(candidate, status, 0.5, loss, loss, 8, 1.0, 0.1, 0, 8)
+        result = CandidateResult(candidate, status, 0.5, loss, loss, 8, 1.0, 0.1, 0, 8)
+        return replace(result, val_loss_error=self.error)
 
 
 USUAL = {
@@ -136,42 +138,6 @@ def test_the_second_goes_on_if_its_first_candidate_diverged() -> None:
     assert last.candidates[0].lr == pytest.approx(10**-0.5)
 
 
-def test_the_second_leaves_when_its_candidate_is_stopped_within_its_schedule() -> None:
-    curve = (2.5, 2.4, 2.3, 2.2)
-    history, rivals = History(), {}
-    while isinstance(action := policy().next(1, history), TryCandidates):
-        optimizer = action.candidates[0].optimizer
-        rivals.setdefault((action.stage, optimizer), action.rival)
-        results = [
-            replace(USUAL[optimizer].result(c, action.pretrain_steps), losses=curve)
-            for c in action.candidates
-        ]
-        if (action.stage, optimizer) == ("fine", SCHEDULE_FREE):
-            results = [replace(r, status="stopped", val_loss=math.nan) for r in results]
-        history = history.after_round(policy().decide(action, results, history))
-    assert rivals.pop(("fine", SCHEDULE_FREE)) == curve
-    assert set(rivals.values()) == {()}
-    assert action.optimizer == MUON
-    assert (
-        sum(d.tried[0].candidate.optimizer == SCHEDULE_FREE for d in history.decisions[:-1]) == 1
-    )
-
-
-def test_candidates_of_few_steps_train_to_the_end_of_their_schedule() -> None:
-    few = replace(policy(max_search_cost=0.2), steps=EpochSteps(24))
-    history, fine = History(), []
-    while isinstance(action := few.next(1, history), TryCandidates):
-        if action.stage == "fine":
-            fine.append((action.pretrain_steps, action.rival))
-        results = [
-            replace(Optimizer(0.4, 1.9).result(c, action.pretrain_steps), losses=(2.5, 2.4, 2.3))
-            for c in action.candidates
-        ]
-        history = history.after_round(few.decide(action, results, history))
-    assert len(fine) > 1
-    assert all(steps < 24 and rival == () for steps, rival in fine)
-
-
 def test_one_that_is_only_ahead_early_loses_to_one_that_is_ahead_later() -> None:
     """SGD has the lower loss after the coarse stage, Muon after the fine one."""
     losses = {index: Optimizer(o.best_lr, 9.0) for index, o in USUAL.items()}
@@ -252,13 +218,37 @@ def test_with_few_steps_only_the_rate_of_the_preferred_optimizer_is_searched() -
     assert 0.2 < peak(history) < 0.8
 
 
-@pytest.mark.parametrize(("channel_norm", "factor"), [(True, 1.0), (False, 0.5)])
+@pytest.mark.parametrize("optimizers", [AUTO, AUTO[::-1]])
 def test_without_steps_to_search_the_preferred_optimizer_trains_at_its_usual_rate(
-    factor: float, *, channel_norm: bool
+    optimizers: tuple[OptimizerSection, ...],
 ) -> None:
     section = HorizonPolicy(policy="stpt_horizon")
-    action = HorizonStpt(section, 2, EpochSteps(20), AUTO, channel_norm).next(1, History())
+    action = HorizonStpt(section, 2, EpochSteps(20), optimizers).next(1, History())
     assert isinstance(action, TrainEpoch)
-    assert action.optimizer == MUON
+    assert action.optimizer == 0
     # The rise of the first two of 20 steps: 0.25 and 0.75 of the peak.
-    assert action.lrs[0] == pytest.approx(factor * 0.1 * 0.5 / 4)
+    assert action.lrs[0] == pytest.approx((optimizers[0].usual_lr or 0) * 0.5 / 4)
+
+
+def test_the_preferred_optimizer_stays_where_none_is_better_by_more_than_noise() -> None:
+    noisy = {index: replace(o, error=0.15) for index, o in USUAL.items()}
+    _, action, history = search(policy(), {**noisy, MUON: Optimizer(0.1, 2.2)})
+    assert action.optimizer == MUON
+    reason = history.decisions[-1].reason
+    assert "Muon stays: none is better by more than noise (Muon 2.200" in reason
+    assert "standard error 0.15" in reason
+    _, action, _ = search(policy(), {**USUAL, MUON: Optimizer(0.1, 2.2)})
+    assert action.optimizer == SCHEDULE_FREE
+
+
+@pytest.mark.parametrize(("loss", "error"), [(2.0, 1.0), (150.0, 0.0)])
+def test_the_preferred_optimizer_trains_at_its_usual_rate_where_none_learned(
+    loss: float, error: float
+) -> None:
+    """The best candidate is 1 below one that hardly trained."""
+    losses = {i: Optimizer(o.best_lr * 3, loss + (i > 0), error=error) for i, o in USUAL.items()}
+    _, action, history = search(policy(), losses)
+    assert (action.optimizer, peak(history)) == (MUON, pytest.approx(0.1))
+    reason = history.decisions[-1].reason
+    assert reason.startswith("not decided: Muon, peak 0.1: ")
+    assert "lowest loss" not in reason

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-
-import pytest
 
 from raytrain_opt.search.policy import (
     Candidate,
@@ -14,8 +11,6 @@ from raytrain_opt.search.policy import (
     EpochLosses,
     History,
     TryCandidates,
-    falls_behind,
-    quarters,
 )
 
 UNDECIDED = Decision(1, 0.1, (), None, 0.1, "")
@@ -47,31 +42,3 @@ def test_a_candidates_rates_are_its_rate_times_the_shape() -> None:
     action = TryCandidates(1, 0.1, "", (candidate,), (0.5, 1.0))
     assert candidate.lrs(action) == (0.1, 0.2)
     assert action.pretrain_steps == 2
-
-
-@pytest.mark.parametrize(
-    ("steps", "looks"), [(5, {1, 2, 3}), (8, {1, 2, 4, 6}), (40, {1, 10, 20, 30})]
-)
-def test_losses_are_looked_at_after_the_first_step_and_each_quarter(
-    steps: int, looks: set[int]
-) -> None:
-    assert quarters(steps) == looks
-
-
-@pytest.mark.parametrize(
-    ("losses", "rival", "behind"),
-    [
-        ((3.0,), (3.0, 2.0, 1.0, 0.5), False),
-        ((3.0, 3.0), (3.0, 2.0, 1.0, 0.5), False),  # too early to tell
-        ((3.0, 3.0, 2.1), (3.0, 2.0, 1.0, 0.5), True),  # 0.9 of 2.0
-        ((3.0, 3.0, 1.9), (3.0, 2.0, 1.0, 0.5), False),
-        ((3.0, 3.0, 1.9, 1.8), (3.0, 2.0, 1.0, 0.5), True),  # 1.2 of 2.5
-        ((3.0, 9.0, 9.0), (), False),  # nobody to compare with
-        ((3.0, 3.1, 3.2), (3.0, 3.0, 3.0), True),
-        ((3.0, math.nan), (), True),
-    ],
-)
-def test_a_candidate_falls_behind_whose_loss_falls_by_less_than_half_as_much(
-    losses: tuple[float, ...], rival: tuple[float, ...], behind: bool
-) -> None:
-    assert falls_behind(losses, rival) is behind

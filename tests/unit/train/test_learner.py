@@ -529,6 +529,18 @@ def test_the_ranks_evaluate_each_sample_once(world_size: int, split: Any) -> Non
     assert sum(part.samples for part in parts) == complete.samples
     for name, value in complete.sums.items():
         assert sum(part.sums[name] for part in parts) == pytest.approx(value)
+    assert sum(part.loss_squares for part in parts) == pytest.approx(complete.loss_squares)
+
+
+def test_the_standard_error_of_the_loss_is_that_over_the_samples() -> None:
+    trained = learner()
+    [batch] = trained.data.eval_batches("test", 0, 1, 100)
+    with torch.no_grad():
+        losses = nn.functional.cross_entropy(trained.model(batch.x), batch.y, reduction="none")
+    expected = float(losses.double().std()) / math.sqrt(len(losses))
+    totals = trained.evaluate("test")
+    assert totals.loss_error == pytest.approx(expected, rel=1e-4)
+    assert replace(totals, samples=1).loss_error == math.inf
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
