@@ -90,7 +90,7 @@ class CandidateTrainer(LearnerHandler):
         """Raise what every candidate raised, if one that hardly changes the weights does, too."""
         smallest = min(plan.candidates, key=lambda candidate: candidate.lr)
         control = replace(smallest, lr=smallest.lr * _CONTROL_FACTOR)
-        self._try(replace(plan, rival=()), control, on_step)
+        self._try(plan, control, on_step)
         self._live_candidate = None
         if self.learner.failure is not None:
             raise self.learner.failure
