@@ -107,6 +107,10 @@ class ResidentError(RaytrainOptError):
         self.remote_traceback = remote_traceback
 
 
+class UserCodeError(RaytrainOptError):
+    """Code of the user tried to end the process, or hangs; names its function."""
+
+
 class DivergedError(RaytrainOptError):
     """The loss is not finite and the search could not recover; lists what was tried."""
 

@@ -14,6 +14,7 @@ from raytrain_opt.execution.resume import keep_worker_count
 from raytrain_opt.execution.session import Workspace, open_run_directory
 from raytrain_opt.execution.signals import stop_on_signals
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
+from raytrain_opt.pools.faults import VARIABLE, planned_faults
 from raytrain_opt.pools.in_process import in_process_backend, open_learner
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.terminal.progress import open_terminal
@@ -22,26 +23,31 @@ from raytrain_opt.terminal.progress import open_terminal
 @contextmanager
 def start_in_process(job: Job, *, began_s: float, resume: str | None) -> Iterator[TrainingRun]:
     """Check the job, make its run directory, build both pools here. Raises JobError, DataError."""
-    problems = check_job(job)
-    if problems:
-        raise JobError(problems)
-    _check_in_process(job)
-    job = resolve_lr_scaling(keep_worker_count(job, resume))
-    job = set_worker_count(job, job.workers.size)
-    startup = Startup(began_s)
-    preflight = run_preflight(job, resumed=resume is not None)
-    startup.mark("data_read_s")
+    startup, limits = Startup(began_s), job.timeouts
     with (
         open_terminal() as terminal,
-        open_run_directory(job, resume, terminal) as (paths, checkpoints),
+        stop_on_signals(terminal.note) as stop,
+        stop.limit_silence(limits.no_progress_s, limits.stop_s),
     ):
-        terminal.note("training in one process, without Ray: for debugging, not for speed")
+        problems = check_job(job)
+        if problems:
+            raise JobError(problems)
+        _check_in_process(job)
+        job = resolve_lr_scaling(keep_worker_count(job, resume))
+        job = set_worker_count(job, job.workers.size)
+        preflight = run_preflight(job, resumed=resume is not None)
+        startup.mark("data_read_s")
         resolved = preflight.resolved
         assert resolved is not None  # no batch size is to be searched
+        stop.progress(limits.start_s)
         with (
-            stop_on_signals() as stop,
+            open_run_directory(job, resume, terminal, stop, "--in-process") as (
+                paths,
+                checkpoints,
+            ),
             open_learner(resolved.learner, job.workers, preflight.take_shared()) as learner,
         ):
+            terminal.note("training in one process, without Ray: for debugging, not for speed")
             backend = in_process_backend(
                 learner,
                 with_slots=max_candidates(job) > 0 and job.search_on == "slots",
@@ -64,5 +70,7 @@ def _check_in_process(job: Job) -> None:
         rule = "probes of a batch-size search run in processes of their own"
         hint = "remove the section and set global_batch_size, or leave --in-process out"
         problems.append(Problem("batch_size_search", rule, hint=hint))
+    if planned_faults():
+        problems.append(Problem(VARIABLE, "faults happen in processes that --in-process has not"))
     if problems:
         raise JobError(problems)
