@@ -23,8 +23,9 @@ from raytrain_opt.recording.records import (
     ScheduleRecord,
 )
 from raytrain_opt.recording.spans import EventRecord, SpanRecord
+from raytrain_opt.remote.run_copy import INDEX
 from raytrain_opt.results import Metric
-from raytrain_opt.storage import check_uri, last_name
+from raytrain_opt.storage import check_uri, last_name, read
 
 
 class _Workers(BaseModel):
@@ -55,6 +56,7 @@ class RunRecords:
     schedule: Sequence[ScheduleRecord] = ()
     predictions: PredictionsRecord | None = None
     result: ResultRecord | None = None
+    has_checkpoint: bool = True
 
     @property
     def name(self) -> str:
@@ -146,6 +148,7 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
         schedule=read_lines(run_dir, "schedule.jsonl", ScheduleRecord),
         predictions=read_record(run_dir, "predictions.json", PredictionsRecord),
         result=read_record(run_dir, "result.json", ResultRecord),
+        has_checkpoint=read(run_dir, INDEX) is not None,
     )
 
 
