@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import signal
 import traceback
 from pathlib import Path
 from shlex import quote
@@ -12,7 +14,8 @@ import click
 
 from raytrain_opt import clock
 from raytrain_opt.errors import RaytrainOptError, printable
-from raytrain_opt.execution.signals import Terminated
+from raytrain_opt.execution.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated
+from raytrain_opt.user_code import exits_as_errors
 
 if TYPE_CHECKING:
     from raytrain_opt.config.schema import Job
@@ -34,9 +37,6 @@ _COMMANDS = {
     "submit": "Run a job on a cluster, download results.",
     "schema": "Print the JSON schema of job files.",
 }
-# 128 + the number of the signal, as in a shell.
-EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
-
 _job_file = click.argument("job_file", metavar="JOB.yaml")
 _optional_job_file = click.argument("job_file", metavar="[JOB.yaml]", required=False)
 _overrides = click.option(
@@ -63,7 +63,10 @@ _verbose = click.option("--verbose", is_flag=True, help="Show Ray's own messages
 
 
 class _Command(click.Command):
-    """Ends with a message and an exit code for errors of this package; bugs keep a traceback."""
+    """Ends with a message and an exit code for errors of this package; bugs keep a traceback.
+
+    A command returns an exit code other than 0, because SystemExit is an error of user code.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,7 +78,8 @@ class _Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         verbose = ctx.params["verbose"] if self._takes_verbose else ctx.params.pop("verbose")
         try:
-            return super().invoke(ctx)
+            with exits_as_errors():
+                code = super().invoke(ctx)
         except RaytrainOptError as error:
             if verbose:
                 _echo(traceback.format_exc(), err=True)
@@ -84,6 +88,8 @@ class _Command(click.Command):
         except KeyboardInterrupt as stop:
             terminated = isinstance(stop, Terminated)
             raise SystemExit(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED) from stop
+        if code:
+            raise SystemExit(code)
 
 
 class _Group(click.Group):
@@ -140,6 +146,9 @@ def run(
     from raytrain_opt.driver import run as run_job
 
     run_job(job, resume=resume, started_s=clock.PROCESS_STARTED_S, **options)
+    # The training is finished, and nothing after that changes its exit code 0.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
 @main.command("find-batch-size")
@@ -202,14 +211,14 @@ def runs(storage: str, as_json: bool) -> None:
 @_job_file
 @_overrides
 @_dashboard
-def submit(job_file: str, overrides: tuple[str, ...], address: str | None) -> None:
+def submit(job_file: str, overrides: tuple[str, ...], address: str | None) -> int:
     """Run a job from this directory on a cluster, wait, and download its results.
 
     Example: raytrain-opt submit jobs/quickstart.yaml --address http://localhost:8265
     """
     from raytrain_opt.commands.submit import submit as submit_job
 
-    raise SystemExit(submit_job(job_file, overrides, address))
+    return submit_job(job_file, overrides, address)
 
 
 @main.command()
@@ -221,7 +230,7 @@ def submit(job_file: str, overrides: tuple[str, ...], address: str | None) -> No
     help="Address of a Ray cluster, or URL of its dashboard. Default: RAY_ADDRESS, else Ray is "
     "started on this machine.",
 )
-def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None) -> None:
+def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None) -> int:
     """Check a cluster (and optionally a job) before paying for a run.
 
     Example: raytrain-opt doctor jobs/quickstart.yaml --address auto
@@ -230,11 +239,11 @@ def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None
     if address is not None and address.startswith("http"):
         from raytrain_opt.commands.submit import diagnose_on_cluster
 
-        raise SystemExit(diagnose_on_cluster(job_file, overrides, address))
+        return diagnose_on_cluster(job_file, overrides, address)
 
     from raytrain_opt.commands.doctor.diagnose import diagnose
 
-    raise SystemExit(diagnose(job, address))
+    return diagnose(job, address)
 
 
 @main.command()
@@ -309,7 +318,7 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bo
 @click.option("--top", default=3, show_default=True, type=click.IntRange(1), help="Classes shown.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @_trust
-def predict(run_dir: str, images: tuple[str, ...], top: int, as_json: bool, trust: bool) -> None:
+def predict(run_dir: str, images: tuple[str, ...], top: int, as_json: bool, trust: bool) -> int:
     """Print the most probable classes of images, and their probabilities.
 
     RUN is a run directory, a URI, or RUN_DIR/checkpoints/NAME; images are files or folders. Ends
@@ -321,7 +330,7 @@ def predict(run_dir: str, images: tuple[str, ...], top: int, as_json: bool, trus
     from raytrain_opt.train.trained_model import load_for
 
     model = load_for("raytrain-opt predict", run_dir, None, trust)
-    raise SystemExit(not print_predictions(model, images, top=top, as_json=as_json))
+    return not print_predictions(model, images, top=top, as_json=as_json)
 
 
 @main.command()

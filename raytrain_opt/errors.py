@@ -128,6 +128,10 @@ def is_lost_connection(error: BaseException) -> bool:
     return "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError"
 
 
+class UserCodeError(RaytrainOptError):
+    """Code of the user tried to end the process, or hangs; names its function."""
+
+
 class DivergedError(RaytrainOptError):
     """The loss is not finite and the search could not recover; lists what was tried."""
 

@@ -6,7 +6,6 @@ import atexit
 import os
 import re
 import secrets
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -32,6 +31,7 @@ from raytrain_opt.storage import (
     storage_errors,
     sync,
 )
+from raytrain_opt.temporary import TemporaryFolder
 
 # Name of a run directory: job, date and time in UTC, random number.
 _RUN_ID = re.compile(r"(?P<name>.+)-(?P<date>\d{8}-\d{6})-[0-9a-f]{16}")
@@ -54,7 +54,9 @@ class RunPaths:
     `job` has all defaults filled in; `index.json` of `checkpoints` names the complete ones.
     """
 
-    def __init__(self, local: Path, remote: str | None = None) -> None:
+    def __init__(
+        self, local: Path, remote: str | None = None, folder: TemporaryFolder | None = None
+    ) -> None:
         self.local = local
         self.remote = remote
         self.job, self.result = local / "job.yaml", local / "result.json"
@@ -64,7 +66,8 @@ class RunPaths:
         self.schedule, self.predictions = local / "schedule.jsonl", local / "predictions.json"
         self.tensorboard, self.checkpoints = local / "tensorboard", local / "checkpoints"
         self._copy = None if remote is None else RunCopy(remote, local)
-        if remote is not None:
+        self._folder = folder
+        if folder is not None:
             atexit.register(self._remove_copy)
 
     @classmethod
@@ -76,9 +79,9 @@ class RunPaths:
         stamp = datetime.now(UTC).strftime(_DATE)
         run_id = f"{name}-{stamp}-{secrets.token_hex(8)}"
         if is_remote(storage_path):
-            local = Path(tempfile.mkdtemp(prefix="raytrain_opt-"))
-            (local / "checkpoints").mkdir()
-            return cls(local, join(storage_path, run_id))
+            folder = TemporaryFolder()
+            (folder.path / "checkpoints").mkdir()
+            return cls(folder.path, join(storage_path, run_id), folder)
         try:
             local = local_path(storage_path) / run_id
             (local / "checkpoints").mkdir(parents=True)
@@ -107,7 +110,8 @@ class RunPaths:
                 folders = (paths.checkpoints, paths.tensorboard, paths.local / RAY_FOLDER)
                 refuse_links([*folders, *paths.checkpoints.glob("*")], argument)
             return paths
-        paths = cls(Path(tempfile.mkdtemp(prefix="raytrain_opt-")), run_dir)
+        folder = TemporaryFolder()
+        paths = cls(folder.path, run_dir, folder)
         try:
             with readable(run_dir, argument):
                 if write:
@@ -155,11 +159,26 @@ class RunPaths:
         Returns a note for the user. Raises StorageError, and TakenOverError if another process has
         resumed the run.
         """
-        return self._copy.publish() if self._copy is not None else None
+        if self._copy is None:
+            return None
+        try:
+            note = self._copy.publish()
+        except StorageError:
+            if self._folder is not None:  # it has what the storage has not
+                self._folder.keep()
+            raise
+        if self._folder is not None:
+            self._folder.own()
+        return note
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the remote storage, if there is one, has all files."""
+        return self._copy is None or self._copy.is_complete()
 
     def _remove_copy(self) -> None:
-        if self._copy is not None and self._copy.is_complete():
-            remove_tree(self.local)
+        if self._folder is not None and self.is_published:
+            self._folder.remove()
 
     def sync_records(self) -> None:
         """Wait until the lines of all records, and the run directory, are on disk.

@@ -23,19 +23,24 @@ from raytrain_opt.cluster.fork_server import fork_server
 from raytrain_opt.cluster.ray_private import (
     LOCAL_SETTINGS,
     available_resources_per_node,
+    ended_processes,
     in_own_process_groups,
     loopback_only,
+    sigterm_handler_kept,
     start_processes_with,
     wait_for_local_node,
     with_python_path,
     without_helper_processes,
 )
 from raytrain_opt.errors import JobError, PoolError, Problem
+from raytrain_opt.temporary import TemporaryFolder
 
 # A head node that is up accepts a connection within milliseconds, also across continents.
 _CONNECT_LIMIT_S = 5.0
 # Ray starts in 3 s on an idle machine, in 30 s where ten other processes want each core.
 _START_LIMIT_S = 120.0
+# A socket's path has at most 107 bytes. Ray's are r/session_DATE_TIME_PID/sockets/plasma_store.
+_LONGEST_RAY_FOLDER = 107 - 66
 _SYMBOLIC_ADDRESSES = ("auto", "local")  # Ray resolves them itself
 
 
@@ -110,9 +115,11 @@ def _open_session(address: str | None, verbose: bool, environment: Mapping[str, 
     local = not address and not os.environ.get("RAY_ADDRESS")
     with ExitStack() as stack:
         with _local_node(environment, log_monitor=verbose) if local else nullcontext():
-            _connect(address, local, verbose, stack)
-        stack.callback(ray.shutdown)
-        _session.stack, _session.is_local = stack.pop_all(), local
+            folder = _connect(address, local, verbose, stack)
+        _session.stack, _session.is_local = ExitStack(), local
+        if folder is not None:
+            _session.stack.callback(folder.remove)
+        _session.stack.push(stack.pop_all())
 
 
 @contextmanager
@@ -142,33 +149,58 @@ def _local_node(environment: Mapping[str, str], *, log_monitor: bool) -> Iterato
         os.environ.update((name, saved[name]) for name in names & saved.keys())
 
 
-def _connect(address: str | None, local: bool, verbose: bool, stack: ExitStack) -> None:
+def _connect(
+    address: str | None, local: bool, verbose: bool, stack: ExitStack
+) -> TemporaryFolder | None:
+    """Connect; return the folder of a Ray that was started here, to be removed after its end."""
     options: dict[str, Any] = {"address": address or None}
+    folder: TemporaryFolder | None = None
     try:
         if local:
+            folder = TemporaryFolder(_LONGEST_RAY_FOLDER)
             options = {
                 "address": "local",
                 "include_dashboard": False,
                 "job_config": with_python_path(sys.path),
             }
+            options["_temp_dir"] = str(folder.path / "r")  # Ray lets everybody write into it
             os.environ.update(stack.enter_context(fork_server()))
-        ray.init(
-            log_to_driver=verbose,
-            logging_level=logging.INFO if verbose else logging.ERROR,
-            configure_logging=True,
-            **options,
-        )
+        stack.callback(_shut_down)
+        with sigterm_handler_kept():
+            ray.init(
+                log_to_driver=verbose,
+                logging_level=logging.INFO if verbose else logging.ERROR,
+                configure_logging=True,
+                **options,
+            )
         _protect_token()
     except Exception as error:  # Ray raises a bare Exception when its own start takes too long
         if local:
+            logs = f"; otherwise see {folder.path}/r/session_latest/logs" if folder else ""
             raise PoolError(
                 f"Ray cannot be started on this machine: {str(error).rstrip('.')}. If a path is "
-                "too long, set TMPDIR to a shorter path; if the machine is busy, try again; "
-                "otherwise see Ray's logs in /tmp/ray/session_latest/logs."
+                f"too long, set TMPDIR to a shorter path; if the machine is busy, try again{logs}."
             ) from error
         if not isinstance(error, ConnectionError | RuntimeError | ValueError):
             raise
         raise JobError([_unreachable(address, error)], "arguments") from error
+    return folder
+
+
+def _shut_down() -> None:
+    with sigterm_handler_kept():
+        ray.shutdown()
+
+
+def raise_if_ray_ended() -> None:
+    """Raise PoolError when a Ray that was started here has lost a process that it cannot replace.
+
+    Its own driver would wait, and end later without a message.
+    """
+    ended = ended_processes()
+    if ended:
+        names = " and ".join(ended)
+        raise PoolError(f"Ray's process {names} has ended (killed, or out of memory?)")
 
 
 def _protect_token() -> None:

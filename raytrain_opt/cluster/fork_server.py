@@ -20,11 +20,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from raytrain_opt.cluster.fork_client import SOCKET_VARIABLE
+from raytrain_opt.temporary import temporary_folder
 
 # What workers and slots need, and what Ray Train and Ray Tune import of other packages.
 PRELOADED = (
@@ -40,6 +40,7 @@ PRELOADED = (
 # Ray's own start comes first: it gives up after 30 s. Forks get the niceness of Ray's workers, 15
 # unless the user sets it; without privileges that cannot be less than the server's.
 _NICENESS = 10
+_LONGEST_SOCKET_PATH = 103  # of Linux 107, of macOS 103 bytes
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def fork_server() -> Iterator[dict[str, str]]:
     if sys.platform != "linux" or os.environ.get(SOCKET_VARIABLE) == "0":
         yield {}
         return
-    with tempfile.TemporaryDirectory(prefix="raytrain-opt-") as folder:
+    with temporary_folder(_LONGEST_SOCKET_PATH - len("/socket")) as folder:
         path = os.path.join(folder, "socket")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
@@ -90,7 +91,10 @@ def main(listener: socket.socket) -> None:
         else:
             return
     listener.close()
-    program = _become(connection)
+    try:
+        program = _become(connection)
+    except (OSError, ValueError):  # the client has ended, and nobody waits for this process
+        os._exit(1)
     runpy.run_path(program, run_name="__main__")
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sysconfig
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,7 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray._private import ray_constants, services
+from ray._private import ray_constants, services, utils, worker
 from ray._private.client_mode_hook import client_mode_wrap
 from ray._private.node import Node
 from ray._raylet import PlacementGroupID
@@ -156,6 +158,49 @@ def in_own_process_groups() -> AbstractContextManager[None]:
     """
     popen = partial(services.ConsolePopen, process_group=0)
     return _replaced(services, "ConsolePopen", popen)
+
+
+@contextmanager
+def sigterm_handler_kept() -> Iterator[None]:
+    """Keep the handler of SIGTERM where `ray.init` or `ray.shutdown` is called in the block.
+
+    Ray's own one ends the process. Its C++ part sets another one at its start, and none at its
+    end, after which Ray's processes are killed for up to ten seconds.
+    """
+    kill: Any = Node.kill_all_processes
+
+    def kill_all_processes(*arguments: Any, **options: Any) -> Any:
+        _set_python_handler()
+        return kill(*arguments, **options)
+
+    with (
+        _replaced(utils, "set_sigterm_handler", _do_nothing),
+        _replaced(Node, "kill_all_processes", kill_all_processes),
+    ):
+        yield
+    _set_python_handler()
+
+
+def _set_python_handler() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def log_folder() -> str:
+    """Return the folder of the logs of a Ray that was started here."""
+    node: Any = worker._global_node
+    return str(node.get_logs_dir_path())
+
+
+def ended_processes() -> list[str]:
+    """Return which of the two processes have ended without which a Ray started here is over.
+
+    Ray ends the driver after that: 16 s later, or a minute, without an exception.
+    """
+    node: Any = worker._global_node
+    ended = [] if node is None else [name for name, _ in node.dead_processes()]
+    return [name for name in ended if name in ("gcs_server", "raylet")]
 
 
 def start_processes_with(program: str) -> AbstractContextManager[None]:

@@ -6,9 +6,11 @@ arrives as a wrapped traceback instead of one sentence.
 
 from __future__ import annotations
 
+import signal
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -17,8 +19,9 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.images import ImageError
 from raytrain_opt.data.sampling import Purpose, sample_seed
-from raytrain_opt.errors import DataError, origin
+from raytrain_opt.errors import DataError, UserCodeError, origin
 from raytrain_opt.random_state import find_generators, preserve_random_state, seed_all
+from raytrain_opt.user_code import LOADER_SIGNAL, Stalled, exits_as_errors
 
 # The sets a source has: the validation split of `base.Split` is cut from "train".
 SourceSplit = Literal["train", "test"]
@@ -66,7 +69,7 @@ class LoadedBatch(NamedTuple):
 
     content: Any
     skipped: int
-    error: DataError | None
+    error: DataError | UserCodeError | None
     load_s: float = 0.0
 
 
@@ -88,10 +91,10 @@ class BatchReader(Dataset[Sample]):
         """Load the batch of the only request in the list."""
         started_s = monotonic_s()
         try:
-            with isolated_random_state():
+            with exits_as_errors(), _interruptible(started_s), isolated_random_state():
                 loaded = self._load(requests[0])
             return loaded._replace(load_s=monotonic_s() - started_s)
-        except DataError as error:
+        except (DataError, UserCodeError) as error:
             return LoadedBatch((), 0, error)
 
     def _load(self, request: BatchRequest) -> LoadedBatch:
@@ -138,6 +141,23 @@ def cause(error: BaseException) -> str:
         return str(error)
     text = traceback.format_exception_only(error)[-1].strip()
     return f"{text} (at {place})" if (place := origin(error)) else text
+
+
+@contextmanager
+def _interruptible(started_s: float) -> Iterator[None]:
+    """Let the training process ask this loader process where it hangs."""
+
+    def handle(_: int, frame: FrameType | None) -> None:
+        raise Stalled(frame, started_s)
+
+    if get_worker_info() is None:
+        yield
+        return
+    signal.signal(LOADER_SIGNAL, handle)
+    try:
+        yield
+    finally:
+        signal.signal(LOADER_SIGNAL, signal.SIG_IGN)
 
 
 def isolated_random_state() -> AbstractContextManager[None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -290,7 +292,7 @@ class _ReusedLoader:
         self._add_processes()
         if self._loader is None:
             self._loader = self._start()
-        with self._explain_dead_process():
+        with self._explain_dead_process(), _sigchld_handler_kept():
             self._batches = iter(self._loader)
         while True:
             if self._batches is None or self._phase != phase:
@@ -329,9 +331,10 @@ class _ReusedLoader:
             self.close()
             if not self.processes:
                 raise
-            raise RuntimeError(
-                "a loader process was killed, or ran out of memory or of shared memory; try fewer "
-                f"data.loader_workers (now {self.processes}): {error}"
+            raise DataError(
+                "data.loader_workers",
+                "a loader process was killed or left, or ran out of memory or of shared memory; "
+                f"try fewer (now {self.processes}): {error}",
             ) from error
 
     def close(self) -> None:
@@ -352,6 +355,20 @@ class _ReusedLoader:
             # Its own generator: without one the DataLoader draws from the caller's.
             generator=torch.Generator(),
         )
+
+
+@contextmanager
+def _sigchld_handler_kept() -> Iterator[None]:
+    """Keep the DataLoader from a signal handler that raises in the main thread, whatever it does.
+
+    The DataLoader itself looks at its processes every few seconds while it waits for a batch.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
 
 
 @dataclass

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, update_wrapper
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import Job, TrackingSection
 from raytrain_opt.errors import Problem
@@ -14,6 +16,7 @@ from raytrain_opt.paths import RunPaths
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecord
 from raytrain_opt.storage import check_uri
+from raytrain_opt.user_code import exits_as_errors
 
 Event = Literal["on_round", "on_epoch", "on_checkpoint", "on_end"]
 
@@ -51,28 +54,34 @@ class Callbacks:
         self._failed: set[tuple[str, str]] = set()
         self._callbacks: list[Any] = list(observers)
         for kind in _classes(job, paths.run_id):
-            try:
+            with self._logged(getattr(kind, "__name__", str(kind)), "__init__"):
                 callback = kind(job, str(paths.local))
                 if callback is None:
                     raise TypeError("it returned None; give a class")
                 self._callbacks.append(callback)
-            except Exception as error:  # noqa: BLE001 - code of the user's own
-                self._log(getattr(kind, "__name__", str(kind)), "__init__", error)
 
     def call(self, event: Event, value: object) -> None:
         """Call this method of every callback, if it has it."""
         self._epoch = getattr(value, "epoch", self._epoch)
         for callback in self._callbacks:
-            try:
+            with self._logged(type(callback).__name__, event):
                 getattr(callback, event, lambda _: None)(value)
-            except Exception as error:  # noqa: BLE001 - code of the user's own
-                self._log(type(callback).__name__, event, error)
 
-    def _log(self, name: str, method: str, error: Exception) -> None:
-        if (name, method) not in self._failed:
+    @contextmanager
+    def _logged(self, name: str, method: str) -> Iterator[None]:
+        """Log the first failure of a method of the user's own, and how long the run waited."""
+        began_s = monotonic_s()
+        try:
+            with exits_as_errors():
+                yield
+        except Exception as error:  # noqa: BLE001 - code of the user's own
+            if (name, method) in self._failed:
+                return
             self._failed.add((name, method))
             text = f"callback {name}.{method} failed ({type(error).__name__}: {error})"
-            self._event_log.log("callback", self._epoch, f"{text}; the run continues")
+            waited_s = monotonic_s() - began_s
+            waited = f" after {waited_s:.0f} s" if waited_s >= 1 else ""
+            self._event_log.log("callback", self._epoch, f"{text}{waited}; the run continues")
 
 
 def check_tracking(section: TrackingSection | None) -> list[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +15,16 @@ from typing import TextIO
 
 from raytrain_opt.clock import utc_now
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.storage import open_plain
+from raytrain_opt.remote.run_copy import INDEX, RAY_FOLDER
+from raytrain_opt.storage import open_plain, remove_tree
 
 _FILE = ".lock"
 # What flock raises on a file system without locks, as some network file systems are.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+# Names in a run directory before its first record.
+_IS_OF_A_START = re.compile(
+    rf"job\.yaml|\.lock|checkpoints|tensorboard|{RAY_FOLDER}|\..+\.\d+\.tmp"
+)
 # `is_locked` holds the lock for microseconds; a run that starts just then tries once more.
 _RETRY_S = 0.2
 
@@ -71,6 +77,22 @@ def _lock_exclusively(file: TextIO) -> None:
     except BlockingIOError:
         time.sleep(_RETRY_S)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def remove_if_abandoned(run_dir: Path) -> None:
+    """Remove the directory of a run that was killed, on this machine, before it had any result."""
+    names = {path.name for path in run_dir.iterdir()}
+    if (run_dir / INDEX).exists() or not all(map(_IS_OF_A_START.fullmatch, names)):
+        return
+    file = os.open(run_dir / _FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        holder = os.read(file, 1000).decode(errors="replace")
+        # Elsewhere a process may hold the lock although none is seen from here.
+        if os.fstat(file).st_uid == os.geteuid() and f" on {socket.gethostname()} " in holder:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_tree(run_dir)
+    finally:
+        os.close(file)
 
 
 def is_locked(run_dir: Path) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.load import plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.execution.callbacks import Callback
@@ -16,7 +18,11 @@ from raytrain_opt.recording.records import EpochRecord, ResultRecord, RoundRecor
 _METRICS = ("train_loss", "lr", "samples_per_s", "duration_s")
 _RUN_DIR = "raytrain_opt.run_dir"
 # MLflow refuses longer values, and more parameters in one call.
-_MAX_VALUE, _MAX_PARAMS = 500, 100
+_MAX_VALUE, _MAX_PARAMS, _MAX_METRICS = 500, 100, 1000
+# The training waits for MLflow, whose own defaults try for minutes. A server that did not answer
+# is asked again after a while, and at the end, for all that it has missed.
+_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+_PAUSE_S = 300.0
 
 
 class MlflowTracking(Callback):
@@ -28,6 +34,10 @@ class MlflowTracking(Callback):
     def __init__(self, job: Job, run_dir: str, name: str) -> None:
         super().__init__(job, run_dir)
         assert job.tracking is not None
+        for variable, value in _LIMITS.items():
+            os.environ.setdefault(variable, value)
+        self._unsent: list[Metric] = []
+        self._pause_ends_s = 0.0
         self._client = MlflowClient(tracking_uri=job.tracking.mlflow)
         experiment = self._client.get_experiment_by_name(job.name)
         experiment_id = (
@@ -58,6 +68,7 @@ class MlflowTracking(Callback):
         self._log(record.epoch, values | tested)
 
     def on_end(self, result: ResultRecord | None) -> None:
+        self._send()
         for name in ("report.html", "result.json"):
             if result is not None and (path := Path(self.run_dir) / name).exists():
                 self._client.log_artifact(self._run_id, str(path))
@@ -66,5 +77,13 @@ class MlflowTracking(Callback):
     def _log(self, epoch: int, values: dict[str, float | None]) -> None:
         now_ms = int(1000 * time.time())
         known = {name: value for name, value in values.items() if value is not None}
-        metrics = [Metric(name, value, now_ms, epoch) for name, value in known.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
+        self._unsent += [Metric(name, value, now_ms, epoch) for name, value in known.items()]
+        if monotonic_s() >= self._pause_ends_s:
+            self._send()
+
+    def _send(self) -> None:
+        self._pause_ends_s = monotonic_s() + _PAUSE_S
+        while sent := self._unsent[:_MAX_METRICS]:
+            self._client.log_batch(self._run_id, metrics=sent)
+            del self._unsent[: len(sent)]
+        self._pause_ends_s = 0.0

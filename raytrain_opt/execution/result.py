@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +44,19 @@ class RunResult:
 def finish(run: TrainingRun) -> RunResult:
     """Write the report, then result.json (a run without is unfinished), and print the summary."""
     run.wait_for_checkpoint()
+    run.stop.progress(math.inf)  # the report takes the time that it needs
     run_dir = str(run.paths.local)
     epochs = run.length.records
     record = _result(run, epochs)
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
     run.recorder.result(record)
-    run.callbacks.call("on_end", record)
     run.checkpoints.publish()
+    run.stop.finished = True
+    run.stop.progress()
+    run.callbacks.call("on_end", record)
+    run.stop.progress(math.inf)
+    run.checkpoints.publish()  # what the callbacks wrote
     run.terminal.advance(1.0)
     name = (epochs[-1].metric or Metric()).name
     print_summary(name, _rows(epochs), _facts(run, record, report))

@@ -76,10 +76,14 @@ def _check_length(job: Job, before: Job, run_dir: str, *, is_finished: bool) -> 
         raise JobError([Problem(field, rule, _value_text(vars(job), field), hint)])
 
 
-def resume_command(run_dir: str, job: Job) -> str:
-    """Return the command that resumes the run of the job."""
+def resume_command(run_dir: str, job: Job, options: str = "") -> str:
+    """Return the command, with further `options`, or the call that resumes the run of the job."""
+    if any(getattr(f, "__module__", f) == "__main__" for _, f in job.functions):
+        in_process = ", in_process=True" if options == "--in-process" else ""
+        return f"run(job, resume={run_dir!r}{in_process}) in the script that defines its functions"
     # Quoted for a shell: options of a URI contain &.
-    return f"raytrain-opt run --resume {quote(run_dir)}{' --trust' if job.functions else ''}"
+    words = ["raytrain-opt run --resume", quote(run_dir), "--trust" if job.functions else ""]
+    return " ".join(filter(None, [*words, options]))
 
 
 def find_unfinished_run(job: Job) -> str | None:

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from pathlib import Path
+from shlex import quote
+from shutil import copytree
 
 from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
 from raytrain_opt.cluster.connection import check_address, ray_session
 from raytrain_opt.cluster.preemption import watch_preemption
+from raytrain_opt.cluster.ray_private import log_folder
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.data import RayData
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import DataInfo
-from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem, StorageError
-from raytrain_opt.execution.lock import lock_run_directory
+from raytrain_opt.errors import (
+    CheckpointError,
+    DataError,
+    JobError,
+    PoolError,
+    Problem,
+    ResidentError,
+    StorageError,
+)
+from raytrain_opt.execution.lock import lock_run_directory, remove_if_abandoned
 from raytrain_opt.execution.log_markers import announce_run_dir
 from raytrain_opt.execution.preflight import (
     Preflight,
@@ -29,12 +42,14 @@ from raytrain_opt.execution.preflight import (
 from raytrain_opt.execution.progress import RunProgress, Startup
 from raytrain_opt.execution.rescale import resolve_lr_scaling, set_workers
 from raytrain_opt.execution.resume import keep_workers, resume_command
-from raytrain_opt.execution.signals import StopRequest, Terminated, stop_on_signals
-from raytrain_opt.paths import RunPaths
+from raytrain_opt.execution.signals import StopRequest, stop_on_signals
+from raytrain_opt.paths import RunPaths, find_runs
+from raytrain_opt.pools.faults import planned_faults
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.recording.recorder import check_records
 from raytrain_opt.search.factory import max_candidates
-from raytrain_opt.storage import remove_tree, write_text
+from raytrain_opt.storage import is_remote, join, remove_tree, write_text
+from raytrain_opt.temporary import remove_abandoned
 from raytrain_opt.terminal.progress import Terminal, open_terminal
 from raytrain_opt.threads import Cores
 from raytrain_opt.train.background import start_thread
@@ -88,8 +103,11 @@ def open_session(
     check_address(address)
     startup = Startup(began_s)
     job = keep_workers(job, resume)
+    options = f"--address {quote(address)}" if address else ""
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal())
+        stop = stack.enter_context(stop_on_signals(terminal.note))
+        planned_faults()  # an error in their text is found now
 
         def start_preflight() -> Future[tuple[Job, Preflight]]:
             pending = start_thread(lambda: _prepare(job, resume))
@@ -102,11 +120,10 @@ def open_session(
         cores = Cores.measure() if job.workers.threads is None else None
         terminal.phase("starting Ray")
         variables = environment(local=True, start_s=job.timeouts.start_s)
-        owns_ray = stack.enter_context(
-            ray_session(address, verbose=verbose, environment=variables)
-        )
-        # After `ray.init`, which installs a SIGTERM handler of its own.
-        stop = stack.enter_context(stop_on_signals())
+        with stop.deferred(job.timeouts.start_s):  # half a Ray cannot be shut down
+            owns_ray = stack.enter_context(
+                ray_session(address, verbose=verbose, environment=variables)
+            )
         if not owns_ray:
             stack.enter_context(watch_preemption(terminal.note))
         startup.mark("ray_connected_s")
@@ -115,9 +132,10 @@ def open_session(
         job, preflight = _result(pending_preflight, job.timeouts.no_progress_s)
         startup.mark("data_read_s")
         paths, checkpoints = stack.enter_context(
-            open_run_directory(job, resume, terminal, preflight.info)
+            open_run_directory(job, resume, terminal, stop, preflight.info, options)
         )
-        stack.enter_context(stop.raised())
+        if owns_ray:
+            stack.push(partial(_keep_ray_logs, paths))
         announce_run_dir(paths.shown)
         for note in preflight.info.notes:
             terminal.note(note)
@@ -133,6 +151,15 @@ def open_session(
             write_text(paths.job, dump_job(job))
         preflight.check_workers(job)
         yield Session(paths, checkpoints, terminal, startup, stop, job, owns_ray, preflight, plan)
+
+
+def _keep_ray_logs(paths: RunPaths, _: object, error: BaseException | None, __: object) -> None:
+    """Copy Ray's logs, which messages name and which end with Ray, when processes failed."""
+    if isinstance(error, PoolError | ResidentError):
+        with suppress(OSError, StorageError):
+            copytree(log_folder(), paths.local / "ray_logs", dirs_exist_ok=True)
+            error.message += f"\nRay's session logs: {join(paths.shown, 'ray_logs')}"
+            paths.publish()
 
 
 def _prepare(job: Job, resume: str | None) -> tuple[Job, Preflight]:
@@ -168,14 +195,19 @@ def _plan(job: Job, terminal: Terminal, *, slots: bool) -> PoolPlan:
 
 @contextmanager
 def open_run_directory(
-    job: Job, resume: str | None, terminal: Terminal, info: DataInfo | None = None
+    job: Job,
+    resume: str | None,
+    terminal: Terminal,
+    stop: StopRequest,
+    info: DataInfo | None = None,
+    options: str = "",
 ) -> Iterator[tuple[RunPaths, Checkpoints]]:
     """Make a run directory, or open that of an earlier run; lock it against other processes.
 
     Yields its paths and its checkpoints, of which the latest is readable. Writes the job into it,
-    so that storage that cannot be written is reported here. Says how to resume a run that Ctrl-C
-    or SIGTERM ends within the block. Raises JobError or CheckpointError, and DataError if data
-    that were read (`info`) are not those of the latest checkpoint.
+    so that storage that cannot be written is reported here. What ends the block early says how
+    to resume the run, with these `options` of the command. Raises JobError or CheckpointError, and
+    DataError if data that were read (`info`) are not those of the latest checkpoint.
     """
     text = dump_job(job)
     paths = RunPaths.existing(resume) if resume else RunPaths.create(job.storage_path, job.name)
@@ -183,6 +215,7 @@ def open_run_directory(
     with ExitStack() as stack:
         try:
             stack.callback(paths.release)
+            _remove_abandoned(job.storage_path)
             if not resume:
                 paths.claim()
             sign_lock = stack.enter_context(lock_run_directory(paths.local))
@@ -193,6 +226,8 @@ def open_run_directory(
                 notes.append(
                     "this storage has no locks: do not resume this run twice at the same time"
                 )
+            for torn in paths.local.glob(".*.tmp"):  # of a process that was killed
+                torn.unlink()
             checkpoints.remove_orphans()
             write_text(paths.job, text)
             paths.result.unlink(missing_ok=True)  # a run with a result is not resumed
@@ -207,16 +242,22 @@ def open_run_directory(
             raise JobError([Problem(field, rule, repr(path))]) from error
         for note in notes:
             terminal.note(note)
+        stop.advice = partial(how_to_resume, paths, job, options)
         try:
             yield paths, checkpoints
         except (JobError, DataError):
             if not resume and not checkpoints.saved:
+                stop.advice = None
                 remove_tree(paths.local)  # leave no directory of a run that could not start
             raise
-        except KeyboardInterrupt as stop:
-            cause = "terminated" if isinstance(stop, Terminated) else "interrupted"
-            terminal.note(f"{cause}; {how_to_resume(paths, job)}")
-            raise
+
+
+def _remove_abandoned(storage_path: str) -> None:
+    """Remove what killed runs of this user have left on this machine and nobody needs."""
+    remove_abandoned()
+    for run in () if is_remote(storage_path) else find_runs(storage_path):
+        with suppress(OSError):
+            remove_if_abandoned(Path(run.run_dir))
 
 
 def _check_latest(
@@ -231,10 +272,13 @@ def _check_latest(
         check_records(paths, progress.recorded_rounds, progress.next_epoch - 1)
 
 
-def how_to_resume(paths: RunPaths, job: Job) -> str:
+def how_to_resume(paths: RunPaths, job: Job, options: str = "") -> str:
     """Say how much of a run that ended early is saved, and the command that resumes it."""
+    if paths.result.exists() and paths.is_published:
+        return f"the training is finished: {paths.shown}"
     checkpoints = read_index(paths.checkpoints)
     if not checkpoints:
         return f"no checkpoint was saved yet in {paths.shown}"
+    run_dir = paths.shown if paths.is_published else str(paths.local)
     reached = checkpoints[-1].reached
-    return f"saved through {reached}; resume with: {resume_command(paths.shown, job)}"
+    return f"saved through {reached}; resume with: {resume_command(run_dir, job, options)}"

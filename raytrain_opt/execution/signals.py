@@ -1,17 +1,28 @@
-"""SIGTERM, as clusters send it before they take a machine away, and Ctrl-C."""
+"""How a run ends early: SIGTERM, SIGHUP (a closed terminal), Ctrl-C, errors, code that hangs."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.errors import DivergedError, RaytrainOptError, TakenOverError
+from raytrain_opt.user_code import LOADER_SIGNAL, Stalled, exits_as_errors
 
+# 128 + the number of the signal, as in a shell.
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 # `timeout`, Slurm and terminals send a signal to a process and to its group, which holds it too.
 _SAME_SIGNAL_S = 1.0
+# For a loader process that hangs to say where, before this process only says that it waits.
+_LOADER_S = 2.0
+# A resume would repeat what diverged, and is refused while another process writes to the run.
+_NOT_RESUMED = (DivergedError, TakenOverError)
 
 
 class Terminated(KeyboardInterrupt):
@@ -19,11 +30,19 @@ class Terminated(KeyboardInterrupt):
 
 
 class StopRequest:
-    """The first signal that asks for the end: raised where it arrives, unless it is deferred."""
+    """The first signal that asks for the end: raised where it arrives, unless it is deferred.
+
+    `advice`: says what of the run is saved and how to resume it; None if there is nothing to say.
+    `finished`: the result is written, so no signal interrupts the rest or changes exit code 0.
+    """
 
     def __init__(self) -> None:
         self.error: KeyboardInterrupt | None = None
+        self.advice: Callable[[], str] | None = None
+        self.finished = False
         self._limit_s: float | None = None
+        self._progress_s = monotonic_s()
+        self._is_stalled = False
 
     def make(self, error: KeyboardInterrupt) -> None:
         """Raise the error, at once or after the limit of `deferred`."""
@@ -50,44 +69,117 @@ class StopRequest:
         """Let the error leave the block as it was made, where Ray raises one of its own."""
         try:
             yield
-        except KeyboardInterrupt:
-            if self.error is not None:
+        except KeyboardInterrupt as error:
+            if self.error is not None and not isinstance(error, Stalled):
                 raise self.error from None
             raise
 
+    def progress(self, more_s: float = 0.0) -> None:
+        """Begin the limit of `limit_silence` anew; `more_s`: of a wait with a limit of its own."""
+        self._progress_s = monotonic_s() + more_s
+
+    @contextmanager
+    def limit_silence(self, limit_s: float, stop_s: float) -> Iterator[None]:
+        """Raise Stalled in the main thread after `limit_s` seconds without a call of `progress`.
+
+        A loader process that is reading is interrupted first. Ends this process if neither has
+        led out of the code that hangs within `stop_s` seconds. Another thread has no limit.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.progress()
+        ended = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(ended, limit_s, stop_s), daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _watch(self, ended: threading.Event, limit_s: float, stop_s: float) -> None:
+        main = threading.main_thread().ident or 0
+        while not ended.wait(min(1.0, limit_s / 4)):
+            since_s = self._progress_s
+            if monotonic_s() - since_s < limit_s:
+                continue
+            for process in multiprocessing.active_children():
+                with suppress(ProcessLookupError, TypeError):
+                    os.kill(process.pid, LOADER_SIGNAL)  # type: ignore[arg-type]
+            if ended.wait(_LOADER_S) or self._progress_s > since_s:
+                continue
+            self._is_stalled = True
+            signal.pthread_kill(main, signal.SIGALRM)
+            if ended.wait(stop_s) or self._progress_s > since_s:
+                continue
+            error = Stalled(sys._current_frames()[main], since_s)
+            advice = self.advice() if self.advice else ""
+            print(f"error: {error}\n{advice}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def raise_overdue(self, frame: FrameType | None) -> None:
+        """Raise, when the time is over, what `deferred` or `limit_silence` limits."""
+        if self.error is not None:
+            raise self.error
+        if self._is_stalled:
+            self._is_stalled = False
+            raise Stalled(frame, self._progress_s)
+
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Raise Terminated at SIGTERM and KeyboardInterrupt at Ctrl-C, in the main thread.
+def stop_on_signals(note: Callable[[str], None] = lambda _: None) -> Iterator[StopRequest]:
+    """Raise Terminated at SIGTERM and SIGHUP, KeyboardInterrupt at Ctrl-C, in the main thread.
 
-    A signal more than a second after the first one ends the process at once, whatever it waits
-    for. Python delivers signals to the main thread only: in another thread this changes nothing.
+    What ends the block early says how to continue: an error in its message, a signal by `note`.
     """
     stop = StopRequest()
+    try:
+        with exits_as_errors(), _handlers(stop), stop.raised():
+            yield stop
+    except KeyboardInterrupt as error:
+        cause = "terminated" if isinstance(error, Terminated) else "interrupted"
+        note(f"{cause}; {stop.advice() if stop.advice else 'no training had begun'}")
+        raise
+    except Exception as error:
+        if stop.advice is not None and not isinstance(error, _NOT_RESUMED):
+            if isinstance(error, RaytrainOptError):
+                error.message += f"\n{stop.advice()}"
+            else:
+                error.add_note(stop.advice())
+        raise
+
+
+@contextmanager
+def _handlers(stop: StopRequest) -> Iterator[None]:
+    """Pass signals on to `stop`; the second one, more than a second later, ends the process.
+
+    Python delivers signals to the main thread only: in another thread this changes nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield
         return
     first_s: list[float] = []
 
-    def handle(number: int, _: object) -> None:
-        if number == signal.SIGALRM and stop.error is not None:
-            raise stop.error
-        if not first_s:
+    def handle(number: int, frame: FrameType | None) -> None:
+        is_ctrl_c = number == signal.SIGINT
+        if number == signal.SIGALRM:
+            stop.raise_overdue(frame)
+        elif not first_s:
             first_s.append(monotonic_s())
-            stop.make(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+            if not stop.finished:
+                stop.make(KeyboardInterrupt() if is_ctrl_c else Terminated())
         elif monotonic_s() - first_s[0] > _SAME_SIGNAL_S:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            code = EXIT_INTERRUPTED if is_ctrl_c else EXIT_TERMINATED
+            os._exit(0 if stop.finished else code)
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
-    previous = {number: signal.getsignal(number) for number in numbers}
-    if previous[signal.SIGINT] is signal.SIG_IGN:  # a shell's background job: Ctrl-C is not for it
-        del previous[signal.SIGINT]
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    # A shell's background job ignores Ctrl-C, and `nohup` the end of its terminal.
+    previous = {n: handler for n, handler in handlers.items() if handler is not signal.SIG_IGN}
     for number in previous:
         signal.signal(number, handle)
     try:
-        with stop.raised():
-            yield stop
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -46,6 +46,7 @@ from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.state import TrainingState
 from raytrain_opt.train.trained_model import model_metadata
+from raytrain_opt.user_code import exits_as_errors
 
 
 class TrainingRun:
@@ -66,7 +67,7 @@ class TrainingRun:
         self.backend, self.paths, self.recorder = backend, workspace.paths, recorder
         self.checkpoints, self.event_log, self.callbacks = checkpoints, event_log, callbacks
         self.terminal, self.startup = workspace.terminal, workspace.startup
-        self._stop = workspace.stop
+        self.stop = workspace.stop
         self.progress = RunProgress(data=DataFingerprint.of(resolved.info))
         self.length = TrainingLength(self.job, self.steps, event_log)
         self._epoch = EpochMetrics(monotonic_s())
@@ -189,9 +190,9 @@ class TrainingRun:
         self._epoch.restarts = action.restarts
         # Asynchronous workers have no common step to stop at: they are interrupted.
         is_sync = self.job.parallel.mode != "async"
-        with self._stop.deferred(self.job.timeouts.stop_s) if is_sync else nullcontext():
+        with self.stop.deferred(self.job.timeouts.stop_s) if is_sync else nullcontext():
             state = self._train_steps_left(state, action)
-            if self._stop.error is not None:
+            if self.stop.error is not None:
                 self._save_step(state)
         if self._may_restart_after(action.epoch) and self._is_ruined(state):
             self._epoch.is_ruined = True
@@ -224,7 +225,7 @@ class TrainingRun:
                 )
             self._add_main_training(command, outcome)
             state = outcome.state
-            if outcome.totals.steps == len(command.lrs) or self._stop.error is not None:
+            if outcome.totals.steps == len(command.lrs) or self.stop.error is not None:
                 return state
             self._worker_events.continued(command, outcome.totals.steps, steps)
 
@@ -286,7 +287,7 @@ class TrainingRun:
 
     def checkpoint_epoch(self, state: StateRef, history: History) -> None:
         # A signal that arrives in here, perhaps in a callback, must not lose the epoch.
-        with self._stop.deferred(self.job.timeouts.stop_s):
+        with self.stop.deferred(self.job.timeouts.stop_s):
             epoch = self.progress.next_epoch
             optimizer = self.job.optimizers[self._epoch.optimizer]
             name, workers = str(optimizer.name), self._worker_events.at_work
@@ -317,7 +318,7 @@ class TrainingRun:
             self.terminal.epoch(record)
             self.callbacks.call("on_epoch", record)
             is_due = epoch % self.job.checkpoint.every_epochs == 0 or ends
-            if is_due or self._stop.error is not None:
+            if is_due or self.stop.error is not None:
                 self._save(state, record.score)
 
     # After the last move.
@@ -421,6 +422,7 @@ class TrainingRun:
 
     def _on_wait(self, pool: str, progress: Progress | None) -> bool:
         """Show the progress; return whether a signal ends the main training early."""
+        self.stop.progress()
         if any(pool.has_trained for pool in self.backend.pools):
             self.startup.mark("first_step_s")
         if progress is not None and pool == self.backend.workers.name and not self._in_round:
@@ -428,9 +430,10 @@ class TrainingRun:
             kept = len(self._epoch.lrs) / self.steps(epoch)
             done = kept + (1 - kept) * max(progress.done, 0) / max(progress.total, 1)
             self.terminal.advance(self.length.fraction(epoch - 1 + done))
-        return self._stop.error is not None
+        return self.stop.error is not None
 
     def _show_phase(self, epoch: int, phase: str) -> None:
+        self.stop.progress()
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  {phase}")
         self.terminal.advance(self.length.fraction(epoch - 1))
 
@@ -471,7 +474,9 @@ class TrainingRun:
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, and tell the callbacks."""
         before = self._announced
+        self.stop.progress(2 * self.job.timeouts.no_progress_s)
         self.checkpoints.wait()
+        self.stop.progress()
         self._announced = self.checkpoints.latest
         if self._announced is not None and self._announced != before:
             folder = self.paths.checkpoints / self._announced.folder
@@ -493,8 +498,10 @@ def open_training_run(
     if resolved.note is not None and checkpoints.latest is None:
         event_log.log("optimizer", 1, resolved.note)
     try:
-        yield run
+        with exits_as_errors():
+            yield run
     except BaseException as error:
+        run.stop.progress(job.timeouts.no_progress_s)  # of the checkpoint that is written
         run.close()
         callbacks.call("on_end", None)
         event_log.close_with(run.progress.next_epoch, error)

@@ -10,6 +10,8 @@ from typing import Any, cast
 import ray
 from ray import cloudpickle
 
+from raytrain_opt.clock import monotonic_s
+from raytrain_opt.cluster.connection import raise_if_ray_ended
 from raytrain_opt.errors import PoolError
 from raytrain_opt.monitoring.process_usage import Usage
 from raytrain_opt.pools.commands import (
@@ -30,18 +32,26 @@ from raytrain_opt.pools.relay import Upstream
 _MAILBOX = "the mailbox, the process through which driver, workers and slots talk,"
 # What the mailbox answers at once takes milliseconds; minutes on a node that swaps.
 _ANSWER_S = 300.0
+_LOOK_S = 1.0  # whether Ray itself is alive
 
 
 def answer(ref: Any, name: str = _MAILBOX, limit_s: float = _ANSWER_S) -> Any:
     """Wait for an answer of an actor, or several. Raises PoolError when it has died or is hung."""
-    try:
-        return ray.get(ref, timeout=limit_s)
-    except ray.exceptions.GetTimeoutError as error:
-        raise PoolError(
-            f"{name} did not answer within {limit_s:g} s (its node is overloaded or hung?)"
-        ) from error
-    except ray.exceptions.RayActorError as error:
-        raise PoolError(f"{name} has died (killed, or its node went down?): {error}") from error
+    deadline_s = monotonic_s() + limit_s
+    while True:
+        try:
+            return ray.get(ref, timeout=min(_LOOK_S, limit_s))
+        except ray.exceptions.GetTimeoutError as error:
+            raise_if_ray_ended()
+            if monotonic_s() < deadline_s:
+                continue
+            raise PoolError(
+                f"{name} did not answer within {limit_s:g} s (its node is overloaded or hung?)"
+            ) from error
+        except ray.exceptions.RayActorError as error:
+            raise_if_ray_ended()
+            text = f"{name} has died (killed, or its node went down?): {error}"
+            raise PoolError(text) from error
 
 
 class ResidentMailbox:

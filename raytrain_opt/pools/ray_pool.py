@@ -13,8 +13,8 @@ import ray
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.actor_tree import end_actor_tree
-from raytrain_opt.cluster.connection import gone_nodes
-from raytrain_opt.cluster.ray_private import root_cause
+from raytrain_opt.cluster.connection import gone_nodes, raise_if_ray_ended
+from raytrain_opt.cluster.ray_private import ended_processes, root_cause
 from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.pools.commands import (
     WORKER_POOL,
@@ -150,6 +150,7 @@ class RayPool:
     def _wait(self, ref: Any, is_overdue: Callable[[PoolStatus], bool]) -> bool:
         """Wait for a reference; return False when it takes too long."""
         while not ray.wait([ref], timeout=_POLL_S)[0]:
+            raise_if_ray_ended()
             self.raise_if_ended()
             status = self._status()
             self.has_trained = status.has_trained
@@ -263,10 +264,15 @@ def running(*pools: RayPool, launcher: Any, stop_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        for pool in pools:
-            pool.request_close()
-        deadline_s = monotonic_s() + stop_s
-        for pool in pools:
-            pool.wait_for_end(max(0.0, deadline_s - monotonic_s()))
-        end_actor_tree(launcher)
-        ray.kill(pools[0].mailbox)
+        if not ended_processes():
+            _close(pools, launcher, stop_s)
+
+
+def _close(pools: Sequence[RayPool], launcher: Any, stop_s: float) -> None:
+    for pool in pools:
+        pool.request_close()
+    deadline_s = monotonic_s() + stop_s
+    for pool in pools:
+        pool.wait_for_end(max(0.0, deadline_s - monotonic_s()))
+    end_actor_tree(launcher)
+    ray.kill(pools[0].mailbox)

@@ -26,6 +26,7 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.faults import Faults, inject
 from raytrain_opt.pools.mailbox_client import ResidentMailbox
 from raytrain_opt.pools.resident_config import ResidentConfig
+from raytrain_opt.user_code import exits_as_errors
 
 # Often enough for a progress bar and for the driver's limit of silence. A command that takes less
 # costs one call only.
@@ -67,7 +68,8 @@ def serve(
     peer_failure_grace_s: float = 0.0,
 ) -> None:
     """Build a handler and execute commands with it (see `CommandLoop`) until the pool closes."""
-    handler = make_handler()
+    with exits_as_errors():
+        handler = make_handler()
     resident = describe_this_process(pool, index, absent)
     try:
         mailbox = ResidentMailbox(config.mailbox, config.upstream_of(index), resident)
@@ -132,7 +134,8 @@ class CommandLoop:
                     self.faults, self.resident, command, on_step, self.mailbox.is_first
                 )
                 joined = isinstance(command, Regroup)
-                reply = None if joined else handler.handle(command, on_step)
+                with exits_as_errors():
+                    reply = None if joined else handler.handle(command, on_step)
             except PoolClosed:
                 return
             except ray.exceptions.ObjectLostError as error:

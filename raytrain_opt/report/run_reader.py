@@ -28,7 +28,7 @@ from raytrain_opt.recording.records import (
 from raytrain_opt.recording.spans import EventRecord, SpanRecord
 from raytrain_opt.remote.run_copy import INDEX
 from raytrain_opt.results import Metric
-from raytrain_opt.storage import check_uri, last_name
+from raytrain_opt.storage import check_uri, last_name, read
 
 
 class _Workers(BaseModel):
@@ -59,6 +59,7 @@ class RunRecords:
     schedule: Sequence[ScheduleRecord] = ()
     predictions: PredictionsRecord | None = None
     result: ResultRecord | None = None
+    has_checkpoint: bool = True
 
     @property
     def name(self) -> str:
@@ -154,6 +155,7 @@ def read_run(run_dir: str, shown: str | None = None) -> RunRecords:
         schedule=read_lines(run_dir, "schedule.jsonl", ScheduleRecord, epochs),
         predictions=read_record(run_dir, "predictions.json", PredictionsRecord),
         result=result,
+        has_checkpoint=read(run_dir, INDEX) is not None,
     )
 
 

@@ -42,10 +42,15 @@ def _unfinished(run: RunRecords) -> Iterator[str]:
         cause = f"{last.kind}: {last.text}"
     else:
         cause = "it is still running, or its driver died"
+    advice = "It has no checkpoint to resume from"
+    if run.has_checkpoint:
+        advice = (
+            f"If it has stopped, resume it with: raytrain-opt run --resume {quote(run.run_dir)} "
+            "(and --trust if its job names functions that you trust)"
+        )
     yield (
         f"The run is not finished: {len(run.epochs)} of {run.planned_epochs or '?'} epochs are "
-        f"done ({cause}). If it has stopped, resume it with: raytrain-opt run --resume "
-        f"{quote(run.run_dir)} (and --trust if its job names functions that you trust)"
+        f"done ({cause}). {advice}"
     )
 
 

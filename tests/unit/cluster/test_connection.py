@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,7 +16,6 @@ import ray
 
 from raytrain_opt.cluster import connection
 from raytrain_opt.cluster.fork_client import SOCKET_VARIABLE
-from raytrain_opt.cluster.fork_server import fork_server
 from raytrain_opt.errors import PoolError
 
 
@@ -63,18 +65,39 @@ def test_only_the_variables_of_ray_and_those_that_were_given_are_taken_back(
     del os.environ["HF_HOME"]
 
 
-def test_a_folder_for_temporary_files_whose_path_is_too_long_for_sockets_is_named(
-    calls: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("length", [1, 100])
+def test_a_ray_of_our_own_lives_in_a_private_folder_with_a_short_path(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any], length: int
 ) -> None:
-    folder = tmp_path / ("x" * 100)
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    monkeypatch.setattr(connection, "fork_server", fork_server)
-    with (
-        pytest.raises(PoolError, match="path too long.* set TMPDIR to a shorter path"),
-        connection.ray_session(None, verbose=False),
-    ):
-        pass
+    with TemporaryDirectory(dir="/tmp") as parent:
+        long = Path(parent) / ("x" * length)
+        long.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(long))
+        folders: list[Path] = []
+        monkeypatch.setattr(ray, "init", lambda **o: folders.append(Path(o["_temp_dir"])))
+        with connection.ray_session(None, verbose=False):
+            [folder] = folders
+            assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+            assert (long in folder.parents) == (length == 1)
+            assert (
+                len(f"{folder}/session_2026-11-25_14-41-48_202214_4194304/sockets/plasma_store")
+                <= 107
+            )
+        assert not folder.parent.exists()
+
+
+def test_a_ray_that_does_not_start_keeps_the_logs_that_the_error_names(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any]
+) -> None:
+    def fail(**_: Any) -> None:
+        raise RuntimeError("planted failure")
+
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(PoolError, match="planted failure.*session_latest/logs") as caught:
+        connection.ray_session(None, verbose=False).__enter__()
+    folder = Path(str(caught.value).rpartition("see ")[2]).parents[2]
+    assert folder.is_dir()
+    shutil.rmtree(folder)
 
 
 def test_a_cluster_starts_its_processes_by_itself(calls: list[Any]) -> None:

@@ -298,7 +298,7 @@ def test_a_loader_process_that_dies_is_reported_and_replaced() -> None:
         with open_section(dataset_section(process_numbers, loader_workers=1)) as data:
             batches = data.train_batches(0, product(range(6), range(1)), 1, 4)
             os.kill(int(next(batches).x[0, 0]), signal.SIGKILL)
-            with pytest.raises(RuntimeError, match=r"data\.loader_workers .now 1"):
+            with pytest.raises(DataError, match=r"data\.loader_workers: .*try fewer \(now 1\)"):
                 list(batches)
             return len(read_epoch(data))
 

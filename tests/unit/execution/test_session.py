@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from raytrain_opt.config.load import load_job
 from raytrain_opt.errors import DataError, JobError, StorageError
 from raytrain_opt.execution import session
 from raytrain_opt.execution.session import open_run_directory, open_session
-from raytrain_opt.execution.signals import Terminated
+from raytrain_opt.execution.signals import StopRequest, Terminated
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.storage import write_json
 from raytrain_opt.terminal.progress import Terminal
@@ -119,15 +120,15 @@ def test_one_process_at_a_time_has_a_run_directory(
 ) -> None:
     storage_path = s3.new_uri() if location == "URI" else f"{tmp_path}/runs"
     job = small_job(tmp_path, storage_path=storage_path)
-    with open_run_directory(job, None, QUIET) as (paths, _):
+    with open_run_directory(job, None, QUIET, StopRequest()) as (paths, _):
         write_json(paths.checkpoints / "index.json", {"checkpoints": []})
         paths.publish()
         with (
             pytest.raises(JobError, match=rf"another .* is writing.*process {os.getpid()} on"),
-            open_run_directory(job, paths.shown, QUIET),
+            open_run_directory(job, paths.shown, QUIET, StopRequest()),
         ):
             pass
-    with open_run_directory(job, paths.shown, QUIET):
+    with open_run_directory(job, paths.shown, QUIET, StopRequest()):
         pass
 
 
@@ -172,3 +173,29 @@ def test_the_cluster_decides_the_number_of_workers_once(
 def test_a_driver_starts_ray_before_it_imports_torch() -> None:
     code = "import sys, raytrain_opt.driver; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+HERE = f"process 1 on {socket.gethostname()} since then"
+
+
+@pytest.mark.parametrize(
+    ("holder", "record", "stays"),
+    [
+        (HERE, None, False),
+        (HERE, "rounds.jsonl", True),
+        (HERE, "checkpoints/index.json", True),
+        (HERE, "batch_size.json", True),
+        ("process 1 on another.host since then", None, True),
+        ("", None, True),
+    ],
+)
+def test_a_new_run_removes_what_a_killed_one_has_left_without_results(
+    tmp_path: Path, holder: str, record: str | None, stays: bool
+) -> None:
+    killed = RunPaths.create(str(tmp_path), "test").local
+    (killed / ".lock").write_text(holder)
+    (killed / ".job.yaml.7522.tmp").touch()
+    if record is not None:
+        (killed / record).touch()
+    with open_run_directory(small_job(tmp_path), None, QUIET, StopRequest()):
+        assert killed.exists() == stays

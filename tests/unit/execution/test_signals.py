@@ -109,7 +109,7 @@ def test_a_second_signal_leaves_at_once(
         process.send_signal(first)
         assert process.stdout.readline() == f"{name}\n"
         process.send_signal(second)
-        assert process.wait(30) == -second
+        assert process.wait(30) == (130 if second == signal.SIGINT else 143)
 
 
 def test_ctrl_c_stays_ignored_where_it_was() -> None:
@@ -139,3 +139,60 @@ def test_in_another_thread_nothing_changes() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.getsignal(signal.SIGTERM)]
+
+
+HANGS = {
+    "sleep": "time.sleep(60)",
+    "catches errors": "[caught() for _ in iter(int, 1)]",
+    "wait": "threading.Event().wait()",
+}
+
+
+@pytest.mark.parametrize("code", HANGS.values(), ids=HANGS)
+def test_code_that_hangs_is_ended_with_its_place(code: str) -> None:
+    text = f"""
+import threading, time
+from raytrain_opt.execution.signals import stop_on_signals
+from raytrain_opt.errors import UserCodeError
+def caught():
+    try: time.sleep(0.1)
+    except Exception: pass
+def forward():
+    {code}
+try:
+    with stop_on_signals() as stop, stop.limit_silence(0.5, 5.0):
+        stop.advice = lambda: "resume with: X"
+        forward()
+except UserCodeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert "hangs: no progress for" in done.stdout, done.stderr
+    assert done.stdout.endswith("more than timeouts.no_progress_s\nresume with: X\n")
+
+
+def test_a_finished_run_is_not_interrupted() -> None:
+    with stop_on_signals() as stop:
+        stop.finished = True
+        terminate()
+    assert stop.error is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_what_a_signal_ends_says_how_to_continue(number: signal.Signals) -> None:
+    notes: list[str] = []
+
+    def work() -> None:
+        with stop_on_signals(notes.append) as stop:
+            stop.advice = lambda: "resume with: X"
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+
+    before = signal.signal(number, signal.SIG_DFL)  # a background job ignores some
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    finally:
+        signal.signal(number, before)
+    cause = "interrupted" if number == signal.SIGINT else "terminated"
+    assert notes == [f"{cause}; resume with: X"]
