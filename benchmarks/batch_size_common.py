@@ -73,9 +73,11 @@ class Training:
     def find(self, strategy: str, **settings: Any) -> FinderRun:
         """Run one of the package's strategies in this process."""
         started_s = monotonic_s()
-        choice = MinibatchSizeOptimizer(strategy, **{**self.settings, **settings}).apply(
-            self.model, self.optimizer, self.dataset, autocast=self.autocast, **self.loader
-        )
+        # What is compared is the speed, whatever a training would learn.
+        any_size = {"min_updates_per_epoch": 1, "min_updates": 1}
+        choice = MinibatchSizeOptimizer(
+            strategy, **any_size, **{**self.settings, **settings}
+        ).apply(self.model, self.optimizer, self.dataset, autocast=self.autocast, **self.loader)
         return FinderRun(choice.batch_size, len(choice.probes), monotonic_s() - started_s)
 
     def probe(self, batch_size: int, relative_error: float, max_probe_s: float) -> Probe:

@@ -236,7 +236,8 @@ class Learner:
 
     def _compare_ranks(self, *, pooled: bool) -> None:
         epoch, failed = self._phase.epoch, self._phase.failure is not None
-        compare_ranks(self.model, self.optimizer, epoch, failed=failed, pooled=pooled)
+        if self.parallel.distributed:
+            compare_ranks(self.model, self.optimizer, epoch, failed=failed, pooled=pooled)
 
     def _stop_phase(self) -> None:
         """Note what the phase continues with."""

@@ -46,6 +46,8 @@ def compare_ranks(
     weights = model.state_dict(keep_vars=True) if pooled else dict(model.named_parameters())
     state, device = optimizer.state_dict(), next(model.parameters()).device
     tensors = dict(sorted(named_tensors(weights, state)))
+    # Workers of different speeds count their own batches until these are pooled.
+    tensors = {n: t for n, t in tensors.items() if not n.endswith("num_batches_tracked")}
     sums = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
     numbers = [v for v in tree_leaves(state) if isinstance(v, bool | int | float | str)]
     plain = repr(([(name, tensor.shape) for name, tensor in tensors.items()], numbers))

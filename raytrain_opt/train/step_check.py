@@ -18,7 +18,7 @@ from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.models.dry_run import check_output, preserve_model
 from raytrain_opt.optim.factory import set_lr
-from raytrain_opt.random_state import seed_all
+from raytrain_opt.random_state import find_generators, seed_all
 from raytrain_opt.train.checkpoint import require_readable
 from raytrain_opt.train.state import capture, restore
 from raytrain_opt.train.task import (
@@ -113,7 +113,7 @@ def unused_parameters(names: list[str], *, at_random: bool) -> Problem | None:
 def _step(task: Task, model: nn.Module, batch: Batch, seed: int = 0) -> dict[str, Tensor]:
     """Compute a step without the update; return the loss and the norm of each gradient."""
     model.zero_grad(set_to_none=True)
-    seed_all(seed)
+    seed_all(seed, generators=find_generators(task, model))
     model.train()
     # As DistributedDataParallel has them: parameters and mode, but no attributes of the model.
     module: Any = nn.Module()
@@ -161,7 +161,7 @@ def _try_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _evaluate(task: Task, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    seed_all(0)
+    seed_all(0, generators=find_generators(task, model))
     return evaluate_once(task, model, batch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,9 +205,11 @@ def test_a_missing_file_names_the_one_meant(tmp_path: Path) -> None:
         load_job(tmp_path / "quikstart.yaml")
 
 
-def test_a_folder_is_no_job_file(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="cannot be read: Is a directory"):
-        load_job(tmp_path)
+def test_a_folder_or_a_fifo_is_no_job_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job.yaml")
+    for path in (tmp_path, tmp_path / "job.yaml"):
+        with pytest.raises(JobError, match="cannot be read: is not a plain file"):
+            load_job(path)
 
 
 @pytest.mark.parametrize(
