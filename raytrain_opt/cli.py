@@ -382,7 +382,7 @@ def shard(folder: str, output: str, mib: int) -> None:
     default=2000,
     show_default=True,
     type=click.IntRange(1),
-    help="Image files that are decoded, spread evenly, to find unreadable ones.",
+    help="Number of image files to test-decode, evenly spaced.",
 )
 @click.option(
     "--label-column", metavar="NAME", help="The column of a CSV file with the class of each image."
