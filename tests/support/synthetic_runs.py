@@ -26,7 +26,6 @@ STEP: dict[str, Any] = {
     "kernels": ["TF32", "cuDNN autotuning"],
     "memory_format": "channels_last",
     "compile": "off",
-    "cuda_graphs": False,
     "optimizer": "fused SGD",
     "loader_processes": 0,
 }
