@@ -41,13 +41,12 @@ from raytrain_opt.train import batch_norm
 from raytrain_opt.train.compilation import compile_model, eager
 from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.evaluation import Evaluator
-from raytrain_opt.train.failures import failed_steps
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.phase import Phase, describe
+from raytrain_opt.train.phase import Phase, describe, failed_steps
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels
 from raytrain_opt.train.replicas import compare_ranks
-from raytrain_opt.train.state import TrainingState, restore, to_cpu_state
+from raytrain_opt.train.state import TrainingState, capture, restore
 from raytrain_opt.train.task import build_task, find_metric_names
 from raytrain_opt.train.update_check import UpdateCheck
 
@@ -130,11 +129,11 @@ class Learner:
         return self.data.info
 
     def state(self, *, copy: bool) -> TrainingState:
-        """Capture the current state; see `train.state.to_cpu_state`."""
-        return to_cpu_state(
-            self.model.state_dict(keep_vars=True),
-            self.optimizer.state_dict(),
-            self.scaler.state_dict(),
+        """Capture the current state; see `train.state.capture`."""
+        return capture(
+            self.model,
+            self.optimizer,
+            self.scaler,
             copy=copy,
             optimizer_index=self._optimizer_index,
             stopped=self._stopped,
@@ -295,7 +294,7 @@ class Learner:
 
     @property
     def failure(self) -> Exception | None:
-        """The first exception of the latest phase that made it fail (`train.failures`)."""
+        """The first exception of the latest phase that made it fail (`train.phase`)."""
         return self._phase.failure
 
     def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
