@@ -100,7 +100,7 @@ def test_a_peak_is_stated_with_its_factor(run_dir: Path) -> None:
 def test_the_batch_size_and_the_noise_scale_are_explained(run_dir: Path) -> None:
     text = " ".join(summary_of(with_batch_size_search(run_dir)).sentences)
     assert "5 probes, 21.4 s) chose 128 samples per worker at 17,297 samples/s" in text
-    assert "Gradient noise scale: 310 (280 to 340)" in text
+    assert "Gradient noise scale: 310" in text
 
 
 @pytest.mark.parametrize(
