@@ -238,14 +238,8 @@ class Job(Section):
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"
     """torch.compile for the model, in its mode default or max-autotune (without CUDA graphs).
-    auto: on GPUs default, for models without attention from the epoch after five minutes of
-    training on; after an epoch, off again if that is not faster. On CPU off. Compiled, dropout
-    draws other random numbers."""
-    cuda_graphs: bool = False
-    """On GPUs, launch the forward and the backward pass as one CUDA graph each, from the second
-    epoch on, if that is faster and gives the same gradients. For small networks and batches,
-    where the CPU cannot keep up. The memory of the activations stays taken between epochs, and
-    what the network decides in Python stays as it was. Not measured on a GPU yet."""
+    auto: default on GPUs for models with attention, else off. Compiled, dropout draws other
+    random numbers."""
     workers: WorkersSection = Field(default_factory=WorkersSection)
     """The data-parallel training processes."""
     slots: SlotsSection = Field(default_factory=SlotsSection)

@@ -270,10 +270,10 @@ class ParallelSection(Section):
     snapshot_every: PositiveInt = 100
     """async only: updates between copies of a shard to another process, which is the maximum
     number of updates lost when a shard's process dies."""
-    gradient_buckets: Literal["default", "growing", "auto"] = "default"
-    """How gradients are grouped into messages. default: as in torch, 1 MiB and then 25 MiB;
-    growing: split at layers in the order of the backward pass, 1 MiB at first and larger later;
-    auto: try several during the first steps and keep the fastest."""
+    gradient_buckets: list[PositiveInt] | None = Field(None, min_length=1)
+    """Sizes in MiB of the messages with gradients, in the order of the backward pass; the last
+    size holds for the rest. torch before 2.15 uses the last size only. Small messages first let
+    the exchange begin early. null: as in torch, 1 MiB and then 25 MiB."""
     compression: Literal["none", "bf16", "fp16"] = "none"
     """Data type in which gradients are sent; none: unchanged."""
     noise_scale: bool = True

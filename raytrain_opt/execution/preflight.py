@@ -24,7 +24,7 @@ from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerChoiceSection
-from raytrain_opt.errors import DataError, JobError, Problem
+from raytrain_opt.errors import DataError, JobError, Problem, problems_of
 from raytrain_opt.storage import check_uri
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -200,13 +200,13 @@ def check_data(data: DataSection) -> list[Problem]:
         case ShardsData():
             return [*check_uri(data.train, "data.train"), *check_uri(data.test, "data.test")]
         case RayData():
-            return _problems_of(lambda: resolve_function(data.function, "data.function"))
+            return problems_of(lambda: resolve_function(data.function, "data.function"))
         case ArraySetData(name="digits") | ArraySetData(download=True):
             return []
         case ArraySetData():
             hint = "data.download: true downloads the set"
             return _check_path("data.root", data.root, folder=True, hint=hint)
-    return _problems_of(lambda: resolve_function(data.name, "data.name"))
+    return problems_of(lambda: resolve_function(data.name, "data.name"))
 
 
 def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Preflight:
@@ -219,9 +219,7 @@ def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Pr
     """
     shared, info, samples = _read_data(job)
     preflight = Preflight(shared, info)
-    problems_of_model = _problems_of(
-        lambda: _check_model(job, preflight, samples, resumed=resumed)
-    )
+    problems_of_model = problems_of(lambda: _check_model(job, preflight, samples, resumed=resumed))
     problems = _check_worker_count(job, info)
     if not problems and job.batch_size_search is None:
         try:
@@ -377,7 +375,7 @@ def _try_model(
         contiguous = job.model_copy(update={"channels_last": False})
         model = model.to(memory_format=torch.contiguous_format)
         pair = [replace(b, x=map_leaves(torch.Tensor.contiguous, b.x)) for b in samples]
-        if _problems_of(
+        if problems_of(
             lambda: _try_model(contiguous, task, model, (pair[0], pair[1]), num_classes)
         ):
             raise
@@ -389,7 +387,7 @@ def _try_model(
 
 def _check_callbacks(names: Sequence[str | Callable[..., Any]]) -> list[Problem]:
     checks = (partial(resolve_function, name, f"callbacks.{i}") for i, name in enumerate(names))
-    return [problem for check in checks for problem in _problems_of(check)]
+    return [problem for check in checks for problem in problems_of(check)]
 
 
 def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
@@ -408,7 +406,7 @@ def _check_schedule(section: Any) -> list[Problem]:
     from raytrain_opt.search.factory import read_schedule
 
     replays = isinstance(section, ReplayPolicy)
-    return _problems_of(lambda: read_schedule(section.schedule)) if replays else []
+    return problems_of(lambda: read_schedule(section.schedule)) if replays else []
 
 
 def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
@@ -418,17 +416,7 @@ def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
         return []
     from raytrain_opt.search.batch_size.factory import check_sampler
 
-    return _problems_of(lambda: check_sampler(search, use_gpu=False))
-
-
-def _problems_of(check: Callable[[], object]) -> list[Problem]:
-    try:
-        check()
-    except JobError as error:
-        return error.problems
-    except DataError as error:
-        return [error.problem]
-    return []
+    return problems_of(lambda: check_sampler(search, use_gpu=False))
 
 
 def _check_path(field: str, path: str, *, folder: bool, hint: str | None = None) -> list[Problem]:

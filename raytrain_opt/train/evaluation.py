@@ -87,7 +87,7 @@ class Evaluator:
             monotonic_s() - started_s,
             metric_of(self.task),
             predictions,
-            loss_squares,
+            loss_squares=loss_squares,
         )
 
 

@@ -23,9 +23,9 @@ from raytrain_opt.monitoring.samplers import NullSampler, Sampler, UtilizationMo
 from raytrain_opt.optim.averaging import use_training_weights
 from raytrain_opt.optim.factory import update_weights
 from raytrain_opt.results import GradientNorms, Probe
-from raytrain_opt.train.failures import is_out_of_memory
 from raytrain_opt.train.gradient_noise import GradientNormMeter
 from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.phase import is_out_of_memory
 from raytrain_opt.train.state import capture, restore
 from raytrain_opt.train.step_timer import STEP_PARTS, step_timer_for
 

@@ -37,7 +37,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "continue without a worker that died",
     ),
     (
-        {"parallel": {**ASYNC, "gradient_buckets": "auto"}},
+        {"parallel": {**ASYNC, "gradient_buckets": [1]}},
         "parallel.gradient_buckets",
         "belongs to parallel.mode",
     ),

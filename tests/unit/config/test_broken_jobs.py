@@ -42,19 +42,6 @@ def test_a_minimum_above_the_number_of_workers_is_refused_where_that_is_given() 
     assert (found.workers.size, found.workers.min_workers) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("line", "rule"),
-    [
-        ("workers: {use_gpu: false}", "needs GPUs, and workers.use_gpu is false"),
-        ("batch_norm: {sync: true}", "no graph can contain the messages of batch_norm.sync"),
-        ("parallel: {mode: async}", "needs workers in step; parallel.mode is async"),
-    ],
-)
-def test_graphs_of_the_network_need_a_gpu_and_no_messages(line: str, rule: str) -> None:
-    [problem] = problems("cuda_graphs: true", line, "optimizer: {name: SGD}")
-    assert (problem.path, problem.rule) == ("cuda_graphs", rule)
-
-
 def test_classes_are_balanced_once() -> None:
     data = "data: {name: digits, sampler: balanced}"
     [problem] = problems("loss: {class_weights: balanced}", data)

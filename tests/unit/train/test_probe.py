@@ -20,7 +20,7 @@ from raytrain_opt.config.batch_size import GpuUsageMaximizeSearch, ThroughputKne
 from raytrain_opt.data.base import Batch
 from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.train import step_timer
-from raytrain_opt.train.failures import is_out_of_memory
+from raytrain_opt.train.phase import is_out_of_memory
 from raytrain_opt.train.probe import ProbedTraining, mean_and_error, measure
 from tests.support.scripted_sampler import ScriptedSampler
 
