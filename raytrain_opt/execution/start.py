@@ -45,7 +45,7 @@ def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
             label_selector=on_driver_node(),
             runtime_env=runtime_environment(local=local, start_s=start_s),
         )
-        .remote(local=local, import_all=import_all)
+        .remote(import_all=import_all)
     )
 
 
