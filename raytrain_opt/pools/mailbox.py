@@ -131,8 +131,8 @@ class Mailbox(Exchange):
         if index in board.replies:
             return
         state.log.hear(index)
-        if reply.usage is not None:
-            state.log.record_command(reply.sender, state.command_name, reply.usage)
+        if reply.time is not None:
+            state.log.record_command(reply.sender, state.command_name, reply.time)
         board.replies[index] = reply.value
         if reply.failed:
             board.failed.add(index)

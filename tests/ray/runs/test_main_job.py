@@ -119,7 +119,6 @@ def test_the_report_and_the_timeline_are_written(finished: RunResult) -> None:
     for span in spans:
         assert 0 <= span["start_s"] <= span["start_s"] + span["duration_s"] <= finished.wall_s
         assert sum(span["timings_s"].values()) <= span["duration_s"]
-    assert all(span["memory_mib"] > 10 for span in spans if span["process"] != "driver")
 
 
 def test_no_file_of_a_run_holds_what_is_secret_in_the_environment(finished: RunResult) -> None:

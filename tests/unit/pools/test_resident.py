@@ -19,7 +19,6 @@ import pytest
 import ray
 
 from raytrain_opt.errors import PoolError, RaytrainOptError
-from raytrain_opt.monitoring.process_usage import UsageMeter
 from raytrain_opt.pools.commands import (
     Close,
     Command,
@@ -141,8 +140,7 @@ def run(
 ) -> FakeMailbox:
     mailbox = mailbox or FakeMailbox(deque(commands))
     resident = Resident("worker", 0, "node", 1, "log")
-    meter = UsageMeter(None, lambda: 1.0)
-    CommandLoop(mailbox, resident, 60.0, faults, 0.0, meter).run(echo)  # type: ignore[arg-type]
+    CommandLoop(mailbox, resident, 60.0, faults, 0.0).run(echo)  # type: ignore[arg-type]
     return mailbox
 
 
@@ -348,9 +346,8 @@ def test_workers_that_are_to_stop_early_stop_before_the_same_step(when_s: float)
 
     def work(rank: int) -> None:
         resident = Resident("worker", rank, "node", rank, "log")
-        meter = UsageMeter(None, lambda: 1.0)
         mailbox: Any = MailboxOf(thread, resident)
-        CommandLoop(mailbox, resident, 60.0, (), 0.0, meter).run(Trainer())
+        CommandLoop(mailbox, resident, 60.0, (), 0.0).run(Trainer())
 
     thread.call(thread.box.post("worker", 1, MainTrain(StateRef("1", None), 1, 0, ())))
     with ThreadPoolExecutor(workers) as pool:
