@@ -120,7 +120,7 @@ class EchoResident:
         """Execute commands until the pool is closed."""
         resident = describe_this_process(WORKER_POOL, index)
         client = ResidentMailbox(mailbox, upstream, resident)
-        CommandLoop(client, resident, 5.0, (), 0.0).run(Echo())
+        CommandLoop(client, resident, 5.0, 0.0).run(Echo())
 
 
 def cpu_s(process: psutil.Process) -> float:

@@ -19,7 +19,6 @@ from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.session import Session
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
-from raytrain_opt.pools.faults import planned_faults
 from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.mailbox_client import answer
@@ -149,6 +148,5 @@ def _resident_config(
         run_id=session.paths.run_id,
         mailbox=mailbox,
         ray_storage_path=session.paths.ray_storage,
-        faults=planned_faults(),
         workers=SynchronousWorkers() if server is None else AsynchronousWorkers(server),
     )

@@ -124,10 +124,6 @@ class ResidentMailbox:
         report = Report(self._resident.sender, number, progress, can_stop_before)
         return cast(Instruction, ray.get(self._upstream.actor.report.remote(report)))
 
-    def is_first(self, claim: str) -> bool:
-        """Return True to the first resident with this claim."""
-        return cast(bool, ray.get(self._actor.is_first.remote(claim)))
-
 
 def report_lost(actor: Any, pool: str, index: int) -> None:
     """Tell the mailbox of a death before the restarted process joins; return when it knows."""

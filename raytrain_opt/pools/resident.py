@@ -24,7 +24,6 @@ from raytrain_opt.pools.commands import (
     StateLost,
     to_failure,
 )
-from raytrain_opt.pools.faults import Faults, inject
 from raytrain_opt.pools.mailbox_client import ResidentMailbox
 from raytrain_opt.pools.resident_config import ResidentConfig
 from raytrain_opt.user_code import exits_as_errors
@@ -78,7 +77,6 @@ def serve(
             mailbox,
             resident,
             config.leave_s,
-            config.faults,
             peer_failure_grace_s,
         ).run(handler)
     finally:
@@ -92,7 +90,6 @@ class CommandLoop:
     mailbox: ResidentMailbox
     resident: Resident
     leave_s: float  # to leave when the pool is closed
-    faults: Faults
     peer_failure_grace_s: float  # before an error is reported that a peer's death may have caused
     _closed: threading.Event = field(default_factory=threading.Event)
     _left: threading.Event = field(default_factory=threading.Event)
@@ -129,9 +126,6 @@ class CommandLoop:
             start_s = monotonic_s()
             try:
                 on_step = self._on_step(number)
-                on_step = inject(
-                    self.faults, self.resident, command, on_step, self.mailbox.is_first
-                )
                 joined = isinstance(command, Regroup)
                 with exits_as_errors():
                     reply = None if joined else handler.handle(command, on_step)

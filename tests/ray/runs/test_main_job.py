@@ -20,10 +20,10 @@ from raytrain_opt.cluster.connection import free_resources
 from raytrain_opt.commands.doctor import diagnose
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.train.checkpoint import read_index, read_rest, read_weights
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
+from tests.support.faults import injected
 from tests.support.s3_server import S3Server, cut, refuse
 from tests.support.small_jobs import EPOCHS, quickstart, read_lines, small_job, without_times
 
@@ -158,7 +158,7 @@ def test_the_doctor_finds_this_machine_fit_or_says_why_not(
 
 @pytest.mark.usefixtures("without_plots")
 def test_killed_processes_are_restarted_and_nothing_changes(
-    monkeypatch: pytest.MonkeyPatch, finished: RunResult, s3: S3Server
+    finished: RunResult, s3: S3Server
 ) -> None:
     """Kill a slot, the winner's slot, and a worker at a random step of a real training.
 
@@ -174,10 +174,10 @@ def test_killed_processes_are_restarted_and_nothing_changes(
         {"role": "slot", "epoch": 2, "phase": "send_candidate_state"},
         {"role": "worker", "index": worker, "epoch": 2, "phase": "main_train", "step": step},
     ]
-    monkeypatch.setenv(VARIABLE, json.dumps(faults))
     uri = s3.new_uri()
     s3.faults.extend([None, refuse("SlowDown"), None, cut] * 20)
-    disturbed = run(quickstart(uri, epochs=epochs))
+    with injected(faults):
+        disturbed = run(quickstart(uri, epochs=epochs))
     assert len(s3.faults) < 50
     restarts = disturbed.summary["restarts"]
     assert (restarts["slot"], restarts["worker"]) == (2, 2)

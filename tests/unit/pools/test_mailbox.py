@@ -333,13 +333,6 @@ def test_only_progress_ends_the_silence(monkeypatch: pytest.MonkeyPatch) -> None
     play(scene)
 
 
-def test_only_the_first_claim_is_the_first() -> None:
-    async def scene(box: Mailbox) -> list[bool]:
-        return [await box.is_first(claim) for claim in ("a", "b", "a", "a", "b")]
-
-    assert play(scene) == [True, True, False, False, False]
-
-
 def test_a_group_that_restarted_with_fewer_workers_does_without_the_others() -> None:
     async def scene(box: Mailbox) -> list[int]:
         await join(box, worker(0), worker(1))
