@@ -241,7 +241,7 @@ def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None
 
         return diagnose_on_cluster(job_file, overrides, address)
 
-    from raytrain_opt.commands.doctor.diagnose import diagnose
+    from raytrain_opt.commands.doctor import diagnose
 
     return diagnose(job, address)
 

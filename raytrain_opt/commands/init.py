@@ -95,7 +95,7 @@ def init(
     for path in (output, labels):
         if path.exists():
             raise DataError(str(path), "exists, and init overwrites nothing; give --output FILE")
-    _, gpus = gpu_states()
+    gpus = gpu_states()
     try:
         section, rows, notes = find_data(folder.absolute(), labels, label_column)
     except OSError as error:

@@ -44,7 +44,6 @@ from raytrain_opt.execution.rescale import resolve_lr_scaling, set_workers
 from raytrain_opt.execution.resume import keep_workers, resume_command
 from raytrain_opt.execution.signals import StopRequest, stop_on_signals
 from raytrain_opt.paths import RunPaths, find_runs
-from raytrain_opt.pools.faults import planned_faults
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.recording.recorder import check_records
 from raytrain_opt.search.factory import max_candidates
@@ -107,7 +106,6 @@ def open_session(
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal())
         stop = stack.enter_context(stop_on_signals(terminal.note))
-        planned_faults()  # an error in their text is found now
 
         def start_preflight() -> Future[tuple[Job, Preflight]]:
             pending = start_thread(lambda: _prepare(job, resume))

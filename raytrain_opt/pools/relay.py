@@ -171,15 +171,15 @@ class _Outbox:
 
 
 def _thinned(messages: Sequence[Reply | Report]) -> list[Reply | Report]:
-    """Leave out usage that is not recorded: most of what the mailbox would have to read."""
+    """Leave out times that are not recorded: most of what the mailbox would have to read."""
     others = {
-        m.sender: m.usage.duration_s
+        m.sender: m.time.duration_s
         for m in messages
-        if isinstance(m, Reply) and m.usage and m.sender[1] >= RECORDED_RESIDENTS
+        if isinstance(m, Reply) and m.time and m.sender[1] >= RECORDED_RESIDENTS
     }
     longest = max(others, key=lambda sender: others[sender], default=None)
     unused = others.keys() - {longest}
     return [
-        replace(m, usage=None) if isinstance(m, Reply) and m.sender in unused else m
+        replace(m, time=None) if isinstance(m, Reply) and m.sender in unused else m
         for m in messages
     ]
