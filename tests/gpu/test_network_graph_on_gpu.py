@@ -83,7 +83,7 @@ def train(trained: Learner, *, graphs: bool) -> list[float]:
         {"optimizer": {"name": "SGD", "clip_norm": 0.1}, "precision": "bf16"},
         {"optimizer": "AdamW", "precision": "fp16"},
         {"optimizer": "LARS"},
-        {"optimizer": "Muon", "average": {"kind": "ema"}},
+        {"optimizer": "Muon", "average": {"decay": "auto"}},
         {"optimizer": "SGD", "compile": "default"},
     ],
     ids=str,

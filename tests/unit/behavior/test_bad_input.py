@@ -39,7 +39,7 @@ SCHEMA = [
     (
         CIFAR + "augment: {mirror: true}}",
         "data.augment.mirror",
-        "valid here: policy, magnitude, ",
+        "valid here: policy, random_erasing, ",
     ),
     (CIFAR + "image_size: 3}", "data.image_size", "normalize, name, root, download, augment"),
     (STPT + "gamma: 3}", "learning_rate.gamma", "valid here: policy, initial, "),
@@ -94,7 +94,6 @@ SCHEMA = [
     ),
     (FOLDER + "image_size: 1000000}", "data.image_size", "must be at most 4096"),
     (FOLDER + "loader_workers: 100000}", "data.loader_workers", "must be auto or at most 256"),
-    (FOLDER + "prefetch: 1000000000}", "data.prefetch", "must be at most 100"),
     (CIFAR + "augment: {crop_padding: 999}}", "data.augment.crop_padding", "at most 64"),
     # choices
     (

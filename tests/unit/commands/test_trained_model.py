@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
 
 
 def test_a_checkpoint_that_was_not_kept_names_those_that_were(tmp_path: Path) -> None:
-    checkpoints = trained(tmp_path, epochs=3, checkpoint={"keep_best": False}) + "/checkpoints"
+    checkpoints = trained(tmp_path, epochs=3, evaluate={"every_epochs": 3}) + "/checkpoints"
     with pytest.raises(JobError, match=r"complete checkpoints: epoch-0002, epoch-0003 \(given"):
         load_model(f"{checkpoints}/epoch-0001")
 

@@ -98,7 +98,6 @@ def test_all_errors_are_reported_at_once() -> None:
     [
         "{policy: stpt}",
         "{policy: schedule}",
-        "{policy: schedule, shape: step}",
     ],
 )
 def test_a_schedule_free_optimizer_needs_a_constant_rate(policy: str) -> None:

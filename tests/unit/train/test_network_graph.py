@@ -64,7 +64,7 @@ def with_graphs(**changes: Any) -> tuple[Learner, StepChoices]:
     [
         {"optimizer": {"name": "SGD", "args": {"momentum": 0.9}, "clip_norm": 0.1}},
         {"optimizer": "LARS"},
-        {"optimizer": "Muon", "average": {"kind": "ema"}},
+        {"optimizer": "Muon", "average": {"decay": "auto"}},
         {"optimizer": "ScheduleFreeAdamW"},
         {"optimizer": "SGD", "precision": "bf16"},
         {"data": {"name": "digits", "drop_last": False}, "global_batch_size": 1000},
