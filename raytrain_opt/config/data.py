@@ -216,19 +216,19 @@ def _data_kind(value: Any) -> str | None:
     section = vars(value) if isinstance(value, _DataSection) else value
     name = section.get("name") if isinstance(section, dict) else section
     if name in ARRAY_SETS:
-        return "array_set"
+        return "ArraySetData"
     if name in DATA_NAMES:
         return str(name)
     is_missing = "name" not in section if isinstance(section, dict) else isinstance(section, tuple)
-    return None if is_missing or (isinstance(name, str) and ":" not in name) else "dataset"
+    return None if is_missing or (isinstance(name, str) and ":" not in name) else "DatasetData"
 
 
 DataSection = Annotated[
-    Annotated[ArraySetData, Tag("array_set")]
+    Annotated[ArraySetData, Tag("ArraySetData")]
     | Annotated[ArraysData, Tag("arrays")]
     | Annotated[ImageFolderData, Tag("image_folder")]
     | Annotated[ShardsData, Tag("shards")]
     | Annotated[RayData, Tag("ray_data")]
-    | Annotated[DatasetData, Tag("dataset")],
+    | Annotated[DatasetData, Tag("DatasetData")],
     Discriminator(_data_kind),
 ]

@@ -215,7 +215,7 @@ class Job(Section):
     synchronous workers, else SGD."""
     average: AverageSection | None = Field(default_factory=_default_average)
     """Evaluate and save an average of the weights; the training continues from its own. Default:
-    {} with policies stpt_horizon and replay, unless the optimizer averages itself, else null,
+    one with policies stpt_horizon and replay, unless the optimizer averages itself, else null,
     which is no average."""
     batch_norm: BatchNormSection = Field(default_factory=BatchNormSection)
     """Batch normalization with several workers."""
@@ -274,7 +274,7 @@ class Job(Section):
         try:
             return build(values)
         except ValidationError as error:
-            raise JobError(problems_of(error, cls)) from None
+            raise JobError(problems_of(error, cls, values)) from None
 
     @field_validator("learning_rate")
     @classmethod
