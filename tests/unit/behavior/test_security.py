@@ -150,14 +150,13 @@ def test_names_and_records_are_shown_in_one_line_with_escapes(
     job = write_job(tmp_path, f"storage_path: {json.dumps(NAME)}")
     outputs = {
         "runs": CliRunner().invoke(cli.main, ["runs", str(storage)]).output,
-        "watch": CliRunner().invoke(cli.main, ["watch", str(run_dir)]).output,
         "report": CliRunner().invoke(cli.main, ["report", str(run_dir)]).output,
         "validate": CliRunner().invoke(cli.main, ["validate", job]).output,
     }
     prediction = Prediction(NAME, ((NAME, 1.0),))
     monkeypatch.setattr(predict, "predict", lambda *_, **__: iter([prediction]))
     with redirect_stdout(io.StringIO()) as output:
-        predict.print_predictions(cast("Any", None), [], top=1, as_json=False)
+        predict.print_predictions(cast("Any", None), [], as_json=False)
     outputs["predict"] = output.getvalue()
     with redirect_stdout(io.StringIO()) as output:
         print_findings([ok(NAME, NAME)])

@@ -97,7 +97,7 @@ def test_a_moved_checkpoint_needs_neither_job_nor_data(digits: str, tmp_path: Pa
 
 
 def test_image_files_get_the_classes_of_their_folders(photo_run: str, photos: Path) -> None:
-    result = invoke("predict", photo_run, str(photos / "val"), "--top", "1", "--json")
+    result = invoke("predict", photo_run, str(photos / "val"), "--json")
     assert result.exit_code == 0, result.output
     predictions = json.loads(result.output)["predictions"]
     assert len(predictions) == 12
