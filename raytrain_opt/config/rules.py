@@ -209,7 +209,7 @@ def _async_rules(job: Job) -> Iterator[BrokenRule]:
         rule = "with async no gradient of a global batch exists; remove it, or use mode: sync"
         yield "optimizer.clip_norm", rule
     if job.precision == "fp16":
-        rule = "fp16 scales the loss by overflows that no worker knows with async; use bf16"
+        rule = "fp16 scales the loss by overflows that asynchronous workers do not share; use bf16"
         yield "precision", rule
     if job.workers.min_workers < job.workers.size:
         rule = "has no minimum with async: workers continue without a worker that died"

@@ -86,7 +86,7 @@ class OptimizerSection(NamedSection):
 
     @property
     def usual_warmup(self) -> float:
-        """The fraction of a training in which the rate rises, unless the job says another."""
+        """The default warm-up, as a fraction of the training."""
         return 0.2 if self.name == "LARS" else 0.1
 
     @property

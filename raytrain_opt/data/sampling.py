@@ -100,8 +100,9 @@ def _shuffle(size: int, seed: int, permutation: Permutation) -> Indices:
 class TrainingSplit:
     """The training set of a job, cut into samples to train on and the validation split.
 
-    Candidates never train on the validation split; the training does if it is held out in the
-    search only, but for epochs that leave it out. Raises DataError like `split_validation`.
+    Candidates never train on the validation split. If it is held out in the search only, the
+    training uses it too, except in epochs with `held_out`. Raises DataError like
+    `split_validation`.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class EpochOrders:
     def _draw(self, random: np.random.Generator) -> Indices:
         """Return as many samples as there are, equally many of each class, sorted.
 
-        None of a class comes a time more than another of it.
+        Counts of samples of one class differ by at most one.
         """
         shares = np.full(len(self._classes), len(self.samples) // len(self._classes))
         shares[random.permutation(len(shares))[: len(self.samples) - shares.sum()]] += 1

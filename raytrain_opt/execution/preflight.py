@@ -43,9 +43,8 @@ if TYPE_CHECKING:
 class ResolvedJob:
     """A valid job and what follows from it and its data.
 
-    `job` is trained: with its final batch size, the learning rate that belongs to it, and the
-    optimizers that are worth trying, of which `note` tells if one was left out. `policy` chooses
-    the rates of the `steps`.
+    `job`: as trained, with the final batch size, its learning rate and the optimizers to try.
+    `note`: why an optimizer was left out. `policy`: chooses the rates. `steps`: updates per epoch.
     """
 
     job: Job
@@ -64,9 +63,9 @@ class ResolvedJob:
 class Preflight:
     """The data as the driver read them, and the resolved job.
 
-    `shared` is what all processes share, until `take_shared`, `info` the sizes. `resolved` is None
+    `shared`: data for all processes, until `take_shared`. `info`: their sizes. `resolved`: None
     while the batch size is still to be searched. `muon_flops`: operations with which a step of
-    Muon orthogonalizes, where the job may choose it; infinite if it cannot train the network.
+    Muon orthogonalizes, if the job may choose it; infinite if it cannot train the network.
     `sample_flops`: of one sample's training; `search_flops`: the same, estimated where torch does
     not count. `channel_norm`: the network normalizes channels. `problems_of_several`: why several
     synchronous workers could not train the network.

@@ -176,13 +176,14 @@ def _prepare(job: Job, resume: str | None) -> tuple[Job, Preflight]:
 
 def _result(preflight: Future[tuple[Job, Preflight]], limit_s: float) -> tuple[Job, Preflight]:
     if not wait([preflight], limit_s).done:
-        rule = f"not read within {limit_s:g} s (timeouts.no_progress_s); is their storage well?"
+        advice = "check that the storage responds"
+        rule = f"not read within {limit_s:g} s (timeouts.no_progress_s); {advice}"
         raise DataError("data", rule)
     return preflight.result(timeout=0)
 
 
 def _plan(job: Job, terminal: Terminal, *, slots: bool) -> PoolPlan:
-    """Plan the pools when there is room for them; say what is not as the job may expect."""
+    """Plan the pools when there is room for them; report where the plan differs from the job."""
     request = pool_request(job, candidates=max_candidates(job) if slots else 0)
     plan = plan_when_there_is_room(request, job.timeouts.start_s, terminal.note)
     for note in plan.notes:

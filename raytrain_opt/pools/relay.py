@@ -37,9 +37,9 @@ from raytrain_opt.pools.mailbox import Exchange
 from raytrain_opt.pools.mailbox_state import RECORDED_RESIDENTS, CommandBoard
 from raytrain_opt.pools.node_socket import PackedCommand, listen, pack
 
-# Residents that call the mailbox itself: so many calls take it as long as a relay's detour.
+# Residents that call the mailbox itself: up to here, direct calls are faster than a relay.
 _DIRECT = 8
-# Residents that call one relay: so many calls from other nodes take it some 15 ms.
+# Residents that call one relay, which takes about 15 ms for this many calls from other nodes.
 FAN_OUT = 32
 # Relays that call one actor, each twice per command; more levels would take longer.
 _FAN_OUT_OF_RELAYS = 12

@@ -1,4 +1,4 @@
-"""What is chosen for a training step, compiling and CUDA graphs by measurement."""
+"""Choose compilation and CUDA graphs of a training step by measuring them."""
 
 from __future__ import annotations
 
@@ -231,6 +231,6 @@ def _are_equal(gradients: Sequence[Tensor | None], expected: Sequence[Tensor | N
     """Return whether two gradients are equal within rounding, which bfloat16 makes coarse."""
     if [g is None for g in gradients] != [g is None for g in expected]:
         return False
-    ones, twos = ([g for g in given if g is not None] for given in (gradients, expected))
-    difference = get_total_norm(torch._foreach_sub(ones, twos))
-    return bool(difference <= _ROUNDING * get_total_norm(twos))
+    left, right = ([g for g in given if g is not None] for given in (gradients, expected))
+    difference = get_total_norm(torch._foreach_sub(left, right))
+    return bool(difference <= _ROUNDING * get_total_norm(right))

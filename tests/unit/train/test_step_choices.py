@@ -1,4 +1,4 @@
-"""What is chosen for a training step: compiling by measurement, with compilers that do nothing."""
+"""Compilation of a training step is chosen by measuring it, with compilers that do nothing."""
 
 from __future__ import annotations
 
