@@ -114,7 +114,6 @@ class Task:
             "train": [x, y],
             "test": [test_x, test_y],
             "validation_fraction": (self.validation + 0.5) / size,
-            "validation_max_samples": self.validation,
             "augment": {"crop_padding": self.crop, "flip": self.crop > 0},
         }
 

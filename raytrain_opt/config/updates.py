@@ -197,13 +197,11 @@ def _usual_optimizers(*, channel_norm: bool) -> tuple[OptimizerSection, ...]:
 
 
 class AverageSection(Section):
-    """An average of the weights, for any optimizer: it is evaluated, scored and saved.
+    """An exponential moving average of the weights, for any optimizer: it is evaluated and saved.
 
     The training continues from its own weights. BatchNorm statistics are taken at the average.
     """
 
-    kind: Literal["ema"] = "ema"
-    """ema: exponential moving average."""
     decay: Fraction | Literal["auto"] = "auto"
     """Weight of the average so far in each update. auto: the average covers a quarter of the
     updates so far, times rate / highest rate, so it ends with the weights themselves where the
@@ -236,10 +234,8 @@ class BatchRampSection(Section):
     """Increase of the global batch during the training."""
 
     steps: list[RampStep] = Field(default_factory=list)
-    """Epochs at which the global batch grows, and factors."""
-    grow: Literal["accumulation", "worker_batch"] = "accumulation"
-    """accumulation: each worker keeps its batch size and accumulates gradients over several
-    batches per update; worker_batch: each worker's batch grows, which needs more memory."""
+    """Epochs at which the global batch grows, and factors. Each worker keeps its batch size and
+    accumulates gradients over several batches per update."""
 
 
 class ParallelSection(Section):

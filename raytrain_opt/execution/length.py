@@ -138,14 +138,12 @@ class TrainingLength:
         section = self._job.stop
         if section is None:
             return "", False
-        metric = Metric("loss", higher_is_better=False)
-        if section.metric == "test_metric":
-            metric = next((r.metric for r in self.records if r.metric is not None), Metric())
+        metric = next((r.metric for r in self.records if r.metric is not None), Metric())
         values = [record.test_metrics.get(metric.name) for record in self.records]
         if reached_target(section, metric, values):
-            return f"{section.metric} reached the target, {section.target:g}", True
+            return f"test_metric reached the target, {section.target:g}", True
         if lost_patience(section, metric, values):
-            text = f"{section.metric} was no better in {section.patience} evaluated epochs"
+            text = f"test_metric was no better in {section.patience} evaluated epochs"
             return text, not self._job.rate_decays
         return "", False
 

@@ -283,8 +283,7 @@ def _check_last_updates(job: Job, info: DataInfo) -> None:
     """Refuse a last update with less than two samples in a micro-batch (BatchNorm, DDP)."""
     split = LearnerConfig.from_job(job).finest_split
     for factor in (1, *(step.factor for step in job.batch_ramp.steps)):
-        accumulated = factor if job.batch_ramp.grow == "accumulation" else 1
-        parts = job.workers.size * split * accumulated
+        parts = job.workers.size * split * factor
         for size in (info.train_size, info.search_size):
             remainder = size % (job.global_batch_size * factor)
             if 0 < remainder < 2 * parts:

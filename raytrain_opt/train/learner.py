@@ -430,10 +430,9 @@ class Learner:
         """Split the workers' parts of a global batch, one for each, into their micro-batches.
 
         Workers of different speeds share smaller ones. With the batch ramp, a larger batch has
-        more micro-batches, or larger ones. A phase that was stopped keeps its own.
+        more micro-batches. A phase that was stopped keeps its own.
         """
-        ramp, grows = self.config.batch_ramp, self.config.batch_ramp.grow == "accumulation"
-        factor = ramp_factor(ramp.steps, epoch) if grows else 1
+        factor = ramp_factor(self.config.batch_ramp.steps, epoch)
         if self._stopped is None:
             self._split = self.config.split(self.parallel.speeds, self._split)
         else:

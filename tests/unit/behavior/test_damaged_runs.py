@@ -198,9 +198,9 @@ def test_records_are_read_rightly_or_refused(
     for name in names + ["result.json"] * (state == "finished"):
         copy = copied(run_dir, name, damage)
         before = tree(copy)
-        for command in ("report", "watch", "runs"):
+        for command in ("report", "runs"):
             target = copy.parent if command == "runs" else copy
-            arguments = [command, str(target), *["--json"] * (command != "watch")]
+            arguments = [command, str(target), "--json"]
             result = CliRunner().invoke(cli.main, arguments)
             assert result.exception is None or isinstance(result.exception, SystemExit), result
             assert tree(copy) == before

@@ -156,7 +156,7 @@ def test_names_and_records_are_shown_in_one_line_with_escapes(
     prediction = Prediction(NAME, ((NAME, 1.0),))
     monkeypatch.setattr(predict, "predict", lambda *_, **__: iter([prediction]))
     with redirect_stdout(io.StringIO()) as output:
-        predict.print_predictions(cast("Any", None), [], top=1, as_json=False)
+        predict.print_predictions(cast("Any", None), [], as_json=False)
     outputs["predict"] = output.getvalue()
     with redirect_stdout(io.StringIO()) as output:
         print_findings([Finding(NAME, "ok", NAME)])

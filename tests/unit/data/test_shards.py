@@ -210,9 +210,7 @@ def test_shards_of_an_object_storage_pass_through_a_cache_of_bounded_size(
     sizes = [path.stat().st_size for path in (tmp_path / "shards").glob("*.tar")]
     limit = 4 * max(sizes)
     assert limit < sum(sizes) * 0.6
-    remote = section(
-        uri, cache, *counts, cache_gib=limit / 2**30, loader_workers=workers, prefetch=1
-    )
+    remote = section(uri, cache, *counts, cache_gib=limit / 2**30, loader_workers=workers)
     with open_data(remote) as data:
         data.check_samples()
         batches = [*epoch(data), *epoch(data, 2), *data.eval_batches("test", 0, 1, 4)]
