@@ -14,7 +14,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -243,8 +243,10 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         temporary.replace(path)
         sync(path.parent)
     except _WRITE_ERRORS as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(f"{path} cannot be written: {error}") from error
+        with suppress(OSError):
+            temporary.unlink()
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise StorageError(f"{path} cannot be written: {reason or error}") from error
 
 
 def sync(path: Path) -> None:

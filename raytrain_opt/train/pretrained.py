@@ -150,8 +150,9 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
+        with path.open("rb") as file:
+            if file.read(9).endswith(b"{"):  # safetensors, whatever its suffix is
+                return load_file(path)
         content = torch.load(path, weights_only=True, map_location="cpu")
     except UnpicklingError as error:
         rule = (
