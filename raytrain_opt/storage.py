@@ -294,10 +294,11 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 def complete_lines(content: bytes) -> list[bytes]:
     """Return the lines of JSON, without a last one that was cut off or is being written.
 
-    An editor may have removed the newline of the last one, or put a byte order mark before all.
+    An editor may have removed the newline of the last one, added empty lines, or put a byte order
+    mark before all.
     """
     *lines, last = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    return [*lines, last] if _is_json(last) else lines
+    return [line for line in lines if line.strip()] + ([last] if _is_json(last) else [])
 
 
 def _is_json(line: bytes) -> bool:
