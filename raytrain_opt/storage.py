@@ -14,7 +14,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -243,8 +243,10 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         temporary.replace(path)
         sync(path.parent)
     except _WRITE_ERRORS as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(f"{path} cannot be written: {error}") from error
+        with suppress(OSError):
+            temporary.unlink()
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise StorageError(f"{path} cannot be written: {reason or error}") from error
 
 
 def sync(path: Path) -> None:
@@ -292,10 +294,11 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 def complete_lines(content: bytes) -> list[bytes]:
     """Return the lines of JSON, without a last one that was cut off or is being written.
 
-    An editor may have removed the newline of the last one, or put a byte order mark before all.
+    An editor may have removed the newline of the last one, added empty lines, or put a byte order
+    mark before all.
     """
     *lines, last = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    return [*lines, last] if _is_json(last) else lines
+    return [line for line in lines if line.strip()] + ([last] if _is_json(last) else [])
 
 
 def _is_json(line: bytes) -> bool:

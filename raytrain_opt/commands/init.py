@@ -22,6 +22,7 @@ import torch
 from raytrain_opt.commands.label_tables import SPLITS, Row, read_tables
 from raytrain_opt.config.data import ArraysData, HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import DataInfo, load_shared_data, open_data
+from raytrain_opt.data.base import refuse_channels_last
 from raytrain_opt.data.batch_reader import SourceSplit
 from raytrain_opt.data.image_folder import (
     COLUMNS,
@@ -145,35 +146,52 @@ def find_data(
     rows = read_tables(folder, tables, label_column, left_out, notes) if tables else []
     if label_column is None:
         rows = rows or _class_folders(folder, left_out, notes)
-    if len({label for _, label, _ in rows}) < 2:
-        raise DataError(str(folder), "; ".join(["has no data to train on", *notes, _VALID]))
+    notes += left_out_note(left_out)
+    labels_of_case: dict[str, str] = {}
+    classes = sorted({label for _, label, _ in rows})
+    if len(classes) < 2:
+        found = [f"all {len(rows):,} images are of one class, {label}" for label in classes]
+        rules = ["has no data to train on", *found, *notes, _VALID]
+        raise DataError(str(folder), "; ".join(rules))
+    for label in classes:
+        if (other := labels_of_case.setdefault(label.casefold(), label)) != label:
+            notes.append(f"{other} and {label} are two classes")
     if not any(split == "test" for _, _, split in rows):
         rows = _split_rows(rows)
         notes.append("a fifth of each class, drawn at random, is the test set")
-    notes += left_out_note(left_out)
+        if not any(split == "test" for _, _, split in rows):
+            rule = "no class has three images, of which one could be a test image"
+            raise DataError(str(folder), "; ".join([rule, *notes]))
     section = {"name": "image_folder", "root": str(folder), "labels": str(labels)}
     return section, sorted(rows), notes
 
 
 def _splits(names: Iterable[str]) -> dict[str, str]:
-    """Return which of the names are those of the training and of the test set: by first word."""
-    first_words = {re.split(r"[^a-z]", name.lower())[0]: name for name in names}
+    """Return which of the names are those of the training and of the test set: by a word in it."""
+    words = {word: name for name in names for word in re.split(r"[^a-z]+", name.lower())}
     splits: dict[str, str] = {}
     for word, split in SPLITS.items():
-        if word in first_words:
-            splits.setdefault(split, first_words[word])
+        if word in words:
+            splits.setdefault(split, words[word])
     return splits
 
 
 def _find_splits(folder: Path, notes: list[str]) -> Section | None:
-    folders = class_folders(folder, Counter())
-    names = _splits(folders)
-    if len(names) < 2 or not class_folders(folder / names["test"], Counter()):
-        return None  # or a test set without labels
-    if others := [name for name in folders if name not in names.values()]:
-        notes.append(f"folders that are not read: {', '.join(others[:_NAMES])}")
+    names, unread = _split_folders(folder)
+    if len(names) < 2:
+        return None
+    notes += unread
     splits = {"train_split": names["train"], "test_split": names["test"]}
     return {"name": "image_folder", "root": str(folder), **splits}
+
+
+def _split_folders(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the folders of the sets, which have folders of classes, and a note on all others."""
+    folders = class_folders(folder, Counter())
+    names = _splits(name for name in folders if class_folders(folder / name, Counter()))
+    others = [name for name in folders if "train" in names and name not in names.values()]
+    notes = [f"folders that are not read: {', '.join(others[:_NAMES])}"] if others else []
+    return names, notes
 
 
 def _files(folder: Path, *patterns: str) -> list[Path]:
@@ -235,7 +253,7 @@ def _find_shards(folder: Path, notes: list[str]) -> Section | None:
 
 def _to_csv(rows: Sequence[Row]) -> str:
     text = StringIO(newline="")
-    csv.writer(text).writerows([COLUMNS, *rows])
+    csv.writer(text, quoting=csv.QUOTE_ALL).writerows([COLUMNS, *rows])
     try:
         text.getvalue().encode()
     except UnicodeEncodeError as error:
@@ -245,20 +263,35 @@ def _to_csv(rows: Sequence[Row]) -> str:
 
 
 def _class_folders(folder: Path, left_out: Counter[str], notes: list[str]) -> list[Row]:
-    """Return the images in folders of classes, which may lie below a folder train/."""
-    splits = _splits(class_folders(folder, Counter()))
-    root = folder / splits.get("train", "")
+    """Return the images in folders of classes, which may lie below a folder train/.
+
+    Raises DataError: the folders may be sets, because they have the same folders in them.
+    """
+    names, unread = _split_folders(folder)
+    root = folder / names.get("train", "")
+    notes += unread
     left_out.clear()  # of the tables, which are not used
     rows: list[Row] = []
-    for name in class_folders(root, left_out):
+    classes = class_folders(root, left_out)
+    first = dict.fromkeys(classes, root.name)  # which folder has a folder of this name
+    common: dict[str, list[str]] = {}
+    for name in classes:
         paths = [os.path.relpath(path, folder) for path, _ in image_paths(root / name, left_out)]
         if not paths:
             notes.append(f"{name}/ has no image and is not a class")
         elif name != name.strip():
             raise DataError(str(root / name), "has a name that begins or ends with a blank")
         rows += [(path, name, "") for path in paths]
-    if "test" in splits and "train" in splits:
-        notes.append(f"{splits['test']}/ has no folders of classes and is not read")
+        for inner in class_folders(root / name, Counter()):
+            if (other := first.setdefault(inner, name)) != name:
+                common.setdefault(f"{other}/ and {name}/", []).append(inner)
+    for folders, inner in common.items():
+        if len(inner) > 1:
+            rule = (
+                f"{folders} both have the folders {', '.join(inner[:_NAMES])}; if these are the "
+            )
+            rule += "classes, call the others train and test; if not, list all files in a table "
+            raise DataError(str(root), f"{rule}with the columns file and label")
     return rows
 
 
@@ -285,6 +318,7 @@ def examine(section: Section) -> Facts:
         if len(info.sample_shape) != 3:
             rule = "named models take images; for others write a function (own-model-and-data.md)"
             raise DataError("data.train.0", f"has samples {list(info.sample_shape)}; {rule}")
+        refuse_channels_last(info.sample_shape)
         channels, height, width = info.sample_shape
         return Facts(info, min(height, width), f"{width} x {height}, {channels} channels")
     assert isinstance(shared, ImageFolderSource | ShardSource)

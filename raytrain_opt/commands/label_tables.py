@@ -19,11 +19,21 @@ from raytrain_opt.errors import DataError
 # Words for the sets in names of folders and files, and in tables; earlier ones are preferred.
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "test", "testing"), "test"),
+    **dict.fromkeys(("val", "valid", "validation", "test", "testing", "dev", "eval"), "test"),
 }
 # Usual names of columns, of which only the letters count.
 _COLUMNS = {
-    "file": ("file", "filename", "filepath", "path", "image", "imageid", "imagename", "imagepath")
+    "file": (
+        "file",
+        "filename",
+        "filepath",
+        "fname",
+        "path",
+        "image",
+        "imageid",
+        "imagename",
+        "imagepath",
+    )
     + ("imagefile", "img", "imgid", "imgname", "imgpath", "id", "name", "files", "filepaths"),
     "label": ("label", "labels", "class", "classname", "category", "target", "y"),
     "split": ("split", "set", "dataset", "subset", "partition"),
@@ -83,6 +93,8 @@ def _read_table(
         of_files = max(matches, key=matches.__getitem__, default="file")
         matched = matches.get(of_files, 0)
         note += f"; {matched:,} of {len(lines):,} rows name an image by column {of_files}"
+        if not matches:
+            note = f"{note}, as no column has a usual name (file, path, image, id, …)"
         rows: dict[str, tuple[int, Row]] = {}
         if matched:
             others = [name for name in columns if name != of_files]
@@ -101,7 +113,8 @@ def _read_table(
             note += f", the class by {labels[0]}" + "".join(f", the set by {n}" for n in splits)
             rows = _label_rows(lines, find, of_files, *labels, *splits)
     except ValueError as error:
-        raise DataError(str(file), f"{note}; {error}") from error
+        rule = f"{note}; {error}; or move the table away, if folders are the classes"
+        raise DataError(str(file), rule) from error
     notes.append(f"{note}; {len(rows):,} images have a class; blanks around it are removed")
     return [row for _, row in rows.values()]
 

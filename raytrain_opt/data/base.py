@@ -182,15 +182,25 @@ class TrainingData(ABC):
 def channel_axis(shape: tuple[int, ...], default: int) -> int:
     """Return which axis of an image [height, width, channels] or the reverse has the channels.
 
-    Either the first or the last one: the only one with 1, 3 or 4 values, or, if neither has, the
-    shorter one; else the `default`.
+    Either the first or the last one: the only one with 1, 3 or 4 values, or beside a square image,
+    or, if neither has 1, 3 or 4, the shorter one; else the `default`.
     """
-    is_usual = [shape[axis] in CHANNELS for axis in (0, -1)]
-    if is_usual[0] != is_usual[1]:
-        return 0 if is_usual[0] else -1
-    if is_usual[0] or shape[0] == shape[-1]:
+    first, middle, last = shape
+    usual = first in CHANNELS, last in CHANNELS
+    for is_first, is_last in (usual, (middle == last, first == middle)):
+        if is_first != is_last:
+            return 0 if is_first else -1
+    if usual[0] or first == last:
         return default
-    return 0 if shape[0] < shape[-1] else -1
+    return 0 if first < last else -1
+
+
+def refuse_channels_last(shape: tuple[int, ...]) -> None:
+    """Raise DataError if samples for a named network look like images with channels last."""
+    if len(shape) == 3 and shape[-1] in CHANNELS and shape[0] not in CHANNELS:
+        rule = "look like channels last; networks take them first; move the axis, e.g. by "
+        rule += "x.transpose(0, 3, 1, 2), or use uint8 images"
+        raise DataError("data", f"has samples {list(shape)}, which {rule}")
 
 
 def layout_note(name: str, shape: tuple[int, ...], axis: int) -> str:

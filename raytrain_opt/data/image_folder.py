@@ -79,6 +79,9 @@ class ImageFolderSource:
         self.notes = left_out_note(left_out)
         self._size, self._random_crop = section.image_size, section.random_crop
         self.class_names = tuple(self._folders["train"].classes)
+        for name in self.class_names:
+            if name.encode(errors="ignore").decode() != name:
+                raise DataError(self.field, f"class {name!a} is not UTF-8 text; rename its folder")
         self.num_classes = len(self.class_names)
         self.labels: Indices = self._folders["train"].labels
         self.sample_shape = (3, section.image_size, section.image_size)
@@ -307,7 +310,7 @@ def _listed_files(content: bytes, root: str) -> dict[str, list[tuple[str, str]]]
         directory, name = os.path.split(path)
         real_path = os.path.realpath(path) if is_link else f"{real_directory(directory)}/{name}"
         if (first := seen.setdefault(real_path, line)) != line:
-            rule = "name one file, which has one label and belongs to one split"
+            rule = f"name one file, {shorten(real_path, 300)}, which has one label and one split"
             raise ValueError(f"lines {first} and {line} {rule}: {shorten(file)}")
         files[split].append((path, label))
     return files

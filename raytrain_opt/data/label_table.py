@@ -43,7 +43,9 @@ def read_table(content: bytes) -> tuple[list[str], Iterator[tuple[int, Row]]]:
 
 def _lines(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the values of each row that has some, and the line at which it begins."""
-    reader = csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    # Blanks may stand before a quote; a name that begins with one needs quotes.
+    stream = StringIO(text, newline="")
+    reader = csv.reader(stream, delimiter=delimiter, skipinitialspace=True, strict=True)
     while True:
         line = reader.line_num + 1
         try:

@@ -88,7 +88,8 @@ class ShardSource:
         self.sample_shape = (3, section.image_size, section.image_size)
         for split, part in self._sets.items():
             if (label := part.index[:, 2].max()) >= self.num_classes:
-                rule = f"has class {label}, but data.num_classes is {self.num_classes}"
+                rule = f"has class {label}, but data.num_classes or {CLASSES} has "
+                rule += f"{self.num_classes} classes, which are numbered from 0"
                 raise DataError(f"data.{split}", rule)
 
     @property
@@ -175,7 +176,7 @@ class ShardSet:
                 self.shards = list(pool.map(cache.find, expand_braces(pattern)))
                 indices = list(pool.map(cache.read_index, self.shards))
             names = storage.read(storage.split(self.shards[0].uri)[0], CLASSES) or b""
-            self.class_names = tuple(names.decode("utf-8-sig").splitlines())
+            self.class_names = tuple(names.decode("utf-8-sig").rstrip("\r\n").splitlines())
         except UnicodeDecodeError as error:
             raise DataError(f"data.{split}", f"{CLASSES} beside it is not UTF-8 text") from error
         except (StorageError, OSError, ValueError) as error:
@@ -404,6 +405,9 @@ def _read_members(path: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, byte
                 if not _HIDDEN.search(member.name):
                     size = min(member.size, _MAX_LABEL_BYTES)
                     yield member, os.pread(stream.fileno(), size, member.offset_data)
+            end = os.pread(stream.fileno(), _MAX_HEADER_BYTES, file.offset)
+            if not end or any(end):
+                raise tarfile.ReadError("it was cut off" if not end else "another tar follows it")
     except Exception as error:  # a damaged header can make tarfile raise anything
         raise ValueError(f"{name} is damaged or compressed: {error}") from error
 

@@ -301,7 +301,7 @@ def _check_model(
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
 
-    from raytrain_opt.data.base import CHANNELS
+    from raytrain_opt.data.base import refuse_channels_last
     from raytrain_opt.models import build_model
     from raytrain_opt.optim.factory import group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
@@ -310,13 +310,8 @@ def _check_model(
 
     info = preflight.info
     shape, classes = info.sample_shape, info.num_classes
-    is_last = len(shape) == 3 and shape[-1] in CHANNELS and shape[0] not in CHANNELS
-    if is_last and not is_function_name(job.model.name):
-        rule = (
-            f"has samples {list(shape)}, which look like channels last; networks take them first"
-        )
-        hint = "move the axis, e.g. by x.transpose(0, 3, 1, 2), or use uint8 images"
-        raise JobError([Problem("data", rule, hint=hint)])
+    if not is_function_name(job.model.name):
+        refuse_channels_last(shape)
     model = build_model(
         job.model,
         num_classes=classes,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _PATH = "model.weights"
 # Names of tensors in one message.
 _SHOWN = 5
+# What files of torch.save begin with: an archive, or a pickle before torch 1.6.
+_TORCH = (b"PK", b"\x80")
 # Where training code keeps a network's tensors in a larger file.
 _KEYS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
 # Names in the files of torchvision's DenseNets: `denselayer1.norm.1`, now `denselayer1.norm1`.
@@ -90,13 +92,17 @@ def fit_pretrained(
         for n in different
     )
     unfit = set() if fits else different
+    shapes = {f"{n} {list(pretrained[n].shape)} for {list(own[n].shape)}" for n in unfit}
+    common = own.keys() & pretrained.keys()
     problems = [
         *_problems("are missing in the weights", set(own) - set(pretrained)),
         *_problems("are not in this network", set(pretrained) - set(own)),
+        *_problems("have another shape", shapes),
         *_problems(
-            "have another shape",
-            {f"{n} {list(pretrained[n].shape)} for {list(own[n].shape)}" for n in unfit},
+            "hold other numbers, perhaps quantized ones",
+            {n for n in common if own[n].is_floating_point() > pretrained[n].is_floating_point()},
         ),
+        *_problems("are not finite", {n for n in common if not pretrained[n].isfinite().all()}),
     ]
     if problems:
         raise JobError(problems)
@@ -150,23 +156,28 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        content = torch.load(path, weights_only=True, map_location="cpu")
-    except UnpicklingError as error:
-        rule = (
-            "holds other objects than tensors, perhaps a whole network, which would run their code"
-        )
-        hint = "save the tensors alone: torch.save(network.state_dict(), PATH)"
-        raise JobError([Problem(_PATH, rule, repr(str(path)), hint)]) from error
+        with path.open("rb") as file:  # torch.load would judge a path by its suffix
+            head = file.read(9)
+            if head.endswith(b"{"):  # of safetensors
+                return load_file(path)
+            if not head.startswith(_TORCH):
+                rule = f"it begins with {head!r}, as no file of torch or safetensors does"
+                raise ValueError(rule)
+            file.seek(0)
+            content = torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:  # damage can look like anything to an unpickler
-        reason = str(error).partition("\n")[0]
+        reason, hint = str(error).partition("\n")[0], None
         rule = f"cannot be read as tensors ({type(error).__name__}: {reason})"
-        raise JobError([Problem(_PATH, rule, repr(str(path)))]) from error
+        if isinstance(error, UnpicklingError) or "TorchScript" in reason:
+            rule = "holds other objects than tensors, perhaps a whole network, "
+            rule += "which would run their code"
+            hint = "save the tensors alone: torch.save(network.state_dict(), PATH)"
+        raise JobError([Problem(_PATH, rule, repr(str(path)), hint)]) from error
     nested = [content[key] for key in _KEYS if key in content] if isinstance(content, dict) else []
     for tensors in (content, *nested):
-        if isinstance(tensors, dict) and tensors and all(map(torch.is_tensor, tensors.values())):
-            return tensors
+        pairs = tensors.items() if isinstance(tensors, dict) else ()
+        if pairs and all(isinstance(name, str) and torch.is_tensor(t) for name, t in pairs):
+            return dict(pairs)
     rule = "must be a state_dict, a dictionary of tensors by name, or hold one as 'state_dict'"
     raise JobError([Problem(_PATH, rule, repr(str(path)))])
 

@@ -80,7 +80,10 @@ def test_folders_of_classes_get_a_test_set_and_a_list_of_what_is_unusual(
     assert "# sampler: balanced" in output.read_text()
 
 
-@pytest.mark.parametrize(("train", "test"), [("train", "val"), ("Training", "test_images")])
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [("train", "val"), ("Training", "test_images"), ("seg_train", "seg_test"), ("train", "dev")],
+)
 def test_split_folders_are_used_as_they_are(
     tmp_path: Path, output: Path, train: str, test: str
 ) -> None:
@@ -102,9 +105,29 @@ def test_images_beside_an_array_are_found(tmp_path: Path, output: Path) -> None:
 def test_a_training_set_beside_unlabeled_images_is_split(tmp_path: Path, output: Path) -> None:
     write_classes(tmp_path / "set" / "train", a=20, b=20)
     write_image(tmp_path / "set" / "test" / "0.png")
-    rows = rows_of(initialize(tmp_path / "set", output)[0])
+    job, table = initialize(tmp_path / "set", output)
+    rows = rows_of(job)
     assert len(rows) == 40
     assert rows[0]["file"] == "train/a/0.png"
+    assert "folders that are not read: test" in table
+
+
+def test_a_class_may_be_called_like_a_set_and_others_differ_in_case(
+    tmp_path: Path, output: Path
+) -> None:
+    write_classes(tmp_path / "set", car=10, Car=10, train=10)
+    for name in ("car", "Car"):  # a folder of one name in each class is no class
+        write_classes(tmp_path / "set" / name, images=3)
+    job, table = initialize(tmp_path / "set", output)
+    assert {row["label"] for row in rows_of(job)} == {"car", "Car", "train"}
+    assert "Car and car are two classes" in table
+
+
+def test_names_with_blanks_and_quotes_are_files(tmp_path: Path, output: Path) -> None:
+    write_classes(tmp_path / "set", a=10, b=10)
+    for i, name in enumerate([' "x".png', " y .png", "z\n.png"]):
+        (tmp_path / "set" / "a" / f"{i}.png").rename(tmp_path / "set" / "a" / name)
+    assert len(rows_of(initialize(tmp_path / "set", output)[0])) == 20
 
 
 @pytest.mark.parametrize(
@@ -121,6 +144,7 @@ def test_a_training_set_beside_unlabeled_images_is_split(tmp_path: Path, output:
         ("path,class,set", "{stem}.png,{label},{split}", True),
         ("file,label,split", "images/{stem}.png,{label},{split}", True),
         ("\ufefffile;label", "{stem}.png;{label}", False),
+        ('"fname", "label"', '"{stem}.png", "{label}"', False),
         ("note, x\tfile\tlabel", "a, b; c\t{stem}\t{label}", False),
     ],
 )
@@ -167,7 +191,12 @@ def test_a_table_of_a_flat_folder_is_understood(
             "/elsewhere/{stem}.png,{label}",
             "0 of 40 rows name an image by column file",
         ),
-        ("photo,label", "{stem}.png,{label}", "0 of 40 rows name an image"),
+        (
+            "photo,label",
+            "{stem}.png,{label}",
+            "0 of 40 rows name an image .*no column has a usual",
+        ),
+        ("file,label", "{stem},{stem}", "no class has three images"),
         ("file,label,split,set", "{stem},{label},train,test", "several columns may be the split"),
         (
             "file,label,split",
@@ -175,9 +204,9 @@ def test_a_table_of_a_flat_folder_is_understood(
             "line 2: split must be train or test, not 'h",
         ),
         ("file,label", "x0,{label}", "lines 2 and 3 both name images/x0.png"),
-        ("file,label", "{stem},{label},", "line 2 has 3 values"),
+        ("file,label", "{stem},{label},", "line 2 has 3 values.* or move the table away"),
         ("file,label", '"{stem},{label}', "line 2 begins a quote that never ends"),
-        ("file,label", "{stem},a", "has no data to train on"),
+        ("file,label", "{stem},a", "has no data to train on; all 40 images are of one class, a"),
     ],
 )
 def test_a_table_that_may_mean_several_things_is_refused(
@@ -286,7 +315,32 @@ def write_arrays(folder: Path, **arrays: Any) -> None:
     ("write", "message"),
     [
         (lambda folder: None, "has no data to train on; valid are folders of images"),
-        (lambda folder: write_classes(folder, only=3), "has no data to train on"),
+        (lambda folder: write_classes(folder, only=3), "all 3 images are of one class, only"),
+        (lambda folder: write_classes(folder, a=2, b=2), "no class has three images"),
+        (
+            lambda folder: [write_classes(folder / s, a=3, b=3) for s in ("fold1", "fold2")],
+            "fold1/ and fold2/ both have the folders a, b",
+        ),
+        (
+            lambda folder: [write_classes(folder / s, a=3, b=3) for s in ("", "copy")],
+            "set/ and copy/ both have the folders a, b",
+        ),
+        (
+            lambda folder: write_arrays(
+                folder,
+                train_x=np.zeros((4, 8, 8, 3)),
+                train_y=np.arange(4) % 2,
+                test_x=np.zeros((4, 8, 8, 3)),
+                test_y=np.arange(4) % 2,
+            ),
+            r"has samples \[8, 8, 3\], which look like channels last",
+        ),
+        (
+            lambda folder: [
+                write_classes(folder / s, **{"a": 3, "\udce9": 3}) for s in ("train", "test")
+            ],
+            "'.*e9.* is not UTF-8",
+        ),
         (lambda folder: np.savez(folder / "x.npz", x=np.zeros(3)), "write each array to its own"),
         (
             lambda folder: write_arrays(folder, train_x=np.zeros((3, 4)), train_y=np.arange(3)),

@@ -160,6 +160,9 @@ def test_grayscale_images_get_a_channel(tmp_path: Path) -> None:
         ((12, 64, 60), (64, 60, 12), "first"),
         ((64, 60, 12), (64, 60, 12), "last"),
         ((2, 3, 3), (2, 3, 3), "last"),
+        ((13, 8, 8), (8, 8, 13), "first"),
+        ((8, 8, 13), (8, 8, 13), "last"),
+        ((3, 4, 4), (4, 4, 3), "first"),
         # As the documentation says where both may be right.
         ((3, 20, 3), (3, 20, 3), "last"),
         ((16, 16, 16), (16, 16, 16), "last"),

@@ -354,6 +354,22 @@ def test_a_shard_that_cannot_be_used_is_refused_with_the_reason(
         pass
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (members(SAMPLE, end=b""), "it was cut off"),
+        (members(SAMPLE) + members({"b.jpg": b"", "b.cls": b"0"}), "another tar follows it"),
+    ],
+)
+def test_a_shard_ends_where_its_file_ends(
+    local: ShardsData, tmp_path: Path, content: bytes, message: str
+) -> None:
+    """A copy that ended early often ends between two members, where a tar looks complete."""
+    (tmp_path / "shards" / "train-000001.tar").write_bytes(content)
+    with pytest.raises(DataError, match=message), open_data(local):
+        pass
+
+
 def test_hidden_members_are_left_out(local: ShardsData, tmp_path: Path) -> None:
     shard = tmp_path / "shards" / "train-000001.tar"
     hidden = {"./._a.jpg": b"", "._a.cls": b"\0", "__MACOSX/b.jpg": b"", "./.x/c.cls": b"no"}

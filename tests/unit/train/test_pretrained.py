@@ -157,6 +157,30 @@ def test_weights_of_other_tools_fit(tmp_path: Path, key: str | None, prefix: str
     assert all(torch.equal(taken[name], own[name] + 1) for name in own)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: (10 * tensor).to(torch.int8), "hold other numbers, perhaps quantized"),
+        (lambda tensor: tensor.to(torch.complex64), "hold other numbers"),
+        (lambda tensor: tensor / 0, "1 tensors are not finite: weight"),
+    ],
+)
+def test_numbers_that_no_training_starts_from_are_refused(change: Any, message: str) -> None:
+    own = {"weight": torch.ones(2, 3), "count": torch.ones((), dtype=torch.int64)}
+    assert fit_pretrained(own, {**own, "weight": own["weight"].half()}, 2)
+    with pytest.raises(JobError, match=message):
+        fit_pretrained(own, {**own, "weight": change(own["weight"])}, 2)
+
+
+def test_a_suffix_does_not_decide_how_a_file_is_read(tmp_path: Path) -> None:
+    tensors = {"weight": torch.ones(2)}
+    save_file(tensors, tmp_path / "a.pt")
+    torch.save(tensors, tmp_path / "b.safetensors")
+    for name in ("a.pt", "b.safetensors"):
+        read = read_pretrained(ModelSection(name="resnet8", weights=str(tmp_path / name)))
+        assert torch.equal(read["weight"], tensors["weight"])
+
+
 def test_equal_tensors_that_are_not_tied_need_both_names() -> None:
     own = {"a": torch.ones(3), "b": torch.ones(3)}
     with pytest.raises(JobError, match="missing in the weights: b"):
@@ -188,7 +212,10 @@ def test_files_of_torchvision_differ_from_its_networks() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"damaged", "cannot be read as tensors|holds other objects"),
+        (b"<html>404", "cannot be read as tensors .*begins with b'<html>404'"),
+        (b"", "cannot be read as tensors .*begins with b''"),
+        (b"\x80damaged", "cannot be read as tensors|holds other objects"),
+        ({1: torch.ones(2)}, "must be a state_dict"),
         ([1, 2], "must be a state_dict"),
         ({"state_dict": [1]}, "must be a state_dict"),
         (nn.Linear(1, 1), r"holds other objects .*network\.state_dict\(\)"),
