@@ -63,7 +63,7 @@ class Preflight:
     while the batch size is still to be searched. `muon_flops`: operations with which a step of
     Muon orthogonalizes, where the job may choose it; infinite if it cannot train the network.
     `sample_flops`: of one sample's training; `search_flops`: the same, estimated where torch does
-    not count. `channel_norm`: the network normalizes channels.
+    not count. `channel_norm`: the network normalizes channels; `embeddings`: it has some.
     """
 
     shared: SharedData
@@ -73,6 +73,7 @@ class Preflight:
     sample_flops: float = 0.0
     search_flops: float = math.inf
     channel_norm: bool = True
+    embeddings: bool = False
 
     def take_shared(self) -> SharedData:
         """Return what all processes share, and keep no copy of it in the driver."""
@@ -109,7 +110,9 @@ class Preflight:
                 "times as many operations as training a batch; optimizer.candidates can name it"
             )
         if job.optimizer.chooses_freely:
-            choice = job.optimizer.usual(channel_norm=self.channel_norm, muon=note is None)
+            choice = job.optimizer.usual(
+                channel_norm=self.channel_norm, embeddings=self.embeddings, muon=note is None
+            )
             job = job.model_copy(update={"optimizer": choice})
         policy = build_policy(
             job,
@@ -289,6 +292,7 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
     from raytrain_opt.models import build_model
     from raytrain_opt.optim.factory import group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
+    from raytrain_opt.optim.parameter_groups import EMBEDDING
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
     from raytrain_opt.train.task import build_task, count_flops, try_task
 
@@ -301,6 +305,7 @@ def _check_model(job: Job, preflight: Preflight, *, resumed: bool) -> None:
             raise JobError([Problem("model.name", rule, hint="store it as a buffer")])
     norms = (_NormBase, GroupNorm)
     preflight.channel_norm = any(isinstance(layer, norms) for layer in model.modules())
+    preflight.embeddings = any(isinstance(layer, EMBEDDING) for layer in model.modules())
     alone = job.batch_size_per_worker == 1 and job.batch_size_search is None
     task = build_task(job.task, job.loss, info)
     try_task(task, model, info, "cpu", trains_on_one=alone)
