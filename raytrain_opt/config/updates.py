@@ -116,7 +116,7 @@ class OptimizerSection(NamedSection):
         """Return all factors of the rate that are not 1; of Muon also that of its second rule."""
         aux = {}
         if self.name == "Muon":
-            rule = str(self.args.get("aux", "adamw"))
+            rule = str(self.args.get("aux", "sgd"))
             factor = self.args.get("aux_lr_multiplier", MUON_AUX_LR_MULTIPLIERS.get(rule, 1.0))
             aux = {"aux" if rule == "adamw" else f"aux {rule}": factor}
         return {k: f for k, f in {**aux, **self.lr_multipliers}.items() if f != 1}
@@ -158,7 +158,7 @@ class OptimizerChoiceSection(OptimizerSection):
                     "clip_norm": choice.clip_norm or self.clip_norm,
                 }
             )
-            for choice in self.candidates or _usual_optimizers(channel_norm=True)
+            for choice in self.candidates or _usual_optimizers(channel_norm=True, embeddings=False)
         )
 
     @property
@@ -166,12 +166,12 @@ class OptimizerChoiceSection(OptimizerSection):
         """Whether the job leaves the list to the program."""
         return self.name == "auto" and not self.candidates
 
-    def usual(self, *, channel_norm: bool, muon: bool) -> OptimizerChoiceSection:
+    def usual(self, *, channel_norm: bool, embeddings: bool, muon: bool) -> OptimizerChoiceSection:
         """Return the choice among the usual optimizers of a network, with or without Muon.
 
         `channel_norm`: it has BatchNorm, GroupNorm or InstanceNorm.
         """
-        usual = _usual_optimizers(channel_norm=channel_norm)
+        usual = _usual_optimizers(channel_norm=channel_norm, embeddings=embeddings)
         candidates = [choice for choice in usual if muon or choice.name != "Muon"]
         return self.model_copy(update={"candidates": candidates})
 
@@ -188,9 +188,10 @@ class OptimizerChoiceSection(OptimizerSection):
             yield "candidates", f"belongs to name: auto; {self.name} is one optimizer"
 
 
-def _usual_optimizers(*, channel_norm: bool) -> tuple[OptimizerSection, ...]:
+def _usual_optimizers(*, channel_norm: bool, embeddings: bool) -> tuple[OptimizerSection, ...]:
     """Return the optimizers that the search compares; the first trains where it cannot decide."""
-    muon = OptimizerSection(name="Muon", args={"weight_decay": "auto"})
+    aux = {} if channel_norm and not embeddings else {"aux": "adamw"}
+    muon = OptimizerSection(name="Muon", args={"weight_decay": "auto", **aux})
     adamw = OptimizerSection(name="AdamW")
     sgd = (OptimizerSection(name="SGD"), OptimizerSection(name="ScheduleFreeSGD"))
     return (muon, *sgd, adamw) if channel_norm else (adamw, muon, *sgd)

@@ -67,8 +67,8 @@ class Preflight:
     while the batch size is still to be searched. `muon_flops`: operations with which a step of
     Muon orthogonalizes, if the job may choose it; infinite if it cannot train the network.
     `sample_flops`: of one sample's training; `search_flops`: the same, estimated where torch does
-    not count. `channel_norm`: the network normalizes channels. `problems_of_several`: why several
-    synchronous workers could not train the network.
+    not count. `channel_norm`: the network normalizes channels; `embeddings`: it has some.
+    `problems_of_several`: why several synchronous workers could not train the network.
     """
 
     shared: SharedData
@@ -78,6 +78,7 @@ class Preflight:
     sample_flops: float = 0.0
     search_flops: float = math.inf
     channel_norm: bool = True
+    embeddings: bool = False
     problems_of_several: list[Problem] = field(default_factory=list)
 
     def check_workers(self, job: Job) -> None:
@@ -121,7 +122,9 @@ class Preflight:
                 "times as many operations as training a batch; optimizer.candidates can name it"
             )
         if job.optimizer.chooses_freely:
-            choice = job.optimizer.usual(channel_norm=self.channel_norm, muon=note is None)
+            choice = job.optimizer.usual(
+                channel_norm=self.channel_norm, embeddings=self.embeddings, muon=note is None
+            )
             job = job.model_copy(update={"optimizer": choice})
         policy = build_policy(
             job,
@@ -305,6 +308,7 @@ def _check_model(
     from raytrain_opt.models import build_model
     from raytrain_opt.optim.factory import group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
+    from raytrain_opt.optim.parameter_groups import EMBEDDING
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
     from raytrain_opt.train.task import build_task, count_flops
 
@@ -321,6 +325,7 @@ def _check_model(
     )
     norms = (_NormBase, GroupNorm)
     preflight.channel_norm = any(isinstance(layer, norms) for layer in model.modules())
+    preflight.embeddings = any(isinstance(layer, EMBEDDING) for layer in model.modules())
     task = build_task(job.task, job.loss, info)
     preflight.problems_of_several = _try_model(job, task, model, samples, classes)
     if job.model.weights is not None and not resumed:
