@@ -285,13 +285,14 @@ def _class_folders(folder: Path, left_out: Counter[str], notes: list[str]) -> li
         for inner in class_folders(root / name, Counter()):
             if (other := first.setdefault(inner, name)) != name:
                 common.setdefault(f"{other}/ and {name}/", []).append(inner)
-    for folders, inner in common.items():
-        if len(inner) > 1:
+    for folders, shared in common.items():
+        if len(shared) > 1:
             rule = (
-                f"{folders} both have the folders {', '.join(inner[:_NAMES])}; if these are the "
+                f"{folders} both have the folders {', '.join(shared[:_NAMES])}; if these are the "
+                "classes, call the others train and test; if not, list all files in a table with "
+                "the columns file and label"
             )
-            rule += "classes, call the others train and test; if not, list all files in a table "
-            raise DataError(str(root), f"{rule}with the columns file and label")
+            raise DataError(str(root), rule)
     return rows
 
 
