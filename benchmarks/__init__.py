@@ -1,7 +1,7 @@
 """Benchmarks, started as `python -m benchmarks.NAME` from the repository's root.
 
 Each module's docstring says what is measured, what the timers cover and what the JSON keys mean;
-the last line printed is one JSON object. Results are in RESULTS.md.
+the last line printed is one JSON object. RESULTS.md lists the results.
 
 Learning-rate searches: start in `time_to_accuracy`; their rows, tasks and units
 are in `comparison_*`, and `in_process` trains without Ray. Batch size: `batch_size_search`,

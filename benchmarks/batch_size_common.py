@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median, median_low
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,12 @@ from raytrain_opt.train.batch_size_finder import endless_batches
 from raytrain_opt.train.probe import ProbedTraining, measure, open_probe_sampler
 
 STRATEGIES = ("throughput_knee", "epoch_time_minimize", "gpu_usage_maximize")
+
+
+class PreciseProbes(ThroughputKneeSearch):
+    """Settings of a sweep, whose probes are more precise than those of a finder."""
+
+    relative_error: ClassVar[float] = 0.005
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,10 @@ class Training:
         ).apply(self.model, self.optimizer, self.dataset, autocast=self.autocast, **self.loader)
         return FinderRun(choice.batch_size, len(choice.probes), monotonic_s() - started_s)
 
-    def probe(self, batch_size: int, relative_error: float, max_probe_s: float) -> Probe:
-        """Measure one size as the finders do."""
-        limits = {"relative_error": relative_error, "max_probe_s": max_probe_s}
-        section = ThroughputKneeSearch.model_validate(
-            {"strategy": "throughput_knee", **self.settings, **limits}
+    def probe(self, batch_size: int, max_probe_s: float) -> Probe:
+        """Measure one size as the finders do, but more precisely."""
+        section = PreciseProbes.model_validate(
+            {"strategy": "throughput_knee", **self.settings, "max_probe_s": max_probe_s}
         )
         scaler = torch.amp.GradScaler(self.device.type, enabled=False)
         batches = endless_batches(self.dataset, self.device, self.loader)
@@ -154,7 +159,7 @@ def compare(
 
 def _rate(training: Training, args: Namespace, size: int) -> float:
     """Return samples/s; 0 if the size does not fit into memory."""
-    probe = training.probe(size, args.sweep_relative_error, args.sweep_max_probe_s)
+    probe = training.probe(size, args.sweep_max_probe_s)
     return probe.samples_per_s if probe.status == "ok" else 0.0
 
 
@@ -240,8 +245,9 @@ def add_arguments(parser: ArgumentParser, **defaults: object) -> None:
     parser.add_argument("--max-batch-size", type=int, help="for all finders")
     parser.add_argument("--max-probe-s", type=float, help="timed seconds of a finder's probe")
     parser.add_argument("--max-loops", type=int, help="probes of the published strategies")
-    parser.add_argument("--sweep-relative-error", type=float, help="of the sweep and the pairs")
-    parser.add_argument("--sweep-max-probe-s", type=float, help="of one measurement in them")
+    parser.add_argument(
+        "--sweep-max-probe-s", type=float, help="of one measurement of the sweep and the pairs"
+    )
     parser.set_defaults(**defaults)
 
 

@@ -204,7 +204,6 @@ def _arguments() -> argparse.Namespace:
         max_batch_size=1024,
         max_probe_s=10.0,
         max_loops=30,
-        sweep_relative_error=0.005,
         sweep_max_probe_s=1.2,
     )
     args = parser.parse_args()

@@ -215,7 +215,7 @@ _FAMILIES: tuple[Units, ...] = (
 
 def _of_users(setting: Setting) -> list[Unit]:
     """Return what people take for their networks: cosine with a warm-up, or no schedule."""
-    grids = {"AdamWDecay": (0.3, 1, 3, 10), "SGD": (0.1, 0.3, 1, 3), "Muon": (0.1, 0.3, 1)}
+    grids = {"AdamWDecay": (0.3, 1, 3, 10), "SGD": (0.1, 0.3, 1, 3), "MuonAdamW": (0.1, 0.3, 1)}
     decays = [
         _schedule(setting, "cosine", times, optimizer)
         for optimizer, grid in grids.items()

@@ -37,7 +37,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
     "Adagrad": ({"name": "Adagrad"}, 0.01),
     "AdamW": ({"name": "AdamW", "args": {"weight_decay": 0.01}}, 0.001),
     "LARS": ({"name": "LARS", "args": {"momentum": 0.9, "weight_decay": 5e-4}}, 1.0),
-    "Muon": ({"name": "Muon", "args": {"aux": "adamw", "aux_lr_multiplier": 0.05}}, 0.1),
+    "Muon": ({"name": "Muon"}, 0.1),
+    "MuonAdamW": ({"name": "Muon", "args": {"aux": "adamw"}}, 0.1),
     "AdamWDecay": ({"name": "AdamW", "args": {"weight_decay": 0.05}}, 0.001),
     "ScheduleFreeSGD": ({"name": "ScheduleFreeSGD", "args": {"weight_decay": 5e-4}}, 1.0),
     "ScheduleFreeAdamW": ({"name": "ScheduleFreeAdamW", "args": {"weight_decay": 0.01}}, 0.0025),
@@ -114,7 +115,6 @@ class Task:
             "train": [x, y],
             "test": [test_x, test_y],
             "validation_fraction": (self.validation + 0.5) / size,
-            "validation_max_samples": self.validation,
             "augment": {"crop_padding": self.crop, "flip": self.crop > 0},
         }
 

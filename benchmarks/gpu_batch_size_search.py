@@ -146,11 +146,7 @@ def gpu_training(
 
 def out_of_memory(training: Training, size: int, args: argparse.Namespace) -> dict[str, object]:
     """Probe `size`, then a size that needs twice the GPU's memory, then `size` again."""
-    probe = partial(
-        training.probe,
-        relative_error=args.sweep_relative_error,
-        max_probe_s=args.sweep_max_probe_s,
-    )
+    probe = partial(training.probe, max_probe_s=args.sweep_max_probe_s)
     before = probe(size)
     total_mib = torch.cuda.get_device_properties(training.device).total_memory / 1024**2
     beyond = too_large(before.peak_memory_mib / size, total_mib)
@@ -194,7 +190,6 @@ def _parser() -> argparse.ArgumentParser:
         max_batch_size=None,
         max_probe_s=1.0,
         max_loops=40,
-        sweep_relative_error=0.005,
         sweep_max_probe_s=1.0,
     )
     return parser

@@ -22,10 +22,9 @@ last two variants.
                     its optimizer factory and loss; `skipped` where timm is not installed
   learner           `raytrain_opt.train.learner.Learner` with precision: auto, compile: off
   learner_compiled  the same with compile: default
-  learner_graphs    learner with cuda_graphs: true; `refused` where the product would not use them
   learner_lars      learner with optimizer: LARS
   learner_muon      learner with optimizer: Muon; SGD's iteration is that of learner
-On a CPU nothing is compiled, and there are no graphs.
+On a CPU nothing is compiled.
 
 The images are synthetic, uint8, and lie on the GPU; every variant crops, mirrors and normalizes
 its batches there by the package's own `InMemoryData`, so that steps differ in nothing else.
@@ -37,7 +36,7 @@ end each part within it: `data` (until the batch is ready), `forward` with the l
 alternate, each round in the opposite order; figures are medians over the rounds.
 
 The last line is one JSON object: `machine`, `settings`, `versions`, and `cases`:
-  case -> batch_size, pixels, variants: name -> status (ok, skipped, refused, out_of_memory,
+  case -> batch_size, pixels, variants: name -> status (ok, skipped, out_of_memory,
   failed), why, if ok
     images_per_s, images_per_s_all (one for each round)
     ratio       to the fastest of plain, plain_tuned, plain_compiled and timm; above 1: faster
@@ -78,7 +77,6 @@ from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.precision import choose_kernels
-from raytrain_opt.train.step_choices import try_graphs
 
 # Small enough that the networks' values stay in range, which timings depend on.
 LR, MOMENTUM, WEIGHT_DECAY, SMOOTHING = 1e-3, 0.9, 1e-4, 0.1
@@ -195,12 +193,6 @@ class Bench:
                 lrs = (LR,) * min(_STEPS_PER_EPOCH, steps - start)
                 learner.train(next(epochs), 0, lrs, micro_batches)
 
-        if learner.config.cuda_graphs:
-            task.clock = Clock(self.device)
-            choose_kernels("auto", self.device)
-            learner.network_graph, measured = try_graphs(learner)
-            if measured["graph_refused"]:
-                raise RefusedError(measured["graph_refused"])
         return train
 
     def plain(self, *, tuned: bool = True, compiled: bool = False) -> Train:
@@ -289,14 +281,9 @@ VARIANTS: dict[str, Callable[[Bench], Train]] = {
     "timm": Bench.timm,
     "learner": Bench.learner,
     "learner_compiled": lambda bench: bench.learner(compile="default"),
-    "learner_graphs": lambda bench: bench.learner(cuda_graphs=True),
     "learner_lars": lambda bench: bench.learner(optimizer="LARS"),
     "learner_muon": lambda bench: bench.learner(optimizer="Muon"),
 }
-
-
-class RefusedError(RuntimeError):
-    """The product does not use what the variant is to measure."""
 
 
 class TimedTask:
@@ -328,7 +315,7 @@ class Runner:
         self._setup_s, self._peak, self._steps = 0.0, 0, _WARM_UP_STEPS
         self._train: Train | None = None
         on_cpu = bench.device.type == "cpu"
-        if name.endswith(("_compiled", "_graphs")) and on_cpu:
+        if name.endswith("_compiled") and on_cpu:
             self.status, self._why = "skipped", "needs a GPU"
         elif name == "timm" and importlib.util.find_spec("timm") is None:
             self.status, self._why = "skipped", "timm is not installed"
@@ -351,8 +338,6 @@ class Runner:
             self.blocks.append(self._block())
         except torch.OutOfMemoryError as error:
             self.status, self._why = "out_of_memory", str(error).splitlines()[0]
-        except RefusedError as error:
-            self.status, self._why = "refused", str(error)
         except Exception as error:  # noqa: BLE001 - such as one of the compiler
             self.status, self._why = "failed", f"{type(error).__name__}: {error}"
         if self.status != "ok":

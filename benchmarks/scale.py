@@ -50,12 +50,12 @@ from benchmarks.common import machine
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import ray_session
 from raytrain_opt.execution.start import start_launcher, start_mailbox
-from raytrain_opt.monitoring.process_usage import Usage, UsageMeter
 from raytrain_opt.pools import relay
 from raytrain_opt.pools.commands import (
     WORKER_POOL,
     Close,
     Command,
+    CommandTime,
     MainTrain,
     MainTrainReply,
     OnStep,
@@ -92,7 +92,7 @@ PARALLEL: dict[str, object] = {
 REPLY = MainTrainReply(
     TrainTotals(STEPS, 16_000, 23_456.7, 0, 61.3, 0.2), "0" * 64, TIMINGS_S, None, PARALLEL
 )
-USAGE = Usage(61.5, 99.0, 12_345.6, TIMINGS_S)
+TIME = CommandTime(61.5, TIMINGS_S)
 START_LIMIT_S = 300.0
 TRAINING_S = 6
 
@@ -120,7 +120,7 @@ class EchoResident:
         """Execute commands until the pool is closed."""
         resident = describe_this_process(WORKER_POOL, index)
         client = ResidentMailbox(mailbox, upstream, resident)
-        CommandLoop(client, resident, 5.0, (), 0.0, UsageMeter.for_this_process()).run(Echo())
+        CommandLoop(client, resident, 5.0, 0.0).run(Echo())
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -293,7 +293,7 @@ class Simulation:
             number, command = await exchange.remote(WORKER_POOL, number, reply)
             if isinstance(command, Close):
                 return
-            reply = Reply(resident.sender, number, self._reply, usage=USAGE)
+            reply = Reply(resident.sender, number, self._reply, time=TIME)
 
     async def _command(self) -> None:
         self._number += 1

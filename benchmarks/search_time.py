@@ -13,7 +13,7 @@ ResNet-8, one thread per worker. From its timeline:
 `search_time_ratio` is (search / training in seconds) over (search / training in samples), the
 median over the repetitions, by number of workers; 1 means that the search costs the same part of
 the time as of the samples. Scoring is no sample of the search, but part of its time.
-`search_cpu_ratio` is the same of the workers' CPU time. The last line is one JSON object.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import argparse
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -98,13 +98,7 @@ def measure(job: Job) -> dict[str, Any]:
             if (span.process, span.command) == ("worker 0", "main_train")
         ),
         "search_time_ratio": search_s / training_s / fraction,
-        "search_cpu_ratio": _cpu_s(searching) / _cpu_s(training) / fraction,
     }
-
-
-def _cpu_s(spans: Iterable[SpanRecord]) -> float:
-    """Return the CPU time of these commands, which depends less on other processes."""
-    return sum((span.utilization_pct or 0.0) / 100 * span.duration_s for span in spans)
 
 
 def _medians(rows: Sequence[dict[str, Any]], name: str) -> dict[str, dict[int, Any]]:
@@ -131,7 +125,7 @@ def compare(workers: Sequence[int], repetitions: int, search_on: str) -> dict[st
             for count in workers:
                 rows.append(measure(make_job(folder, count, search_on)))
                 print(json.dumps(rows[-1]), flush=True)
-    return {**_medians(rows, "search_time_ratio"), **_medians(rows, "search_cpu_ratio")}
+    return _medians(rows, "search_time_ratio")
 
 
 def main() -> None:

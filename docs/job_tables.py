@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from raytrain_opt.config.error_messages import is_section, union_members, without_annotation
+from raytrain_opt.config.error_messages import sections_in
 from raytrain_opt.config.schema import Job
 
 _LIMITS = {
@@ -40,8 +40,7 @@ def _sections(
     choice_above: str = "",
 ) -> Iterator[str]:
     """Yield the lines of the sections below a field, each class once, where it comes first."""
-    members = [without_annotation(member) for member in union_members(field.annotation)]
-    sections = [model for kind in members for model in _models_in(kind)]
+    sections = sections_in(field.annotation)
     for model in sections:
         if model in written:
             continue
@@ -53,13 +52,6 @@ def _sections(
         yield from _table(model, f"{path}.", definitions[model.__name__]["properties"])
         for name, inner in model.model_fields.items():
             yield from _sections(f"{path}.{name}", inner, definitions, written, choice)
-
-
-def _models_in(kind: Any) -> list[type[BaseModel]]:
-    """Return the section that a type is, or that its list holds."""
-    if get_origin(kind) is list:
-        return _models_in(get_args(kind)[0])
-    return [kind] if is_section(kind) else []
 
 
 def _choice(model: type[BaseModel]) -> str:

@@ -241,7 +241,7 @@ def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None
 
         return diagnose_on_cluster(job_file, overrides, address)
 
-    from raytrain_opt.commands.doctor.diagnose import diagnose
+    from raytrain_opt.commands.doctor import diagnose
 
     return diagnose(job, address)
 
@@ -315,11 +315,10 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bo
 @main.command()
 @click.argument("run_dir", metavar="RUN")
 @click.argument("images", metavar="IMAGE...", nargs=-1, required=True)
-@click.option("--top", default=3, show_default=True, type=click.IntRange(1), help="Classes shown.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @_trust
-def predict(run_dir: str, images: tuple[str, ...], top: int, as_json: bool, trust: bool) -> int:
-    """Print the most probable classes of images, and their probabilities.
+def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -> int:
+    """Print the three most probable classes of images, and their probabilities.
 
     RUN is a run directory, a URI, or RUN_DIR/checkpoints/NAME; images are files or folders. Ends
     with 1 if a file is not an image.
@@ -330,7 +329,7 @@ def predict(run_dir: str, images: tuple[str, ...], top: int, as_json: bool, trus
     from raytrain_opt.train.trained_model import load_for
 
     model = load_for("raytrain-opt predict", run_dir, None, trust)
-    return not print_predictions(model, images, top=top, as_json=as_json)
+    return not print_predictions(model, images, as_json=as_json)
 
 
 @main.command()
@@ -362,15 +361,16 @@ def export(run_dir: str, name: str, output: str | None, trust: bool) -> None:
 @main.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 @click.argument("output")
-@click.option("--mib", default=256, show_default=True, help="Size of a shard.")
-def shard(folder: str, output: str, mib: int) -> None:
+def shard(folder: str, output: str) -> None:
     """Pack the image folders FOLDER/<split>/<class> into tar files below OUTPUT, a folder or URI.
+
+    A file has about 256 MiB.
 
     Example: raytrain-opt shard /data/imagenet s3://bucket/imagenet
     """
     from raytrain_opt.commands.shard import write_shards
 
-    for pattern in write_shards(Path(folder), output, mib * 2**20, _echo):
+    for pattern in write_shards(Path(folder), output, 2**28, _echo):
         _echo(pattern)
 
 
@@ -378,23 +378,16 @@ def shard(folder: str, output: str, mib: int) -> None:
 @click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False))
 @click.option("--output", default="job.yaml", show_default=True, help="The job file to write.")
 @click.option(
-    "--examine",
-    default=2000,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Image files that are decoded, spread evenly, to find unreadable ones.",
-)
-@click.option(
     "--label-column", metavar="NAME", help="The column of a CSV file with the class of each image."
 )
-def init(folder: str, output: str, examine: int, label_column: str | None) -> None:
+def init(folder: str, output: str, label_column: str | None) -> None:
     """Write a job file for the images, arrays or shards in FOLDER, by default this directory.
 
     Example: raytrain-opt init photos --output photos.yaml
     """
     from raytrain_opt.commands.init import init as write_job
 
-    write_job(Path(folder), Path(output), examine, _echo, label_column)
+    write_job(Path(folder), Path(output), _echo, label_column)
 
 
 @main.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,17 @@ class DataError(RaytrainOptError):
         return Problem(self.field, self.rule)
 
 
+def problems_of(check: Callable[[], object]) -> list[Problem]:
+    """Return the problems that a check of a job raises; none if it returns."""
+    try:
+        check()
+    except JobError as error:
+        return error.problems
+    except DataError as error:
+        return [error.problem]
+    return []
+
+
 class ResourcesError(RaytrainOptError):
     """The cluster has too few resources for the job; says which are missing; exit code 2."""
 
@@ -118,9 +129,14 @@ class ResidentError(RaytrainOptError):
         self.remote_traceback = remote_traceback
 
 
+def first_of(names: Sequence[str], separator: str = ", ") -> str:
+    """Return the first five names, for a message."""
+    return separator.join([*names[:5], *(["…"] if len(names) > 5 else [])])
+
+
 def listed(names: Sequence[str]) -> str:
     """Return the number of these things and the first of their names, for a message."""
-    return f"{len(names)} ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})"
+    return f"{len(names)} ({first_of(names)})"
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -177,8 +177,8 @@ class RunPaths:
         return self._copy is None or self._copy.is_complete()
 
     def _remove_copy(self) -> None:
-        if self._folder is not None and self.is_published:
-            self._folder.remove()
+        if self._folder is not None:
+            (self._folder.remove if self.is_published else self._folder.keep)()
 
     def sync_records(self) -> None:
         """Wait until the lines of all records, and the run directory, are on disk.

@@ -74,7 +74,7 @@ PATCHES = "model=" + json.dumps(
 )
 # Of both jobs: one thread in place of a GPU, and samples of its utilization in a short probe.
 ONE_THREAD = ("workers={count: 1, threads: 1}", "batch_size_search.utilization.period_s=0.2")
-_NO_VALIDATION = {"validation_fraction": 0, "validation_max_samples": 1}
+_NO_VALIDATION = {"validation_fraction": 0}
 TASK = Task("cifar100_fine_32", "cifar100_fine", 32, 8192, 0)
 QUICK_SIZES, SIZES, JUMP_SIZES = (10, 20, 50, 100), range(10, 501, 10), range(96, 107, 2)
 JPEG_BATCH, JPEG_FILES, SLOW_FILE_S = 96, 400, 0.01

@@ -54,7 +54,7 @@ class Training:
         workers = {"count": max(1, self.batch // self.per_worker), "threads": 1}
         model = {"name": self.task.network, "args": {"width": self.task.width}}
         if not self.task.validation:
-            data = {**data, "validation_fraction": 0, "validation_max_samples": 1}
+            data = {**data, "validation_fraction": 0}
         sections = {"model": model, "data": data, "workers": workers, "parallel": {}}
         scale = (
             *(f"{name}={json.dumps(value)}" for name, value in sections.items()),

@@ -66,8 +66,7 @@ class EpochPhase:
 
 def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
     """Return the phase of a command with the learners' settings."""
-    ramp = config.batch_ramp
-    factor = ramp_factor(ramp.steps, command.epoch) if ramp.grow == "accumulation" else 1
+    factor = ramp_factor(config.batch_ramp.steps, command.epoch)
     return EpochPhase(
         id=f"{command.epoch}.{command.first_step + len(command.lrs)}",
         epoch=command.epoch,

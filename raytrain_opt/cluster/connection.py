@@ -21,7 +21,6 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster import fork_client
 from raytrain_opt.cluster.fork_server import fork_server
 from raytrain_opt.cluster.ray_private import (
-    LOCAL_SETTINGS,
     available_resources_per_node,
     ended_processes,
     in_own_process_groups,
@@ -30,7 +29,7 @@ from raytrain_opt.cluster.ray_private import (
     start_processes_with,
     wait_for_local_node,
     with_python_path,
-    without_helper_processes,
+    without_api_server,
 )
 from raytrain_opt.errors import JobError, PoolError, Problem
 from raytrain_opt.temporary import TemporaryFolder
@@ -114,7 +113,7 @@ _session, _lock = _Session(), Lock()
 def _open_session(address: str | None, verbose: bool, environment: Mapping[str, str]) -> None:
     local = not address and not os.environ.get("RAY_ADDRESS")
     with ExitStack() as stack:
-        with _local_node(environment, log_monitor=verbose) if local else nullcontext():
+        with _local_node(environment) if local else nullcontext():
             folder = _connect(address, local, verbose, stack)
         _session.stack, _session.is_local = ExitStack(), local
         if folder is not None:
@@ -123,19 +122,19 @@ def _open_session(address: str | None, verbose: bool, environment: Mapping[str, 
 
 
 @contextmanager
-def _local_node(environment: Mapping[str, str], *, log_monitor: bool) -> Iterator[None]:
+def _local_node(environment: Mapping[str, str]) -> Iterator[None]:
     """Let a Ray that is started inside the block serve this run on this machine, and no more.
 
     Its processes inherit `environment`. As a runtime environment of an actor, the same variables
     would cost every process half a second, and Ray's waiting processes could not be used.
     """
     saved = dict(os.environ)
-    os.environ.update({**LOCAL_SETTINGS, **saved, **environment})
+    os.environ.update(environment)
     try:
         with (
             loopback_only(),
             in_own_process_groups(),
-            without_helper_processes(log_monitor=log_monitor),
+            without_api_server(),
             start_processes_with(fork_client.__file__),
             wait_for_local_node(_START_LIMIT_S),
         ):

@@ -6,20 +6,17 @@ version of Ray no longer has it. Checked with Ray 2.60.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray._private import ray_constants, services, utils, worker
 from ray._private.client_mode_hook import client_mode_wrap
 from ray._private.node import Node
@@ -31,20 +28,6 @@ from raytrain_opt.clock import monotonic_s
 
 if TYPE_CHECKING:
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
-# Each keeps an idle process on the head node, which wakes many times a second; where workers
-# occupy every core, that costs them throughput. No Ray Dataset is handed to the trainer, and
-# `cluster.actor_tree` removes the placement groups.
-UNUSED_TRAIN_CALLBACKS = frozenset({"DatasetsCallback", "PlacementGroupCleanerCallback"})
-
-# Of a Ray with one node, no autoscaler and no dashboard: how often it reads the demand for nodes
-# and looks after transfers between nodes, and that it keeps no list of tasks. A tenth less wakes;
-# none of these finds a process or node that died.
-LOCAL_SETTINGS = {
-    "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",
-    "RAY_object_manager_timer_freq_ms": "1000",
-    "RAY_task_events_report_interval_ms": "0",
-}
 
 
 @dataclass(frozen=True)
@@ -105,20 +88,13 @@ def loopback_only() -> AbstractContextManager[None]:
     return _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
-@contextmanager
-def without_helper_processes(*, log_monitor: bool) -> Iterator[None]:
-    """Let a Ray that is started inside the block do without processes that serve a cluster.
+def without_api_server() -> AbstractContextManager[None]:
+    """Let a Ray that is started inside the block have no API server.
 
-    The API server (started even without a dashboard, and waited for), the autoscaler's monitor,
-    and, unless `log_monitor`, what copies the workers' output to the driver: a third of the CPU
-    seconds of Ray's own start, and they wake many times a second afterwards.
+    Without a dashboard it would only send statistics of use to Ray's developers. Ray starts it
+    also with `include_dashboard=False`, and waits for it.
     """
-    names = ["start_api_server", "start_monitor"] + ([] if log_monitor else ["start_log_monitor"])
-    with ExitStack() as stack:
-        for name in names:
-            if hasattr(Node, name):
-                stack.enter_context(_replaced(Node, name, _do_nothing))
-        yield
+    return _replaced(Node, "start_api_server", _do_nothing)
 
 
 def with_python_path(entries: Sequence[str]) -> JobConfig:
@@ -206,13 +182,16 @@ def ended_processes() -> list[str]:
 def start_processes_with(program: str) -> AbstractContextManager[None]:
     """Let a Ray that is started inside the block run `program` in place of `setup_worker.py`.
 
-    Ray joins the name of that file to a folder, so an absolute path replaces both.
+    Ray joins the name of that file to a folder, so an absolute path replaces both. Should Ray
+    rename it, its processes start as on a cluster.
     """
+    if not hasattr(ray_constants, "SETUP_WORKER_FILENAME"):
+        return nullcontext()
     return _replaced(ray_constants, "SETUP_WORKER_FILENAME", program)
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """Take the place of a method that starts a process or asks the autoscaler for nodes."""
+    """Take the place of a method that starts a process or sets a handler of signals."""
 
 
 def actor_id(actor: Any) -> str:
@@ -221,8 +200,8 @@ def actor_id(actor: Any) -> str:
     return identity
 
 
-# The documented `ray.util.state.list_actors` needs the dashboard, which a local Ray here does
-# without; `ray.util.placement_group_table` leaves out who created a group.
+# The documented `ray.util.state.list_actors` needs the API server, which a local Ray here
+# does without; `ray.util.placement_group_table` leaves out who created a group.
 @client_mode_wrap  # type: ignore[untyped-decorator, unused-ignore]
 def read_actors() -> list[ActorRecord]:
     """Return every actor that Ray's control service knows, dead ones included.
@@ -298,70 +277,17 @@ def remove_placement_group_by_id(group_id: str) -> None:
     remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
 
 
-def run_without_helpers(trainer: DataParallelTrainer) -> None:
-    """Let `trainer.fit` run its controller in the calling process, without helper processes.
+def without_cleaner(trainer: DataParallelTrainer) -> DataParallelTrainer:
+    """Return the trainer; its `fit` does not start Ray Train's cleaner of placement groups.
 
-    Those of `UNUSED_TRAIN_CALLBACKS`, Ray Train's coordinator of requests to the autoscaler (the
-    workers' placement group requests the same), and its barrier of `ray.train.report`, which no
-    worker here calls. Each of these processes costs 2 to 5 s of CPU at the start of a run. Should
-    Ray rename what this replaces, training works, with the helpers.
+    The cleaner is a detached actor, which outlives a run that is ended, and needs the API server.
+    `cluster.actor_tree` removes the placement groups. Should Ray rename what is replaced here, the
+    cleaner starts.
     """
     create = getattr(trainer, "_create_default_callbacks", None)
-    if create is None or not hasattr(trainer, "_initialize_and_run_controller"):
-        return
-
-    def create_used_callbacks() -> list[Any]:
-        return [c for c in create() if type(c).__name__ not in UNUSED_TRAIN_CALLBACKS]
-
-    replaced: Any = trainer
-    replaced._create_default_callbacks = create_used_callbacks
-    replaced._initialize_and_run_controller = _run_controller_here
-
-
-def _run_controller_here(*, scaling_policy: Any, **arguments: Any) -> Any:
-    from ray.train.v2._internal.execution.controller import TrainController
-    from ray.train.v2._internal.execution.worker_group import state, worker_group
-
-    scaling_policy.after_controller_start = _do_nothing
-    scaling_policy._maybe_send_resource_request = _do_nothing
-    controller: Any = TrainController(scaling_policy=scaling_policy, **arguments)
-    with ExitStack() as stack:
-        if hasattr(worker_group, "SynchronizationActor") and hasattr(
-            state, "_shutdown_sync_actor"
-        ):
-            stack.enter_context(_replaced(worker_group, "SynchronizationActor", NoBarrier()))
-            stack.enter_context(_replaced(state, "_shutdown_sync_actor", _do_nothing))
-        asyncio.run(controller.run())
-    return controller.get_result()
-
-
-class NoBarrier:
-    """Takes the place of Ray Train's `SynchronizationActor`: its class, and its handle."""
-
-    def options(self, **_: Any) -> NoBarrier:
-        """Return what `remote` is called on."""
-        return self
-
-    def remote(self, **_: Any) -> NoBarrier:
-        """Return what the workers get."""
-        return self
-
-    @property
-    def reset(self) -> SimpleNamespace:
-        """The method that the controller calls before it replaces one worker."""
-        return SimpleNamespace(remote=partial(ray.put, None))
-
-
-def propagate_no_variables() -> None:
-    """Let Ray Tune and Ray Train start actors without runtime environments from now on.
-
-    For a Ray whose processes all have the same variables anyway: a runtime environment costs each
-    process half a second, and Ray's waiting processes have none. Tune's own default variables
-    configure TensorFlow and Lightning, which slots do not use.
-    """
-    from ray.train.v2._internal import constants
-    from ray.tune.execution import class_cache
-
-    constants.ENV_VARS_TO_PROPAGATE.clear()
-    class_cache.ENV_VARS_TO_PROPAGATE = set()
-    class_cache.DEFAULT_ENV_VARS.clear()
+    if create is not None:
+        replaced: Any = trainer
+        replaced._create_default_callbacks = lambda: [
+            c for c in create() if type(c).__name__ != "PlacementGroupCleanerCallback"
+        ]
+    return trainer

@@ -37,11 +37,9 @@ _MAY_DIFFER = {
     "drop_last",
     "loader_workers",
     "normalize",
-    "prefetch",
     "root",
     "sampler",
     "validation_fraction",
-    "validation_max_samples",
     "train",
 }
 

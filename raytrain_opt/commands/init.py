@@ -46,6 +46,8 @@ _VALID = (
 # Words in names of arrays of labels.
 _LABEL_WORDS = {"y", "label", "labels", "target", "targets", "class", "classes"}
 _TEST_FRACTION = 0.2
+# Image files that are decoded, spread evenly, to find unreadable ones.
+_EXAMINED = 2000
 # Where the largest class has this many times the samples of the smallest, settings are named.
 _IMBALANCE = 2
 # Names of folders and of unreadable files that are printed.
@@ -83,7 +85,6 @@ class Choice:
 def init(
     folder: Path,
     output: Path,
-    max_examined: int,
     echo: Callable[[str], object],
     label_column: str | None = None,
 ) -> None:
@@ -96,7 +97,7 @@ def init(
     for path in (output, labels):
         if path.exists():
             raise DataError(str(path), "exists, and init overwrites nothing; give --output FILE")
-    _, gpus = gpu_states()
+    gpus = gpu_states()
     try:
         section, rows, notes = find_data(folder.absolute(), labels, label_column)
     except OSError as error:
@@ -104,7 +105,7 @@ def init(
     if rows:
         write_text(labels, _to_csv(rows))
     try:
-        facts = examine(section, max_examined)
+        facts = examine(section)
     except DataError:
         labels.unlink(missing_ok=True)
         raise
@@ -298,8 +299,8 @@ def _split_rows(rows: Sequence[Row]) -> list[Row]:
     return split
 
 
-def examine(section: Section, max_examined: int) -> Facts:
-    """Read labels, and at most `max_examined` samples, as a training does. Raises DataError."""
+def examine(section: Section) -> Facts:
+    """Read labels, and at most 2,000 samples, as a training does. Raises DataError."""
     kinds = {"arrays": ArraysData, "image_folder": ImageFolderData, "shards": ShardsData}
     parsed = kinds[section["name"]](**section)
     shared, cpu = load_shared_data(parsed), torch.device("cpu")
@@ -315,7 +316,7 @@ def examine(section: Section, max_examined: int) -> Facts:
     assert isinstance(shared, ImageFolderSource | ShardSource)
     source = shared
     total = info.train_size + info.test_size
-    spread = np.linspace(0, total - 1, min(max_examined, total)).astype(int)
+    spread = np.linspace(0, total - 1, min(_EXAMINED, total)).astype(int)
 
     def read(i: int) -> tuple[int, int, bool] | str:
         split: SourceSplit = "train" if i < info.train_size else "test"

@@ -106,7 +106,7 @@ def _summary(planner: Planner) -> list[str]:
     planned = planner.predict(workers, batch)
     kept = job.checkpoint.keep
     assert job.epochs is not None  # see `_planner`
-    kept = job.epochs if kept == "all" else kept + job.checkpoint.keep_best
+    kept = job.epochs if kept == "all" else kept + 1
     checkpoints = kept * planner.checkpoint_bytes
     missing = " (it has less)" if planned.memory_bytes > cluster.memory_bytes else ""
     lines = {

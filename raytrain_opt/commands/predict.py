@@ -22,6 +22,7 @@ from raytrain_opt.train.trained_model import TrainedModel
 
 # Images in memory at a time.
 _BATCH_SIZE = 64
+_CLASSES_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,10 @@ class _ImageFile:
         return content
 
 
-def print_predictions(
-    model: TrainedModel, images: Sequence[str], *, top: int, as_json: bool
-) -> bool:
+def print_predictions(model: TrainedModel, images: Sequence[str], *, as_json: bool) -> bool:
     """Print what `predict` yields, a line or an object each; return whether all are images."""
     predictions = []
-    for prediction in predict(model, images, top=top):
+    for prediction in predict(model, images):
         predictions.append(prediction)
         if not as_json:
             print(printable(prediction.line(), kept=""), flush=True)
@@ -77,8 +76,8 @@ def print_predictions(
     return not any(prediction.error for prediction in predictions)
 
 
-def predict(model: TrainedModel, images: Sequence[str], *, top: int) -> Iterator[Prediction]:
-    """Yield the `top` classes of each image, most probable first.
+def predict(model: TrainedModel, images: Sequence[str]) -> Iterator[Prediction]:
+    """Yield the three most probable classes of each image, the most probable first.
 
     images: files, or folders (also URIs) that are searched with all their subfolders. A file that
     is not an image yields an error. Raises JobError for an argument that is no such file or
@@ -93,12 +92,10 @@ def predict(model: TrainedModel, images: Sequence[str], *, top: int) -> Iterator
     for note in left_out_note(left_out):
         print(note, file=sys.stderr)
     for start in range(0, len(files), _BATCH_SIZE):
-        yield from _predict_batch(model, files[start : start + _BATCH_SIZE], top)
+        yield from _predict_batch(model, files[start : start + _BATCH_SIZE])
 
 
-def _predict_batch(
-    model: TrainedModel, files: Sequence[_ImageFile], top: int
-) -> Iterator[Prediction]:
+def _predict_batch(model: TrainedModel, files: Sequence[_ImageFile]) -> Iterator[Prediction]:
     inputs: dict[str, torch.Tensor] = {}
     errors: dict[str, str] = {}
     for file in files:
@@ -114,7 +111,7 @@ def _predict_batch(
             zip(model.class_names, rows.get(file.name, ()), strict=False),
             key=lambda pair: -pair[1],
         )
-        yield Prediction(file.name, tuple(ranked[:top]), errors.get(file.name))
+        yield Prediction(file.name, tuple(ranked[:_CLASSES_SHOWN]), errors.get(file.name))
 
 
 def _find_images(argument: str, left_out: Counter[str]) -> list[_ImageFile]:

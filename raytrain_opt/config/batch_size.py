@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -21,6 +21,9 @@ class UtilizationSection(Section):
 
 
 class _BatchSizeSearch(Section):
+    # A probe ends when the standard error of its samples/s, relative to it, is this small.
+    relative_error: ClassVar[float] = 0.01
+
     initial: PositiveInt = 32
     """First batch size per worker (32 in the paper, for small images)."""
     max_batch_size: PositiveInt | None = None
@@ -37,12 +40,6 @@ class _BatchSizeSearch(Section):
     lr_rule: Literal["linear", "sqrt", "none"] = "linear"
     """How learning_rate.initial changes with the global batch size: proportionally to it, to its
     square root, or not at all."""
-    warmup_steps: PositiveInt = 3
-    """Steps of a probe before timing starts; fewer after half a second."""
-    min_timed_steps: PositiveInt = 5
-    """Minimum number of timed steps of a probe; after a second two suffice."""
-    relative_error: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """A probe ends when the standard error of its samples/s, relative to it, is this small."""
     max_probe_s: PositiveFloat = 10.0
     """Maximum timed duration of a probe, in seconds."""
     utilization: UtilizationSection = Field(default_factory=UtilizationSection)
@@ -57,6 +54,10 @@ class _BatchSizeSearch(Section):
 class ThroughputKneeSearch(_BatchSizeSearch):
     """Find the smallest batch size that is nearly as fast as the fastest (of this project)."""
 
+    # Larger than for the published strategies, which probe each size once: this one repeats
+    # probes that are too noisy to decide.
+    relative_error: ClassVar[float] = 0.02
+
     strategy: Literal["throughput_knee"]
     objective: Literal["auto", "samples_per_s", "goodput"] = "auto"
     """The objective to maximize. goodput: samples/s times the progress per sample, which falls as
@@ -64,12 +65,6 @@ class ThroughputKneeSearch(_BatchSizeSearch):
     this name, model, data and loss below storage_path measured the noise scale, else samples/s."""
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Fraction of the best objective to give up for a smaller batch size."""
-    relative_error: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    """A probe ends when the standard error of its samples/s, relative to it, is this small. Larger
-    than for the published strategies, which probe each size once: this one repeats probes that are
-    too noisy to decide."""
-    max_probes: PositiveInt = 12
-    """Maximum number of probes, repetitions included."""
 
     @property
     def measures_noise(self) -> bool:
@@ -90,16 +85,12 @@ class GpuUsageMaximizeSearch(_Published):
     strategy: Literal["gpu_usage_maximize"]
     target_pct: Annotated[float, Field(gt=0, le=100)] = 99.0
     """Target utilization in percent: mean of the upper half of the samples."""
-    converged_samples: PositiveInt = 5
-    """Converged when the size changed by at most this since the last test."""
 
 
 class EpochTimeMinimizeSearch(_Published):
     """Increase the batch size while the time of an epoch falls (MBSO)."""
 
     strategy: Literal["epoch_time_minimize"]
-    converged_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Converged when the improvement changed by at most this since the last test."""
 
 
 def _name_strategy(section: Any) -> Any:

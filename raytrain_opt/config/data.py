@@ -22,6 +22,7 @@ from raytrain_opt.config.section import (
 
 ArraySet = Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100"]
 ARRAY_SETS = get_args(ArraySet)
+_MAX_VALIDATION_SAMPLES = 5000
 DATA_NAMES = (*ARRAY_SETS, "arrays", "image_folder", "shards", "ray_data")
 
 
@@ -30,8 +31,6 @@ class BatchAugment(Section):
 
     policy: Literal["none", "rand_augment", "trivial_augment"] = "none"
     """torchvision's RandAugment or TrivialAugmentWide, for uint8 images of 1 or 3 channels."""
-    magnitude: Annotated[int, Field(ge=0, le=30)] = 9
-    """Strength of rand_augment."""
     random_erasing: Fraction = 0.0
     """Probability that a box of 2 to 33 % of an image is erased."""
     mixup: Annotated[float, Field(ge=0, le=100)] = 0.0
@@ -39,9 +38,6 @@ class BatchAugment(Section):
     with one of its own micro-batch, so results differ with the number of workers."""
     cutmix: Annotated[float, Field(ge=0, le=100)] = 0.0
     """alpha as for mixup, e.g. 1. 0: no cutmix. With both, each half of the steps."""
-    repeats: Annotated[int, Field(ge=1, le=16)] = 1
-    """Repeated augmentation: copies of a sample in a batch, augmented differently. An epoch keeps
-    its length, so it has this many times fewer different samples."""
 
 
 class Augment(BatchAugment):
@@ -57,29 +53,26 @@ class Augment(BatchAugment):
 class HoldOut:
     """How much of the training set is the validation split, and how long it is held out.
 
-    `fraction` of the samples, rounded down, at most `max_samples`. With `only_in_search` only
+    `fraction` of the samples, rounded down, at most 5,000. With `only_in_search` only
     candidates and epochs that the policy chooses do not train on them.
     """
 
     fraction: float
-    max_samples: int = 5000
     only_in_search: bool = False
 
     def count(self, size: int) -> int:
         """Return the size of the validation split of `size` samples; at least 1 unless none."""
         if self.fraction == 0:
             return 0
-        return max(1, min(int(self.fraction * size), self.max_samples))
+        return max(1, min(int(self.fraction * size), _MAX_VALIDATION_SAMPLES))
 
 
 class _DataSection(NamedSection):
     validation_fraction: Fraction | None = None
-    """Fraction of the training set held out to score candidates (the validation split): during the
-    whole training, or with policy stpt_horizon during the search and, with `weight_decay: auto`,
-    half of the training. Default: 0.1, or 0 with policies without candidates that do not follow it
-    (`learning_rate.plateau_on`)."""
-    validation_max_samples: PositiveInt = 5000
-    """Maximum size of the validation split, in samples."""
+    """Fraction of the training set held out to score candidates (the validation split), at most
+    5,000 samples: during the whole training, or with policy stpt_horizon during the search and,
+    with `weight_decay: auto`, half of the training. Default: 0.1, or 0 with policies without
+    candidates that do not follow it (`learning_rate.plateau_on`)."""
     sampler: Literal["random", "balanced"] = "random"
     """Samples of an epoch. random: each once. balanced: equally many of each class, so those of
     small classes come several times, some of large classes in later epochs."""
@@ -131,8 +124,6 @@ class _LoaderSection(_DataSection):
     (workers.threads)."""
     augment: BatchAugment = Field(default_factory=BatchAugment)
     """Applied to samples as they are read."""
-    prefetch: PositiveInt = Field(2, le=100)
-    """Batches that each loader process prepares ahead."""
     on_unreadable: Literal["error", "skip"] = "error"
     """A sample that cannot be read. error: stop and name it; skip: leave it out; the
     report counts those of the training."""
@@ -225,19 +216,19 @@ def _data_kind(value: Any) -> str | None:
     section = vars(value) if isinstance(value, _DataSection) else value
     name = section.get("name") if isinstance(section, dict) else section
     if name in ARRAY_SETS:
-        return "array_set"
+        return "ArraySetData"
     if name in DATA_NAMES:
         return str(name)
     is_missing = "name" not in section if isinstance(section, dict) else isinstance(section, tuple)
-    return None if is_missing or (isinstance(name, str) and ":" not in name) else "dataset"
+    return None if is_missing or (isinstance(name, str) and ":" not in name) else "DatasetData"
 
 
 DataSection = Annotated[
-    Annotated[ArraySetData, Tag("array_set")]
+    Annotated[ArraySetData, Tag("ArraySetData")]
     | Annotated[ArraysData, Tag("arrays")]
     | Annotated[ImageFolderData, Tag("image_folder")]
     | Annotated[ShardsData, Tag("shards")]
     | Annotated[RayData, Tag("ray_data")]
-    | Annotated[DatasetData, Tag("dataset")],
+    | Annotated[DatasetData, Tag("DatasetData")],
     Discriminator(_data_kind),
 ]

@@ -1,19 +1,18 @@
 """Translate pydantic's errors into the words and paths of the job file.
 
 pydantic names the alternatives of a union in its paths and reports one error for each of them;
-here every field has one problem: the path as in YAML, the rule, the value and the nearest choice.
+here every field has one problem: the path as in YAML, which is where the input has the value, the
+rule, the value and the nearest choice.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel, Tag, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from raytrain_opt.config.data import DATA_NAMES
@@ -50,32 +49,35 @@ _MUST_BE = {
     "string_pattern_mismatch": "text of the form {pattern}",
 }
 
+# The error of a default that depends on a field with an error.
+_NO_DEFAULT = "default_factory_not_called"
 
-@dataclass(frozen=True)
-class _LocatedError:
+
+class _LocatedError(NamedTuple):
     """One pydantic error with its path in the YAML file.
 
-    `union` is the path of a field of which this error rejects one alternative only; `section` the
-    model that holds the last key of the path; `kind` the type of its value.
+    `union` is the path of the field of which this error rejects one alternative only.
     """
 
     error: ErrorDetails
     path: tuple[str | int, ...]
     union: tuple[str | int, ...] | None
-    section: type[BaseModel] | None
-    kind: Any
 
 
-def problems_of(error: ValidationError, job: type[BaseModel]) -> list[Problem]:
-    """Return one problem for each wrong field, in the order of the schema."""
+def problems_of(error: ValidationError, job: type[BaseModel], values: object) -> list[Problem]:
+    """Return one problem for each wrong field of `values`, in the order of the schema.
+
+    An error inside an alternative of a union shows that this one was meant: what the others of the
+    field say does not count.
+    """
+    errors = (e for e in error.errors(include_url=False) if e["type"] != _NO_DEFAULT)
+    located = [_locate(details, values) for details in errors]
+    meant = {e.union for e in located if e.path != e.union}
     groups: dict[tuple[str | int, ...], list[_LocatedError]] = {}
-    for details in error.errors(include_url=False):
-        if details["type"] == "default_factory_not_called":
-            continue  # a default that depends on a field with an error
-        located = _locate(details, job)
-        path = located.path if located.union is None else located.union
-        groups.setdefault(path, []).append(located)
-    return [problem for group in groups.values() for problem in _field_problems(group)]
+    for entry in located:
+        if entry.path != entry.union or entry.path not in meant:
+            groups.setdefault(entry.path, []).append(entry)
+    return [problem for group in groups.values() for problem in _problems(group, job)]
 
 
 def nearest(
@@ -102,41 +104,30 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 1] + "…"
 
 
-def _field_problems(group: list[_LocatedError]) -> list[Problem]:
-    """Merge the alternatives of a union into one rule.
-
-    An error inside an alternative shows that this one was meant: it is reported alone.
-    """
-    inside = [e for e in group if e.union is None or len(e.path) > len(e.union)]
-    return [p for located in inside for p in _problems([located])] or _problems(group)
-
-
-def _problems(group: list[_LocatedError]) -> list[Problem]:
+def _problems(group: list[_LocatedError], job: type[BaseModel]) -> list[Problem]:
     """Return one problem, or several for a section that breaks several of its rules."""
-    broken = group[0].error.get("ctx", {}).get("error")
-    if isinstance(broken, BrokenRulesError):
-        return [_broken_rule(group[0], rule) for rule in broken.rules]
-    return [_problem(group)]
-
-
-def _problem(group: list[_LocatedError]) -> Problem:
     located = group[0]
     kind, value = located.error["type"], located.error["input"]
-    path = ".".join(str(part) for part in located.path)
+    context = located.error.get("ctx", {})
+    broken, path = context.get("error"), _dotted(located.path)
+    if isinstance(broken, BrokenRulesError):
+        return [_broken_rule(located, rule) for rule in broken.rules]
     if kind == "missing":
-        return Problem(path, "is required")
+        return [Problem(path, "is required")]
     if kind == "extra_forbidden":
-        return _unknown_key(located, path)
+        *above, key = located.error["loc"]
+        valid = [name for section in _sections_at(job, above) for name in section.model_fields]
+        names = f"valid here: {', '.join(dict.fromkeys(valid))}"
+        return [Problem(path, "is not a known key", shown(value), nearest(key, valid) or names)]
     if kind.startswith("union_tag_"):
-        return _wrong_tag(located, path)
+        return [_wrong_tag(located, path, job)]
     if kind == "value_error":
-        text = str(located.error.get("ctx", {}).get("error", located.error["msg"]))
-        return Problem(path, text, shown(value))
+        return [Problem(path, str(broken or located.error["msg"]), shown(value))]
     if kind == "invalid_key" or located.error["loc"][-1] == "[key]":
-        return Problem(path, "its key must be text", shown(located.path[-1]))
+        return [Problem(path, "its key must be text", shown(located.path[-1]))]
     choices = [choice for e in group for choice in _choices(e.error)]
     hint = nearest(value, choices) if isinstance(value, str) else None
-    return Problem(path, _rule(group), shown(value), hint)
+    return [Problem(path, _rule(group), shown(value), hint)]
 
 
 def _rule(group: list[_LocatedError]) -> str:
@@ -162,16 +153,11 @@ def _choices(error: ErrorDetails) -> list[str]:
     return re.findall(r"'([^']*)'", context.get("expected_tags", context.get("expected", "")))
 
 
-def _unknown_key(located: _LocatedError, path: str) -> Problem:
-    valid = list(located.section.model_fields) if located.section else []
-    hint = nearest(located.path[-1], valid) or f"valid here: {', '.join(valid)}"
-    return Problem(path, "is not a known key", shown(located.error["input"]), hint)
-
-
-def _wrong_tag(located: _LocatedError, path: str) -> Problem:
+def _wrong_tag(located: _LocatedError, path: str, job: type[BaseModel]) -> Problem:
     """Report a wrong or missing key that selects the kind of section (`policy`, `data.name`)."""
     section, key = located.error["input"], located.error["ctx"]["discriminator"].strip("'")
-    choices = [tag for member in union_members(located.kind) for tag in _tags_of(member)]
+    sections = _sections_at(job, located.error["loc"])
+    choices = [tag for section_kind in sections for tag in _tags_of(section_kind)]
     rule = f"one of {', '.join(choices)}"
     if path == "data":
         key, choices = "name", list(DATA_NAMES)
@@ -186,7 +172,7 @@ def _wrong_tag(located: _LocatedError, path: str) -> Problem:
 
 def _broken_rule(located: _LocatedError, rule: BrokenRule) -> Problem:
     below, text = rule
-    path = ".".join(str(part) for part in (*located.path, below))
+    path = _dotted((*located.path, below))
     return Problem(path, text, _value_text(located.error["input"], below))
 
 
@@ -199,80 +185,56 @@ def _value_text(value: Any, path: str) -> str | None:
     return shown(value)
 
 
-def _locate(error: ErrorDetails, job: type[BaseModel]) -> _LocatedError:
-    """Walk the schema along pydantic's location; keep keys, drop the names of alternatives."""
-    kind: Any = job
+def _dotted(path: Iterable[str | int]) -> str:
+    return ".".join(map(str, path))
+
+
+def _locate(error: ErrorDetails, value: Any) -> _LocatedError:
+    """Follow pydantic's location through the input; what is not there names an alternative."""
+    location = error["loc"]
+    # What follows a key that the input need not have.
+    of_key = () if error["type"] in ("missing", "extra_forbidden", "invalid_key") else ("[key]",)
     path: tuple[str | int, ...] = ()
     union: tuple[str | int, ...] | None = None
-    section: type[BaseModel] | None = None
-    for part in error["loc"]:
-        alternatives = union_members(kind)
-        if len(alternatives) > 1:
-            kind, tagged = _find_alternative(alternatives, part)
-            union = union if tagged or union is not None else path
-        elif part != "[key]":
-            section = alternatives[0] if is_section(alternatives[0]) else None
-            kind = _child_kind(alternatives[0], part)
+    for i, part in enumerate(location, 1):
+        is_there = _has(value, part)
+        if is_there or location[i:] == of_key:
             path = (*path, part)
-    return _LocatedError(error, path, union, section, kind)
+            value = value[part] if is_there and not _is_bare_name(value) else None
+        elif part != "[key]":
+            union = path
+    return _LocatedError(error, path, union)
 
 
-def union_members(kind: Any) -> list[Any]:
-    """Return the members of a union without None; any other type alone."""
-    if get_origin(kind) is Annotated and not any(isinstance(m, Tag) for m in kind.__metadata__):
-        return union_members(get_args(kind)[0])
-    if get_origin(kind) in (Union, UnionType):
-        members = [member for member in get_args(kind) if member is not NoneType]
-        return members if len(members) > 1 else union_members(members[0])
-    return [without_annotation(kind)] if kind is not None else [Any]
+def _has(value: Any, part: str | int) -> bool:
+    if isinstance(value, list | tuple):
+        return isinstance(part, int) and part < len(value)
+    return part in value if isinstance(value, Mapping) else part == "name" and _is_bare_name(value)
 
 
-def _find_alternative(members: list[Any], label: str | int) -> tuple[Any, bool]:
-    """Return the member that pydantic calls `label`, and whether a key of the file chose it."""
-    for member in members:
-        if label in _tags_of(member):
-            return without_annotation(member), True
-    for member in members:
-        kind = without_annotation(member)
-        words = re.findall(r"\w+", str(label))  # of list[...] or function-after[..., CountRange]
-        if is_section(kind):
-            matches = kind.__name__ in words
-        else:
-            matches = getattr(get_origin(kind), "__name__", None) in words[:1]
-        if matches:
-            return kind, False
-    return Any, False
+def _is_bare_name(value: Any) -> bool:
+    return isinstance(value, str) or callable(value)
 
 
-def _tags_of(member: Any) -> list[str]:
-    if get_origin(member) is Annotated:
-        return [m.tag for m in member.__metadata__ if isinstance(m, Tag)]
-    if not is_section(member):
-        return []
-    kinds = (field.annotation for field in member.model_fields.values() if field.is_required())
-    return [tag for kind in kinds if get_origin(kind) is Literal for tag in get_args(kind)][:1]
+def _sections_at(job: type[BaseModel], location: Iterable[str | int]) -> list[type[BaseModel]]:
+    """Return the kinds of section that may stand at a location of pydantic's."""
+    sections = [job]
+    for part in location:
+        fields = [field for s in sections if (field := s.model_fields.get(str(part)))]
+        below = [section for field in fields for section in sections_in(field.annotation)]
+        chosen = [s for s in sections if part in (s.__name__, *_tags_of(s))]
+        sections = below or chosen or sections
+    return sections
 
 
-def without_annotation(kind: Any) -> Any:
-    """Return the type inside `Annotated`; any other type as it is."""
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+def sections_in(kind: Any) -> list[type[BaseModel]]:
+    """Return the sections that a type contains, such as those of a union."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [section for member in get_args(kind) for section in sections_in(member)]
 
 
-def is_section(kind: Any) -> bool:
-    """Return whether a type is a section of the job file."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _child_kind(kind: Any, part: str | int) -> Any:
-    """Return the type of the value under key or index `part`; Any where the schema ends."""
-    if is_section(kind):
-        field = kind.model_fields.get(str(part))
-        return field.annotation if field else Any
-    arguments = get_args(kind)
-    if get_origin(kind) is dict:
-        return arguments[1]
-    if get_origin(kind) is list:
-        return arguments[0]
-    if get_origin(kind) is tuple and isinstance(part, int) and part < len(arguments):
-        return arguments[part]
-    return Any
+def _tags_of(section: type[BaseModel]) -> list[str]:
+    """Return the values of the key that selects a kind of section."""
+    kinds = (field.annotation for field in section.model_fields.values() if field.is_required())
+    return [tag for kind in kinds if get_origin(kind) is Literal for tag in get_args(kind)]

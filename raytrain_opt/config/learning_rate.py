@@ -92,8 +92,6 @@ class StptPolicy(Section):
     score: Literal["val_metric", "val_loss"] = "val_metric"
     """Score of a candidate, on the validation split. val_metric: the metric of the task that
     decides, which is the accuracy with classification."""
-    max_halvings: NonNegativeInt = 5
-    """How often a round is repeated at half the rate if all candidates diverge."""
     warmup: Warmup | None = None
     """Warm-up without candidates. Default: 4/40 of the epochs for mix, else none."""
 
@@ -148,7 +146,6 @@ class SchedulePolicy(Section):
     scaling: Scaling | None = Field(None, description=_SCALING)
     shape: Literal[
         "constant",
-        "step",
         "multistep",
         "plateau",
         "linear",
@@ -160,9 +157,7 @@ class SchedulePolicy(Section):
     final: NonNegativeFloat = 0.0
     """Rate at the end (linear, polynomial, cosine)."""
     gamma: PositiveFloat = 0.1
-    """Factor of the rate at each step (step, multistep, plateau)."""
-    every_epochs: PositiveInt = 30
-    """Epochs between steps (step)."""
+    """Factor of the rate at each step (multistep, plateau)."""
     milestones: list[PositiveInt] = Field(default_factory=list)
     """Epochs after which the rate is multiplied (multistep)."""
     patience: PositiveInt = 4

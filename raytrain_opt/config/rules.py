@@ -153,12 +153,6 @@ def _device_rules(job: Job) -> Iterator[BrokenRule]:
         gpus = (section.resources or {}).get("GPU", 0)
         if gpus > 1 and gpus != int(gpus):
             yield f"{pool}.resources.GPU", "must be an integer above 1"
-    if job.cuda_graphs and job.workers.use_gpu is False:
-        yield "cuda_graphs", "needs GPUs, and workers.use_gpu is false"
-    if job.cuda_graphs and job.batch_norm.sync:
-        yield "cuda_graphs", "no graph can contain the messages of batch_norm.sync"
-    if job.cuda_graphs and job.parallel.mode == "async":
-        yield "cuda_graphs", "needs workers in step; parallel.mode is async"
     if job.batch_norm.sync and job.workers.use_gpu is False and job.workers.size > 1:
         yield "batch_norm.sync", "torch's SyncBatchNorm needs GPUs, and workers.use_gpu is false"
 
@@ -209,7 +203,7 @@ def _async_rules(job: Job) -> Iterator[BrokenRule]:
         rule = "with async no gradient of a global batch exists; remove it, or use mode: sync"
         yield "optimizer.clip_norm", rule
     if job.precision == "fp16":
-        rule = "fp16 scales the loss by overflows that no worker knows with async; use bf16"
+        rule = "fp16 scales the loss by overflows that asynchronous workers do not share; use bf16"
         yield "precision", rule
     if job.workers.min_workers < job.workers.size:
         rule = "has no minimum with async: workers continue without a worker that died"

@@ -121,9 +121,7 @@ class CheckpointSection(Section):
     every_epochs: PositiveInt = 1
     """Epochs between checkpoints."""
     keep: PositiveInt | Literal["all"] = 2
-    """Number of latest checkpoints to keep."""
-    keep_best: bool = True
-    """Also keep the checkpoint with the best result on the test set."""
+    """Number of latest checkpoints to keep, beside the one that is the best on the test set."""
 
 
 class EvaluateSection(Section):
@@ -170,11 +168,9 @@ class TrackingSection(Section):
 class StopSection(Section):
     """When a training ends before its last epoch."""
 
-    metric: Literal["test_metric", "test_loss"] = "test_metric"
-    """test_metric: the metric of the task that decides, which is the accuracy with
-    classification."""
     target: float | None = None
-    """End when the metric is as good as this: 0.93, or a loss."""
+    """End when the metric of the task that decides is as good as this; with classification the
+    accuracy, such as 0.93."""
     patience: PositiveInt | None = None
     """End after this many evaluated epochs without a better value. With a rate that decays to the
     end of the training, which brings most of its gain there: a warning only."""
@@ -219,7 +215,7 @@ class Job(Section):
     synchronous workers, else SGD."""
     average: AverageSection | None = Field(default_factory=_default_average)
     """Evaluate and save an average of the weights; the training continues from its own. Default:
-    ema with policies stpt_horizon and replay, unless the optimizer averages itself, else null,
+    one with policies stpt_horizon and replay, unless the optimizer averages itself, else null,
     which is no average."""
     batch_norm: BatchNormSection = Field(default_factory=BatchNormSection)
     """Batch normalization with several workers."""
@@ -238,14 +234,8 @@ class Job(Section):
     """Use the channels_last memory format for images and convolutions."""
     compile: Compile = "auto"
     """torch.compile for the model, in its mode default or max-autotune (without CUDA graphs).
-    auto: on GPUs default, for models without attention from the epoch after five minutes of
-    training on; after an epoch, off again if that is not faster. On CPU off. Compiled, dropout
-    draws other random numbers."""
-    cuda_graphs: bool = False
-    """On GPUs, launch the forward and the backward pass as one CUDA graph each, from the second
-    epoch on, if that is faster and gives the same gradients. For small networks and batches,
-    where the CPU cannot keep up. The memory of the activations stays taken between epochs, and
-    what the network decides in Python stays as it was. Not measured on a GPU yet."""
+    auto: default on GPUs for models with attention, else off. Compiled, dropout draws other
+    random numbers."""
     workers: WorkersSection = Field(default_factory=WorkersSection)
     """The data-parallel training processes."""
     slots: SlotsSection = Field(default_factory=SlotsSection)
@@ -278,7 +268,7 @@ class Job(Section):
         try:
             return build(values)
         except ValidationError as error:
-            raise JobError(problems_of(error, cls)) from None
+            raise JobError(problems_of(error, cls, values)) from None
 
     @field_validator("learning_rate")
     @classmethod
@@ -331,7 +321,7 @@ class Job(Section):
         if fraction is None:
             fraction = 0.1 if rules.needs_validation(self) else 0.0
         only_in_search = self.learning_rate.policy == "stpt_horizon"
-        return HoldOut(fraction, data.validation_max_samples, only_in_search)
+        return HoldOut(fraction, only_in_search)
 
     @property
     def batch_size_per_worker(self) -> int:

@@ -86,7 +86,7 @@ class OptimizerSection(NamedSection):
 
     @property
     def usual_warmup(self) -> float:
-        """The fraction of a training in which the rate rises, unless the job says another."""
+        """The default warm-up, as a fraction of the training."""
         return 0.2 if self.name == "LARS" else 0.1
 
     @property
@@ -116,7 +116,7 @@ class OptimizerSection(NamedSection):
         """Return all factors of the rate that are not 1; of Muon also that of its second rule."""
         aux = {}
         if self.name == "Muon":
-            rule = str(self.args.get("aux", "adamw"))
+            rule = str(self.args.get("aux", "sgd"))
             factor = self.args.get("aux_lr_multiplier", MUON_AUX_LR_MULTIPLIERS.get(rule, 1.0))
             aux = {"aux" if rule == "adamw" else f"aux {rule}": factor}
         return {k: f for k, f in {**aux, **self.lr_multipliers}.items() if f != 1}
@@ -158,7 +158,7 @@ class OptimizerChoiceSection(OptimizerSection):
                     "clip_norm": choice.clip_norm or self.clip_norm,
                 }
             )
-            for choice in self.candidates or _usual_optimizers(channel_norm=True)
+            for choice in self.candidates or _usual_optimizers(channel_norm=True, embeddings=False)
         )
 
     @property
@@ -166,12 +166,12 @@ class OptimizerChoiceSection(OptimizerSection):
         """Whether the job leaves the list to the program."""
         return self.name == "auto" and not self.candidates
 
-    def usual(self, *, channel_norm: bool, muon: bool) -> OptimizerChoiceSection:
+    def usual(self, *, channel_norm: bool, embeddings: bool, muon: bool) -> OptimizerChoiceSection:
         """Return the choice among the usual optimizers of a network, with or without Muon.
 
         `channel_norm`: it has BatchNorm, GroupNorm or InstanceNorm.
         """
-        usual = _usual_optimizers(channel_norm=channel_norm)
+        usual = _usual_optimizers(channel_norm=channel_norm, embeddings=embeddings)
         candidates = [choice for choice in usual if muon or choice.name != "Muon"]
         return self.model_copy(update={"candidates": candidates})
 
@@ -188,22 +188,21 @@ class OptimizerChoiceSection(OptimizerSection):
             yield "candidates", f"belongs to name: auto; {self.name} is one optimizer"
 
 
-def _usual_optimizers(*, channel_norm: bool) -> tuple[OptimizerSection, ...]:
+def _usual_optimizers(*, channel_norm: bool, embeddings: bool) -> tuple[OptimizerSection, ...]:
     """Return the optimizers that the search compares; the first trains where it cannot decide."""
-    muon = OptimizerSection(name="Muon", args={"weight_decay": "auto"})
+    aux = {} if channel_norm and not embeddings else {"aux": "adamw"}
+    muon = OptimizerSection(name="Muon", args={"weight_decay": "auto", **aux})
     adamw = OptimizerSection(name="AdamW")
     sgd = (OptimizerSection(name="SGD"), OptimizerSection(name="ScheduleFreeSGD"))
     return (muon, *sgd, adamw) if channel_norm else (adamw, muon, *sgd)
 
 
 class AverageSection(Section):
-    """An average of the weights, for any optimizer: it is evaluated, scored and saved.
+    """An exponential moving average of the weights, for any optimizer: it is evaluated and saved.
 
     The training continues from its own weights. BatchNorm statistics are taken at the average.
     """
 
-    kind: Literal["ema"] = "ema"
-    """ema: exponential moving average."""
     decay: Fraction | Literal["auto"] = "auto"
     """Weight of the average so far in each update. auto: the average covers a quarter of the
     updates so far, times rate / highest rate, so it ends with the weights themselves where the
@@ -236,10 +235,8 @@ class BatchRampSection(Section):
     """Increase of the global batch during the training."""
 
     steps: list[RampStep] = Field(default_factory=list)
-    """Epochs at which the global batch grows, and factors."""
-    grow: Literal["accumulation", "worker_batch"] = "accumulation"
-    """accumulation: each worker keeps its batch size and accumulates gradients over several
-    batches per update; worker_batch: each worker's batch grows, which needs more memory."""
+    """Epochs at which the global batch grows, and factors. Each worker keeps its batch size and
+    accumulates gradients over several batches per update."""
 
 
 class ParallelSection(Section):
@@ -270,10 +267,10 @@ class ParallelSection(Section):
     snapshot_every: PositiveInt = 100
     """async only: updates between copies of a shard to another process, which is the maximum
     number of updates lost when a shard's process dies."""
-    gradient_buckets: Literal["default", "growing", "auto"] = "default"
-    """How gradients are grouped into messages. default: as in torch, 1 MiB and then 25 MiB;
-    growing: split at layers in the order of the backward pass, 1 MiB at first and larger later;
-    auto: try several during the first steps and keep the fastest."""
+    gradient_buckets: list[PositiveInt] | None = Field(None, min_length=1)
+    """Sizes in MiB of the messages with gradients, in the order of the backward pass; the last
+    size holds for the rest. torch before 2.15 uses the last size only. Small messages first let
+    the exchange begin early. null: as in torch, 1 MiB and then 25 MiB."""
     compression: Literal["none", "bf16", "fp16"] = "none"
     """Data type in which gradients are sent; none: unchanged."""
     noise_scale: bool = True

@@ -113,7 +113,7 @@ def _make_policy(section: BatchAugment) -> Any:
     from torchvision.transforms import v2  # takes seconds to import
 
     if section.policy == "rand_augment":
-        return v2.RandAugment(magnitude=section.magnitude)
+        return v2.RandAugment()
     return v2.TrivialAugmentWide()
 
 

@@ -58,9 +58,7 @@ class InMemoryData(TrainingData):
         if isinstance(x, WindowedRows):
             permutation, sampled = x.permutation, x.window
         labels = arrays.train_y if section.sampler == "balanced" else None
-        self._split = sampling.TrainingSplit(
-            len(x), hold_out, seed, self._augment.repeats, permutation, labels
-        )
+        self._split = sampling.TrainingSplit(len(x), hold_out, seed, permutation, labels)
         field = _LABEL_FIELDS.get(section.name, "data.name")
         self._seed = seed
         auto = None

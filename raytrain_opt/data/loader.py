@@ -38,6 +38,8 @@ from raytrain_opt.results import Split
 
 # Samples of each set that are read before a run; more would cost seconds with large images.
 _CHECKED_SAMPLES = 16
+# Batches that each loader process prepares ahead.
+_PREFETCH = 2
 # Of `loader_workers: auto`, until batches were measured: with one process, every delay is waited
 # for.
 _FIRST_PROCESSES = 2
@@ -92,7 +94,6 @@ class DataLoaderData(TrainingData):
             source.size("train"),
             hold_out,
             seed,
-            section.augment.repeats,
             permutation,
             source.labels if is_balanced else None,
         )
@@ -213,7 +214,7 @@ class DataLoaderData(TrainingData):
 
     @property
     def read_ahead(self) -> int:
-        return self.processes * self._section.prefetch
+        return self.processes * _PREFETCH
 
     def close(self) -> None:
         """End the loader processes; a later phase would start new ones."""
@@ -349,7 +350,7 @@ class _ReusedLoader:
             batch_sampler=self._sampler,
             collate_fn=keep_batch,
             num_workers=self.processes,
-            prefetch_factor=self._section.prefetch if self.processes else None,
+            prefetch_factor=_PREFETCH if self.processes else None,
             persistent_workers=self.processes > 0,
             pin_memory=self._device.type == "cuda",
             # Its own generator: without one the DataLoader draws from the caller's.

@@ -100,8 +100,9 @@ def _shuffle(size: int, seed: int, permutation: Permutation) -> Indices:
 class TrainingSplit:
     """The training set of a job, cut into samples to train on and the validation split.
 
-    Candidates never train on the validation split; the training does if it is held out in the
-    search only, but for epochs that leave it out. Raises DataError like `split_validation`.
+    Candidates never train on the validation split. If it is held out in the search only, the
+    training uses it too, except in epochs with `held_out`. Raises DataError like
+    `split_validation`.
     """
 
     def __init__(
@@ -109,13 +110,12 @@ class TrainingSplit:
         size: int,
         hold_out: HoldOut,
         seed: int,
-        repeats: int = 1,
         permutation: Permutation = np.random.Generator.permutation,
         balanced_labels: Indices | None = None,
     ) -> None:
         searched, self.validation = split_validation(size, hold_out, seed, permutation)
         self._size, self._seed, self._permutation = size, seed, permutation
-        settings = (seed, repeats, permutation, balanced_labels)
+        settings = (seed, permutation, balanced_labels)
         self.search = EpochOrders(searched, *settings)
         self.training = (
             EpochOrders(np.arange(size), *settings) if hold_out.only_in_search else self.search
@@ -146,8 +146,7 @@ class TrainingSplit:
 class EpochOrders:
     """The orders of the epochs of one training set; the last one is cached.
 
-    With `repeats`, an epoch takes fewer samples, each `repeats` times in a row. With
-    `balanced_labels`, the class of every sample, it takes equally many of each class: some
+    With `balanced_labels`, the class of every sample, it takes equally many of each class: some
     samples of small classes again, only some of large classes, others in the next epoch.
     """
 
@@ -155,12 +154,11 @@ class EpochOrders:
         self,
         samples: Indices,
         seed: int,
-        repeats: int = 1,
         permutation: Permutation = np.random.Generator.permutation,
         balanced_labels: Indices | None = None,
     ) -> None:
         self.samples = samples
-        self._seed, self._repeats, self._permutation = seed, repeats, permutation
+        self._seed, self._permutation = seed, permutation
         self._classes: list[Indices] = []
         if balanced_labels is not None:
             labels = balanced_labels[samples]
@@ -174,14 +172,13 @@ class EpochOrders:
         if self._last is None or self._last[0] != epoch:
             random = generator(self._seed, Purpose.ORDER, epoch)
             samples = self._draw(random) if self._classes else self.samples
-            once = self._permutation(random, samples)
-            self._last = epoch, np.repeat(once, self._repeats)[: len(once)]
+            self._last = epoch, self._permutation(random, samples)
         return self._last[1]
 
     def _draw(self, random: np.random.Generator) -> Indices:
         """Return as many samples as there are, equally many of each class, sorted.
 
-        None of a class comes a time more than another of it.
+        Counts of samples of one class differ by at most one.
         """
         shares = np.full(len(self._classes), len(self.samples) // len(self._classes))
         shares[random.permutation(len(shares))[: len(self.samples) - shares.sum()]] += 1

@@ -14,7 +14,6 @@ from raytrain_opt.execution.resume import keep_workers
 from raytrain_opt.execution.session import Workspace, open_run_directory
 from raytrain_opt.execution.signals import stop_on_signals
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
-from raytrain_opt.pools.faults import VARIABLE, planned_faults
 from raytrain_opt.pools.in_process import in_process_backend, open_learner
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.terminal.progress import open_terminal
@@ -77,7 +76,5 @@ def _check_in_process(job: Job) -> None:
         rule = "probes of a batch-size search run in processes of their own"
         hint = "remove the section and set global_batch_size, or leave --in-process out"
         problems.append(Problem("batch_size_search", rule, hint=hint))
-    if planned_faults():
-        problems.append(Problem(VARIABLE, "faults happen in processes that --in-process has not"))
     if problems:
         raise JobError(problems)

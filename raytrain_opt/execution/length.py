@@ -39,7 +39,7 @@ class TrainingLength:
         self._pace: Pace | None = None
         self._optimizer = 0  # that was measured
         self._span: EpochSpan | None = None
-        self._told_steps = 0
+        self._reported_steps = 0
         self._warned = False
         self.records: list[EpochRecord] = []  # of the finished epochs
 
@@ -85,7 +85,7 @@ class TrainingLength:
             shortest_s=_SHORTEST_EPOCH * time_s,
             plans=history.plans,
         )
-        self._tell(self._span, left_s)
+        self._log_plan(self._span, left_s)
         return history.after_plan(self._span)
 
     def is_last(self, epoch: int) -> bool:
@@ -123,11 +123,12 @@ class TrainingLength:
         )
         self._pace = pace.updated(measured)
 
-    def _tell(self, span: EpochSpan, left_s: float) -> None:
+    def _log_plan(self, span: EpochSpan, left_s: float) -> None:
         """Log the first plan, and later ones of clearly another length."""
-        change = abs(span.total_steps / self._told_steps - 1) if self._told_steps else math.inf
+        reported = self._reported_steps
+        change = abs(span.total_steps / reported - 1) if reported else math.inf
         if change > _NOTABLE_CHANGE:
-            self._told_steps = span.total_steps
+            self._reported_steps = span.total_steps
             epochs = span.total_steps / self._steps.first
             text = f"train_for: a training of {epochs:.3g} epochs; {max(left_s, 0):.0f} s are left"
             self._event_log.log("planned", span.epoch, text)
@@ -137,14 +138,12 @@ class TrainingLength:
         section = self._job.stop
         if section is None:
             return "", False
-        metric = Metric("loss", higher_is_better=False)
-        if section.metric == "test_metric":
-            metric = next((r.metric for r in self.records if r.metric is not None), Metric())
+        metric = next((r.metric for r in self.records if r.metric is not None), Metric())
         values = [record.test_metrics.get(metric.name) for record in self.records]
         if reached_target(section, metric, values):
-            return f"{section.metric} reached the target, {section.target:g}", True
+            return f"test_metric reached the target, {section.target:g}", True
         if lost_patience(section, metric, values):
-            text = f"{section.metric} was no better in {section.patience} evaluated epochs"
+            text = f"test_metric was no better in {section.patience} evaluated epochs"
             return text, not self._job.rate_decays
         return "", False
 

@@ -24,7 +24,7 @@ from raytrain_opt.config.learning_rate import ReplayPolicy
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerChoiceSection
-from raytrain_opt.errors import DataError, JobError, Problem
+from raytrain_opt.errors import DataError, JobError, Problem, problems_of
 from raytrain_opt.storage import check_uri
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -43,9 +43,8 @@ if TYPE_CHECKING:
 class ResolvedJob:
     """A valid job and what follows from it and its data.
 
-    `job` is trained: with its final batch size, the learning rate that belongs to it, and the
-    optimizers that are worth trying, of which `note` tells if one was left out. `policy` chooses
-    the rates of the `steps`.
+    `job`: as trained, with the final batch size, its learning rate and the optimizers to try.
+    `note`: why an optimizer was left out. `policy`: chooses the rates. `steps`: updates per epoch.
     """
 
     job: Job
@@ -64,12 +63,12 @@ class ResolvedJob:
 class Preflight:
     """The data as the driver read them, and the resolved job.
 
-    `shared` is what all processes share, until `take_shared`, `info` the sizes. `resolved` is None
+    `shared`: data for all processes, until `take_shared`. `info`: their sizes. `resolved`: None
     while the batch size is still to be searched. `muon_flops`: operations with which a step of
-    Muon orthogonalizes, where the job may choose it; infinite if it cannot train the network.
+    Muon orthogonalizes, if the job may choose it; infinite if it cannot train the network.
     `sample_flops`: of one sample's training; `search_flops`: the same, estimated where torch does
-    not count. `channel_norm`: the network normalizes channels. `problems_of_several`: why several
-    synchronous workers could not train the network.
+    not count. `channel_norm`: the network normalizes channels; `embeddings`: it has some.
+    `problems_of_several`: why several synchronous workers could not train the network.
     """
 
     shared: SharedData
@@ -79,6 +78,7 @@ class Preflight:
     sample_flops: float = 0.0
     search_flops: float = math.inf
     channel_norm: bool = True
+    embeddings: bool = False
     problems_of_several: list[Problem] = field(default_factory=list)
 
     def check_workers(self, job: Job) -> None:
@@ -122,7 +122,9 @@ class Preflight:
                 "times as many operations as training a batch; optimizer.candidates can name it"
             )
         if job.optimizer.chooses_freely:
-            choice = job.optimizer.usual(channel_norm=self.channel_norm, muon=note is None)
+            choice = job.optimizer.usual(
+                channel_norm=self.channel_norm, embeddings=self.embeddings, muon=note is None
+            )
             job = job.model_copy(update={"optimizer": choice})
         policy = build_policy(
             job,
@@ -201,13 +203,13 @@ def check_data(data: DataSection) -> list[Problem]:
         case ShardsData():
             return [*check_uri(data.train, "data.train"), *check_uri(data.test, "data.test")]
         case RayData():
-            return _problems_of(lambda: resolve_function(data.function, "data.function"))
+            return problems_of(lambda: resolve_function(data.function, "data.function"))
         case ArraySetData(name="digits") | ArraySetData(download=True):
             return []
         case ArraySetData():
             hint = "data.download: true downloads the set"
             return _check_path("data.root", data.root, folder=True, hint=hint)
-    return _problems_of(lambda: resolve_function(data.name, "data.name"))
+    return problems_of(lambda: resolve_function(data.name, "data.name"))
 
 
 def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Preflight:
@@ -220,9 +222,7 @@ def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Pr
     """
     shared, info, samples = _read_data(job)
     preflight = Preflight(shared, info)
-    problems_of_model = _problems_of(
-        lambda: _check_model(job, preflight, samples, resumed=resumed)
-    )
+    problems_of_model = problems_of(lambda: _check_model(job, preflight, samples, resumed=resumed))
     problems = _check_worker_count(job, info)
     if not problems and job.batch_size_search is None:
         try:
@@ -286,8 +286,7 @@ def _check_last_updates(job: Job, info: DataInfo) -> None:
     """Refuse a last update with less than two samples in a micro-batch (BatchNorm, DDP)."""
     split = LearnerConfig.from_job(job).finest_split
     for factor in (1, *(step.factor for step in job.batch_ramp.steps)):
-        accumulated = factor if job.batch_ramp.grow == "accumulation" else 1
-        parts = job.workers.size * split * accumulated
+        parts = job.workers.size * split * factor
         for size in (info.train_size, info.search_size):
             remainder = size % (job.global_batch_size * factor)
             if 0 < remainder < 2 * parts:
@@ -309,6 +308,7 @@ def _check_model(
     from raytrain_opt.models import build_model
     from raytrain_opt.optim.factory import group_parameters
     from raytrain_opt.optim.muon import orthogonalization_flops
+    from raytrain_opt.optim.parameter_groups import EMBEDDING
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
     from raytrain_opt.train.task import build_task, count_flops
 
@@ -325,6 +325,7 @@ def _check_model(
     )
     norms = (_NormBase, GroupNorm)
     preflight.channel_norm = any(isinstance(layer, norms) for layer in model.modules())
+    preflight.embeddings = any(isinstance(layer, EMBEDDING) for layer in model.modules())
     task = build_task(job.task, job.loss, info)
     preflight.problems_of_several = _try_model(job, task, model, samples, classes)
     if job.model.weights is not None and not resumed:
@@ -373,7 +374,7 @@ def _try_model(
         contiguous = job.model_copy(update={"channels_last": False})
         model = model.to(memory_format=torch.contiguous_format)
         pair = [replace(b, x=map_leaves(torch.Tensor.contiguous, b.x)) for b in samples]
-        if _problems_of(
+        if problems_of(
             lambda: _try_model(contiguous, task, model, (pair[0], pair[1]), num_classes)
         ):
             raise
@@ -385,7 +386,7 @@ def _try_model(
 
 def _check_callbacks(names: Sequence[str | Callable[..., Any]]) -> list[Problem]:
     checks = (partial(resolve_function, name, f"callbacks.{i}") for i, name in enumerate(names))
-    return [problem for check in checks for problem in _problems_of(check)]
+    return [problem for check in checks for problem in problems_of(check)]
 
 
 def _check_optimizers(section: OptimizerChoiceSection) -> list[Problem]:
@@ -404,7 +405,7 @@ def _check_schedule(section: Any) -> list[Problem]:
     from raytrain_opt.search.factory import read_schedule
 
     replays = isinstance(section, ReplayPolicy)
-    return _problems_of(lambda: read_schedule(section.schedule)) if replays else []
+    return problems_of(lambda: read_schedule(section.schedule)) if replays else []
 
 
 def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
@@ -414,17 +415,7 @@ def _check_sampler(sections: Mapping[str, Any]) -> list[Problem]:
         return []
     from raytrain_opt.search.batch_size.factory import check_sampler
 
-    return _problems_of(lambda: check_sampler(search, use_gpu=False))
-
-
-def _problems_of(check: Callable[[], object]) -> list[Problem]:
-    try:
-        check()
-    except JobError as error:
-        return error.problems
-    except DataError as error:
-        return [error.problem]
-    return []
+    return problems_of(lambda: check_sampler(search, use_gpu=False))
 
 
 def _check_path(field: str, path: str, *, folder: bool, hint: str | None = None) -> list[Problem]:

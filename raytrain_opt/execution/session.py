@@ -44,7 +44,6 @@ from raytrain_opt.execution.rescale import resolve_lr_scaling, set_workers
 from raytrain_opt.execution.resume import keep_workers, resume_command
 from raytrain_opt.execution.signals import StopRequest, stop_on_signals
 from raytrain_opt.paths import RunPaths, find_runs
-from raytrain_opt.pools.faults import planned_faults
 from raytrain_opt.pools.launcher import environment
 from raytrain_opt.recording.recorder import check_records
 from raytrain_opt.search.factory import max_candidates
@@ -107,7 +106,6 @@ def open_session(
     with ExitStack() as stack:
         terminal = stack.enter_context(open_terminal())
         stop = stack.enter_context(stop_on_signals(terminal.note))
-        planned_faults()  # an error in their text is found now
 
         def start_preflight() -> Future[tuple[Job, Preflight]]:
             pending = start_thread(lambda: _prepare(job, resume))
@@ -176,13 +174,14 @@ def _prepare(job: Job, resume: str | None) -> tuple[Job, Preflight]:
 
 def _result(preflight: Future[tuple[Job, Preflight]], limit_s: float) -> tuple[Job, Preflight]:
     if not wait([preflight], limit_s).done:
-        rule = f"not read within {limit_s:g} s (timeouts.no_progress_s); is their storage well?"
+        advice = "check that the storage responds"
+        rule = f"not read within {limit_s:g} s (timeouts.no_progress_s); {advice}"
         raise DataError("data", rule)
     return preflight.result(timeout=0)
 
 
 def _plan(job: Job, terminal: Terminal, *, slots: bool) -> PoolPlan:
-    """Plan the pools when there is room for them; say what is not as the job may expect."""
+    """Plan the pools when there is room for them; report where the plan differs from the job."""
     request = pool_request(job, candidates=max_candidates(job) if slots else 0)
     plan = plan_when_there_is_room(request, job.timeouts.start_s, terminal.note)
     for note in plan.notes:

@@ -9,17 +9,16 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray.util.metrics import Gauge
 
 from raytrain_opt.async_training.actors import ServerHandles, parameter_server
 from raytrain_opt.async_training.main_training import AsynchronousTraining
 from raytrain_opt.async_training.program import AsynchronousWorkers
 from raytrain_opt.cluster.connection import count_placeable, on_driver_node, total_resources
-from raytrain_opt.cluster.metrics import RayMetrics
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.session import Session
 from raytrain_opt.execution.training_run import TrainingRun, open_training_run
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
-from raytrain_opt.pools.faults import planned_faults
 from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.mailbox_client import answer
@@ -28,11 +27,20 @@ from raytrain_opt.pools.ray_pool import RayPool, running
 from raytrain_opt.pools.relay import relay_levels
 from raytrain_opt.pools.resident_config import ResidentConfig, SynchronousWorkers
 from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.recording.records import EpochRecord
 
 # Seconds for the pools to leave a Ray that we started: it is shut down anyway.
 _OWN_RAY_STOP_S = 1.0
 # A look for room between two epochs: Ray places a group within milliseconds, if at all.
 _LOOK_S = 2.0
+# Field of an epoch, and what the gauge of Ray's metrics shows. Ray puts "ray_" before the names.
+_GAUGES = {
+    "epoch": "Finished epochs.",
+    "train_loss": "Mean training loss of the last epoch.",
+    "test_metric": "The test metric that decides, such as the accuracy, 0..1.",
+    "lr": "Learning rate of the last step.",
+    "samples_per_s": "Samples per second of the last epoch, all workers together.",
+}
 
 
 def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
@@ -45,7 +53,7 @@ def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
             label_selector=on_driver_node(),
             runtime_env=runtime_environment(local=local, start_s=start_s),
         )
-        .remote(local=local, import_all=import_all)
+        .remote(import_all=import_all)
     )
 
 
@@ -149,6 +157,23 @@ def _resident_config(
         run_id=session.paths.run_id,
         mailbox=mailbox,
         ray_storage_path=session.paths.ray_storage,
-        faults=planned_faults(),
         workers=SynchronousWorkers() if server is None else AsynchronousWorkers(server),
     )
+
+
+class RayMetrics:
+    """Sets gauges of Ray raytrain_opt_NAME, for dashboards, tagged `run`, after each epoch."""
+
+    def __init__(self, run_id: str) -> None:
+        self._gauges = {
+            name: Gauge(f"raytrain_opt_{name}", text, tag_keys=("run",)).set_default_tags(
+                {"run": run_id}
+            )
+            for name, text in _GAUGES.items()
+        }
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        for name, gauge in self._gauges.items():
+            value = getattr(record, name)
+            if value is not None:
+                gauge.set(value)

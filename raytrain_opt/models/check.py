@@ -13,7 +13,7 @@ from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.config.section import is_function_name
-from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.errors import JobError, Problem, problems_of
 from raytrain_opt.models.registry import (
     BUILTIN_MODELS,
     TORCHVISION_DEFAULTS,
@@ -121,12 +121,11 @@ def _suggest_argument(key: str, parameters: Iterable[str]) -> str:
 def _check_values(section: ModelSection) -> list[Problem]:
     from raytrain_opt.models.factory import construct
 
-    try:
+    def build() -> None:
         # Some of torchvision's models (RegNets) compute with tensor values while they are built,
         # which the meta device cannot: build_model reports their problems. Initialization on the
         # meta device may still draw from the CPU generator.
         with suppress(NotImplementedError), torch.random.fork_rng([]), torch.device("meta"):
             construct(section, num_classes=10, sample_shape=(3, 224, 224))
-    except JobError as error:
-        return error.problems
-    return []
+
+    return problems_of(build)

@@ -75,8 +75,8 @@ class GpuState:
     processes: tuple[str, ...]
 
 
-def gpu_states() -> tuple[str | None, list[GpuState]]:
-    """Return driver version and usable GPUs, (None, []) without NVML. Raises ResourcesError."""
+def gpu_states() -> list[GpuState]:
+    """Return the usable GPUs, none without NVML. Raises ResourcesError."""
     with ExitStack() as stack:
         try:
             pynvml.nvmlInit()
@@ -88,9 +88,9 @@ def gpu_states() -> tuple[str | None, list[GpuState]]:
                 except pynvml.NVMLError_NoPermission:
                     continue
                 states.append(_state(handle))
-            return str(pynvml.nvmlSystemGetDriverVersion()), states
+            return states
         except pynvml.NVMLError_LibraryNotFound:
-            return None, []
+            return []
         except pynvml.NVMLError as error:
             raise ResourcesError(f"NVML cannot read the GPUs: {error}") from error
 

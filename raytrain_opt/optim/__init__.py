@@ -25,7 +25,6 @@ from raytrain_opt.optim.schedules import (
     Linear,
     MultiStep,
     Polynomial,
-    Step,
     Warmup,
 )
 
@@ -46,7 +45,6 @@ __all__ = [
     "Polynomial",
     "RMSpropWarmup",
     "ScheduledLR",
-    "Step",
     "Warmup",
     "scale_lr",
 ]

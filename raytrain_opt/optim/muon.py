@@ -15,8 +15,8 @@
 (4) moves all singular values of U to about 1: the update moves all directions alike, also those
 in which the gradient is small. A matrix with more rows than columns is transposed for it.
 This is `torch.optim.Muon`, which takes matrices only. Parameters that are not matrices (biases,
-normalization, embeddings) follow a second rule at a fixed part of the rate: torch's AdamW, or SGD
-with momentum; their weight decay is decoupled too.
+normalization, embeddings) follow a second rule at a fixed part of the rate: torch's SGD with
+momentum, or AdamW; their weight decay is decoupled too.
 
 Matrices of equal shape are computed together, by few kernels. In a process group each rank
 computes (3) and (4) of a part of the matrices only, and the results are exchanged, as parts of the
@@ -47,8 +47,8 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 class Muon(BatchedOptimizer):
     """Momentum with orthogonalized updates, for any network. See `parameter_groups` for groups.
 
-    Groups with `"use_muon": False` follow the second rule, `aux`: "adamw" (with `betas` and
-    `aux_eps`) or "sgd" (with `momentum` and `nesterov`). Their rate is `lr` times
+    Groups with `"use_muon": False` follow the second rule, `aux`: "sgd" (with `momentum` and
+    `nesterov`) or "adamw" (with `betas` and `aux_eps`). Their rate is `lr` times
     `aux_lr_multiplier` (default: 0.05 with adamw, 1 with sgd): it becomes the group's
     `lr_multiplier`, by which schedules multiply.
     `ns_dtype` is the type of (4), "bfloat16" or "float32"; by default bfloat16 on a GPU, and on
@@ -70,7 +70,7 @@ class Muon(BatchedOptimizer):
         ns_steps: int = 5,
         eps: float = 1e-7,
         ns_dtype: Literal["bfloat16", "float32"] | None = None,
-        aux: Literal["adamw", "sgd"] = "adamw",
+        aux: Literal["sgd", "adamw"] = "sgd",
         aux_lr_multiplier: float | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         aux_eps: float = 1e-8,

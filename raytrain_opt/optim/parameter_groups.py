@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 _NORMALIZATION = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
+EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
 
 
 def scaled_lr(group: Mapping[str, Any], lr: float) -> float:
@@ -48,7 +48,7 @@ def parameter_groups(
     multipliers = lr_multipliers or {}
     _check_patterns([*multipliers, *aux_parameters], model)
     in_norm = _parameters_of(model, _NORMALIZATION)
-    in_embedding = _parameters_of(model, _EMBEDDING)
+    in_embedding = _parameters_of(model, EMBEDDING)
     groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
         settings: dict[str, Any] = {}

@@ -8,7 +8,6 @@
     f        increasing through the origin; x itself unless given
 
     Constant      a
-    Step          a g^floor(t / every)
     MultiStep     a g^(milestones <= t)
     Linear        a + (b - a) t/T
     Polynomial    b + (a - b) (1 - t/T)^power
@@ -56,19 +55,6 @@ class Constant:
 
     def lr(self, step: float) -> float:
         return self.initial
-
-
-@dataclass(frozen=True)
-class Step:
-    """Drops by the factor `gamma` after every `every` steps."""
-
-    initial: float
-    gamma: float
-    every: int
-
-    def lr(self, step: float) -> float:
-        drops = step // self.every
-        return self.initial * math.pow(self.gamma, drops)
 
 
 @dataclass(frozen=True)
@@ -211,8 +197,8 @@ def _progress(step: float, steps: int) -> float:
 def build_schedule(policy: SchedulePolicy, *, epochs: float, steps_per_epoch: int) -> Schedule:
     """Build the schedule of a training of `epochs` x `steps_per_epoch` updates.
 
-    A decay (linear, polynomial, cosine) covers the steps after the warm-up. Drops (step,
-    multistep) and the half of arc_cotangent count epochs from the start of training, warm-up
+    A decay (linear, polynomial, cosine) covers the steps after the warm-up. Drops (multistep)
+    and the half of arc_cotangent count epochs from the start of training, warm-up
     included. arc_cotangent is slightly below `initial` when the warm-up ends.
     """
     warmup_steps = policy.warmup.epochs * steps_per_epoch
@@ -220,7 +206,7 @@ def build_schedule(policy: SchedulePolicy, *, epochs: float, steps_per_epoch: in
     after = _after_warmup(policy, warmup_steps, decay_steps, steps_per_epoch)
     if warmup_steps == 0:
         return after
-    counts_from_start = policy.shape in ("step", "multistep", "arc_cotangent")
+    counts_from_start = policy.shape in ("multistep", "arc_cotangent")
     return Warmup(
         start_lr=policy.warmup.start_lr(policy.initial),
         target_lr=policy.initial,
@@ -237,8 +223,6 @@ def _after_warmup(
     match policy.shape:
         case "constant" | "plateau":
             return Constant(policy.initial)
-        case "step":
-            return Step(policy.initial, policy.gamma, policy.every_epochs * steps_per_epoch)
         case "multistep":
             milestones = tuple(epoch * steps_per_epoch for epoch in policy.milestones)
             return MultiStep(policy.initial, policy.gamma, milestones)

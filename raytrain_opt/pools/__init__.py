@@ -3,8 +3,8 @@
 Start with `commands` (the messages) and `protocol` (what a run needs of its backend). On Ray:
 `ray_pool` is the driver's side, `mailbox` the actor in between, with `relay` before it in large
 pools, `resident` the loop of a process, `worker` and `slot` execute its commands (`handler`);
-`probes` measures batch sizes; `launcher` starts all others; `state_store` keeps states; `faults`
-injects failures. Without Ray: `in_process`. `async_training` brings a worker program of its own.
+`probes` measures batch sizes; `launcher` starts all others; `state_store` keeps states.
+Without Ray: `in_process`. `async_training` brings a worker program of its own.
 
 Ray Tune serves as a gang scheduler of resident actors only: slots report no metrics to Tune and
 never leave early. Tune gives placement, restarts and resources per trial; policies decide.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from raytrain_opt.errors import RaytrainOptError, ResidentError
-from raytrain_opt.monitoring.process_usage import Usage
 from raytrain_opt.results import Split, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 
@@ -204,6 +203,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class CommandTime:
+    """How long a resident took for a command, and the parts that the command measured itself."""
+
+    duration_s: float
+    timings_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Reply:
     """A resident's reply to the command of this number."""
 
@@ -211,7 +218,7 @@ class Reply:
     number: int
     value: Any  # pickled, unless it has a reference to a state, which Ray has to count
     failed: bool = False  # it is a Failure or StateLost, or ends the command after a part of it
-    usage: Usage | None = None
+    time: CommandTime | None = None
 
 
 @dataclass(frozen=True)

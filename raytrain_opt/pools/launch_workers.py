@@ -20,7 +20,7 @@ from ray.train import (
 )
 
 from raytrain_opt.cluster.connection import count_placeable
-from raytrain_opt.cluster.ray_private import run_without_helpers
+from raytrain_opt.cluster.ray_private import without_cleaner
 from raytrain_opt.pools.commands import WORKER_POOL
 from raytrain_opt.pools.resident import peer_failure_grace_s, serve
 from raytrain_opt.pools.resident_config import ResidentConfig
@@ -90,8 +90,7 @@ def _fit(
             callbacks=callbacks,
         ),
     )
-    run_without_helpers(training)
-    training.fit()
+    without_cleaner(training).fit()
 
 
 class _HandOver(UserCallback):

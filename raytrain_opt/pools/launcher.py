@@ -13,7 +13,6 @@ from uuid import uuid4
 
 import ray
 
-from raytrain_opt.cluster.ray_private import propagate_no_variables
 from raytrain_opt.pools.relay import FAN_OUT, Relay, Upstream, relay_levels
 from raytrain_opt.threads import WAIT_POLICY
 
@@ -39,6 +38,8 @@ _ENVIRONMENT = {
 _LOCAL_ENVIRONMENT = {
     # A local machine is not preempted; without the watcher one process less starts.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # Ray Tune sets it in its actors, which can be forks only where all processes have it.
+    "PL_DISABLE_FORK": "1",
     # Gradients stay on this machine: no other machine can connect.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -62,13 +63,11 @@ def environment(*, local: bool, start_s: float) -> dict[str, str]:
 class PoolLauncher:
     """Runs the pools. Each method returns when its pool has ended, and raises why."""
 
-    def __init__(self, *, local: bool, import_all: bool) -> None:
-        """Import what the pools need, all now if `import_all`. `local`: see `environment`."""
+    def __init__(self, *, import_all: bool) -> None:
+        """Import what the pools need, all now if `import_all`."""
         # Modules that import each other in circles must not be imported by two threads.
         self._importing = threading.Lock()
         self._relays: list[Any] = []
-        if local:
-            propagate_no_variables()
         if import_all:
             import ray.train.torch  # noqa: F401
 

@@ -71,7 +71,6 @@ class Mailbox(Exchange):
     def __init__(self, shared_data: list[Any] | None = None) -> None:
         self._pools: dict[str, PoolState] = defaultdict(PoolState)
         self._shared_data = shared_data
-        self._claimed: set[str] = set()
 
     def _board(self, pool: str) -> CommandBoard:
         return self._pools[pool].board
@@ -131,8 +130,8 @@ class Mailbox(Exchange):
         if index in board.replies:
             return
         state.log.hear(index)
-        if reply.usage is not None:
-            state.log.record_command(reply.sender, state.command_name, reply.usage)
+        if reply.time is not None:
+            state.log.record_command(reply.sender, state.command_name, reply.time)
         board.replies[index] = reply.value
         if reply.failed:
             board.failed.add(index)
@@ -153,12 +152,6 @@ class Mailbox(Exchange):
         """Return when the driver has what residents of the pool are handing over."""
         board = self._board(pool)
         await board.posted.wait_for(lambda: not board.handing_over)
-
-    async def is_first(self, claim: str) -> bool:
-        """Return True to the first caller with this claim."""
-        first = claim not in self._claimed
-        self._claimed.add(claim)
-        return first
 
     async def shared_data(self) -> list[Any] | None:
         """Return where the in-memory data set is."""

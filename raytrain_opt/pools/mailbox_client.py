@@ -13,9 +13,9 @@ from ray import cloudpickle
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import raise_if_ray_ended
 from raytrain_opt.errors import PoolError
-from raytrain_opt.monitoring.process_usage import Usage
 from raytrain_opt.pools.commands import (
     Command,
+    CommandTime,
     Failure,
     Instruction,
     Progress,
@@ -70,12 +70,12 @@ class ResidentMailbox:
         # A relay that was called once listens.
         return current, *self._exchange(current if is_over else 0, None)
 
-    def reply(self, number: int, value: Any, usage: Usage) -> tuple[int, Command]:
+    def reply(self, number: int, value: Any, time: CommandTime) -> tuple[int, Command]:
         """Send the reply to a command; wait for the next one and return it with its number."""
         failed = isinstance(value, Failure | StateLost)
         if state_in(value) is None:
             value = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
-        reply = Reply(self._resident.sender, number, value, failed, usage)
+        reply = Reply(self._resident.sender, number, value, failed, time)
         if isinstance(value, bytes) and (answer := self._exchange_on_node(number, reply)):
             return answer
         return self._exchange(number, reply)
@@ -123,10 +123,6 @@ class ResidentMailbox:
         """Send the progress in a command; return what this resident has to do."""
         report = Report(self._resident.sender, number, progress, can_stop_before)
         return cast(Instruction, ray.get(self._upstream.actor.report.remote(report)))
-
-    def is_first(self, claim: str) -> bool:
-        """Return True to the first resident with this claim."""
-        return cast(bool, ray.get(self._actor.is_first.remote(claim)))
 
 
 def report_lost(actor: Any, pool: str, index: int) -> None:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.monitoring.process_usage import Usage
 from raytrain_opt.pools.commands import (
     Close,
     Command,
+    CommandTime,
     Instruction,
     Overdue,
     Progress,
@@ -183,17 +183,17 @@ class ActivityLog:
         )
         return sorted(residents, key=lambda o: (o.progress.done if o.progress else -1, o.index))
 
-    def record_command(self, sender: Sender, command: str, usage: Usage) -> None:
+    def record_command(self, sender: Sender, command: str, time: CommandTime) -> None:
         """Record a command that a resident has just finished."""
         pool, index, *_ = sender
         recorded = index < RECORDED_RESIDENTS
-        if not recorded and self.longest and usage.duration_s <= self.longest.duration_s:
+        if not recorded and self.longest and time.duration_s <= self.longest.duration_s:
             return
         span = Span(
             process=f"{pool} {index}",
             command=command,
-            start_s=monotonic_s() - usage.duration_s,
-            **asdict(usage),
+            start_s=monotonic_s() - time.duration_s,
+            **asdict(time),
         )
         if recorded:
             self.records.append(span)

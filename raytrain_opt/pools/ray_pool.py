@@ -98,7 +98,7 @@ class RayPool:
         """As `Pool.command`; raises ResidentError, and PoolError also without progress."""
         indices = range(self.size) if expected is None else expected
         # A state may be lost once with each resident or its node, with the driver's copy in
-        # between, and once more on its way here. More often than that, something else is wrong.
+        # between, and once more on its way here. After more losses the command itself is at fault.
         for _ in range(self.size + 2):
             replies = self._post_and_collect(command, indices)
             for index, reply in replies.items():

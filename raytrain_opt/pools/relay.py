@@ -37,9 +37,9 @@ from raytrain_opt.pools.mailbox import Exchange
 from raytrain_opt.pools.mailbox_state import RECORDED_RESIDENTS, CommandBoard
 from raytrain_opt.pools.node_socket import PackedCommand, listen, pack
 
-# Residents that call the mailbox itself: so many calls take it as long as a relay's detour.
+# Residents that call the mailbox itself: up to here, direct calls are faster than a relay.
 _DIRECT = 8
-# Residents that call one relay: so many calls from other nodes take it some 15 ms.
+# Residents that call one relay, which takes about 15 ms for this many calls from other nodes.
 FAN_OUT = 32
 # Relays that call one actor, each twice per command; more levels would take longer.
 _FAN_OUT_OF_RELAYS = 12
@@ -171,15 +171,15 @@ class _Outbox:
 
 
 def _thinned(messages: Sequence[Reply | Report]) -> list[Reply | Report]:
-    """Leave out usage that is not recorded: most of what the mailbox would have to read."""
+    """Leave out times that are not recorded: most of what the mailbox would have to read."""
     others = {
-        m.sender: m.usage.duration_s
+        m.sender: m.time.duration_s
         for m in messages
-        if isinstance(m, Reply) and m.usage and m.sender[1] >= RECORDED_RESIDENTS
+        if isinstance(m, Reply) and m.time and m.sender[1] >= RECORDED_RESIDENTS
     }
     longest = max(others, key=lambda sender: others[sender], default=None)
     unused = others.keys() - {longest}
     return [
-        replace(m, usage=None) if isinstance(m, Reply) and m.sender in unused else m
+        replace(m, time=None) if isinstance(m, Reply) and m.sender in unused else m
         for m in messages
     ]

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import ray
 
+from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import is_lost_connection
-from raytrain_opt.monitoring.process_usage import UsageMeter
 from raytrain_opt.pools.commands import (
     Close,
     Command,
+    CommandTime,
     Instruction,
     OnStep,
     Progress,
@@ -23,7 +24,6 @@ from raytrain_opt.pools.commands import (
     StateLost,
     to_failure,
 )
-from raytrain_opt.pools.faults import Faults, inject
 from raytrain_opt.pools.mailbox_client import ResidentMailbox
 from raytrain_opt.pools.resident_config import ResidentConfig
 from raytrain_opt.user_code import exits_as_errors
@@ -77,9 +77,7 @@ def serve(
             mailbox,
             resident,
             config.leave_s,
-            config.faults,
             peer_failure_grace_s,
-            UsageMeter.for_this_process(),
         ).run(handler)
     finally:
         handler.close()
@@ -92,9 +90,7 @@ class CommandLoop:
     mailbox: ResidentMailbox
     resident: Resident
     leave_s: float  # to leave when the pool is closed
-    faults: Faults
     peer_failure_grace_s: float  # before an error is reported that a peer's death may have caused
-    meter: UsageMeter
     _closed: threading.Event = field(default_factory=threading.Event)
     _left: threading.Event = field(default_factory=threading.Event)
     _wake_reporter: threading.Event = field(default_factory=threading.Event)
@@ -127,12 +123,9 @@ class CommandLoop:
             with self._changed:
                 self._work = number, None
                 self._can_stop_before = self._stop_before = None
-            self.meter.begin()
+            start_s = monotonic_s()
             try:
                 on_step = self._on_step(number)
-                on_step = inject(
-                    self.faults, self.resident, command, on_step, self.mailbox.is_first
-                )
                 joined = isinstance(command, Regroup)
                 with exits_as_errors():
                     reply = None if joined else handler.handle(command, on_step)
@@ -152,9 +145,9 @@ class CommandLoop:
                     if lost_connection and not self._closed.is_set():
                         raise  # nobody died: let Ray start the process group anew
                 reply = to_failure(error)
-            usage = self.meter.end(getattr(reply, "timings_s", {}))
+            time = CommandTime(monotonic_s() - start_s, getattr(reply, "timings_s", {}))
             self._work = None
-            number, command = self.mailbox.reply(number, reply, usage)
+            number, command = self.mailbox.reply(number, reply, time)
 
     def _on_step(self, number: int) -> OnStep:
         def on_step(done: int, total: int) -> bool:

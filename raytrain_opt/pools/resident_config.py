@@ -12,7 +12,6 @@ import ray
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.config.processes import TimeoutsSection
-from raytrain_opt.pools.faults import Faults
 from raytrain_opt.pools.relay import Upstream
 from raytrain_opt.threads import available_cores
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -121,7 +120,6 @@ class ResidentConfig:
     mailbox: Any  # handle of the Mailbox actor
     ray_storage_path: str
     relays: tuple[Upstream, ...] = ()  # the level that residents call (see `relay`)
-    faults: Faults = ()
     workers: WorkerProgram = field(default_factory=SynchronousWorkers)
     make_slot: Callable[[ResidentConfig, int], Handler] = make_training_slot
 

@@ -77,7 +77,7 @@ class CandidateTrainer(LearnerHandler):
             self._live_candidate = candidate.index
         # Where others have trained, the search goes on without these.
         self._have_trained |= not all(result.failure for result in results)
-        if not self._have_trained:
+        if results and not self._have_trained:
             self.learner.load(start)
             self._try_control(plan, _shifted(on_step, total, total))
         timings_s = stopwatch.timings_s

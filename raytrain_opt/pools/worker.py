@@ -14,8 +14,8 @@ from raytrain_opt.pools.slot import CandidateTrainer
 from raytrain_opt.results import EvalTotals
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
+from raytrain_opt.train.precision import autocast_dtype
 from raytrain_opt.train.reductions import sum_over_ranks
-from raytrain_opt.train.step_choices import StepChoices, describe_step
 
 
 class Worker(CandidateTrainer):
@@ -31,12 +31,6 @@ class Worker(CandidateTrainer):
         self._connect_s = connect_s
         self._start_s: float | None = None
         self._first_step_s: float | None = None
-        on_gpu, config = learner.device.type == "cuda", learner.config
-        self._step_choices = StepChoices(
-            learner,
-            auto_compile=on_gpu and config.compile == "auto",
-            cuda_graphs=on_gpu and config.cuda_graphs,
-        )
         self._hasher = ThreadPoolExecutor(1)
 
     def handle(self, command: Command, on_step: OnStep) -> Any:
@@ -95,7 +89,6 @@ class Worker(CandidateTrainer):
         self._live_id = f"{command.epoch}.{command.first_step + totals.steps}"
         with stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
-        self._step_choices.after_phase(totals.duration_s)
         loaded_sha256 = None if digest is None else digest.result()
         return MainTrainReply(totals, loaded_sha256, timings_s, ref, self._describe_parallel())
 
@@ -105,7 +98,7 @@ class Worker(CandidateTrainer):
             "workers": self.world_size,
             "connect_s": self._connect_s,
             "first_step_s": self._first_step_s,
-            "step": describe_step(self.learner) | self._step_choices.measured,
+            "step": _describe_step(self.learner),
         }
 
     def _time_first_step(self, done: int) -> None:
@@ -120,3 +113,22 @@ class Worker(CandidateTrainer):
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals:
         totals = self._evaluate_part(command, self.index, self.world_size, on_step)
         return sum_over_ranks(totals, self.learner.device)
+
+
+def _describe_step(learner: Learner) -> dict[str, object]:
+    """Return precision, kernels, memory format, compiling, optimizer and loaders of the steps."""
+    precision, optimizer = learner.config.precision, learner.optimizer
+    if precision == "auto":
+        precision = "fp32" if autocast_dtype("auto", learner.device) is None else "bf16"
+    is_image = len(learner.info.sample_shape) == 3
+    kinds = [kind for kind in ("fused", "foreach") if optimizer.defaults.get(kind)]
+    return {
+        "precision": precision,
+        "kernels": learner.kernels,
+        "memory_format": "channels_last"
+        if learner.config.channels_last and is_image
+        else "contiguous",
+        "compile": learner.compiled,
+        "optimizer": " ".join([*kinds, type(optimizer).__name__]),
+        "loader_processes": learner.data.processes,
+    }

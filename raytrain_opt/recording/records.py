@@ -352,9 +352,7 @@ class ResultRecord(Record):
     startup_s: Timings = Field(description="Time from the start to each mark of the start-up.")
     parallel: dict[str, Any] = Field(
         description=(
-            "How workers exchanged gradients; `step`: what was chosen for a training step, and "
-            "the seconds of forward and backward of a micro-batch, compiled and eager, with and "
-            "without CUDA graphs."
+            "How workers exchanged gradients; `step`: what was chosen for a training step."
         )
     )
     noise_scale: NoiseScaleSummary | None = Field(

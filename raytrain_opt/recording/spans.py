@@ -17,20 +17,6 @@ class Span(RecordPart):
     timings_s: Timings = Field(
         default_factory=dict, description="Seconds by part, as the process measured them."
     )
-    utilization_pct: Number = Field(
-        None,
-        description=(
-            "Utilization of the process's compute threads during the command, or of its GPU at "
-            "the end of the command; null when not known."
-        ),
-    )
-    memory_mib: Number = Field(
-        None,
-        description=(
-            "Peak memory of tensors on the GPU so far, or resident memory of the process; null "
-            "when not known."
-        ),
-    )
 
 
 class Event(RecordPart):

@@ -24,7 +24,7 @@ from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.search_plot import search_plots
 from raytrain_opt.report.staleness_plot import staleness_plots
 from raytrain_opt.report.summary import RunSummary, summarize
-from raytrain_opt.report.time_plots import epoch_parts_plots, epochs_table, utilization_plots
+from raytrain_opt.report.time_plots import epoch_parts_plots, epochs_table
 from raytrain_opt.report.timeline_plot import timeline_plots
 
 
@@ -116,7 +116,7 @@ def _tiles(summary: RunSummary) -> list[tuple[str, str, str]]:
 
 def _sections(run: RunRecords) -> list[Section]:
     learning_rate = [*search_plots(run), *learning_rate_plots(run)]
-    time = [*timeline_plots(run), *epoch_parts_plots(run), *utilization_plots(run)]
+    time = [*timeline_plots(run), *epoch_parts_plots(run)]
     no_events = "" if run.events else "No process failed, and the run was not interrupted."
     return [
         Section("training", "Training", training_plots(run), [epochs_table(run)]),

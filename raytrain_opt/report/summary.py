@@ -224,45 +224,18 @@ def _startup_sentence(run: RunRecords, wall_s: float | None) -> Iterator[str]:
 
 
 def _step_sentences(run: RunRecords) -> Iterator[str]:
-    """Name what was chosen for a training step, and what compiling and CUDA graphs brought."""
+    """Name what was chosen for a training step."""
     parallel = run.result.parallel if run.result else {}
-    step = parallel.get("step")
-    if step is not None:
-        yield _step_sentence(step, parallel.get("first_step_s"))
-        if step.get("no_graph_s"):
-            yield _graphs_sentence(step["graph_s"], step["no_graph_s"], step["graph_refused"])
+    if "step" in parallel:
+        yield _step_sentence(parallel["step"], parallel.get("first_step_s"))
 
 
 def _step_sentence(step: dict[str, Any], first_step_s: float | None) -> str:
     parts = [step["precision"], *step["kernels"], step["memory_format"], step["optimizer"]]
     if step["loader_processes"]:
         parts.append(f"loader processes: {step['loader_processes']}")
-    chosen = ", ".join(parts)
-    compiled_s, eager_s = step.get("compiled_s"), step.get("eager_s")
-    if step["compile"] == "off":
-        text = f"A training step: {chosen}, not compiled"
-        if compiled_s and eager_s:
-            text += (
-                f": forward and backward of a micro-batch took {duration(eager_s)}, and compiled, "
-                f"on trial, {duration(compiled_s)}"
-            )
-        return f"{text}."
-    text = f"A training step: {chosen}, compiled ({step['compile']})"
-    if compiled_s and eager_s:
-        text += (
-            f": forward and backward of a micro-batch took {duration(compiled_s)}, without "
-            f"compiling {duration(eager_s)} ({plain(eager_s / compiled_s, 3)} times as long)"
-        )
-    if first_step_s:
+    parts.append("not compiled" if step["compile"] == "off" else f"compiled ({step['compile']})")
+    text = f"A training step: {', '.join(parts)}"
+    if step["compile"] != "off" and first_step_s:
         text += f"; the first step, which compiles, took {duration(first_step_s)}"
     return f"{text}."
-
-
-def _graphs_sentence(graph_s: float | None, no_graph_s: float, refused: str | None) -> str:
-    times_s = "" if graph_s is None else f"{duration(graph_s)}, without {duration(no_graph_s)}"
-    if refused:
-        return f"No CUDA graphs of the network: {refused}{f' ({times_s})' if times_s else ''}."
-    return (
-        f"With CUDA graphs of the network, forward and backward of a micro-batch took {times_s} "
-        f"({plain(no_graph_s / (graph_s or no_graph_s), 3)} times as long)."
-    )

@@ -31,7 +31,7 @@ from raytrain_opt.search.policy import History
 
 # The next rate below, on the lattice of the search (`peak_search`).
 _LR_FACTOR = 10**-0.5
-# Together two decades: if those do not train either, the cause is another.
+# Four steps cover two decades. If these do not train, the rate is not the cause.
 _MAX_RESTARTS = 4
 # Losses of the first epoch are those of the warm-up.
 _FEWEST_EPOCHS = 2

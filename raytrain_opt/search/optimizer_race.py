@@ -113,7 +113,7 @@ class OptimizerRace:
         reason = (
             f"the best candidate's loss of {best.val_loss:.4g} is below that of a network that "
             f"hardly trained, {untrained:.4g}, by less than the noise, "
-            f"{noise(best, untrained):.2g}; so {self.names[first]} at its usual rate"
+            f"{noise(best, untrained):.2g}; so {self.names[first]} trains where its search began"
         )
         return PeakChoice(bests[first], rate, reason, is_decided=False)
 

@@ -93,7 +93,7 @@ class TrainEpoch:
     optimizer: int = 0  # among those of the job; one that did not train so far starts anew
     held_out: int = 0  # samples of the validation split that others replace
     scores: bool = False  # the validation split, after the epoch
-    note: str = ""  # what the policy found out before the epoch
+    note: str = ""  # finding that the run reports before the epoch
     restarts: bool = False  # from the initial weights
 
 

@@ -34,6 +34,8 @@ from raytrain_opt.search.policy import (
     shown_failure,
 )
 
+# How often a round is repeated at half the rate if all its candidates diverge.
+_MAX_HALVINGS = 5
 # Table 4 of the paper, for 40 epochs: last epoch of the warm-up, of narrow and of middle.
 _MIX_EPOCHS, _MIX_WARMUP, _MIX_NARROW, _MIX_MIDDLE = 40, 4, 19, 29
 
@@ -127,15 +129,14 @@ class Stpt(Policy):
 
     def _raise_if_all_diverged(self, epoch: int, history: History) -> None:
         failed = [decision for decision in history.rounds_of(epoch) if decision.winner is None]
-        if len(failed) > self.section.max_halvings:
+        if len(failed) > _MAX_HALVINGS:
             base_lrs = ", ".join(f"{decision.base_lr:.4g}" for decision in failed)
             raise DivergedError(
                 f"epoch {epoch}: the loss of every candidate was not finite at each of these "
                 f"base learning rates: {base_lrs} (times the multipliers "
                 f"{', '.join(map(str, self.multipliers(epoch)))}). Likely causes: data or a loss "
                 "that is not finite, or a learning_rate.initial "
-                f"({self.section.initial:g}) far too large; learning_rate.max_halvings "
-                f"({self.section.max_halvings}) allows more attempts."
+                f"({self.section.initial:g}) far too large."
                 f"{shown_failure(result for d in failed for result in d.tried)}"
             )
 

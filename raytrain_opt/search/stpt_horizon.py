@@ -257,13 +257,13 @@ class HorizonStpt(Policy):
             return replace(action, weight_decay_factor=decay)
         watched = decay_by_fit(own, optimizer, sum_of_lrs, size, watch)
         trained = epoch - attempt.start
-        finds_out = trained == watch.end + 1 and watched > decay
+        reports_overfitting = trained == watch.end + 1 and watched > decay
         return replace(
             action,
             weight_decay_factor=watched,
             held_out=self.validation_size if trained <= watch.end else 0,
             scores=trained in (watch.start, watch.end),
-            note=watch.finding(own) if finds_out else action.note,
+            note=watch.finding(own) if reports_overfitting else action.note,
         )
 
     def _watch(self, attempt: Attempt) -> Watch | None:

@@ -37,9 +37,12 @@ _TIMES = 10.0
 _EPOCHS = 16
 # Without it, a regression in 120 steps ends with an R2 of 0.850 in place of 0.996.
 _MAX_DECAY = 0.2
-# The fit of a network that memorizes (samples that are held out gain nothing at all), with and
-# without normalized channels, and the share of what others gain at which it does not.
-_MEMORIZING_FIT, _WITHOUT_CHANNEL_NORM, _HEALTHY_SHARE = 2.0, 1.0, 1 / 3
+# The fit of a network that memorizes: samples that are held out gain nothing at all.
+_MEMORIZING_FIT = 2.0
+# The same of a network that does not normalize channels.
+_WITHOUT_CHANNEL_NORM = 1.0
+# A network does not memorize if held-out samples gain this share of the training samples' gain.
+_HEALTHY_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,13 @@ class Watch:
 
     @classmethod
     def of(cls, epochs: int, *, channel_norm: bool) -> Watch | None:
-        """Return those of a training; None if it is short."""
+        """Return the epochs of a training; None if it is short."""
         return cls(epochs // 4, epochs // 2, channel_norm) if epochs >= _EPOCHS else None
 
     def falls(self, history: History) -> tuple[float, float]:
         """Return by how much the training and the validation loss fell; 0 if that is unknown.
 
-        It is before the end, and in a resumed training whose length was another.
+        Unknown before `end`, and after a resume with another length.
         """
         scored, losses = dict(history.validation_losses), history.epoch_losses
         if self.start not in scored or self.end not in scored:
@@ -67,9 +70,9 @@ class Watch:
         return learned, scored[self.start] - scored[self.end]
 
     def fit(self, history: History, untrained: float) -> float:
-        """Return the least fit that the watch says, 0 if held-out samples gain as others do.
+        """Return a lower bound of the fit: 0 if held-out samples improve as training samples do.
 
-        0 also where the training loss hardly falls, relative to the `untrained` network's.
+        It is 0, too, if the training loss hardly falls, relative to the `untrained` network's.
         """
         learned, generalized = self.falls(history)
         if learned <= TOLERANCE * untrained:

@@ -2,9 +2,8 @@
 
 Start with `learner`: model, optimizer, loss and data of one process, and the training loop
 (`phase` and `evaluation` are parts of it). A `state` moves between processes, `checkpoint` writes
-it to disk. `data_parallel` connects the workers and wraps the model for them (`gradient_buckets`,
-`gradient_noise`); `batch_norm` combines their running statistics. `step_choices` measures whether
-compiling and CUDA graphs (`network_graph`) are faster. `probe` measures a batch size
+it to disk. `data_parallel` connects the workers and wraps the model for them
+(`gradient_noise`); `batch_norm` combines their running statistics. `probe` measures a batch size
 (`step_timer`); `ensemble` evaluates several trained models. It may import `monitoring`, `search`,
 `data`, `models`, `optim` and everything below.
 """

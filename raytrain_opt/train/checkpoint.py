@@ -149,7 +149,7 @@ class Checkpoints:
         if self.section.keep != "all":
             kept = epochs[-self.section.keep :]
             scored = [(c.score, -c.epoch, c) for c in epochs if c.score is not None]
-            if scored and self.section.keep_best:
+            if scored:
                 kept.append(max(scored, key=lambda entry: entry[:2])[2])
             epochs = [c for c in epochs if c in kept]
         return [*epochs, checkpoints[-1]] if checkpoints[-1].is_partial else epochs

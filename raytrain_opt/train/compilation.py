@@ -51,9 +51,9 @@ BACKENDS: dict[str, Callable[..., Any]] = {
 
 
 def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> Compile:
-    """Compile calls of the model from now on, or no longer; return the mode, or `off`.
+    """Compile the model's calls, unless it stays eager; return the mode, or `off`.
 
-    Its parameters stay the same objects.
+    `auto` compiles networks with attention on GPUs. The parameters stay the same objects.
     """
     if setting == "auto":
         setting = "off"
@@ -62,9 +62,7 @@ def compile_model(setting: Compile, model: nn.Module, device: torch.device) -> C
             torch._dynamo.config.suppress_errors = True
             has_attention = any(_ATTENTION.search(type(m).__name__) for m in model.modules())
             setting = "default" if has_attention else "off"
-    if setting == "off":
-        model._compiled_call_impl = None
-    else:
+    if setting != "off":
         # Not `Module.compile`, which skips a Sequential of torch's layers with torch 2.11.
         def call(*args: Any, **kwargs: Any) -> Any:
             return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

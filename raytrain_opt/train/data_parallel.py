@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
@@ -24,27 +23,22 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.train.background import start_thread
-from raytrain_opt.train.gradient_buckets import BackwardOrder, BucketPlan, fastest, plan_buckets
 from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
 from raytrain_opt.train.load_balance import LoadBalance, MeasuredShares
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.step_check import unused_parameters
-from raytrain_opt.train.step_timer import StepTimer, step_timer_for
 
+_DDP_ARGUMENTS = signature(DistributedDataParallel).parameters
 # torch 2.15 gave `broadcast_buffers` a new name and warns about the old one.
 _SYNC_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers"
-    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    if "forward_sync_buffers" in _DDP_ARGUMENTS
     else "broadcast_buffers": False
 }
 _COMPRESSION: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
     "bf16": (torch.bfloat16, bf16_compress_hook),
     "fp16": (torch.float16, fp16_compress_hook),
 }
-# A new DDP rebuilds its buckets in its second step, so two steps are not timed. The median of
-# five is not changed by two slow ones.
-WARMUP_STEPS = 2
-TIMED_STEPS = 5
 # Elements of the first messages: NCCL uses separate connections for small and large ones.
 _FIRST_MESSAGES = {"cpu": (1,), "cuda": (1, 25 * 2**18)}
 
@@ -90,14 +84,6 @@ class Parallel:
     def after_step(self) -> None:
         """Call this after each update."""
 
-    def unwrapped(self) -> AbstractContextManager[None]:
-        """Take the model out of DDP while something that DDP would disturb is done to it."""
-        return nullcontext()
-
-    def exchange_s(self) -> float:
-        """Return the seconds of an exchange of all gradients; all ranks must call it together."""
-        return 0.0
-
     def end_phase(self) -> tuple[Pair, ...]:
         """End the phase; return squared gradient norms of some updates (`gradient_noise`)."""
         return ()
@@ -108,13 +94,9 @@ class Parallel:
 
 
 class DataParallel(Parallel):
-    """DDP with gradient buckets that can be planned, or chosen by timing, during training.
+    """DistributedDataParallel, which sends gradients in buckets during the backward pass.
 
-    A plan needs the order of the backward pass, so the first step uses torch's default
-    buckets, from which DDP itself learns that order. Then the model is wrapped again for each
-    plan. Results differ only in the order of additions: two workers get the same bits from
-    every plan; with more workers, a ring all-reduce starts each part of a message at another
-    rank, and the last bits may change.
+    BatchNorm statistics stay per process, and gradients are views of the buckets.
     """
 
     distributed = True
@@ -123,14 +105,10 @@ class DataParallel(Parallel):
     def __init__(self, model: nn.Module, section: ParallelSection) -> None:
         self._model, self._section = model, section
         self._device = next(model.parameters()).device
-        self._timer: StepTimer = _NullTimer()
-        self._in_update = self._has_updated = self._last = False
+        self._has_updated = self._last = False
         # In a search: of the parameters whose gradients the current micro-batch has computed.
         self._accumulated: set[nn.Parameter] = set()
         self._hooks: list[RemovableHandle] = []
-        self._plan: BucketPlan | None = None
-        self._timings: list[dict[str, object]] = []
-        self._wrap_s: list[float] = []
         world_size = dist.get_world_size()
         self._balance = (
             MeasuredShares(world_size, self._device)
@@ -138,10 +116,7 @@ class DataParallel(Parallel):
             else LoadBalance(section.speeds or [1.0] * world_size)
         )
         self._noise = NoiseTracker(model, enabled=section.noise_scale)
-        self._arguments: dict[str, Any] = {}
-        self.forward = self._wrap(self._arguments, init_sync=True)
-        self._bucket_choice = self._choose_buckets()
-        next(self._bucket_choice, None)
+        self.forward = self._wrap()
 
     @property
     def speeds(self) -> Sequence[float]:
@@ -173,9 +148,6 @@ class DataParallel(Parallel):
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         """Wrap one micro-batch; gradients are exchanged in the last one of an update."""
-        if not self._in_update:
-            self._in_update = True
-            self._timer.mark()
         self._last, self._accumulated = last, set()
         with self._noise.micro_batch(last), nullcontext() if last else self.forward.no_sync():
             yield
@@ -201,123 +173,35 @@ class DataParallel(Parallel):
         torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
     def after_step(self) -> None:
-        """Continue the choice of buckets on all workers; it may drop gradients.
-
-        Raises JobError for parameters without a gradient, for which other workers would wait.
-        """
+        """Raise JobError for parameters without a gradient, for which other workers would wait."""
         named = self._model.named_parameters()
         unused = [name for name, p in named if p.grad is None and p.requires_grad]
         if problem := unused_parameters(unused, at_random=self._has_updated):
             raise JobError([problem])
         self._has_updated = True
-        self._timer.mark()
         self._balance.after_update()
-        self._in_update = False
-        next(self._bucket_choice, None)
 
     def end_phase(self) -> tuple[Pair, ...]:
         self._balance.end_phase()
         return self._noise.end_phase()
 
     def report(self) -> dict[str, object]:
-        """Return the plan in use, step times (of the slowest worker) and the cost of wrapping."""
-        plan, speeds = self._plan, self.speeds
+        section, largest = self._section, max(self.speeds)
+        is_sync = section.mode == "sync"
         return {
-            "mode": self._section.mode,
-            "speeds": None
-            if self._section.mode == "sync"
-            else [round(speed / max(speeds), 3) for speed in speeds],
-            "buckets": "default" if plan is None else plan.name,
-            "buckets_mib": None if plan is None else plan.sizes_mib,
-            "compression": self._section.compression,
-            "tried": list(self._timings),
-            "wrap_s": list(self._wrap_s),
+            "mode": section.mode,
+            "speeds": None if is_sync else [round(v / largest, 3) for v in self.speeds],
+            "gradient_buckets": section.gradient_buckets,
+            "compression": section.compression,
         }
 
-    def _choose_buckets(self) -> Iterator[None]:
-        """Advance by one `yield` with each training step."""
-        order = BackwardOrder(self._model)
-        yield
-        indices = torch.tensor(order.finish(), device=self._device)
-        if self._section.gradient_buckets == "default":
-            return
-        dist.broadcast(indices, src=0)
-        gradients = order.gradients(indices.tolist())
-        plans = plan_buckets(self._section.gradient_buckets, gradients)
-        if len(plans) == 1:
-            self._use(plans[0])
-            return
-        own_step_s = []
-        for plan in plans:
-            own_step_s.append((yield from self._time(plan)))
-        # Those of the slowest rank, so that all ranks choose the same plan.
-        all_step_s = torch.tensor(own_step_s, dtype=torch.float64, device=self._device)
-        dist.all_reduce(all_step_s, op=dist.ReduceOp.MAX)
-        step_s = all_step_s.tolist()
-        self._timings = [
-            {"buckets": plan.name, "buckets_mib": plan.sizes_mib, "step_s": seconds}
-            for plan, seconds in zip(plans, step_s, strict=True)
-        ]
-        self._use(plans[fastest(step_s)])
-
-    def _time(self, plan: BucketPlan) -> Generator[None, None, list[float]]:
-        """Train with a plan; return the seconds of each timed step on this rank."""
-        self._use(plan)
-        for _ in range(WARMUP_STEPS):
-            yield
-        self._timer = step_timer_for(self._device)
-        for _ in range(TIMED_STEPS):
-            yield
-        timer, self._timer = self._timer, _NullTimer()
-        # Intervals alternate between a step and the pause after it.
-        return timer.intervals_s()[::2]
-
-    def _use(self, plan: BucketPlan) -> None:
-        arguments = plan.ddp_arguments()
-        self._plan = plan
-        if arguments == self._arguments:
-            return
-        started_s = monotonic_s()
-        with self.unwrapped():
-            self._arguments = arguments
-        self._wrap_s.append(monotonic_s() - started_s)
-
-    @contextmanager
-    def unwrapped(self) -> Iterator[None]:
-        """Remove DDP and its hooks, and wrap the model anew afterwards. Drops gradients.
-
-        All ranks must do this together.
-        """
-        # The gradients are views of the old buckets: free these before the new ones are
-        # allocated. The old hooks are removed with the old DDP, which torch before 2.15 leaves in
-        # a cycle of references.
-        self._model.zero_grad(set_to_none=True)
-        del self.forward
-        gc.collect()
-        try:
-            yield
-        finally:
-            # All ranks have equal weights already, and each keeps its own running statistics.
-            self.forward = self._wrap(self._arguments, init_sync=False)
-
-    def exchange_s(self) -> float:
-        sizes = (p.numel() for p in self._model.parameters() if p.requires_grad)
-        gradients, times_s = torch.zeros(sum(sizes), device=self._device), []
-        for _ in range(3):
-            started_s = monotonic_s()
-            dist.all_reduce(gradients)
-            gradients[0].item()  # waits for it
-            times_s.append(monotonic_s() - started_s)
-        return min(times_s)
-
-    def _wrap(self, arguments: dict[str, Any], *, init_sync: bool) -> DistributedDataParallel:
+    def _wrap(self) -> DistributedDataParallel:
         ddp = DistributedDataParallel(
             self._model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            init_sync=init_sync,
             **_SYNC_BUFFERS,
-            **arguments,
+            **bucket_arguments(self._section.gradient_buckets),
         )
         _, hook = _COMPRESSION.get(self._section.compression, (None, allreduce_hook))
         if isinstance(self._balance, MeasuredShares):
@@ -369,9 +253,8 @@ def _send_first_messages(device: torch.device) -> float:
 def distribute(model: nn.Module, section: ParallelSection) -> DataParallel:
     """Wrap a model for data parallelism over the process group, which must be initialized.
 
-    BatchNorm statistics stay per process during training, and gradients are views of the
-    buckets in which they are sent. All ranks must call this together, as it communicates.
-    Raises JobError when the group cannot add numbers of the type that `compression` needs.
+    All ranks must call this together, as it communicates. Raises JobError when the group cannot
+    add numbers of the type that `compression` needs.
     """
     name, device = section.compression, next(model.parameters()).device
     if name != "none":
@@ -384,7 +267,13 @@ def distribute(model: nn.Module, section: ParallelSection) -> DataParallel:
     return DataParallel(model, section)
 
 
-class _NullTimer(StepTimer):
-    """Measures nothing."""
+def bucket_arguments(
+    sizes_mib: list[int] | None, takes_list: bool = "bucket_cap_mb_list" in _DDP_ARGUMENTS
+) -> dict[str, Any]:
+    """Return DDP's arguments for buckets of these sizes, in the order of the backward pass.
 
-    def mark(self) -> None: ...
+    DDP learns that order in its first step. Torch before 2.15 takes one size: the last one.
+    """
+    if sizes_mib is None:
+        return {}
+    return {"bucket_cap_mb_list": sizes_mib} if takes_list else {"bucket_cap_mb": sizes_mib[-1]}

@@ -1,6 +1,6 @@
 """Evaluation of a model on one process's part of a split.
 
-Of a classifier, what it predicts is remembered: classes, confidences, worst mistakes.
+For classifiers, also record classes, confidences and the worst mistakes.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Evaluator:
             monotonic_s() - started_s,
             metric_of(self.task),
             predictions,
-            loss_squares,
+            loss_squares=loss_squares,
         )
 
 

@@ -8,7 +8,7 @@ metrics stay there until the end of a phase, that is, of one call of `train` or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product
@@ -41,14 +41,12 @@ from raytrain_opt.train import batch_norm
 from raytrain_opt.train.compilation import compile_model, eager
 from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.evaluation import Evaluator
-from raytrain_opt.train.failures import failed_steps
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.network_graph import NetworkGraph
-from raytrain_opt.train.phase import Phase, describe
+from raytrain_opt.train.phase import Phase, describe, failed_steps
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels
 from raytrain_opt.train.replicas import compare_ranks
-from raytrain_opt.train.state import TrainingState, restore, to_cpu_state
+from raytrain_opt.train.state import TrainingState, capture, restore
 from raytrain_opt.train.task import build_task, find_metric_names
 from raytrain_opt.train.update_check import UpdateCheck
 
@@ -106,7 +104,6 @@ class Learner:
         self.parallel = distribute(self.model, config.parallel)
         self._build_optimizer(0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        self.network_graph: NetworkGraph | None = None  # see `train.step_choices`
         self._stopped: dict[str, Any] | None = None  # see `TrainingState`
         self._split = 1  # micro-batches per worker of the latest phase, before the batch ramp
         self._begin_phase(1, MicroBatches(range(1), 1))
@@ -132,11 +129,11 @@ class Learner:
         return self.data.info
 
     def state(self, *, copy: bool) -> TrainingState:
-        """Capture the current state; see `train.state.to_cpu_state`."""
-        return to_cpu_state(
-            self.model.state_dict(keep_vars=True),
-            self.optimizer.state_dict(),
-            self.scaler.state_dict(),
+        """Capture the current state; see `train.state.capture`."""
+        return capture(
+            self.model,
+            self.optimizer,
+            self.scaler,
             copy=copy,
             optimizer_index=self._optimizer_index,
             stopped=self._stopped,
@@ -213,18 +210,16 @@ class Learner:
             for update in range(len(lrs))
             for index in parallel.indices(update)
         )
-        graph = self.network_graph
-        with nullcontext() if graph is None else graph.in_use():
-            for update, lr in enumerate(lrs):
-                if on_step(update):
-                    break
-                set_lr(self.optimizer, lr)
-                epochs_done = epoch - 1 + (first_step + update) * epoch_per_step
-                set_momentum(self.optimizer, momentum_warmup, epochs_done)
-                self._train_step(first_step + update, parallel.indices(update), batches)
-                if not self._ranks_were_compared:  # once early, as a phase may take hours
-                    self._ranks_were_compared = True
-                    self._compare_ranks(pooled=False)
+        for update, lr in enumerate(lrs):
+            if on_step(update):
+                break
+            set_lr(self.optimizer, lr)
+            epochs_done = epoch - 1 + (first_step + update) * epoch_per_step
+            set_momentum(self.optimizer, momentum_warmup, epochs_done)
+            self._train_step(first_step + update, parallel.indices(update), batches)
+            if not self._ranks_were_compared:  # once early, as a phase may take hours
+                self._ranks_were_compared = True
+                self._compare_ranks(pooled=False)
         if phase.steps > 1 and phase.failure is None:
             self._update_check.end_phase()
         averaging.use_averaged_weights(self.optimizer)
@@ -251,10 +246,7 @@ class Learner:
     def _train_step(self, step: int, indices: range, batches: Iterator[Batch]) -> None:
         """Train one step of the phase: accumulate the gradients of these micro-batches, update."""
         phase, parallel = self._phase, self.parallel
-        if self.network_graph is None:
-            self.optimizer.zero_grad(set_to_none=True)
-        else:
-            self.network_graph.zero_grad()
+        self.optimizer.zero_grad(set_to_none=True)
         for index in indices:
             requested_s = monotonic_s()
             batch = next(batches)
@@ -303,7 +295,7 @@ class Learner:
 
     @property
     def failure(self) -> Exception | None:
-        """The first exception of the latest phase that made it fail (`train.failures`)."""
+        """The first exception of the latest phase that made it fail (`train.phase`)."""
         return self._phase.failure
 
     def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
@@ -438,10 +430,9 @@ class Learner:
         """Split the workers' parts of a global batch, one for each, into their micro-batches.
 
         Workers of different speeds share smaller ones. With the batch ramp, a larger batch has
-        more micro-batches, or larger ones. A phase that was stopped keeps its own.
+        more micro-batches. A phase that was stopped keeps its own.
         """
-        ramp, grows = self.config.batch_ramp, self.config.batch_ramp.grow == "accumulation"
-        factor = ramp_factor(ramp.steps, epoch) if grows else 1
+        factor = ramp_factor(self.config.batch_ramp.steps, epoch)
         if self._stopped is None:
             self._split = self.config.split(self.parallel.speeds, self._split)
         else:
@@ -462,13 +453,10 @@ class Learner:
         """End the loader processes."""
         self.data.close()
 
-    def autocast(self, *, cache: bool = True) -> torch.autocast:
-        """Return a context that runs a forward pass in the configured precision.
-
-        `cache`: weights that are used several times are converted once.
-        """
-        dtype, device = self._autocast_dtype, self.device.type
-        return torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=cache)
+    def autocast(self) -> torch.autocast:
+        """Return a context that runs a forward pass in the configured precision."""
+        dtype = self._autocast_dtype
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
     @property
     def eval_batch_size(self) -> int:

@@ -53,7 +53,6 @@ class LearnerConfig:
     precision: Precision
     channels_last: bool
     compile: Compile
-    cuda_graphs: bool
     seed: int
     global_batch_size: int
     worker_count: int  # of workers that split a global batch

@@ -1,16 +1,33 @@
-"""What a process counts in a phase of training."""
+"""What a process counts in a phase of training, and which exceptions make the phase fail."""
 
 from __future__ import annotations
 
+import math
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.errors import DivergedError, RaytrainOptError, is_lost_connection
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.train.micro_batches import MicroBatches
 
 _MAX_TEXT = 500
+# Messages by which torch, cuDNN, cuBLAS and the CPU allocator report that memory ran out, in
+# errors other than torch.OutOfMemoryError.
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "not enough memory",
+)
 
 
 @dataclass
@@ -33,7 +50,7 @@ class Phase:
     started_s: float = field(default_factory=monotonic_s)
     updating: bool = False  # the weights are between two steps
     in_backward: bool = False
-    failure: Exception | None = None  # the first that a pass or an update raised (`failures`)
+    failure: Exception | None = None  # the first that a pass or an update raised (`failed_steps`)
 
     def totals(self) -> TrainTotals:
         """Return the sums so far; this waits for the device."""
@@ -52,3 +69,55 @@ class Phase:
 def describe(error: Exception | None) -> str:
     """Return the type and the text of an exception, which may contain all values of a tensor."""
     return "" if error is None else f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that GPU or CPU memory ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in _OUT_OF_MEMORY_TEXTS
+    )
+
+
+@contextmanager
+def failed_steps(
+    phase: Phase, model: nn.Module, repair: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Let a candidate diverge whose pass or update raises inside; so does a ruined training.
+
+    The loss of the phase becomes NaN. The phase goes on until the next look at the loss, because
+    other ranks wait for the gradients of this one: `repair` makes up for those that are missing.
+    Other exceptions are raised. A training is ruined only if some of its values are not finite.
+    """
+    try:
+        yield
+    except Exception as error:
+        may_fail = phase.search or _is_ruined(model, error)
+        if not (may_fail and _is_failed_step(error)):
+            raise
+        if phase.in_backward and not phase.search:  # how far it came is not known (`DataParallel`)
+            text = f"epoch {phase.epoch}: a backward pass with values that are not finite raised "
+            raise DivergedError(f"{text}{describe(error)}. Lower learning_rate.initial") from error
+        phase.failure = phase.failure or error
+        phase.loss_sum.fill_(math.nan)
+        repair()
+
+
+def _is_failed_step(error: Exception) -> bool:
+    """Return whether an exception may come from the numbers of a pass or an update.
+
+    It does not if memory ran out, another process died or the device failed, and if this package
+    raised it on purpose.
+    """
+    is_other = isinstance(error, RaytrainOptError) or is_out_of_memory(error)
+    return not (is_other or is_lost_connection(error) or "CUDA error" in str(error))
+
+
+def _is_ruined(model: nn.Module, error: Exception) -> bool:
+    """Return whether weights, gradients or tensors of the functions that raised are not finite."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    values = [*model.parameters(), *(p.grad for p in model.parameters())]
+    values += [value for frame in frames for value in frame.f_locals.values()]
+    tensors = (v.detach() for v in values if isinstance(v, Tensor) and v.is_floating_point())
+    return not all(bool((tensor < math.inf).all()) for tensor in tensors)  # -inf may be a mask

@@ -23,15 +23,17 @@ from raytrain_opt.monitoring.samplers import NullSampler, Sampler, UtilizationMo
 from raytrain_opt.optim.averaging import use_training_weights
 from raytrain_opt.optim.factory import update_weights
 from raytrain_opt.results import GradientNorms, Probe
-from raytrain_opt.train.failures import is_out_of_memory
 from raytrain_opt.train.gradient_noise import GradientNormMeter
 from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.phase import is_out_of_memory
 from raytrain_opt.train.state import capture, restore
 from raytrain_opt.train.step_timer import STEP_PARTS, step_timer_for
 
 _MIB = 1024**2
 # A few evaluation steps are enough to allocate the memory that evaluation needs.
 _EVALUATION_STEPS = 3
+# Steps before timing starts, and the least number of timed steps.
+_WARMUP_STEPS, _TIMED_STEPS = 3, 5
 # With slow steps, this much warm-up or timed training is enough, but at least two steps: a
 # standard error needs two values.
 _WARMUP_S, _TIMED_S, _MIN_STEPS = 0.5, 1.0, 2
@@ -169,11 +171,11 @@ def _measure(
     memory = _Memory(training.device, section.memory_reserve)
     loop = _Loop(training, batch_size)
     training.model.train()
-    loop.run(section.warmup_steps, _WARMUP_S)
+    loop.run(_WARMUP_STEPS, _WARMUP_S)
     with UtilizationMonitor(sampler, section.utilization.period_s) as monitor:
         loop.begin_timing()
         while not _is_precise(loop.step_times_s(), len(monitor.samples), section, steps_factor):
-            loop.run(section.min_timed_steps, _TIMED_S, min_steps=_MIN_STEPS)
+            loop.run(_TIMED_STEPS, _TIMED_S, min_steps=_MIN_STEPS)
     step_s, part_s = loop.step_times_s(), loop.timings_s().mean(axis=0)
     norms = loop.gradient_norms(batch_size, len(step_s)) if section.measures_noise else None
     if steps_factor > 1:
@@ -299,7 +301,7 @@ def _is_precise(
         return False
     mean_s, error_s = mean_and_error(step_s)
     precise = error_s <= section.relative_error * mean_s
-    enough = len(step_s) >= section.min_timed_steps * factor or total_s >= _TIMED_S * factor
+    enough = len(step_s) >= _TIMED_STEPS * factor or total_s >= _TIMED_S * factor
     return precise and enough
 
 

@@ -1,4 +1,4 @@
-"""Sums and maxima over the ranks of the process group, or of the only process."""
+"""Sums over the ranks of the process group, or of the only process."""
 
 from __future__ import annotations
 
@@ -21,15 +21,6 @@ def reduce_sums(values: Sequence[float], device: torch.device) -> list[float]:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
-    return [float(value) for value in tensor.tolist()]
-
-
-def reduce_max(values: Sequence[float], device: torch.device) -> list[float]:
-    """Return the largest of each value over the process group, or the values without one."""
-    if not dist.is_initialized():
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return [float(value) for value in tensor.tolist()]
 
 

@@ -137,10 +137,11 @@ def capture(
     scaler: torch.amp.GradScaler,
     *,
     copy: bool,
+    **plain: Any,
 ) -> TrainingState:
-    """Capture a training's state; see `to_cpu_state`."""
+    """Capture a training's state; see `to_cpu_state`, which takes the other arguments, too."""
     states = (model.state_dict(keep_vars=True), optimizer.state_dict(), scaler.state_dict())
-    return to_cpu_state(*states, copy=copy)
+    return to_cpu_state(*states, copy=copy, **plain)
 
 
 def to_cpu_state(

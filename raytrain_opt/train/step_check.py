@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.batch_reader import cause
-from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.errors import JobError, Problem, first_of, listed
 from raytrain_opt.models.dry_run import check_output, preserve_model
 from raytrain_opt.optim.factory import set_lr
 from raytrain_opt.random_state import find_generators, seed_all
@@ -29,8 +29,6 @@ from raytrain_opt.train.task import (
     require_scalar,
 )
 
-# Names in a message.
-_SHOWN = 5
 # The same operations on a CPU give the same bits, unless memory is aligned in another way.
 _RTOL, _ATOL = 1e-4, 1e-7
 _LR = 1e-3  # of an update on trial
@@ -87,7 +85,7 @@ def check_steps(
     problems = [unused_parameters(max(unused, key=len), at_random=unused[0] != unused[1])]
     if written := [name for name in _different(start, reached) if name in parameters]:
         rule = (
-            f"forward changes parameters itself ({_list(written)}): with several workers, each "
+            f"forward changes parameters itself ({first_of(written)}): with several workers, each "
             "has other samples, so their weights would differ"
         )
         problems.append(Problem("model.name", rule, None, "train with workers.count: 1"))
@@ -98,9 +96,7 @@ def unused_parameters(names: list[str], *, at_random: bool) -> Problem | None:
     """Return the problem of parameters without a gradient, for which workers would wait."""
     if not names:
         return None
-    rule = (
-        f"{len(names)} parameters get no gradient ({_list(names)}), and workers would wait for it"
-    )
+    rule = f"parameters get no gradient, for which workers would wait: {listed(names)}"
     hint = (
         "if layers are left out at random, multiply their output by 0 instead, or train with "
         "workers.count: 1"
@@ -132,7 +128,7 @@ def _step(task: Task, model: nn.Module, batch: Batch, seed: int = 0) -> dict[str
         raise JobError([Problem(field, "the training loss needs no gradient", None, hint)])
     gradients = {n: p.grad.detach() for n, p in model.named_parameters() if p.grad is not None}
     if sparse := [n for n, gradient in gradients.items() if gradient.layout != torch.strided]:
-        rule = f"has sparse gradients ({_list(sparse)}), which are not supported"
+        rule = f"has sparse gradients ({first_of(sparse)}), which are not supported"
         hint = "without sparse=True, Embedding computes the same with dense ones"
         raise JobError([Problem("model.name", rule, None, hint)])
     norms = {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
@@ -178,7 +174,9 @@ def _require_same_tensors(
     own = dict(model.named_parameters())
     texts += [f"{n} is a new parameter" for n in own if own[n] is not parameters.get(n, own[n])]
     if texts:
-        rule = f"the first training step changes the tensors of the network: {_list(texts, '; ')}"
+        rule = (
+            f"the first training step changes the tensors of the network: {first_of(texts, '; ')}"
+        )
         hint = "build all of them in the constructor, in their final shape"
         raise JobError([Problem("model.name", rule, None, hint)])
 
@@ -216,7 +214,7 @@ def _depends(what: str, names: Iterable[str]) -> JobError:
     """Return the error of a result that depends on what `state_dict()` does not hold."""
     names = sorted(names)
     owner = "the task" if names and all(n.startswith("task.") for n in names) else "the network"
-    held = _list(names) if names else "a value, such as a random generator of its own,"
+    held = first_of(names) if names else "a value, such as a random generator of its own,"
     rule = (
         f"{what} depends on {held} that {owner} changes and state_dict() does not hold: "
         "candidates and resumed runs would use another value"
@@ -243,7 +241,3 @@ def _is_close(before: Any, after: Any) -> bool:
     if not (before.is_floating_point() or before.is_complex()):
         return torch.equal(before, after)
     return torch.allclose(before, after, _RTOL, _ATOL, equal_nan=True)
-
-
-def _list(names: list[str], separator: str = ", ") -> str:
-    return separator.join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])

@@ -22,7 +22,7 @@ from raytrain_opt.config.section import NameOrFunction, is_function_name
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.data.batch_reader import cause
 from raytrain_opt.data.nesting import leaves, map_leaves
-from raytrain_opt.errors import DataError, JobError, Problem
+from raytrain_opt.errors import DataError, JobError, Problem, problems_of
 from raytrain_opt.models.dry_run import preserve_model
 from raytrain_opt.results import Metric
 
@@ -236,11 +236,7 @@ def _check_name(name: NameOrFunction, path: str, built_in: str, form: str) -> li
     if not is_function_name(name):
         hint = nearest(str(name), [built_in], cutoff=0.4)
         return [Problem(path, f"must be {built_in} or {form}", repr(name), hint)]
-    try:
-        resolve_function(name, path)
-    except JobError as error:
-        return error.problems
-    return []
+    return problems_of(lambda: resolve_function(name, path))
 
 
 def _call_user_loss(function: Callable[..., Any], output: Tensor, labels: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.step_choices import StepChoices
 
 # The compiler and the debug mode warn about themselves, each version of torch differently.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -57,18 +56,6 @@ def test_a_compiled_model_trains_as_an_eager_one(mode: str) -> None:
         for setting in ("off", mode)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-def test_auto_keeps_what_was_measured_to_be_faster() -> None:
-    on_gpu = learner(CUDA)
-    choice = StepChoices(on_gpu, auto_compile=True, cuda_graphs=False)
-    for epoch in (1, 2):
-        on_gpu.train(epoch, 0, [0.1] * 5, ONE)
-        choice.after_phase(300.0)
-    compiled_s, eager_s = choice.measured["compiled_s"], choice.measured["eager_s"]
-    assert isinstance(compiled_s, float)
-    assert isinstance(eager_s, float)
-    assert (on_gpu.compiled == "default") == (compiled_s < eager_s)
 
 
 @pytest.mark.parametrize("channels_last", [True, False])

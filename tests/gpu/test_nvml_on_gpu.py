@@ -72,9 +72,7 @@ def test_a_job_on_a_gpu_gets_nvml() -> None:
 
 
 def test_the_cuda_devices_are_among_the_reported_gpus() -> None:
-    driver, states = gpu_states()
-    assert driver is not None
     properties = torch.cuda.get_device_properties(0)
-    state = next(state for state in states if state.name == properties.name)
+    state = next(state for state in gpu_states() if state.name == properties.name)
     assert state.memory_mib >= properties.total_memory // 1024**2 * 0.95
     assert 0 < state.used_mib <= state.memory_mib

@@ -96,7 +96,7 @@ def test_a_search_ends_with_a_size_that_fits_and_restores_the_rng() -> None:
     torch.cuda.manual_seed(5)
     expected = torch.rand(3, device=CUDA)
     torch.cuda.manual_seed(5)
-    search = MinibatchSizeOptimizer(max_probe_s=0.5, relative_error=0.02, max_batch_size=1024)
+    search = MinibatchSizeOptimizer(max_probe_s=0.5, max_batch_size=1024)
     chosen = search.apply(
         training.model, training.optimizer, data(2048), autocast=training.autocast
     )

@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"optimizer": "SGD"},
     "LARS": {"optimizer": {"name": "LARS", "args": {"momentum": 0.9}}},
     "Muon": {"optimizer": {"name": "Muon", "args": {"momentum": 0.9}}, "average": {"decay": 0.5}},
-    "bf16": {"optimizer": "SGD", "precision": "bf16", "parallel": {"gradient_buckets": "growing"}},
+    "bf16": {"optimizer": "SGD", "precision": "bf16", "parallel": {"gradient_buckets": [1, 2]}},
 }
 
 
@@ -132,6 +132,7 @@ def train_with_a_slow_rank(
     smallest = False
     while len(samples) < 2 or (len(samples) < 10 and not smallest):
         by_rank = gather_samples(learner.train(1, 0, (0.01,) * 7, micro_batches), rank, world_size)
+        learner.sync_batch_norm_stats()
         smallest = (by_rank <= by_rank[-1]).sum().item() == 1
         samples.append(by_rank.tolist())
         weights.append({n: t.detach().clone() for n, t in learner.model.named_parameters()})

@@ -1,6 +1,7 @@
 """One process of `test_buckets`.
 
-Trains with each plan of gradient buckets and writes the results to `folder`/rank-RANK.pt.
+Trains with torch's gradient buckets and with listed ones; writes the results to
+`folder`/rank-RANK.pt.
 """
 
 from __future__ import annotations
@@ -9,29 +10,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from raytrain_opt.config.updates import ParallelSection
-from raytrain_opt.train import data_parallel
-from raytrain_opt.train.data_parallel import (
-    DataParallel,
-    begin_communicator_warmup,
-    distribute,
-)
+from raytrain_opt.train.data_parallel import begin_communicator_warmup, distribute
 from tests.support.process_group import gloo_group
 
 CPU = torch.device("cpu")
-MICRO_BATCHES = 2
+MICRO_BATCHES, STEPS = 2, 4
 WIDTH, LAYERS = 512, 5
-# Fewer steps than the default: the test checks which plans are timed, not how fast they are.
-data_parallel.TIMED_STEPS = 2
-# The timed steps of four plans, and some steps after them.
-STEPS = 1 + 4 * (data_parallel.WARMUP_STEPS + data_parallel.TIMED_STEPS) + 3
 LR = 2.0**-6
+LISTED = [1, 2]
 
 RankResults = dict[str, Any]
 
@@ -76,67 +68,39 @@ def images(step: int, rank: int, micro_batch: int) -> Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
 
 
-class Messages:
-    """The sizes in bytes of the buckets that DDP sends in each step."""
-
-    def __init__(self) -> None:
-        self.sizes_by_step: list[list[int]] = []
-
-    def hook(self, _, bucket):  # type: ignore[no-untyped-def] # DDP reads no annotation in text
-        self.sizes_by_step[-1].append(bucket.buffer().nbytes)
-        return allreduce_hook(None, bucket)
-
-
-def update(
-    parallel: DataParallel, inputs: Callable[[int, int, int], Tensor], step: int, rank: int
-) -> None:
-    for micro_batch in range(MICRO_BATCHES):
-        with parallel.accumulate(last=micro_batch == MICRO_BATCHES - 1):
-            parallel.forward(inputs(step, rank, micro_batch)).mean().backward()
-
-
 def train(
     model: nn.Module,
     inputs: Callable[[int, int, int], Tensor],
     rank: int,
-    steps: int,
     lr: float,
-    messages: Messages | None = None,
+    *,
+    note_messages: bool = False,
     **section: Any,
 ) -> RankResults:
-    """Train; return the state, the last gradients and how many replaced DDPs were not freed."""
+    """Train; return the state, the last gradients and, if noted, the bytes of each message."""
     parallel = distribute(model, ParallelSection.model_validate(section))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    wrapped, leaked = ref(parallel.forward), 0
-    reducer = ref(parallel.forward.reducer)
-    fresh = True
-    for step in range(steps):
-        if messages is not None:
-            messages.sizes_by_step.append([])
-            if fresh:
-                parallel.forward.register_comm_hook(None, messages.hook)
+    messages: list[list[int]] = []
+
+    def note(_, bucket):  # type: ignore[no-untyped-def] # DDP reads no annotation in text
+        messages[-1].append(bucket.buffer().nbytes)
+        return allreduce_hook(None, bucket)
+
+    if note_messages:
+        parallel.forward.register_comm_hook(None, note)
+    for step in range(STEPS):
+        messages.append([])
         optimizer.zero_grad()
-        update(parallel, inputs, step, rank)
+        for micro_batch in range(MICRO_BATCHES):
+            with parallel.accumulate(last=micro_batch == MICRO_BATCHES - 1):
+                parallel.forward(inputs(step, rank, micro_batch)).mean().backward()
         optimizer.step()
-        if step == steps - 1:
-            gradients = [parameter.grad.clone() for parameter in model.parameters()]
         parallel.after_step()
-        fresh = wrapped() is not parallel.forward
-        if fresh:
-            leaked += wrapped() is not None or reducer() is not None
-            wrapped, reducer = ref(parallel.forward), ref(parallel.forward.reducer)
     return {
         "state": {name: value.clone() for name, value in model.state_dict().items()},
-        "gradients": gradients,
-        "report": parallel.report(),
-        "leaked": leaked,
+        "gradients": [parameter.grad.clone() for parameter in model.parameters()],
+        "messages": messages,
     }
-
-
-def train_exact(rank: int, buckets: str) -> RankResults:
-    messages = Messages()
-    results = train(ExactGradients(), factor, rank, STEPS, LR, messages, gradient_buckets=buckets)
-    return {**results, "messages": messages.sizes_by_step}
 
 
 def connect_early(rank: int, folder: Path) -> float:
@@ -151,26 +115,24 @@ def connect_early(rank: int, folder: Path) -> float:
 
 def main(rank: int, world_size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    plans = ["default", "growing", "auto"]
+    buckets = {"torch": None, "listed": LISTED}
     with gloo_group(rank, world_size, folder):
         results = {
             "connected_s": connect_early(rank, folder),
-            "exact": {plan: train_exact(rank, plan) for plan in plans},
+            "exact": {
+                name: train(
+                    ExactGradients(), factor, rank, LR, note_messages=True, gradient_buckets=sizes
+                )
+                for name, sizes in buckets.items()
+            },
             "real": {
-                plan: train(real_net(), images, rank, STEPS, 1e-3, gradient_buckets=plan)
-                for plan in plans
+                name: train(real_net(), images, rank, 1e-3, gradient_buckets=sizes)
+                for name, sizes in buckets.items()
             },
             # A learning rate of 0: the last gradients of all trainings have the same weights.
             "constant_weights": {
-                f"{buckets} {form}": train(
-                    real_net(), images, rank, 3, 0, compression=form, gradient_buckets=buckets
-                )
-                for form, buckets in (
-                    ("none", "default"),
-                    ("none", "growing"),
-                    ("bf16", "growing"),
-                    ("fp16", "growing"),
-                )
+                form: train(real_net(), images, rank, 0, compression=form, gradient_buckets=LISTED)
+                for form in ("none", "bf16", "fp16")
             },
         }
     torch.save(results, folder / f"rank-{rank}.pt")

@@ -118,9 +118,6 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         constant = {
             "plain": measure_constant_weights(rank, world_size, arrays),
             "accumulation": measure_constant_weights(rank, world_size, arrays, **ramp),
-            "growing": measure_constant_weights(
-                rank, world_size, arrays, parallel={"gradient_buckets": "growing"}
-            ),
             "bf16 messages": measure_constant_weights(
                 rank, world_size, arrays, parallel={"compression": "bf16"}
             ),
@@ -135,7 +132,6 @@ def main(rank: int, world_size: int, folder: Path) -> None:
             ]
             for name, section, changes in (
                 ("default", {}, {}),
-                ("growing", {"gradient_buckets": "growing"}, {}),
                 ("bf16", {"compression": "bf16"}, {}),
                 ("fp16", {}, {"precision": "fp16"}),
                 ("batchnorm", {}, {"model": {"name": "small_cnn", "args": {"width": 8}}}),

@@ -5,7 +5,6 @@ The driver's side, mailbox, launcher, Ray Train and Ray Tune are those of a run.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from raytrain_opt.pools.commands import (
     SendCandidateState,
     StateRef,
 )
-from raytrain_opt.pools.faults import VARIABLE, planned_faults
 from raytrain_opt.pools.ray_pool import RayPool, running
 from raytrain_opt.pools.relay import FAN_OUT
 from raytrain_opt.pools.resident_config import ResidentConfig
@@ -36,6 +34,7 @@ from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.echo import DRIVERS, STEPS, EchoWorkers, make_echo_slot
+from tests.support.faults import Fault, Faults
 from tests.support.small_jobs import small_job
 
 
@@ -89,7 +88,8 @@ def echo_pools(
 ) -> Iterator[EchoPools]:
     """Start pools of these sizes and end them as a run does.
 
-    `faults`: see `pools.faults`. `fan_out`: callers of the mailbox, and of a relay, at most.
+    `faults`: see `tests.support.faults`. `fan_out`: callers of the mailbox, and of a relay, at
+    most.
     """
     mailbox = start_mailbox(None)
     launcher = start_launcher(local=False, start_s=120, import_all=False)
@@ -108,10 +108,12 @@ def echo_pools(
         mailbox=mailbox,
         ray_storage_path=str(storage / "ray"),
         relays=ray.get(launcher.start_relays.remote(mailbox, max(workers, slots), fan_out)),
-        faults=planned_faults({VARIABLE: json.dumps(list(faults))}),
         workers=EchoWorkers(worker_environment or {}),
         make_slot=make_echo_slot,
     )
+    happened = storage / "faults"
+    happened.mkdir()
+    config = Faults([Fault(**fault) for fault in faults], str(happened)).install(config)
     states = RayStateStore()
     train = RayPool(
         WORKER_POOL,

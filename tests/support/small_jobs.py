@@ -60,7 +60,7 @@ def large_batch_job(folder: Path) -> Job:
         },
         "batch_norm": {"momentum": 0.2, "recalibrate_batches": 4},
         "batch_ramp": {"steps": [{"epoch": 2, "factor": 2}]},
-        "parallel": {"gradient_buckets": "growing", "compression": "bf16"},
+        "parallel": {"gradient_buckets": [1, 2], "compression": "bf16"},
         "loss": {"name": "cross_entropy", "label_smoothing": 0.1},
     }
     return small_job(folder, **kit)

@@ -235,13 +235,12 @@ def test_a_diverged_round_is_repeated_at_half_the_rate_from_the_same_state() -> 
     assert history[-1].next_base_lr == 0.1
 
 
-@pytest.mark.parametrize("halvings", [0, 2, 5])
-def test_when_every_round_diverges_the_error_lists_the_rates(halvings: int) -> None:
-    run = prepared(lambda _: None, epochs=2, initial=0.8, max_halvings=halvings)
-    rates = ", ".join(f"{0.8 / 2**i:.4g}" for i in range(halvings + 1))
+def test_when_every_round_diverges_the_error_lists_the_rates() -> None:
+    run = prepared(lambda _: None, epochs=2, initial=0.8)
+    rates = ", ".join(f"{0.8 / 2**i:.4g}" for i in range(6))
     with pytest.raises(DivergedError, match=rf"epoch 1: .*: {rates} \("):
         train(run)
-    assert len(run.named("pretrain")) == len(run.named("no winner")) == halvings + 1
+    assert len(run.named("pretrain")) == len(run.named("no winner")) == 6
     assert not run.named("train_epoch")
     assert not run.named("checkpoint_epoch")
 

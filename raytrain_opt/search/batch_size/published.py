@@ -6,7 +6,7 @@ size for training speed, listings 2 and 3 with the errata.
 | paper                        | here                                                |
 |------------------------------|-----------------------------------------------------|
 | iteration_count              | `loop`: 0 for the first probe, then the changes of size so far |
-| norm                         | `section.converged_samples`                          |
+| norm                         | `_CONVERGED_SAMPLES`                                |
 | max_iteration                | `section.max_loops`                                 |
 | calc_positive_update_diff()  | `_increase`: one more, 10 at most (2 for the first) |
 | calc_negative_update_diff()  | `_halve` at the first shrinking step, then `_increase` |
@@ -35,6 +35,8 @@ from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, ProbeRequest, SizeBounds
 
 _MAX_STEP = 10
+# Converged when the size, or the improvement, changed by at most this since the last test.
+_CONVERGED_SAMPLES, _CONVERGED_FRACTION = 5, 0.05
 
 
 class _Published(ABC):
@@ -82,7 +84,7 @@ class GpuUsageMaximize(_Published):
 
     def _converged(self, loops: Sequence[Probe], at_last_test: Sequence[Probe]) -> str:
         change = abs(loops[-1].batch_size - at_last_test[-1].batch_size)
-        if change > self.section.converged_samples:
+        if change > _CONVERGED_SAMPLES:
             return ""
         return f"changed by {change} since the last test"
 
@@ -119,7 +121,7 @@ class EpochTimeMinimize(_Published):
 
     def _converged(self, loops: Sequence[Probe], at_last_test: Sequence[Probe]) -> str:
         change = abs(self._improvement(loops) - self._improvement(at_last_test))
-        if change > self.section.converged_fraction:
+        if change > _CONVERGED_FRACTION:
             return ""
         return f"{self._summary(loops)}, {change:.1%} from the last test"
 

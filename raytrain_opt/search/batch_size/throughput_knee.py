@@ -39,6 +39,8 @@ from raytrain_opt.search.batch_size.strategy import (
 from raytrain_opt.search.batch_size.throughput_model import Array, Point, combine, draw_curves
 from raytrain_opt.search.noise_scale import NoiseScale, log_efficiency, pool_noise_scales
 
+# Limit of the search, repetitions included.
+_MAX_PROBES = 12
 # Fraction of the curves that must agree before a size is chosen.
 _CONFIDENCE = 0.95
 # The confidence of one side of a normal distribution, in standard errors.
@@ -65,7 +67,7 @@ class ThroughputKnee:
     def propose(self, history: Sequence[Probe]) -> ProbeRequest | BatchSizeChoice:
         """Propose the next size to measure, or choose the knee.
 
-        Halving an initial size that does not fit may take more than `max_probes`, because the
+        Halving an initial size that does not fit may take more than `_MAX_PROBES`, because the
         choice must fit. Raises ResourcesError if size 1 does not fit.
         """
         request = self.bounds.request_first_fit(history, self.section.initial)
@@ -73,9 +75,11 @@ class ThroughputKnee:
             return request
         measured = self.bounds.fitting(history)
         posterior = self._posterior(measured, self.bounds.largest_open(history))
-        if len(history) >= self.section.max_probes:
+        if len(history) >= _MAX_PROBES:
             size = posterior.knee(self.section.tolerance, only_measured=True)
-            return BatchSizeChoice(size, f"stopped after max_probes: {posterior.describe(size)}")
+            return BatchSizeChoice(
+                size, f"stopped after {_MAX_PROBES} probes: {posterior.describe(size)}"
+            )
         return self._decide(posterior, self.bounds.smallest_excluded(history))
 
     def _posterior(self, measured: Sequence[Probe], largest: int) -> _Posterior:

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from raytrain_opt.cluster.actor_tree import ActorTree, end_actor_tree
-from raytrain_opt.cluster.ray_private import run_without_helpers
+from raytrain_opt.cluster.ray_private import without_cleaner
 from tests.support.ray_leftovers import placement_groups
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(900)]
@@ -49,8 +49,7 @@ class Launcher:
                 failure_config=FailureConfig(max_failures=-1),
             ),
         )
-        run_without_helpers(trainer)
-        trainer.fit()
+        without_cleaner(trainer).fit()
 
 
 def fail() -> None:
@@ -113,7 +112,7 @@ def test_two_runs_in_one_driver_do_not_disturb_each_other() -> None:
 def test_ray_trains_own_controller_leaves_nothing_while_it_restarts_its_workers(
     tmp_path: Path,
 ) -> None:
-    """Once: it imports Ray Train in three processes."""
+    """Once: it imports Ray Train in four processes."""
     launcher = start(Launcher, str(tmp_path))
     tree = ActorTree(launcher)
     wait_for_groups(tree)

@@ -5,7 +5,6 @@ With staleness it is tested in threads (tests/unit/async_training).
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -17,7 +16,7 @@ import pytest
 
 from raytrain_opt import run
 from raytrain_opt.async_training import main_training
-from raytrain_opt.pools.faults import VARIABLE
+from tests.support.faults import injected
 from tests.support.small_jobs import read_lines, small_job
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
@@ -47,7 +46,6 @@ def test_workers_and_shards_die_and_no_sample_is_lost(
 ) -> None:
     """A shard dies after the first epoch, a worker in the second, while the other continues."""
     fault = {"role": "worker", "index": 1, "epoch": 2, "phase": "main_train", "step": 3}
-    monkeypatch.setenv(VARIABLE, json.dumps([fault]))
     stpt = {"policy": "stpt", "initial": 0.02, "candidates": [1.0, 0.01], "alpha": 5}
     section = {"mode": "async", "staleness_bound": 3, "shards": 2, "snapshot_every": 4}
     changes = {"learning_rate": stpt, "slots": {"count": 1}, "checkpoint": {"keep": "all"}}
@@ -56,7 +54,8 @@ def test_workers_and_shards_die_and_no_sample_is_lost(
     killer = threading.Thread(target=_kill_a_shard, args=(tmp_path / "async", ended, killed))
     killer.start()
     try:
-        result = run(small_job(tmp_path / "async", parallel=section, **changes))
+        with injected([fault]):
+            result = run(small_job(tmp_path / "async", parallel=section, **changes))
     finally:
         ended.set()
         killer.join()

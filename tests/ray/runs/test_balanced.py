@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from raytrain_opt import run
-from raytrain_opt.pools.faults import VARIABLE
+from tests.support.faults import injected
 from tests.support.small_jobs import read_lines, small_job
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(600)]
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_a_worker_that_dies_costs_the_step_that_it_died_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_dies_costs_the_step_that_it_died_in(tmp_path: Path) -> None:
     """The last rank in the first epoch, the first one in the second."""
     faults = [
         {"role": "worker", "index": 1, "epoch": 1, "phase": "main_train", "step": 9},
         {"role": "worker", "index": 0, "epoch": 2, "phase": "main_train", "step": 4},
     ]
-    monkeypatch.setenv(VARIABLE, json.dumps(faults))
     schedule = {"policy": "schedule", "shape": "linear", "initial": 0.05}
     changes = {"learning_rate": schedule, "slots": {}, "optimizer": "SGD", "average": None}
-    result = run(small_job(tmp_path, parallel={"mode": "balanced"}, **changes))
+    with injected(faults):
+        result = run(small_job(tmp_path, parallel={"mode": "balanced"}, **changes))
     steps = result.summary["steps_per_epoch"]
     epochs, events = (read_lines(result.run_dir, name) for name in ("epochs", "events"))
     assert [e["text"] for e in events if e["kind"] == "continued"] == [

@@ -21,9 +21,7 @@ SEARCH: dict[str, Any] = {
     "strategy": "throughput_knee",
     "initial": 8,
     "max_batch_size": 64,
-    "relative_error": 0.3,
     "max_probe_s": 0.3,
-    "max_probes": 4,
     "memory_reserve": 0.0,
 }
 

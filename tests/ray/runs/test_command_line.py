@@ -18,7 +18,6 @@ import psutil
 import pytest
 
 from raytrain_opt import RunResult
-from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.train.checkpoint import read_index, read_weights
 from tests.support.small_jobs import EPOCHS, read_lines, without_times
 
@@ -46,9 +45,9 @@ def start(name: str, action: str, epoch: int, *arguments: str) -> subprocess.Pop
     faults = json.dumps([{**fault, "index": 0}])
     # A session of its own, so that a signal reaches all of its processes as from a terminal.
     return subprocess.Popen(
-        command(*arguments),
+        [sys.executable, "-m", "tests.support.faults", faults, "run", *arguments],
         cwd=ROOT,
-        env={**environment(name), VARIABLE: faults},
+        env=environment(name),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

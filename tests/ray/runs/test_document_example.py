@@ -14,7 +14,6 @@ import pytest
 from nbclient import NotebookClient
 from ray.cluster_utils import Cluster
 
-from raytrain_opt.pools.faults import VARIABLE
 from tests.support.small_jobs import read_lines
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -26,16 +25,20 @@ def test_the_example_with_own_model_and_data_runs(tmp_path: Path, local_ray: Clu
     meanwhile. On the Ray of these tests, which saves the start of another one.
     """
     fault = {"role": "worker", "index": 1, "phase": "pretrain", "step": 7}
-    faults = {VARIABLE: json.dumps([fault])}
     text = (DOCS / "own-model-and-data.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (example,) = [block for block in blocks if "__main__" in block]
-    script = tmp_path / "example.py"
-    script.write_text(example, encoding="utf-8")
+    (tmp_path / "example.py").write_text(example, encoding="utf-8")
+    program = f"""
+import runpy
+from tests.support.faults import injected
+with injected([{fault}]):
+    runpy.run_path("example.py", run_name="__main__")
+"""
     process = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, "-c", program],
         cwd=tmp_path,
-        env={**os.environ, **faults, "RAY_ADDRESS": local_ray.address},
+        env={**os.environ, "PYTHONPATH": str(DOCS.parent), "RAY_ADDRESS": local_ray.address},
         capture_output=True,
         text=True,
     )

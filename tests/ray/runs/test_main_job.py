@@ -17,13 +17,13 @@ import torch
 
 from raytrain_opt import RunResult, load_job, run
 from raytrain_opt.cluster.connection import free_resources
-from raytrain_opt.commands.doctor.diagnose import diagnose
+from raytrain_opt.commands.doctor import diagnose
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools.faults import VARIABLE
 from raytrain_opt.train.checkpoint import read_index, read_rest, read_weights
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
+from tests.support.faults import injected
 from tests.support.s3_server import S3Server, cut, refuse
 from tests.support.small_jobs import EPOCHS, quickstart, read_lines, small_job, without_times
 
@@ -119,7 +119,6 @@ def test_the_report_and_the_timeline_are_written(finished: RunResult) -> None:
     for span in spans:
         assert 0 <= span["start_s"] <= span["start_s"] + span["duration_s"] <= finished.wall_s
         assert sum(span["timings_s"].values()) <= span["duration_s"]
-    assert all(span["memory_mib"] > 10 for span in spans if span["process"] != "driver")
 
 
 def test_no_file_of_a_run_holds_what_is_secret_in_the_environment(finished: RunResult) -> None:
@@ -148,7 +147,7 @@ def test_the_doctor_finds_this_machine_fit_or_says_why_not(
     workers = {"count": 2, "resources": {"CPU": 0.5, "memory": 1e8}}
     assert diagnose(small_job(tmp_path, workers=workers), None) == 0
     output = capsys.readouterr().out
-    for about in ("Ray", "versions", "storage", "clocks", "start-up", "room", "exchange"):
+    for about in ("Ray", "job", "versions", "storage", "room", "exchange"):
         assert re.search(rf"│ ok +│ {about} ", output), output
     assert "2 workers on 1 node with gloo" in output
     assert not list(tmp_path.iterdir())
@@ -159,7 +158,7 @@ def test_the_doctor_finds_this_machine_fit_or_says_why_not(
 
 @pytest.mark.usefixtures("without_plots")
 def test_killed_processes_are_restarted_and_nothing_changes(
-    monkeypatch: pytest.MonkeyPatch, finished: RunResult, s3: S3Server
+    finished: RunResult, s3: S3Server
 ) -> None:
     """Kill a slot, the winner's slot, and a worker at a random step of a real training.
 
@@ -175,10 +174,10 @@ def test_killed_processes_are_restarted_and_nothing_changes(
         {"role": "slot", "epoch": 2, "phase": "send_candidate_state"},
         {"role": "worker", "index": worker, "epoch": 2, "phase": "main_train", "step": step},
     ]
-    monkeypatch.setenv(VARIABLE, json.dumps(faults))
     uri = s3.new_uri()
     s3.faults.extend([None, refuse("SlowDown"), None, cut] * 20)
-    disturbed = run(quickstart(uri, epochs=epochs))
+    with injected(faults):
+        disturbed = run(quickstart(uri, epochs=epochs))
     assert len(s3.faults) < 50
     restarts = disturbed.summary["restarts"]
     assert (restarts["slot"], restarts["worker"]) == (2, 2)

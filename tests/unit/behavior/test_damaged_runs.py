@@ -160,7 +160,7 @@ def test_a_resume_that_is_refused_changes_no_byte(
             assert refusal or name == INDEX, (name, damage)
 
 
-@pytest.mark.parametrize("damage", BYTES.keys() - {"too large"})
+@pytest.mark.parametrize("damage", sorted(BYTES.keys() - {"too large"}))
 @pytest.mark.parametrize("name", ["epochs.jsonl", INDEX, "checkpoints/epoch-0002/rest.pt"])
 def test_a_run_under_a_uri_is_refused_without_a_change(
     unfinished: Path, s3: S3Server, damage: str, name: str
@@ -198,9 +198,9 @@ def test_records_are_read_rightly_or_refused(
     for name in names + ["result.json"] * (state == "finished"):
         copy = copied(run_dir, name, damage)
         before = tree(copy)
-        for command in ("report", "watch", "runs"):
+        for command in ("report", "runs"):
             target = copy.parent if command == "runs" else copy
-            arguments = [command, str(target), *["--json"] * (command != "watch")]
+            arguments = [command, str(target), "--json"]
             result = CliRunner().invoke(cli.main, arguments)
             assert result.exception is None or isinstance(result.exception, SystemExit), result
             assert tree(copy) == before

@@ -22,7 +22,7 @@ from rich.console import Console
 import raytrain_opt
 from raytrain_opt import cli
 from raytrain_opt.commands import predict
-from raytrain_opt.commands.doctor.checks import ok, print_findings
+from raytrain_opt.commands.doctor import Finding, print_findings
 from raytrain_opt.commands.predict import Prediction
 from raytrain_opt.config.data import ArraySetData
 from raytrain_opt.config.functions import resolve_function
@@ -150,17 +150,16 @@ def test_names_and_records_are_shown_in_one_line_with_escapes(
     job = write_job(tmp_path, f"storage_path: {json.dumps(NAME)}")
     outputs = {
         "runs": CliRunner().invoke(cli.main, ["runs", str(storage)]).output,
-        "watch": CliRunner().invoke(cli.main, ["watch", str(run_dir)]).output,
         "report": CliRunner().invoke(cli.main, ["report", str(run_dir)]).output,
         "validate": CliRunner().invoke(cli.main, ["validate", job]).output,
     }
     prediction = Prediction(NAME, ((NAME, 1.0),))
     monkeypatch.setattr(predict, "predict", lambda *_, **__: iter([prediction]))
     with redirect_stdout(io.StringIO()) as output:
-        predict.print_predictions(cast("Any", None), [], top=1, as_json=False)
+        predict.print_predictions(cast("Any", None), [], as_json=False)
     outputs["predict"] = output.getvalue()
     with redirect_stdout(io.StringIO()) as output:
-        print_findings([ok(NAME, NAME)])
+        print_findings([Finding(NAME, "ok", NAME)])
     outputs["doctor"] = output.getvalue()
     for command, text in outputs.items():
         assert not set(NAME) - set(SHOWN) - {"\n"} & set(text), command

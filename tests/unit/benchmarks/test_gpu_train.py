@@ -71,15 +71,6 @@ def test_a_variant_without_enough_memory_does_not_end_the_others(
     assert (variants["learner"]["status"], variants["learner"]["ratio"]) == ("ok", None)
 
 
-def test_graphs_that_the_product_refuses_are_not_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(VARIANTS, "learner", VARIANTS["learner_graphs"])
-    refused = trial(capsys, "--variants", "learner")["learner"]
-    assert refused["status"] == "refused"
-    assert refused["why"]
-
-
 def test_the_step_of_timm(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("timm")
     assert trial(capsys, "--variants", "timm")["timm"]["ratio"] == 1

@@ -447,7 +447,10 @@ def test_missing_data_are_named(tmp_path: Path) -> None:
             task.prepare(tmp_path, tmp_path / "prepared")
 
 
-@pytest.mark.parametrize("task", benchmark.ALL_TASKS.values(), ids=lambda t: t.name)
+KNOWN_SETS = [task for task in benchmark.ALL_TASKS.values() if ":" not in task.source]
+
+
+@pytest.mark.parametrize("task", KNOWN_SETS, ids=lambda t: t.name)
 def test_the_network_of_each_task_takes_its_images(task: Task) -> None:
     channels = 1 if task.source.startswith("fashion_mnist") else 3
     shape = (32,) if task.source == "text" else (channels, task.side, task.side)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -15,11 +15,6 @@ from ray._private.node import Node
 from ray.core.generated.gcs_pb2 import ActorTableData, PlacementGroupTableData
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
-from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy
-from ray.train.v2._internal.execution.worker_group import state as worker_group_state
-from ray.train.v2._internal.execution.worker_group import worker_group
-from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 import raytrain_opt
@@ -82,6 +77,14 @@ def test_the_program_that_starts_processes_is_replaced_and_put_back() -> None:
     assert (workers / "default_worker.py").is_file()
 
 
+def test_without_the_hook_of_the_fork_server_ray_starts_its_processes_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(ray_constants, "SETUP_WORKER_FILENAME")
+    with ray_private.start_processes_with("/folder/program.py"):
+        assert not hasattr(ray_constants, "SETUP_WORKER_FILENAME")
+
+
 def test_the_tables_of_actors_and_groups_have_the_fields_that_are_read() -> None:
     actor = ActorTableData.DESCRIPTOR.fields_by_name
     needed = {"actor_id", "class_name", "state", "address", "owner_address", "pid", "is_detached"}
@@ -110,70 +113,33 @@ def test_a_nil_identity_is_no_identity(nil: bytes) -> None:
     assert ray_private._hex(b"\x01\xff") == "01ff"
 
 
-def test_ray_train_starts_the_helpers_that_are_left_out() -> None:
+def test_ray_train_starts_the_cleaner_that_is_left_out() -> None:
     source = inspect.getsource(DataParallelTrainer._create_default_callbacks)
-    for name in ray_private.UNUSED_TRAIN_CALLBACKS:
-        assert name in source
-        assert hasattr(data_parallel_trainer, name)
+    assert "PlacementGroupCleanerCallback()" in source
     assert "_create_default_callbacks()" in inspect.getsource(DataParallelTrainer.fit)
 
 
-def test_a_trainer_runs_here_with_the_other_callbacks() -> None:
-    class DatasetsCallback: ...
+def test_a_trainer_has_its_other_callbacks() -> None:
+    class PlacementGroupCleanerCallback: ...
 
     class Other: ...
 
     class Trainer:
         def _create_default_callbacks(self) -> list[object]:
-            return [DatasetsCallback(), Other()]
+            return [PlacementGroupCleanerCallback(), Other()]
 
-        def _initialize_and_run_controller(self) -> None: ...
-
-    trainer = Trainer()
-    before = trainer._initialize_and_run_controller
-    ray_private.run_without_helpers(trainer)  # type: ignore[arg-type]
-    assert [type(callback).__name__ for callback in trainer._create_default_callbacks()] == [
-        "Other"
-    ]
-    assert trainer._initialize_and_run_controller != before
-    ray_private.run_without_helpers(object())  # type: ignore[arg-type]
+    trainer: Any = ray_private.without_cleaner(Trainer())  # type: ignore[arg-type]
+    assert [type(callback) for callback in trainer._create_default_callbacks()] == [Other]
+    renamed: Any = object()
+    assert ray_private.without_cleaner(renamed) is renamed
 
 
-def test_ray_train_runs_a_controller_that_can_run_in_any_process() -> None:
-    assert "_initialize_and_run_controller(" in inspect.getsource(DataParallelTrainer.fit)
-    arguments = inspect.signature(TrainController.__init__).parameters
-    assert {"scaling_policy", "callbacks", "train_fn_ref", "train_run_context"} <= set(arguments)
-    assert inspect.iscoroutinefunction(TrainController.run)
-    for name in ("after_controller_start", "_maybe_send_resource_request"):
-        assert callable(getattr(ScalingPolicy, name))
-
-
-def test_ray_train_starts_a_barrier_that_is_replaced() -> None:
-    """And calls nothing else of it, unless `ray.train.report` or preemption notices are used."""
-    source = inspect.getsource(worker_group)
-    created = r"SynchronizationActor\.options\(.*?\)\.remote\(\s*timeout_s="
-    assert re.search(created, source, re.DOTALL)
-    called = set(re.findall(r"sync_actor\.(\w+)\.remote", source))
-    assert called == {"reset", "set_required_ranks"}
-    assert "_shutdown_sync_actor(self.sync_actor)" in inspect.getsource(worker_group_state)
-    barrier = pickle.loads(pickle.dumps(ray_private.NoBarrier()))  # as the workers get it
-    assert barrier.options(label_selector={}).remote(timeout_s=1) is barrier
-
-
-def test_a_local_node_starts_without_helper_processes() -> None:
-    names = ("start_api_server", "start_monitor", "start_log_monitor")
-    before = [getattr(Node, name) for name in names]
-    with ray_private.without_helper_processes(log_monitor=True):
-        replaced = [getattr(Node, name) != old for name, old in zip(names, before, strict=True)]
-    assert replaced == [True, True, False]
-    assert [getattr(Node, name) for name in names] == before
-    source = inspect.getsource(Node)
-    assert all(f"self.{name}(" in source for name in names)
-
-
-def test_ray_has_the_settings_of_a_local_node() -> None:
-    program = Path(services.RAYLET_EXECUTABLE).read_bytes()
-    assert [name for name in ray_private.LOCAL_SETTINGS if name.encode() not in program] == []
+def test_a_local_node_starts_without_the_api_server() -> None:
+    before = Node.start_api_server
+    with ray_private.without_api_server():
+        assert Node.start_api_server != before
+    assert Node.start_api_server == before
+    assert "self.start_api_server(" in inspect.getsource(Node)
 
 
 def test_processes_import_from_the_folders_of_the_driver(tmp_path: Path) -> None:
@@ -188,7 +154,7 @@ def test_no_other_module_uses_what_ray_does_not_document() -> None:
     """Import-linter does not see the modules of an external package."""
     package = Path(raytrain_opt.__file__).parent
     undocumented = re.compile(
-        r"\bray\._(?!_)|ray\.core\.generated|_create_default_callbacks|_initialize_and_run_controller|v2\._internal|class_cache|\._actor_id\b"
+        r"\bray\._(?!_)|ray\.core\.generated|_create_default_callbacks|v2\._internal|class_cache|\._actor_id\b"
     )
     users = {
         path.relative_to(package).as_posix()

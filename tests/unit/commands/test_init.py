@@ -41,7 +41,7 @@ def write_classes(folder: Path, mode: str = "RGB", /, **counts: int) -> None:
 def initialize(folder: Path, output: Path, label_column: str | None = None) -> tuple[Job, str]:
     """Return the job that was written, which has passed the checks before a run, and the table."""
     lines: list[str] = []
-    init(folder, output, 2000, lambda line: lines.append(str(line)), label_column)
+    init(folder, output, lambda line: lines.append(str(line)), label_column)
     job = load_job(output)
     assert check_job(job) == []
     assert run_preflight(job).resolved is not None
@@ -219,7 +219,7 @@ def test_a_table_that_may_mean_several_things_is_refused(
         write_image(folder / "images" / f"x{i}.png")
     (folder / "meta.csv").write_text("\n".join(lines))
     with pytest.raises(DataError, match=message) as caught:
-        init(folder, output, 10, lambda _: None)
+        init(folder, output, lambda _: None)
     assert "meta.csv" in str(caught.value)
     assert not output.exists()
 
@@ -235,14 +235,14 @@ def test_the_column_of_labels_can_be_named(tmp_path: Path, output: Path) -> None
     output.with_name("job-labels.csv").unlink()
     for wrong in ("id", "age"):
         with pytest.raises(DataError, match="which may be label, diagnosis"):
-            init(folder, output, 10, lambda _: None, wrong)
+            init(folder, output, lambda _: None, wrong)
     (folder / "t.csv").unlink()
     write_classes(folder, a=3, b=3)
     with pytest.raises(DataError, match="has no data to train on"):
-        init(folder, output, 10, lambda _: None, "diagnosis")
+        init(folder, output, lambda _: None, "diagnosis")
     (folder / "loop").symlink_to("loop")
     with pytest.raises(DataError, match="cannot be read: .*symbolic links"):
-        init(folder, output, 10, lambda _: None)
+        init(folder, output, lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_a_folder_that_cannot_be_trained_on_is_explained(
     folder.mkdir()
     write(folder)
     with pytest.raises(DataError, match=message):
-        init(folder, output, 10, lambda _: None)
+        init(folder, output, lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
@@ -413,7 +413,7 @@ def test_of_several_tables_the_one_with_the_images_of_all_others_is_read(
     output.with_name("job-labels.csv").unlink()
     (folder / "a_submission.csv").write_text("\n".join(["id,label", *lines[40:]]))
     with pytest.raises(DataError, match=r"several tables .*a_submission\.csv .*labels\.csv"):
-        init(folder, output, 10, lambda _: None)
+        init(folder, output, lambda _: None)
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, output: Path) -> None:
@@ -436,7 +436,7 @@ def test_a_class_without_any_readable_file_is_an_error(tmp_path: Path, output: P
     with pytest.raises(
         DataError, match="none of the 8 files of class b can be read; .*not an image"
     ):
-        init(tmp_path / "set", output, 3, lambda _: None)
+        init(tmp_path / "set", output, lambda _: None)
 
 
 def test_a_table_selects_no_image_whose_name_others_have(tmp_path: Path, output: Path) -> None:
@@ -447,7 +447,7 @@ def test_a_table_selects_no_image_whose_name_others_have(tmp_path: Path, output:
     lines = [f"x{i},{'ab'[i % 2]}" for i in range(20)]
     (folder / "labels.csv").write_text("\n".join(["id,label", *lines]))
     with pytest.raises(DataError, match="line 2: x0 names several images"):
-        init(folder, output, 10, lambda _: None)
+        init(folder, output, lambda _: None)
     lines = [line.replace(",", ".png,") for line in lines]
     (folder / "labels.csv").write_text("\n".join(["id,label", *lines]))
     rows = rows_of(initialize(folder, output)[0])  # by their paths
@@ -459,7 +459,7 @@ def test_nothing_is_overwritten(tmp_path: Path, output: Path, name: str) -> None
     write_classes(tmp_path / "set", a=3, b=3)
     (tmp_path / name).write_text("mine")
     with pytest.raises(DataError, match=rf"{name}: exists, and init overwrites nothing"):
-        init(tmp_path / "set", output, 10, lambda _: None)
+        init(tmp_path / "set", output, lambda _: None)
     assert (tmp_path / name).read_text() == "mine"
 
 

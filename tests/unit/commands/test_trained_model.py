@@ -97,7 +97,7 @@ def test_a_moved_checkpoint_needs_neither_job_nor_data(digits: str, tmp_path: Pa
 
 
 def test_image_files_get_the_classes_of_their_folders(photo_run: str, photos: Path) -> None:
-    result = invoke("predict", photo_run, str(photos / "val"), "--top", "1", "--json")
+    result = invoke("predict", photo_run, str(photos / "val"), "--json")
     assert result.exit_code == 0, result.output
     predictions = json.loads(result.output)["predictions"]
     assert len(predictions) == 12
@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
 
 
 def test_a_checkpoint_that_was_not_kept_names_those_that_were(tmp_path: Path) -> None:
-    checkpoints = trained(tmp_path, epochs=3, checkpoint={"keep_best": False}) + "/checkpoints"
+    checkpoints = trained(tmp_path, epochs=3, evaluate={"every_epochs": 3}) + "/checkpoints"
     with pytest.raises(JobError, match=r"complete checkpoints: epoch-0002, epoch-0003 \(given"):
         load_model(f"{checkpoints}/epoch-0001")
 

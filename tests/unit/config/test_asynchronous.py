@@ -22,7 +22,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"precision": "fp16"}, "precision", "use bf16"),
     ({"optimizer": {"name": "SGD", "clip_norm": 1}}, "optimizer.clip_norm", "use mode: sync"),
-    ({"average": {"kind": "ema"}}, "average", "needs parallel.mode: sync"),
+    ({"average": {"decay": "auto"}}, "average", "needs parallel.mode: sync"),
     (
         {
             "optimizer": "ScheduleFreeSGD",
@@ -37,7 +37,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "continue without a worker that died",
     ),
     (
-        {"parallel": {**ASYNC, "gradient_buckets": "auto"}},
+        {"parallel": {**ASYNC, "gradient_buckets": [1]}},
         "parallel.gradient_buckets",
         "belongs to parallel.mode",
     ),

@@ -22,7 +22,7 @@ def test_every_field_of_the_job_has_a_row_with_its_default() -> None:
         assert " ".join(str(field.description).split()).split("<")[0] in reference
     assert "| `global_batch_size` | integer > 0 | required |" in reference
     assert "| `precision` | `auto`, `fp32`, `fp32_strict`, `bf16`, `fp16` | `auto` |" in reference
-    assert "| `data.validation_max_samples` | integer > 0 | `5000` |" in reference
+    assert "| `data.shuffle_shards` | integer > 0 | `16` |" in reference
 
 
 def test_every_section_has_its_meaning() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, one_hot
 
-from raytrain_opt.config.data import ArraysData, Augment, HoldOut
+from raytrain_opt.config.data import Augment
 from raytrain_opt.config.schema import LossSection
 from raytrain_opt.data.augmentation import Augmentation
 from raytrain_opt.data.base import Batch
-from raytrain_opt.data.in_memory import InMemoryData
-from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import DataError
 from raytrain_opt.train.task import Classification
 
@@ -113,49 +110,6 @@ def test_a_policy_changes_images_by_their_seeds(policy: str) -> None:
     assert len({image.numpy().tobytes() for image in changed}) > 3
     assert torch.equal(augmentation.apply_policy(images[2:4], 0, np.array([2, 3])), changed[2:4])
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_stronger_magnitude_changes_more() -> None:
-    images = torch.arange(6 * 16 * 12 * 3).reshape(6, 16, 12, 3).to(torch.uint8)
-    means = [
-        (
-            new_augmentation(policy="rand_augment", magnitude=m).apply_policy(
-                images, 0, np.arange(6)
-            )
-            * 1.0
-        )
-        .sub(images)
-        .abs()
-        .mean()
-        for m in (1, 20)
-    ]
-    assert means[0] < means[1]
-
-
-def test_repeats_put_copies_side_by_side_that_are_augmented_differently() -> None:
-    x = np.random.default_rng(0).integers(0, 256, (50, 16, 12, 3), dtype=np.uint8)
-    arrays = DatasetArrays(x, np.arange(50), x[:2], np.arange(2), 50)
-    section = ArraysData(
-        name="arrays",
-        train=("x", "y"),
-        test=("x", "y"),
-        augment=Augment(repeats=3, policy="trivial_augment"),
-    )
-    data = InMemoryData(
-        arrays,
-        section,
-        hold_out=HoldOut(0.0),
-        seed=0,
-        device=torch.device("cpu"),
-        channels_last=False,
-    )
-    assert data.info.steps_per_epoch(12) == 4
-    batches = list(data.train_batches(1, product(range(4), range(1)), 1, 12))
-    y = torch.cat([batch.y for batch in batches])
-    assert y.tolist() == [label for label in y[::3].tolist() for _ in range(3)]
-    assert len(set(y.tolist())) == 16
-    images = {image.numpy().tobytes() for batch in batches for image in batch.x}
-    assert len(images) > 40
 
 
 @pytest.mark.parametrize(

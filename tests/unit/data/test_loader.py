@@ -953,7 +953,10 @@ GOOD = (torch.zeros(2), 0)
             "the train set of .* is Endless; .*map-style",
         ),
         (dataset_section(lambda: (Fixed(GOOD), Fixed())), "the test set of .* is empty"),
-        (dataset_section(failing), r"raised KeyError: 'weather' \(at .*test_loader\.py:\d+ in f"),
+        (
+            dataset_section(failing),
+            r"raised KeyError: 'weather' \(at .*test_loader\.py:\d+ in failing\)",
+        ),
         (dataset_section(args={"size": 3}), r"data\.args \{'size': 3\}, raised TypeError"),
         (
             samples_section(7),

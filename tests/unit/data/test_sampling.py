@@ -12,13 +12,11 @@ from raytrain_opt.errors import DataError
 
 
 @pytest.mark.parametrize(
-    ("size", "fraction", "max_samples", "expected"),
-    [(100, 0.1, 5000, 10), (100, 0.1, 7, 7), (100, 0.001, 5000, 1), (100, 0.0, 5000, 0)],
+    ("size", "fraction", "expected"),
+    [(100, 0.1, 10), (60_000, 0.1, 5000), (100, 0.001, 1), (100, 0.0, 0)],
 )
-def test_size_of_the_validation_split(
-    size: int, fraction: float, max_samples: int, expected: int
-) -> None:
-    train, validation = sampling.split_validation(size, HoldOut(fraction, max_samples), seed=3)
+def test_size_of_the_validation_split(size: int, fraction: float, expected: int) -> None:
+    train, validation = sampling.split_validation(size, HoldOut(fraction), seed=3)
     assert len(validation) == expected
     assert sorted([*train, *validation]) == list(range(size))
     assert (np.diff(train) > 0).all()

@@ -20,7 +20,6 @@ EVERYTHING = {
     "random_erasing": 0.5,
     "mixup": 0.5,
     "cutmix": 1.0,
-    "repeats": 2,
 }
 
 

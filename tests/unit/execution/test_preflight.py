@@ -165,6 +165,34 @@ def test_the_network_decides_the_order_of_optimizers_and_whether_channels_are_no
     assert resolved.policy.step_flops < 1e8  # so the search may take one training
 
 
+class TokensWithNorm(nn.Module):
+    """Embeddings of the pixels' numbers, and BatchNorm."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(17, 4), nn.BatchNorm1d(64 * 4)
+        self.head = nn.Linear(64 * 4, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.tokens(x.flatten(1).abs().long().clamp(max=16))
+        return self.head(self.norm(tokens.flatten(1)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "aux"),
+    [("resnet8", {}), (small_mlp, {"aux": "adamw"}), (TokensWithNorm, {"aux": "adamw"})],
+)
+def test_muon_in_the_list_has_adamw_for_embeddings_and_without_channel_norm(
+    model: Any, aux: dict[str, str]
+) -> None:
+    values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": 8}
+    resolved = run_preflight(parse_job(values)).resolved
+    assert resolved is not None
+    [muon] = [section for section in resolved.job.optimizers if section.name == "Muon"]
+    assert muon.args == {"weight_decay": "auto", **aux}
+    assert muon.group_lr_multipliers == ({"aux": 0.05} if aux else {})
+
+
 def with_extra_state(num_classes: int) -> nn.Module:
     class Counting(nn.Linear):
         def get_extra_state(self) -> Any:

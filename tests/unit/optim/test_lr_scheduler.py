@@ -21,20 +21,18 @@ from raytrain_opt.optim.schedules import (
     MultiStep,
     Polynomial,
     Schedule,
-    Step,
     Warmup,
 )
 
 SCHEDULES: list[Schedule] = [
     Constant(0.3),
-    Step(0.8, 0.5, every=2),
     MultiStep(1.0, 0.1, (1, 3)),
     Linear(0.4, 0.1, steps=4),
     Polynomial(1.6, 0.0, steps=4, power=2.0),
     Cosine(2.0, 0.0, steps=4),
     ArcCotangent(0.8, half=3, steepness=1.0),
     Warmup(0.1, 0.5, 4, "linear", Cosine(0.5, 0.0, 2), origin=4),
-    Warmup(0.1, 0.5, 2, "constant", Step(0.5, 0.1, 3), origin=0),
+    Warmup(0.1, 0.5, 2, "constant", MultiStep(0.5, 0.1, (3,)), origin=0),
 ]
 
 

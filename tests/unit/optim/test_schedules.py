@@ -22,7 +22,6 @@ from raytrain_opt.optim.schedules import (
     MultiStep,
     Polynomial,
     Schedule,
-    Step,
     Warmup,
     build_schedule,
     warmup_lrs,
@@ -41,7 +40,6 @@ R3 = math.sqrt(3)
     ("schedule", "table"),
     [
         (Constant(0.3), [0.3, 0.3, 0.3]),
-        (Step(0.8, 0.5, every=2), [0.8, 0.8, 0.4, 0.4, 0.2]),
         (MultiStep(1.0, 0.1, (1, 3)), [1.0, 0.1, 0.1, 0.01, 0.01]),
         (Linear(0.4, 0.0, steps=4), [0.4, 0.3, 0.2, 0.1, 0.0, 0.0]),
         (Linear(0.4, 0.2, steps=2), [0.4, 0.3, 0.2, 0.2]),
@@ -65,7 +63,10 @@ R3 = math.sqrt(3)
             Warmup(0.1, 0.5, 4, "linear", Linear(0.5, 0.0, 2), origin=4),
             [0.1, 0.2, 0.3, 0.4, 0.5, 0.25, 0.0],
         ),
-        (Warmup(0.1, 0.5, 2, "constant", Step(0.5, 0.1, 3), origin=0), [0.1, 0.1, 0.5, 0.05]),
+        (
+            Warmup(0.1, 0.5, 2, "constant", MultiStep(0.5, 0.1, (3,)), origin=0),
+            [0.1, 0.1, 0.5, 0.05],
+        ),
     ],
 )
 def test_schedule_follows_its_table(schedule: Schedule, table: list[float]) -> None:
@@ -76,7 +77,6 @@ def test_schedule_follows_its_table(schedule: Schedule, table: list[float]) -> N
     ("schedule", "table"),
     [
         (Constant(0.3), {0.5: 0.3}),
-        (Step(0.8, 0.5, every=2), {0.5: 0.8, 1.99: 0.8, 2.0: 0.4, 3.5: 0.4, 4.25: 0.2}),
         (MultiStep(1.0, 0.1, (1, 3)), {0.99: 1.0, 1.5: 0.1, 2.99: 0.1, 3.0: 0.01}),
         (Linear(0.4, 0.0, steps=4), {0.5: 0.35, 2.25: 0.175, 4.5: 0.0}),
         (Polynomial(1.6, 0.0, steps=4, power=2.0), {0.5: 1.225, 3.5: 0.025, 4.5: 0.0}),
@@ -136,7 +136,6 @@ def torch_rates(make_scheduler: Any, steps: int, lr: float = 0.4) -> list[float]
     ("schedule", "make_scheduler"),
     [
         (Constant(0.4), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
-        (Step(0.4, 0.3, every=5), lambda o: lr_scheduler.StepLR(o, 5, gamma=0.3)),
         (MultiStep(0.4, 0.3, (3, 9)), lambda o: lr_scheduler.MultiStepLR(o, [3, 9], gamma=0.3)),
         (Linear(0.4, 0.1, 12), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.25, total_iters=12)),
         (Polynomial(0.4, 0.0, 12, 3.0), lambda o: lr_scheduler.PolynomialLR(o, 12, power=3.0)),
@@ -157,7 +156,6 @@ def test_schedule_equals_torchs(schedule: Schedule, make_scheduler: Any) -> None
 
 SHAPES: dict[str, dict[str, Any]] = {
     "constant": {},
-    "step": {"every_epochs": 2},
     "multistep": {"milestones": [2, 4]},
     "linear": {"final": 0.01},
     "polynomial": {"final": 0.01, "power": 3.0},
@@ -196,9 +194,8 @@ def test_decay_covers_the_steps_after_the_warmup(shape: str, warmup_epochs: int)
 
 
 @pytest.mark.parametrize("warmup_epochs", [0, 1])
-@pytest.mark.parametrize("shape", ["step", "multistep"])
-def test_drops_count_epochs_from_the_start_of_training(shape: str, warmup_epochs: int) -> None:
-    schedule = build_schedule(policy(shape, warmup_epochs), epochs=6, steps_per_epoch=5)
+def test_drops_count_epochs_from_the_start_of_training(warmup_epochs: int) -> None:
+    schedule = build_schedule(policy("multistep", warmup_epochs), epochs=6, steps_per_epoch=5)
     expected = [0.2] * 10 + [0.02] * 10 + [0.002] * 10
     first = warmup_epochs * 5
     assert rates(schedule, 30)[first:] == pytest.approx(expected[first:])
@@ -227,7 +224,7 @@ def test_every_shape_follows_either_warmup(shape: str) -> None:
         lrs = rates(build_schedule(policy(shape, 2, kind), epochs=6, steps_per_epoch=5), 30)
         assert lrs[:3] == pytest.approx(start)
         assert lrs[9] == pytest.approx(0.182 if kind == "linear" else 0.02)
-        if shape in ("step", "multistep", "arc_cotangent"):
+        if shape in ("multistep", "arc_cotangent"):
             assert lrs[10:] == rates(without_warmup, 30)[10:]
 
 

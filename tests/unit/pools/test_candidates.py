@@ -39,14 +39,12 @@ class FakeLearner:
         precision="fp32",
         channels_last=False,
         compile="off",
-        batch_norm=SimpleNamespace(sync=False),
     )
     info = SimpleNamespace(sample_shape=(1,))
     compiled = "off"
-    network_graph = None
     kernels: tuple[str, ...] = ()
     data = SimpleNamespace(processes=0)
-    optimizer = torch.optim.SGD([torch.zeros(1)])
+    optimizer = torch.optim.SGD([torch.zeros(1)], foreach=True)
     device = torch.device("cpu")
     parallel = SimpleNamespace(report=dict)
 
@@ -150,3 +148,16 @@ def test_a_slot_that_was_given_up_trains_nothing() -> None:
     command = a_round(states, 0.2, 0.1)
     reply = slot.handle(Pretrain(command.state, command.plan, (1, 2)), ignore)
     assert (reply.results, learner.trained) == ((), 0)
+
+
+def test_a_worker_says_what_was_chosen_for_a_step() -> None:
+    worker, _, states = make("worker")
+    reply = worker.handle(MainTrain(states.put("a", FakeState(1.0)), 1, 2, (0.1,)), ignore)  # type: ignore[arg-type]
+    assert reply.parallel["step"] == {
+        "precision": "fp32",
+        "kernels": (),
+        "memory_format": "contiguous",
+        "compile": "off",
+        "optimizer": "foreach SGD",
+        "loader_processes": 0,
+    }

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from raytrain_opt.monitoring.process_usage import Usage
 from raytrain_opt.pools.commands import (
     Close,
+    CommandTime,
     Failure,
     Instruction,
     Progress,
@@ -29,7 +29,7 @@ from raytrain_opt.recording.spans import Event, Span
 
 T = TypeVar("T")
 LIMIT_S = 5.0
-USAGE = Usage(duration_s=2.0, utilization_pct=80.0, memory_mib=300.0, timings_s={})
+TIME = CommandTime(duration_s=2.0)
 
 
 def play(scene: Callable[[Mailbox], Awaitable[T]]) -> T:
@@ -64,10 +64,10 @@ async def join(box: Mailbox, *residents: Resident) -> None:
 
 
 async def reply(
-    box: Mailbox, sender: Resident, number: int, value: Any, usage: Usage | None = None
+    box: Mailbox, sender: Resident, number: int, value: Any, time: CommandTime | None = None
 ) -> None:
     failed = isinstance(value, Failure | StateLost)
-    await box.receive([Reply(sender.sender, number, value, failed, usage)])
+    await box.receive([Reply(sender.sender, number, value, failed, time)])
 
 
 async def report(box: Mailbox, sender: Resident, number: int, progress: Progress | None) -> bool:
@@ -333,13 +333,6 @@ def test_only_progress_ends_the_silence(monkeypatch: pytest.MonkeyPatch) -> None
     play(scene)
 
 
-def test_only_the_first_claim_is_the_first() -> None:
-    async def scene(box: Mailbox) -> list[bool]:
-        return [await box.is_first(claim) for claim in ("a", "b", "a", "a", "b")]
-
-    assert play(scene) == [True, True, False, False, False]
-
-
 def test_a_group_that_restarted_with_fewer_workers_does_without_the_others() -> None:
     async def scene(box: Mailbox) -> list[int]:
         await join(box, worker(0), worker(1))
@@ -367,19 +360,15 @@ def test_a_command_is_recorded_once_with_its_start(monkeypatch: pytest.MonkeyPat
         await join(box, resident(0), resident(1))
         number = await post(box, "slot", 1)
         now[0] += 5
-        usage = Usage(
-            duration_s=2.0, utilization_pct=80.0, memory_mib=300.0, timings_s={"load_s": 0.5}
-        )
-        await reply(box, resident(1), number, "done", usage)
-        await reply(box, resident(0), number - 1, "late", usage)
+        time = CommandTime(duration_s=2.0, timings_s={"load_s": 0.5})
+        await reply(box, resident(1), number, "done", time)
+        await reply(box, resident(0), number - 1, "late", time)
         span = Span(
             process="slot 1",
             command=SendInitialState.name,
             start_s=103.0,
             duration_s=2.0,
             timings_s={"load_s": 0.5},
-            utilization_pct=80.0,
-            memory_mib=300.0,
         )
         assert await box.drain_log("slot", 0) == (105.0, [span])
         assert await box.drain_log("slot", 1) == (105.0, [])
@@ -433,11 +422,11 @@ def test_a_call_that_ray_repeats_after_a_cut_connection_has_its_effect_once() ->
         assert (await box.status("slot")).restarts == 0
         await post(box, "slot", 1)
         for _ in range(2):
-            await reply(box, resident(0), 1, "first", USAGE)
+            await reply(box, resident(0), 1, "first", TIME)
             await post(box, "slot", 1)
             await box.join(resident(0))
         assert [overdue.index for overdue in await box.overdue("slot", range(2))] == [1]
-        await reply(box, resident(1), 1, "second", USAGE)
+        await reply(box, resident(1), 1, "second", TIME)
         _, records = await box.drain_log("slot", 0)
         assert [(r.process, type(r)) for r in records] == [("slot 0", Span), ("slot 1", Span)]
         assert (await box.drain_log("slot", 0))[1] == records
@@ -464,7 +453,7 @@ def test_late_messages_of_a_process_that_was_replaced_are_dropped() -> None:
         await post(box, "slot", 1)
         await box.join(new)
         await report(box, old, 1, Progress(7, 9))
-        await reply(box, old, 1, "with a state that died with it", USAGE)
+        await reply(box, old, 1, "with a state that died with it", TIME)
         assert (await box.status("slot")).progress is None
         await reply(box, resident(1), 1, "b")
         collected = await waiting(box.collect("slot", 1, range(2)))
@@ -494,8 +483,8 @@ def test_of_a_large_pool_some_residents_and_the_slowest_are_recorded() -> None:
         for number in (1, 2):
             await post(box, "slot", number)
             for index in range(count):
-                usage = Usage(duration_s=9.0 if index == 20 + number else 1.0)
-                await reply(box, resident(index), number, "done", usage)
+                time = CommandTime(duration_s=9.0 if index == 20 + number else 1.0)
+                await reply(box, resident(index), number, "done", time)
             await box.collect("slot", number, range(count))
             _, records = await box.drain_log("slot", sum(map(len, recorded)))
             recorded.append([str(record.process) for record in records])
@@ -528,7 +517,7 @@ def function_calls(count: int) -> int:
                 sender = ("worker", index, "node", 1)
                 assert await box.report(Report(sender, number, Progress(1, 2))) == Instruction()
                 polls[index] = asyncio.create_task(
-                    box.exchange("worker", number, Reply(sender, number, "done", usage=USAGE))
+                    box.exchange("worker", number, Reply(sender, number, "done", time=TIME))
                 )
                 await asyncio.sleep(0)  # so that whoever waits looks at every single reply
             assert len(await collected) == count

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from raytrain_opt.monitoring.process_usage import Usage
 from raytrain_opt.pools import relay as module
 from raytrain_opt.pools.commands import (
     Close,
+    CommandTime,
     Instruction,
     Progress,
     Reply,
@@ -212,7 +212,7 @@ def test_residents_that_are_to_stop_early_agree_through_their_relays(
     play(scene)
 
 
-def test_usage_goes_up_of_recorded_residents_and_of_the_one_that_took_longest() -> None:
+def test_times_go_up_of_recorded_residents_and_of_the_one_that_took_longest() -> None:
     class Upstream(Mailbox):
         received: list[Any] = []
 
@@ -221,10 +221,10 @@ def test_usage_goes_up_of_recorded_residents_and_of_the_one_that_took_longest() 
             return await super().receive(messages)
 
     async def scene() -> None:
-        usages = [Usage(duration_s=float(i % 19)) for i in range(20)]
-        replies = [Reply(resident(i).sender, 1, "", usage=u) for i, u in enumerate(usages)]
+        durations = [CommandTime(duration_s=float(i % 19)) for i in range(20)]
+        replies = [Reply(resident(i).sender, 1, "", time=time) for i, time in enumerate(durations)]
         await Relay(Handle(Upstream())).receive(replies)
 
     play(scene)
     assert [r.sender[1] for r in Upstream.received] == list(range(20))
-    assert [r.sender[1] for r in Upstream.received if r.usage] == [*range(16), 18]
+    assert [r.sender[1] for r in Upstream.received if r.time] == [*range(16), 18]

@@ -19,7 +19,6 @@ import pytest
 import ray
 
 from raytrain_opt.errors import PoolError, RaytrainOptError
-from raytrain_opt.monitoring.process_usage import UsageMeter
 from raytrain_opt.pools.commands import (
     Close,
     Command,
@@ -38,7 +37,6 @@ from raytrain_opt.pools.commands import (
     StateRef,
     to_failure,
 )
-from raytrain_opt.pools.faults import Fault
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.resident import CommandLoop, peer_failure_grace_s
 
@@ -83,9 +81,6 @@ class FakeMailbox:
         assert number == self.number
         self.reports.append(progress)
         return Instruction()
-
-    def is_first(self, claim: str) -> bool:
-        return True
 
 
 class Closed(FakeMailbox):
@@ -136,13 +131,11 @@ class Echo:
 def run(
     echo: Echo,
     *commands: Command,
-    faults: tuple[Fault, ...] = (),
     mailbox: FakeMailbox | None = None,
 ) -> FakeMailbox:
     mailbox = mailbox or FakeMailbox(deque(commands))
     resident = Resident("worker", 0, "node", 1, "log")
-    meter = UsageMeter(None, lambda: 1.0)
-    CommandLoop(mailbox, resident, 60.0, faults, 0.0, meter).run(echo)  # type: ignore[arg-type]
+    CommandLoop(mailbox, resident, 60.0, 0.0).run(echo)  # type: ignore[arg-type]
     return mailbox
 
 
@@ -215,15 +208,6 @@ def test_a_lost_state_is_a_reply() -> None:
 
     [reply] = run(Echo(act), EVALUATE).replies
     assert isinstance(reply, StateLost)
-
-
-def test_a_fault_happens_in_the_resident_it_is_for() -> None:
-    own = Fault(role="worker", phase="evaluate", action="raise")
-    others = Fault(role="slot", phase="evaluate", action="raise")
-    [reply] = run(Echo(), EVALUATE, faults=(others, own)).replies
-    assert isinstance(reply, Failure)
-    assert "injected failure 1" in str(reply.error)
-    assert run(Echo(), EVALUATE, faults=(others,)).replies == ["evaluate"]
 
 
 @pytest.mark.parametrize("kind", [Closed, Dead])
@@ -323,9 +307,6 @@ class MailboxOf:
         report = Report(self.resident.sender, number, progress, stop)
         return self.thread.call(self.thread.box.report(report))
 
-    def is_first(self, claim: str) -> bool:
-        return True
-
 
 @pytest.mark.parametrize("when_s", [0.0, 0.05, 0.1, 0.2])
 def test_workers_that_are_to_stop_early_stop_before_the_same_step(when_s: float) -> None:
@@ -348,9 +329,8 @@ def test_workers_that_are_to_stop_early_stop_before_the_same_step(when_s: float)
 
     def work(rank: int) -> None:
         resident = Resident("worker", rank, "node", rank, "log")
-        meter = UsageMeter(None, lambda: 1.0)
         mailbox: Any = MailboxOf(thread, resident)
-        CommandLoop(mailbox, resident, 60.0, (), 0.0, meter).run(Trainer())
+        CommandLoop(mailbox, resident, 60.0, 0.0).run(Trainer())
 
     thread.call(thread.box.post("worker", 1, MainTrain(StateRef("1", None), 1, 0, ())))
     with ThreadPoolExecutor(workers) as pool:

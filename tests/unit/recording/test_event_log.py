@@ -27,8 +27,6 @@ SPAN = Span(
     start_s=BEGAN_S + 10,
     duration_s=5.0,
     timings_s={"load_s": float("nan")},
-    utilization_pct=90.0,
-    memory_mib=300.0,
 )
 RESTART = Event(
     kind="restarted",
@@ -80,8 +78,6 @@ def test_spans_and_events_count_from_the_beginning_of_the_run(
             "start_s": 10.0,
             "duration_s": 5.0,
             "timings_s": {"load_s": None},
-            "utilization_pct": 90.0,
-            "memory_mib": 300.0,
         }
     ]
     [event] = lines(paths.events)

@@ -404,7 +404,7 @@ write_json(changed.result, {{}})
 """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-    [copy] = tmp_path.glob("raytrain_opt-*")
+    [copy] = tmp_path.glob("rto-*")
     assert (copy / "result.json").exists()
 
 

@@ -88,7 +88,7 @@ def test_every_plot_is_in_the_page_and_beside_it(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
     plots = {
         "metric", "learning_rate", "batch_size_speed", "timeline",
-        "time_parts", "utilization", "memory", "staleness", "loss", "confusion",
+        "time_parts", "staleness", "loss", "confusion",
         "class_accuracy", "calibration",
     }  # fmt: skip
     assert {f"plot-{name}" for name in plots} == {f["id"] for f in page.all("figure")}
@@ -103,7 +103,7 @@ def test_every_plot_is_in_the_page_and_beside_it(complete_run: Path) -> None:
 def test_tables_hold_the_data(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
     names = {
-        "rounds", "probes", "processes", "utilization", "epochs", "staleness", "events",
+        "rounds", "probes", "processes", "epochs", "staleness", "events",
         "classes", "confusions", "calibration",
     }  # fmt: skip
     assert {table["id"] for table in page.all("table")} == {f"table-{name}" for name in names}

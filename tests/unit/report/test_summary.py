@@ -100,7 +100,7 @@ def test_a_peak_is_stated_with_its_factor(run_dir: Path) -> None:
 def test_the_batch_size_and_the_noise_scale_are_explained(run_dir: Path) -> None:
     text = " ".join(summary_of(with_batch_size_search(run_dir)).sentences)
     assert "5 probes, 21.4 s) chose 128 samples per worker at 17,297 samples/s" in text
-    assert "Gradient noise scale: 310 (280 to 340)" in text
+    assert "Gradient noise scale: 310" in text
 
 
 @pytest.mark.parametrize(
@@ -116,31 +116,8 @@ def test_the_batch_size_and_the_noise_scale_are_explained(run_dir: Path) -> None
             "A training step: fp32, channels_last, fused SGD, loader processes: 4, not compiled.",
         ),
         (
-            {"compiled_s": 0.03, "eager_s": 0.02},
-            "not compiled: forward and backward of a micro-batch took 20 ms, and compiled, on "
-            "trial, 30 ms.",
-        ),
-        (
-            {"compile": "default", "compiled_s": 0.02, "eager_s": 0.03},
-            "compiled (default): forward and backward of a micro-batch took 20 ms, without "
-            "compiling 30 ms (1.5 times as long); the first step, which compiles, took 12.0 s.",
-        ),
-        (
-            {"compile": "default", "compiled_s": 0.02, "eager_s": None},
+            {"compile": "default"},
             "compiled (default); the first step, which compiles, took 12.0 s.",
-        ),
-        (
-            {"graph_s": 0.02, "no_graph_s": 0.03, "graph_refused": None},
-            "With CUDA graphs of the network, forward and backward of a micro-batch took 20 ms, "
-            "without 30 ms (1.5 times as long).",
-        ),
-        (
-            {"graph_s": 0.03, "no_graph_s": 0.03, "graph_refused": "not faster"},
-            "No CUDA graphs of the network: not faster (30 ms, without 30 ms).",
-        ),
-        (
-            {"graph_s": None, "no_graph_s": 0.03, "graph_refused": "RuntimeError: it waits"},
-            "No CUDA graphs of the network: RuntimeError: it waits.",
         ),
     ],
 )

@@ -1,10 +1,13 @@
-"""README.md and docs/ show only jobs, paths, commands, options, fields and links that exist."""
+"""README.md, docs/ and the results show only jobs, paths, commands, options, fields and links
+that exist. Each page is one case, which reports everything that is wrong on it."""
 
 from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,29 +32,38 @@ from raytrain_opt.train.trained_model import model_metadata
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
+INDEX = ROOT / "benchmarks" / "RESULTS.md"
+CHANGELOG = ROOT / "CHANGELOG.md"
 GUIDES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [
-    *GUIDES,
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "benchmarks" / "RESULTS.md",
-]
-# What shows the present state; the changelog also names fields and options of the past.
-CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
+RESULTS = [INDEX, *sorted((ROOT / "benchmarks" / "results").glob("*.md"))]
+PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", CHANGELOG, *RESULTS]
+JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
 # Files that begin with the commands to use them.
-HEADERS = [*sorted((ROOT / "jobs").glob("*.yaml")), *sorted((ROOT / "clusters").glob("*.yaml"))]
-MAX_README_LINES = 160
+HEADERS = [
+    *JOBS,
+    *sorted((ROOT / "clusters").glob("*.yaml")),
+    *sorted((ROOT / "jobs").glob("*.py")),
+]
+# References of every field or paper, which readers search rather than read.
+REFERENCES = {"job-file.md", "run-directory.md", "references.md"}
+MAX_LINES = {README: 150, INDEX: 150}
+MAX_GUIDE_LINES = 3000
 
 COMMAND = re.compile(r"(?:raytrain-opt|-m raytrain_opt) ([a-z][a-z-]*)([^`#\n]*)")
+PYTHON = re.compile(r"\bpython3? (-m )?([\w./]+)")
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 FOLDERS = "jobs|benchmarks|clusters|docs|raytrain_opt|tests"
 MENTION = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./-]*\w)")
 ROOMS = sorted(path.parent.name for path in (ROOT / "raytrain_opt").glob("*/__init__.py"))
 MODULE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(ROOMS)})/[\w/]+\.py)")
+MAKE = re.compile(r"(?:^|`|&& )make ((?:[a-z-]+ ?)+)", re.MULTILINE)
 FIELD = re.compile(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[:=][^`]*)?`")
 SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_]+)*): ([^`]+)`")
+OVERRIDE = re.compile(r"--set ([\w.]+=[^\s`\"]+)")
+HEADER_OVERRIDE = re.compile(r"--set ([\w.]+=)(?:'([^']*)'|(\S+?),?(?=\s|$))")
 FILE_SUFFIXES = {"cff", "html", "json", "jsonl", "md", "npy", "pt", "py", "safetensors", "yaml"}
 STANDALONE = '\nif __name__ == "__main__":\n'
+JOB_SCHEMA = job_schema()
 
 
 def text_of(page: Path) -> str:
@@ -68,30 +80,12 @@ def prose(page: Path) -> str:
     return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
 
 
-def named(page: Path, value: str | list[str]) -> Any:
-    """Return a parameter whose name has the page and the first line of the value."""
-    title = value.splitlines()[0] if isinstance(value, str) else " ".join(value)
-    return pytest.param(page, value, id=f"{page.stem}: {title}")
-
-
-def each_block(language: str) -> list[Any]:
-    return [named(page, block) for page in GUIDES for block in blocks(page, language)]
-
-
 def joined(text: str) -> str:
     """Return a text with the lines joined that end in `\\`, in comments too."""
     return re.sub(r"\\\n#?\s*", "", text)
 
 
-def commands() -> list[Any]:
-    """Return (subcommand, arguments) of every call of the command line."""
-    return [
-        pytest.param(name, arguments, id=f"{page.name}: {name}{arguments}")
-        for page in [*CURRENT, *HEADERS]
-        for name, arguments in COMMAND.findall(joined(text_of(page)))
-    ]
-
-
+@cache
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub gives to the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
@@ -99,155 +93,15 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
 
 
-def links() -> list[Any]:
-    return [named(page, target) for page in PAGES for target in LINK.findall(prose(page))]
-
-
-def mentions(pattern: re.Pattern[str]) -> list[Any]:
-    """Return every path of the repository that a page names, once."""
-    return [
-        named(page, path) for page in PAGES for path in sorted(set(pattern.findall(text_of(page))))
-    ]
-
-
-def test_pages_have_what_is_checked_here() -> None:
-    assert len(each_block("yaml")) >= 10
-    assert len(each_block("python")) >= 5
-    assert len(commands()) >= 20
-    assert len(links()) >= 50
-
-
-def test_the_readme_is_short() -> None:
-    assert len(text_of(README).splitlines()) <= MAX_README_LINES
-
-
-def test_every_page_of_the_documentation_can_be_reached_from_the_readme() -> None:
-    targets = {target.partition("#")[0] for target in LINK.findall(text_of(README))}
-    pages = {page.relative_to(ROOT).as_posix() for page in PAGES}
-    assert pages - targets == {"README.md"}
-
-
-@pytest.mark.parametrize(("page", "target"), links())
-def test_every_link_resolves(page: Path, target: str) -> None:
-    path, _, anchor = target.partition("#")
-    file = (page.parent / path).resolve() if path else page
-    assert file.exists()
-    assert not anchor or anchor in anchors(file)
-
-
-@pytest.mark.parametrize(("page", "path"), mentions(MENTION))
-def test_every_path_exists(page: Path, path: str) -> None:
-    assert (ROOT / path).exists()
-
-
-@pytest.mark.parametrize(("page", "path"), mentions(MODULE))
-def test_every_module_exists(page: Path, path: str) -> None:
-    assert (ROOT / "raytrain_opt" / path).exists()
-
-
-@pytest.mark.parametrize(("page", "text"), each_block("yaml"))
-def test_every_job_is_valid(page: Path, text: str) -> None:
-    assert parse_job(text, source=page.name).name
-
-
-def make_targets() -> set[str]:
-    text = "".join(text_of(page) for page in PAGES)
-    shown = re.findall(r"(?:^|`|&& )make ((?:[a-z-]+ ?)+)", text, re.MULTILINE)
-    return {target for line in shown for target in line.split()}
-
-
-def test_every_make_target_exists() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
-    assert {"install", "quickstart", "test", "docs"} <= make_targets() <= targets
-
-
-@pytest.mark.parametrize(("name", "arguments"), commands())
-def test_every_command_and_option_exists(name: str, arguments: str) -> None:
-    command = cli.main.commands[name]
-    options = {
-        text
-        for parameter in command.params
-        if isinstance(parameter, click.Option)
-        for text in parameter.opts
-    }
-    assert set(re.findall(r"(?<!\S)--[a-z-]+", arguments)) <= options
-
-
-def python_commands() -> list[Any]:
-    """Return (-m, name) of every `python FILE` and `python -m MODULE` that is shown."""
-    files = [*CURRENT, *HEADERS, *sorted((ROOT / "jobs").glob("*.py"))]
-    pattern = re.compile(r"\bpython3? (-m )?([\w./]+)")
-    shown = {command for path in files for command in pattern.findall(text_of(path))}
-    return [
-        pytest.param(*command, id="".join(command))
-        for command in sorted(shown)
-        if command[0] or command[1].endswith(".py")
-    ]
-
-
-@pytest.mark.parametrize(("option", "name"), python_commands())
-def test_every_python_command_finds_its_modules(option: str, name: str) -> None:
-    if option:  # Python finds the packages of the current directory
-        assert find_spec(name)
-        return
-    imports = re.findall(r"^ *(?:from|import) (\w+)", text_of(ROOT / name), re.MULTILINE)
-    assert not set(imports) & {"benchmarks", "docs", "jobs", "tests"}
-
-
-def overrides() -> list[str]:
-    """Return every override but the placeholder of the synopsis."""
-    text = "".join(text_of(page) for page in GUIDES)
-    values = re.findall(r"--set ([\w.]+=[^\s`\"]+)", text)
-    return [override for override in values if override != "a.b=c"]
-
-
+@cache
 def fits_a_job(override: str) -> bool:
     """Return whether a shipped job, or one that a page shows, accepts the override."""
-    shipped = [text_of(path) for path in HEADERS if path.parent.name == "jobs"]
     shown = [block for page in GUIDES for block in blocks(page, "yaml")]
-    for text in shipped + shown:
+    for text in [*map(text_of, JOBS), *shown]:
         with suppress(JobError):
             parse_job(text, overrides=[override])
             return True
     return False
-
-
-@pytest.mark.parametrize("override", overrides())
-def test_every_override_fits_a_job(override: str) -> None:
-    assert fits_a_job(override)
-
-
-def settings() -> list[Any]:
-    """Return every `field: value` or `section.field: value` of a job in the prose."""
-    return [
-        named(page, f"{field}={value}")
-        for page in GUIDES
-        for field, value in sorted(set(SETTING.findall(prose(page))))
-        if field.partition(".")[0] in Job.model_fields and " | " not in value
-    ]
-
-
-@pytest.mark.parametrize(("page", "override"), settings())
-def test_every_setting_in_the_prose_fits_a_job(page: Path, override: str) -> None:
-    assert fits_a_job(override)
-
-
-def header_overrides() -> list[Any]:
-    """Return (job, overrides) of every line of a job's header that has overrides."""
-    pattern = re.compile(r"--set ([\w.]+=)(?:'([^']*)'|(\S+?),?(?=\s|$))")
-    return [
-        named(page, [key + (quoted or plain) for key, quoted, plain in pattern.findall(line)])
-        for page in HEADERS
-        if page.parent.name == "jobs"
-        for line in joined(text_of(page)).splitlines()
-        if line.startswith("#") and "--set" in line
-    ]
-
-
-@pytest.mark.parametrize(("job", "values"), header_overrides())
-def test_every_override_in_the_header_of_a_job_fits_it(job: Path, values: list[str]) -> None:
-    assert values
-    assert load_job(job, values).name
 
 
 def fields_below(node: Any, definitions: dict[str, Any]) -> set[str]:
@@ -266,25 +120,177 @@ def fields_below(node: Any, definitions: dict[str, Any]) -> set[str]:
     return names
 
 
-JOB_SCHEMA = job_schema()
+# Rules: each yields what is wrong on a page.
 
 
-def job_fields() -> list[Any]:
-    """Return every field of a job that a page names as `section.field`."""
+def links_that_lead_nowhere(page: Path) -> Iterator[str]:
+    for target in LINK.findall(prose(page)):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            yield target
+
+
+def missing_paths(page: Path) -> Iterator[str]:
+    text = text_of(page)
+    for folder, pattern in ((ROOT, MENTION), (ROOT / "raytrain_opt", MODULE)):
+        paths = sorted(set(pattern.findall(text)))
+        yield from (path for path in paths if not (folder / path).exists())
+
+
+def unknown_commands_and_options(page: Path) -> Iterator[str]:
+    for name, arguments in COMMAND.findall(joined(text_of(page))):
+        command = cli.main.commands.get(name)
+        if command is None:
+            yield name
+            continue
+        options = [item for item in command.params if isinstance(item, click.Option)]
+        known = {text for option in options for text in option.opts}
+        shown = re.findall(r"(?<!\S)--[a-z-]+", arguments)
+        yield from (f"{name} {option}" for option in shown if option not in known)
+
+
+def python_commands_that_fail(page: Path) -> Iterator[str]:
+    """Yield `python -m MODULE` without the module, `python FILE` that imports from the root."""
+    for option, name in set(PYTHON.findall(text_of(page))):
+        if option:  # Python finds the packages of the current directory
+            if not is_module(name):
+                yield f"python -m {name}"
+        elif name.endswith(".py"):
+            imports = re.findall(r"^ *(?:from|import) (\w+)", text_of(ROOT / name), re.MULTILINE)
+            if set(imports) & {"benchmarks", "docs", "jobs", "tests"}:
+                yield f"python {name}"
+
+
+def is_module(name: str) -> bool:
+    with suppress(ModuleNotFoundError):
+        return find_spec(name) is not None
+    return False
+
+
+def missing_make_targets(page: Path) -> Iterator[str]:
+    targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    shown = {target for line in MAKE.findall(text_of(page)) for target in line.split()}
+    yield from sorted(shown - targets)
+
+
+def missing_fields(page: Path) -> Iterator[str]:
+    """Yield `section.field` of a job that no section has."""
+    for name in sorted(set(FIELD.findall(prose(page)))):
+        section, *rest = name.split(".")
+        if section in Job.model_fields and rest[-1] not in FILE_SUFFIXES:
+            schema = JOB_SCHEMA["properties"][section]
+            if not set(rest) <= fields_below(schema, JOB_SCHEMA["$defs"]):
+                yield name
+
+
+def invalid_jobs(page: Path) -> Iterator[str]:
+    for block in blocks(page, "yaml"):
+        try:
+            parse_job(block, source=page.name)
+        except JobError as error:
+            yield str(error)
+
+
+def overrides_that_fit_no_job(page: Path) -> Iterator[str]:
+    """Yield `--set` arguments and, in the prose, `field: value` that every job refuses."""
+    overrides = set(OVERRIDE.findall(text_of(page))) - {"a.b=c"}  # of the synopsis
+    for field, value in SETTING.findall(prose(page)):
+        if field.partition(".")[0] in Job.model_fields and " | " not in value:
+            overrides.add(f"{field}={value}")
+    yield from (override for override in sorted(overrides) if not fits_a_job(override))
+
+
+def header_overrides_that_do_not_fit(job: Path) -> Iterator[str]:
+    """Yield the lines of a job's header whose overrides it refuses."""
+    for line in joined(text_of(job)).splitlines():
+        if line.startswith("#") and "--set" in line:
+            found = HEADER_OVERRIDE.findall(line)
+            values = [key + (quoted or plain) for key, quoted, plain in found]
+            try:
+                load_job(job, values)
+            except JobError as error:
+                yield f"{line}: {error}"
+            if not values:
+                yield line
+
+
+# Facts of the present state; the changelog also names fields and options of the past.
+PRESENT = [unknown_commands_and_options, python_commands_that_fail, missing_fields]
+ALL_PAGES = [links_that_lead_nowhere, missing_paths, missing_make_targets]
+OF_GUIDES = [invalid_jobs, overrides_that_fit_no_job]
+OF_JOBS = [header_overrides_that_do_not_fit]
+
+
+def rules(page: Path) -> list[Any]:
+    if page.suffix == ".py":
+        return [python_commands_that_fail]
+    if page in HEADERS:
+        header = [unknown_commands_and_options, python_commands_that_fail]
+        return [*header, *(OF_JOBS if page in JOBS else ())]
     return [
-        named(page, field)
-        for page in CURRENT
-        for field in sorted(set(FIELD.findall(prose(page))))
-        if field.partition(".")[0] in Job.model_fields
-        and field.rpartition(".")[2] not in FILE_SUFFIXES
+        *ALL_PAGES,
+        *(PRESENT if page != CHANGELOG else ()),
+        *(OF_GUIDES if page in GUIDES else ()),
     ]
 
 
-@pytest.mark.parametrize(("page", "field"), job_fields())
-def test_every_field_of_a_job_exists(page: Path, field: str) -> None:
-    section, *rest = field.split(".")
-    schema = JOB_SCHEMA
-    assert set(rest) <= fields_below(schema["properties"][section], schema["$defs"])
+@pytest.mark.parametrize(
+    "page", [*PAGES, *HEADERS], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_a_page_shows_only_what_exists(page: Path) -> None:
+    problems = [f"{rule.__name__}: {problem}" for rule in rules(page) for problem in rule(page)]
+    assert not problems, "\n".join(problems)
+
+
+def test_every_rule_finds_what_is_wrong(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    wrong = {
+        links_that_lead_nowhere: "[a](gone.md) [b](#gone)",
+        missing_paths: "benchmarks/gone.py train/gone.py",
+        unknown_commands_and_options: "raytrain-opt gone and `raytrain-opt run --gone`",
+        python_commands_that_fail: "python -m benchmarks.gone, python benchmarks/startup.py",
+        missing_make_targets: "`make gone`",
+        missing_fields: "`parallel.gone`",
+        invalid_jobs: "```yaml\nmodel: gone\n```\n```yaml\nepochs: [\n```",
+        overrides_that_fit_no_job: "--set epochs=-1 and `parallel.mode: gone`",
+        header_overrides_that_do_not_fit: "# --set epochs=-1\n# --set\n" + text_of(JOBS[0]),
+    }
+    assert {*PRESENT, *ALL_PAGES, *OF_GUIDES, *OF_JOBS} == set(wrong)
+    for rule, text in wrong.items():
+        page.write_text(text)
+        expected = 1 if rule in (missing_make_targets, missing_fields) else 2
+        assert len(list(rule(page))) == expected, rule.__name__
+
+
+def test_pages_have_what_is_checked_here() -> None:
+    texts = [text_of(page) for page in PAGES]
+    assert sum(len(blocks(page, "yaml")) for page in GUIDES) >= 10
+    assert sum(len(blocks(page, "python")) for page in GUIDES) >= 5
+    assert sum(len(COMMAND.findall(text)) for text in texts) >= 20
+    assert sum(len(LINK.findall(text)) for text in texts) >= 50
+    shown = {target for text in texts for line in MAKE.findall(text) for target in line.split()}
+    assert {"install", "quickstart", "test", "docs"} <= shown
+
+
+@pytest.mark.parametrize("page", MAX_LINES, ids=lambda page: page.stem)
+def test_the_entrance_is_short(page: Path) -> None:
+    assert len(text_of(page).splitlines()) <= MAX_LINES[page]
+
+
+def test_the_guides_are_short() -> None:
+    guides = [page for page in GUIDES if page != README and page.name not in REFERENCES]
+    assert sum(len(text_of(page).splitlines()) for page in guides) <= MAX_GUIDE_LINES
+
+
+def linked_from(page: Path) -> set[Path]:
+    targets = (target.partition("#")[0] for target in LINK.findall(text_of(page)))
+    return {(page.parent / target).resolve() for target in targets}
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    assert set(PAGES) - linked_from(README) - linked_from(INDEX) == {README}
+    assert set(PAGES) - set(RESULTS) - linked_from(README) == {README}
 
 
 def save_untrained(job: Job, run_dir: Path) -> None:
@@ -297,15 +303,12 @@ def save_untrained(job: Job, run_dir: Path) -> None:
     checkpoints.save(1, learner.state(copy=True), {}, None)
 
 
-@pytest.mark.parametrize(("page", "text"), each_block("python"))
-def test_every_python_example_runs(
-    page: Path, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Training itself is replaced, for examples that use its network by saving an untrained one.
+def run_example(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Execute an example whose training is replaced, by saving an untrained network if it is used.
 
     tests/ray runs the standalone script.
     """
-    code = compile(text, page.name, "exec")
+    code = compile(text, "example", "exec")
     if STANDALONE in text:
         return
     jobs: list[Job] = []
@@ -313,13 +316,29 @@ def test_every_python_example_runs(
     def train(job: Job) -> SimpleNamespace:
         jobs.append(job)
         if "load_model" in text:
-            save_untrained(job, tmp_path / "runs/RUN")
+            save_untrained(job, folder / "runs/RUN")
         return SimpleNamespace(run_dir="runs/RUN", test_metric=0.9, best_epoch=1, lrs=(0.1,))
 
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(raytrain_opt, "run", train, raising=False)
-    monkeypatch.chdir(tmp_path)
     exec(code, {"__name__": "example"})
-    assert bool(jobs) == ("run(" in text)
+    assert bool(jobs) == ("run(" in text), "the example trains nothing"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in GUIDES if blocks(page, "python")], ids=lambda page: page.stem
+)
+def test_every_python_example_runs(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    problems = []
+    for number, text in enumerate(blocks(page, "python")):
+        try:
+            run_example(text, tmp_path / str(number), monkeypatch)
+        except Exception as error:  # noqa: BLE001 - all examples of the page are reported
+            problems.append(f"{text.splitlines()[0]} …: {error!r}")
+    assert not problems, "\n".join(problems)
 
 
 def test_one_example_is_a_standalone_script() -> None:

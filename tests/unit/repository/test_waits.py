@@ -30,7 +30,6 @@ OTHER_CALLS = (
     "actor.exchange.remote",
     "self._upstream.actor.report.remote",
     "self._upstream.actor.state.remote",
-    "self._actor.is_first.remote",
     "actor.lose.remote",
     "ray.get(ref)",  # the shared data, in the memory of a node
     "config.shared[0]",  # the same

@@ -83,14 +83,11 @@ def test_replay_refuses_other_rates_of_parameter_groups(tmp_path: Path) -> None:
     assert build_policy(replay.model_copy(update={"optimizer": multiplied}), EpochSteps(2))
 
 
-MUON: dict[str, Any] = {"optimizer": "Muon", "lr_multipliers": {"aux": 0.05}}
-
-
 @pytest.mark.parametrize("recorded", [True, False])
 def test_replay_refuses_a_weight_decay_of_the_other_kind(tmp_path: Path, recorded: bool) -> None:
     """The factors of one kind mean nothing to the other."""
     path = tmp_path / "schedule.jsonl"
-    write_schedule(path, (0.1, 0.2), (0.3, 0.3), **MUON, auto_weight_decay=recorded)
+    write_schedule(path, (0.1, 0.2), (0.3, 0.3), optimizer="Muon", auto_weight_decay=recorded)
     replay = job(epochs=2, policy="replay", schedule=str(path))
     for args in ({}, {"weight_decay": 0.01}, {"weight_decay": "auto"}):
         optimizer = OptimizerChoiceSection(name="Muon", args=args)

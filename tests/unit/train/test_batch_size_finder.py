@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from raytrain_opt import MinibatchSizeOptimizer
 from raytrain_opt.errors import DataError, JobError
 
-FAST = {"max_probe_s": 0.05, "relative_error": 0.5, "warmup_steps": 1, "memory_reserve": 0.0}
+FAST = {"max_probe_s": 0.05, "memory_reserve": 0.0}
 
 
 class Net(nn.Linear):
@@ -32,7 +32,7 @@ def user_training(size: int = 200) -> tuple[nn.Module, torch.optim.Optimizer, Te
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [
-        ("throughput_knee", {"max_probes": 6}),
+        ("throughput_knee", {}),
         ("epoch_time_minimize", {"max_loops": 6}),
         ("gpu_usage_maximize", {"max_loops": 6, "utilization": {"sampler": "cpu"}}),
     ],

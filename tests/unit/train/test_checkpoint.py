@@ -103,12 +103,11 @@ def test_the_files_are_plain_safetensors_without_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "kept"),
     [
-        ({"keep": 2, "keep_best": True}, [2, 4, 5]),
-        ({"keep": 2, "keep_best": False}, [4, 5]),
-        ({"keep": 1, "keep_best": True}, [2, 5]),
+        ({"keep": 2}, [2, 4, 5]),
+        ({"keep": 1}, [2, 5]),
         ({"keep": 4}, [2, 3, 4, 5]),
         ({"keep": 9}, [1, 2, 3, 4, 5]),
-        ({"keep": "all", "keep_best": False}, [1, 2, 3, 4, 5]),
+        ({"keep": "all"}, [1, 2, 3, 4, 5]),
     ],
 )
 def test_the_latest_and_the_best_are_kept(
@@ -191,7 +190,7 @@ def test_a_full_disk_is_a_storage_error_and_earlier_checkpoints_are_kept(
 def test_an_index_that_cannot_be_written_leaves_the_old_one_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = open_checkpoints(tmp_path, keep=1, keep_best=False)
+    checkpoints = open_checkpoints(tmp_path, keep=1)
     checkpoints.save(1, trained(), {}, 0.5)
 
     def refuse(self: Path, target: Path) -> Path:
@@ -230,13 +229,13 @@ def test_the_index_is_readable_json(tmp_path: Path) -> None:
 def test_the_checkpoint_within_an_epoch_is_removed_at_its_end(
     tmp_path: Path,
 ) -> None:
-    checkpoints, state = open_checkpoints(tmp_path, keep=2, keep_best=False), trained()
+    checkpoints, state = open_checkpoints(tmp_path, keep=2), trained()
     listings = []
     for epoch in (1, 2, 3):
         for rounds in (1, 2):
             checkpoints.save(epoch - 1, state, {}, None, rounds=rounds)
             listings.append(folders(tmp_path))
-        checkpoints.save(epoch, state, {}, 0.5)
+        checkpoints.save(epoch, state, {}, None)
         listings.append(folders(tmp_path))
     assert listings == [
         ["epoch-0000-round-01"],
@@ -304,11 +303,11 @@ def replace_by_another_shape(file: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     tmp_path: Path, file: str, damage_file: Callable[[Path], Any], message: str
 ) -> None:
-    checkpoints = open_checkpoints(tmp_path, keep=2, keep_best=False)
+    checkpoints = open_checkpoints(tmp_path, keep=2)
     save_all(checkpoints, [0.1, 0.2])
     checkpoints.save(2, trained(1), PROGRESS, None, rounds=1)
     damage_file(tmp_path / "epoch-0002-round-01" / file)
-    again = open_checkpoints(tmp_path, keep=2, keep_best=False)
+    again = open_checkpoints(tmp_path, keep=2)
     [damage] = again.drop_damaged()
     assert damage.startswith("the checkpoint after round 1 of epoch 3 is damaged: ")
     assert f"epoch-0002-round-01/{file} {message}" in damage
@@ -397,12 +396,12 @@ def test_an_index_can_neither_leave_out_a_file_nor_name_a_folder_elsewhere(tmp_p
     (tmp_path / "mine").mkdir()
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    save_all(open_checkpoints(folder, keep=1, keep_best=False), [0.1])
+    save_all(open_checkpoints(folder, keep=1), [0.1])
     index = folder / "index.json"
     index.write_text(
         index.read_text().replace("epoch-0001", "../mine").replace('"rest.pt"', '"x"')
     )
-    again = open_checkpoints(folder, keep=1, keep_best=False)
+    again = open_checkpoints(folder, keep=1)
     with pytest.raises(
         StorageError, match=r"epoch-0001/rest\.pt was changed after it was written"
     ):

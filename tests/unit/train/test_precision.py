@@ -12,7 +12,7 @@ from torch import nn
 
 from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.config.schema import Compile
-from raytrain_opt.train.compilation import compile_model
+from raytrain_opt.train.compilation import BACKENDS, compile_model
 from raytrain_opt.train.precision import autocast_dtype, choose_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -28,6 +28,7 @@ def _restored() -> Iterator[None]:
     before = settings()
     with torch._dynamo.config.patch(suppress_errors=False):
         yield
+    torch.compiler.reset()
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before[1:]
 
@@ -95,8 +96,26 @@ def test_auto_compiles_transformers_on_a_gpu(
         "off" if not compiled else "default" if setting == "auto" else setting
     )
     assert (model._compiled_call_impl is not None) == compiled
-    compile_model("off", model, device)
-    assert model._compiled_call_impl is None
+
+
+def test_auto_lets_a_network_stay_eager_that_cannot_be_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+
+    class Attention(nn.Linear):
+        pass
+
+    def fail(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        tried.append(inputs)
+        raise RuntimeError("planted failure")
+
+    monkeypatch.setitem(BACKENDS, "default", fail)
+    model, x = nn.Sequential(Attention(2, 2)), torch.ones(1, 2)
+    expected = model(x)
+    assert compile_model("auto", model, CUDA) == "default"
+    assert torch.equal(model(x), expected)
+    assert tried
 
 
 def test_off_in_a_job_file_is_not_false() -> None:

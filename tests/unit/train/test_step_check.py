@@ -177,7 +177,7 @@ class LayerDrop(nn.Module):
     [
         (
             lambda: True,
-            "model.freeze: 2 parameters get no gradient .* if the loss never uses them",
+            "model.freeze: parameters get no gradient, .*: 2 .* if the loss never uses them",
         ),
         (lambda: torch.rand(()).item() < 0.6, "model.name: in some steps .* multiply .* by 0"),
         (lambda: False, ""),

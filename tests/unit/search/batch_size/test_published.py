@@ -96,13 +96,10 @@ class TestEpochTimeMinimize:
         assert isinstance(choice, BatchSizeChoice)
         assert choice.batch_size == 96
 
-    def test_test_every_and_converged_samples_come_from_the_job(self) -> None:
+    def test_test_every_comes_from_the_job(self) -> None:
         machine = Machine(FLAT, WIDE)
         machine.search(epoch_time(test_every=2))
         assert len(machine.history) - 1 == 4
-        machine = Machine(Curve(half=100.0), WIDE)
-        machine.search(epoch_time(converged_fraction=0.5))
-        assert len(machine.history) - 1 == 10
 
     def test_max_loops_ends_the_search(self) -> None:
         machine = Machine(FREE, WIDE)

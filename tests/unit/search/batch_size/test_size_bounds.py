@@ -16,6 +16,7 @@ from raytrain_opt.config.batch_size import (
 )
 from raytrain_opt.config.updates import RampStep
 from raytrain_opt.results import Probe
+from raytrain_opt.search.batch_size import published, throughput_knee
 from raytrain_opt.search.batch_size.factory import build_strategy
 from raytrain_opt.search.batch_size.strategy import SizeBounds, Updates, largest_size
 from tests.support.simulated_machine import Curve, Machine
@@ -74,12 +75,13 @@ def test_updates_are_counted_as_a_training_takes_them() -> None:
 @pytest.mark.parametrize("name", ["throughput_knee", "epoch_time_minimize"])
 @pytest.mark.parametrize(("own", "allowed"), [(8, 100), (64, 100), (150, 150)])
 def test_a_training_with_a_time_limit_takes_enough_steps(
-    name: Any, own: int, allowed: int
+    name: Any, own: int, allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step takes 1 ms per sample, so that 100 samples take the limit."""
     section: Any = ThroughputKneeSearch(strategy="throughput_knee", tolerance=0.001)
     if name == "epoch_time_minimize":
-        section = EpochTimeMinimizeSearch(strategy=name, converged_fraction=1e-6)
+        section = EpochTimeMinimizeSearch(strategy=name)
+        monkeypatch.setattr(published, "_CONVERGED_FRACTION", 1e-6)
     # Larger batches are a little faster per sample.
     curve = Curve(half=1.0, peak_samples_per_s=1010.0)
     bounds = SizeBounds(4096, 50_000, 1, own, max_step_s=0.1)
@@ -108,12 +110,15 @@ def test_a_noise_scale_that_a_run_measured_counts() -> None:
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.2, 2.0])
-def test_a_confidence_is_no_higher_than_its_probes_support(ratio: float) -> None:
+def test_a_confidence_is_no_higher_than_its_probes_support(
+    ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The largest size is the best in the model, whatever it measured."""
     rates = {32: 4000.0, 128: 9000.0, 512: 13_000.0, 1408: 14_674.0}
     history = [Probe(size, "ok", rate, 0.005 * rate) for size, rate in rates.items()]
     history.append(Probe(1408, "ok", 14_674.0 / ratio, 50.0))
-    section = ThroughputKneeSearch(strategy="throughput_knee", max_probes=len(history))
+    monkeypatch.setattr(throughput_knee, "_MAX_PROBES", len(history))
+    section = ThroughputKneeSearch(strategy="throughput_knee")
     reason = build_strategy(section, SizeBounds(1408, 1408)).propose(history).reason
     match = re.search(r"95% confidence at least ([\d.]+) %", reason)
     assert match is not None

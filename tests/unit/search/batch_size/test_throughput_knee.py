@@ -130,11 +130,11 @@ class TestDecisions:
         searched(machine)
         assert len(set(machine.sizes)) == len(machine.sizes)
 
-    def test_max_probes_bounds_the_search(self) -> None:
-        machine = Machine(Curve(half=1.0), WIDE, noise=0.1)
-        choice = searched(machine, max_probes=4)
-        assert len(machine.history) == 4
-        assert "max_probes" in choice.reason
+    def test_twelve_probes_bound_the_search(self) -> None:
+        machine = Machine(Curve(half=1.0), WIDE, noise=0.3)
+        choice = searched(machine)
+        assert len(machine.history) == 12
+        assert "stopped after 12 probes" in choice.reason
 
     def test_powers_of_two_and_multiples_of_8_are_probed(self) -> None:
         for seed in range(20):
@@ -267,9 +267,12 @@ class TestMemory:
         assert machine.sizes[0] == largest
         assert len(machine.sizes) <= 2
 
-    def test_a_start_that_does_not_fit_is_halved_whatever_max_probes(self) -> None:
+    def test_a_start_that_does_not_fit_is_halved_whatever_the_limit(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("raytrain_opt.search.batch_size.throughput_knee._MAX_PROBES", 1)
         machine = Machine(Curve(half=1.0), WIDE, memory=10, noise=0.005)
-        assert searched(machine, max_probes=1).batch_size == 8
+        assert searched(machine).batch_size == 8
         assert machine.sizes == [32, 16, 8]
 
     def test_a_size_that_no_longer_fits_is_not_chosen(self) -> None:

@@ -1,0 +1,116 @@
+"""How the doctor judges what nodes report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raytrain_opt import storage
+from raytrain_opt.commands import doctor
+from raytrain_opt.commands.doctor import Finding, NodeFacts, NodeInspector, check_nodes
+from raytrain_opt.errors import ResourcesError
+from raytrain_opt.monitoring.nvml import GpuState
+
+VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.15.0"}
+HEAD, NODE = NodeFacts("head", VERSIONS), NodeFacts("node", VERSIONS)
+H100 = GpuState("NVIDIA H100", 81559, 4, ())
+BUSY = replace(H100, used_mib=30_000, processes=("python (process 42)",))
+WITH_GPUS = replace(NODE, gpus=(H100, H100), ray_gpus=2.0)
+LOST = "NVML cannot read the GPUs: GPU is lost"
+
+
+def findings_of(check: str, *nodes: NodeFacts) -> list[Finding]:
+    return [finding for finding in check_nodes(nodes) if finding.check == check]
+
+
+def test_equal_healthy_nodes_pass_every_check() -> None:
+    findings = check_nodes([HEAD, NODE])
+    assert [(f.check, f.level) for f in findings] == [
+        ("versions", "ok"),
+        ("GPUs", "ok"),
+        ("storage", "ok"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("check", "node", "level", "result", "remedy"),
+    [
+        (
+            "versions",
+            replace(NODE, versions={**VERSIONS, "ray": "2.59.1"}),
+            *("error", "ray 2.60.0 on head, 2.59.1 on node", "constraints.txt"),
+        ),
+        ("GPUs", WITH_GPUS, "ok", "node: 2 x NVIDIA H100", ""),
+        (
+            "GPUs",
+            replace(WITH_GPUS, ray_gpus=3.0),
+            *("error", "node: Ray offers 3 GPUs, NVML sees 2", "nvidia-smi"),
+        ),
+        (
+            "GPUs",
+            replace(WITH_GPUS, ray_gpus=0.0),
+            *("warning", "node: 2 x NVIDIA H100, of which Ray offers 0", "CUDA_VISIBLE_DEVICES"),
+        ),
+        ("GPUs", replace(NODE, gpu_error=LOST), "error", f"node: {LOST}", "nvidia-smi"),
+        (
+            "GPU processes",
+            replace(WITH_GPUS, gpus=(H100, BUSY)),
+            *("warning", "node: python (process 42) (30,000 of 81,559 MiB) on GPU 1", "wait"),
+        ),
+        (
+            "storage",
+            replace(NODE, storage_error="does not see the same files"),
+            *("warning", "node does not see the same files", "only the driver's node (head)"),
+        ),
+        (
+            "data",
+            replace(NODE, data_problems=("data.root: no such folder",)),
+            *("error", "node: data.root: no such folder", "same path on every node"),
+        ),
+    ],
+)
+def test_a_node_that_differs(
+    check: str, node: NodeFacts, level: str, result: str, remedy: str
+) -> None:
+    (finding,) = findings_of(check, HEAD, node)
+    assert (finding.level, finding.result) == (level, result)
+    assert remedy in finding.remedy
+
+
+def test_a_node_whose_gpus_cannot_be_read_reports_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    def lost() -> None:
+        raise ResourcesError(LOST)
+
+    monkeypatch.setattr(doctor, "gpu_states", lost)
+    shared, other = (str(tmp_path_factory.mktemp(name)) for name in ("shared", "other"))
+    storage.write(shared, "file", b"")
+    facts = NodeInspector().facts(None, shared, "file")
+    assert (facts.gpu_error, facts.storage_error) == (LOST, None)
+    assert NodeInspector().facts(None, other, "file").storage_error is not None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tensor_s", "level", "figures"),
+    [
+        (1, 2.0, "ok", "link_gb_s: 0.017, link_latency_us: 5e+02"),
+        (2, 2.0, "warning", "network_gb_s: 0.017"),
+        (2, 0.035, "ok", "network_gb_s: 0.99"),
+    ],
+)
+def test_an_exchange_is_judged_as_a_ring(
+    nodes: int, tensor_s: float, level: str, figures: str
+) -> None:
+    finding = doctor.judge_exchange(2, nodes, "nccl", 0.001, tensor_s)
+    assert finding.level == level
+    assert f"over 2 workers on {nodes} node" in finding.result
+    assert figures in finding.result
+    assert ("NCCL_SOCKET_IFNAME" in finding.remedy) == (level == "warning")
+
+
+def test_the_table_shows_every_part_of_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.print_findings([Finding("room", "error", "[7 CPU] do not fit", "add nodes")])
+    output = capsys.readouterr().out
+    assert all(word in output for word in ("error", "room", "[7 CPU] do not fit", "add nodes"))

@@ -1,0 +1,122 @@
+"""Data parallelism of one process: buckets, unused parameters, compression, connecting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raytrain_opt.config.updates import ParallelSection
+from raytrain_opt.errors import JobError
+from raytrain_opt.train.data_parallel import (
+    Parallel,
+    begin_communicator_warmup,
+    bucket_arguments,
+    distribute,
+)
+
+CPU = torch.device("cpu")
+
+
+class Partial(nn.Module):
+    """A model that uses one of its trainable layers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = nn.Linear(1, 1), nn.Linear(4, 3)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def section(**values: Any) -> ParallelSection:
+    return ParallelSection.model_validate(values)
+
+
+def step(parallel: Parallel) -> None:
+    with parallel.accumulate(last=True):
+        parallel.forward(torch.ones(2, 4)).sum().backward()
+    parallel.after_step()
+
+
+def test_a_single_process_uses_the_bare_model() -> None:
+    model = nn.Linear(4, 2)
+    parallel = Parallel(model, section())
+    step(parallel)
+    assert parallel.forward is model
+    assert model.weight.grad is not None
+    assert parallel.report() == {}
+
+
+@pytest.mark.usefixtures("group")
+def test_several_processes_use_ddp() -> None:
+    parallel = distribute(nn.Linear(4, 2), section(gradient_buckets=[1, 2]))
+    assert isinstance(parallel.forward, DistributedDataParallel)
+    step(parallel)
+    assert parallel.report() == {
+        "mode": "sync",
+        "speeds": None,
+        "gradient_buckets": [1, 2],
+        "compression": "none",
+    }
+
+
+def test_ddp_gets_the_sizes_of_buckets_or_the_last_one() -> None:
+    assert bucket_arguments(None) == {}
+    assert bucket_arguments([1, 2], takes_list=True) == {"bucket_cap_mb_list": [1, 2]}
+    assert bucket_arguments([1, 2], takes_list=False) == {"bucket_cap_mb": 2}
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1, -2], "growing", 4])
+def test_sizes_of_buckets_are_positive(sizes: Any) -> None:
+    with pytest.raises(ValidationError):
+        section(gradient_buckets=sizes)
+
+
+@pytest.mark.usefixtures("group")
+def test_parameters_without_a_gradient_must_be_frozen() -> None:
+    with pytest.raises(JobError, match=r"model\.freeze: .*\(unused\.weight, unused\.bias\)"):
+        step(distribute(Partial(), section()))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("compression", ["bf16", "fp16"])
+def test_a_group_that_cannot_add_the_compressed_dtype_is_refused(
+    monkeypatch: pytest.MonkeyPatch, compression: str
+) -> None:
+    def refuse(tensor: Tensor) -> None:
+        raise RuntimeError("Invalid scalar type")
+
+    monkeypatch.setattr(dist, "all_reduce", refuse)
+    with pytest.raises(JobError, match="gloo cannot add .* on cpu: Invalid scalar") as caught:
+        distribute(nn.Linear(4, 2), section(compression=compression))
+    [problem] = caught.value.problems
+    assert (problem.path, problem.value) == ("parallel.compression", compression)
+
+
+def test_the_error_of_an_early_connection_is_raised_by_wait() -> None:
+    connection = begin_communicator_warmup(CPU)
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        connection.result()
+
+
+@pytest.mark.usefixtures("group")
+def test_an_early_connection_returns_its_duration() -> None:
+    connection = begin_communicator_warmup(CPU)
+    assert 0 < connection.result() < 60
