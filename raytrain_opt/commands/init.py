@@ -147,15 +147,13 @@ def find_data(
     if label_column is None:
         rows = rows or _class_folders(folder, left_out, notes)
     notes += left_out_note(left_out)
-    labels_of_case: dict[str, str] = {}
     classes = sorted({label for _, label, _ in rows})
     if len(classes) < 2:
         found = [f"all {len(rows):,} images are of one class, {label}" for label in classes]
         rules = ["has no data to train on", *found, *notes, _VALID]
         raise DataError(str(folder), "; ".join(rules))
-    for label in classes:
-        if (other := labels_of_case.setdefault(label.casefold(), label)) != label:
-            notes.append(f"{other} and {label} are two classes")
+    if len({label.casefold() for label in classes}) < len(classes):
+        notes.append("some classes differ in upper and lower case only")
     if not any(split == "test" for _, _, split in rows):
         rows = _split_rows(rows)
         notes.append("a fifth of each class, drawn at random, is the test set")
@@ -169,11 +167,7 @@ def find_data(
 def _splits(names: Iterable[str]) -> dict[str, str]:
     """Return which of the names are those of the training and of the test set: by a word in it."""
     words = {word: name for name in names for word in re.split(r"[^a-z]+", name.lower())}
-    splits: dict[str, str] = {}
-    for word, split in SPLITS.items():
-        if word in words:
-            splits.setdefault(split, words[word])
-    return splits
+    return {split: words[word] for word, split in reversed(SPLITS.items()) if word in words}
 
 
 def _find_splits(folder: Path, notes: list[str]) -> Section | None:
@@ -246,7 +240,7 @@ def _find_shards(folder: Path, notes: list[str]) -> Section | None:
         return None
     patterns = {
         split: f"{folder}/{prefix}{{{groups[prefix][0]}..{groups[prefix][-1]}}}.tar"
-        for split, prefix in names.items()
+        for split, prefix in sorted(names.items(), reverse=True)
     }
     return {"name": "shards", **patterns}
 
@@ -273,7 +267,7 @@ def _class_folders(folder: Path, left_out: Counter[str], notes: list[str]) -> li
     left_out.clear()  # of the tables, which are not used
     rows: list[Row] = []
     classes = class_folders(root, left_out)
-    first = dict.fromkeys(classes, root.name)  # which folder has a folder of this name
+    first = dict.fromkeys(classes, ".")  # which folder has a folder of this name
     common: dict[str, list[str]] = {}
     for name in classes:
         paths = [os.path.relpath(path, folder) for path, _ in image_paths(root / name, left_out)]
@@ -287,12 +281,9 @@ def _class_folders(folder: Path, left_out: Counter[str], notes: list[str]) -> li
                 common.setdefault(f"{other}/ and {name}/", []).append(inner)
     for folders, shared in common.items():
         if len(shared) > 1:
-            rule = (
-                f"{folders} both have the folders {', '.join(shared[:_NAMES])}; if these are the "
-                "classes, call the others train and test; if not, list all files in a table with "
-                "the columns file and label"
-            )
-            raise DataError(str(root), rule)
+            rule = f"{folders} both have {', '.join(shared[:_NAMES])}; if these are the classes, "
+            rule += "call the others train and test; if not, list all files in a table with the "
+            raise DataError(str(root), f"{rule}columns file and label")
     return rows
 
 
@@ -348,10 +339,8 @@ def examine(section: Section) -> Facts:
     for number, name in enumerate(info.class_labels):
         files = np.flatnonzero(source.labels == number).tolist()
         if readable.isdisjoint(files) and all(isinstance(read(i), str) for i in files):
-            rule = (
-                f"none of the {len(files):,} files of class {name} can be read; {read(files[0])}"
-            )
-            raise DataError(source.field, rule)
+            rule = f"none of the {len(files):,} files of class {name} can be read"
+            raise DataError(source.field, f"{rule}; {read(files[0])}")
     (width, height, _), (max_width, max_height, _) = images.min(0), images.max(0)
     sizes = f"{width} x {height}"
     if (width, height) != (max_width, max_height):

@@ -136,9 +136,8 @@ def _label_rows(
         image, label = find(row[of_files]), row[of_labels].strip()
         split = row[of_splits].strip().lower() if of_splits else "train"
         if image == "":
-            raise ValueError(
-                f"line {line}: {row[of_files]} names several images; list their paths"
-            )
+            rule = f"{row[of_files]} names several images; list their paths"
+            raise ValueError(f"line {line}: {rule}")
         if image in rows:
             raise ValueError(f"lines {rows[image][0]} and {line} both name {image}")
         if split not in SPLITS:

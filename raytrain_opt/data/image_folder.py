@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -284,9 +283,8 @@ def _listed_files(content: bytes, root: str) -> dict[str, list[tuple[str, str]]]
     columns, rows = read_table(content)
     if not set(COLUMNS) <= set(columns):
         names = ", ".join(map(shorten, columns[:10]))
-        raise ValueError(
-            f"needs a first line with the names file, label and split; it has {names}"
-        )
+        rule = "needs a first line with the names file, label and split"
+        raise ValueError(f"{rule}; it has {names}")
     files: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
     seen: dict[str, int] = {}
     real_directory = lru_cache(4096)(os.path.realpath)
@@ -299,15 +297,11 @@ def _listed_files(content: bytes, root: str) -> dict[str, list[tuple[str, str]]]
         path = os.path.normpath(os.path.join(root, file))
         if os.path.commonpath([root, path]) != root:
             raise ValueError(f"line {line}: {shorten(file)} is not below data.root, {root}")
-        try:
-            is_link = stat.S_ISLNK(os.lstat(path).st_mode)
-            is_plain = stat.S_ISREG(os.stat(path).st_mode)
-        except (OSError, ValueError):  # ValueError: a name with a zero character
-            is_link = is_plain = False
-        if not is_plain:
+        if not os.path.isfile(path):
             rule = f"there is no file {shorten(path, 300)} (below data.root)"
             raise ValueError(f"line {line}: {rule}")
         directory, name = os.path.split(path)
+        is_link = os.path.islink(path)
         real_path = os.path.realpath(path) if is_link else f"{real_directory(directory)}/{name}"
         if (first := seen.setdefault(real_path, line)) != line:
             rule = f"name one file, {shorten(real_path, 300)}, which has one label and one split"
@@ -323,8 +317,7 @@ def _open_folders(section: ImageFolderData, left_out: Counter[str]) -> Iterator[
         folder = Path(section.root).expanduser() / getattr(section, field)
         if not folder.is_dir():
             rule = "image_folder needs data.root/<split>/<class>/<image files>, on every node"
-            rule = f"there is no folder {folder.absolute()}; {rule}"
-            raise DataError(f"data.{field}", rule)
+            raise DataError(f"data.{field}", f"there is no folder {folder.absolute()}; {rule}")
         try:
             yield list_folder(folder, left_out, seen)
         except OSError as error:

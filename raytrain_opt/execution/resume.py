@@ -47,7 +47,8 @@ def check_resumed_job(job: Job, run_dir: str) -> None:
     changes_length = any(problem.path.startswith(_LENGTH) for problem in problems)
     problems = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
     if problems:
-        rule = f"continues {run_dir}, in which only {', '.join((*_LENGTH, *_HARMLESS))} can change"
+        fields = ", ".join(name.rstrip(".") for name in (*_LENGTH, *_HARMLESS))
+        rule = f"continues {run_dir}, in which only {fields} can change"
         raise JobError([Problem("resume", rule), *problems])
     is_finished = storage.read(run_dir, "result.json") is not None
     if changes_length:
@@ -89,8 +90,13 @@ def resume_command(run_dir: str, job: Job, options: str = "") -> str:
 def find_unfinished_run(job: Job) -> str | None:
     """Return the run for `resume: auto` to resume, if any. Raises JobError if its job differs."""
     run_dir = newest_unfinished(job.storage_path, job.name) if job.resume == "auto" else None
-    if run_dir is not None:
-        _refuse_another_job(job, run_dir)
+    unfinished = job if run_dir is None else _read_job(run_dir)
+    if run_dir is not None and (problems := _differences(job, unfinished, run_dir)):
+        rule = f"auto found the unfinished run {run_dir}, which was started with another job"
+        hint = "set the fields below to their values in that run, or resume that run unchanged: "
+        hint += f"{resume_command(run_dir, unfinished)}, or start a new run: --set resume=never, "
+        hint += "or another name; --resume also takes another length: --set epochs=N"
+        raise JobError([Problem("resume", rule, hint=hint), *problems])
     return run_dir
 
 
@@ -111,13 +117,6 @@ def _read_job(run_dir: str, overrides: Sequence[str] = ()) -> Job:
     return parse_job(text, source, overrides)
 
 
-def _refuse_another_job(job: Job, run_dir: str) -> None:
-    unfinished = _read_job(run_dir)
-    problems = _differences(job, unfinished, run_dir)
-    if problems:
-        raise JobError([_remedies(run_dir, unfinished), *problems])
-
-
 def _differences(job: Job, unfinished: Job, run_dir: str) -> list[Problem]:
     """Return the fields whose values change what a run computes."""
     now, then = (flatten(plain_job(_resolve(j, run_dir))) for j in (job, unfinished))
@@ -127,16 +126,6 @@ def _differences(job: Job, unfinished: Job, run_dir: str) -> list[Problem]:
         if now.get(key, _ABSENT) != then.get(key, _ABSENT)
         and not key.startswith((*_HARMLESS, "storage_path", "resume"))
     ]
-
-
-def _remedies(run_dir: str, job: Job) -> Problem:
-    rule = f"auto found the unfinished run {run_dir}, which was started with another job"
-    hint = (
-        "set the fields below to their values in that run, or resume that run unchanged: "
-        f"{resume_command(run_dir, job)}, or start a new run: --set resume=never, or another "
-        "name; --resume also takes another length: --set epochs=N"
-    )
-    return Problem("resume", rule, hint=hint)
 
 
 def _resolve(job: Job, run_dir: str) -> Job:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 _PATH = "model.weights"
 # Names of tensors in one message.
 _SHOWN = 5
-# What files of torch.save begin with: an archive, or a pickle before torch 1.6.
-_TORCH = (b"PK", b"\x80")
 # Where training code keeps a network's tensors in a larger file.
 _KEYS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
 # Names in the files of torchvision's DenseNets: `denselayer1.norm.1`, now `denselayer1.norm1`.
@@ -93,16 +91,14 @@ def fit_pretrained(
     )
     unfit = set() if fits else different
     shapes = {f"{n} {list(pretrained[n].shape)} for {list(own[n].shape)}" for n in unfit}
-    common = own.keys() & pretrained.keys()
+    common = [n for n in own if n in pretrained and own[n].is_floating_point()]
+    numbers = ((n, pretrained[n]) for n in common)
+    bad = {n for n, t in numbers if not (t.is_floating_point() and t.isfinite().all())}
     problems = [
         *_problems("are missing in the weights", set(own) - set(pretrained)),
         *_problems("are not in this network", set(pretrained) - set(own)),
         *_problems("have another shape", shapes),
-        *_problems(
-            "hold other numbers, perhaps quantized ones",
-            {n for n in common if own[n].is_floating_point() > pretrained[n].is_floating_point()},
-        ),
-        *_problems("are not finite", {n for n in common if not pretrained[n].isfinite().all()}),
+        *_problems("hold no finite numbers, or quantized ones", bad),
     ]
     if problems:
         raise JobError(problems)
@@ -160,17 +156,15 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             head = file.read(9)
             if head.endswith(b"{"):  # of safetensors
                 return load_file(path)
-            if not head.startswith(_TORCH):
-                rule = f"it begins with {head!r}, as no file of torch or safetensors does"
-                raise ValueError(rule)
+            if not head.startswith((b"PK", b"\x80")):  # an archive, or a pickle
+                raise ValueError(f"it begins with {head!r}, unlike files of torch or safetensors")
             file.seek(0)
             content = torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:  # damage can look like anything to an unpickler
         reason, hint = str(error).partition("\n")[0], None
         rule = f"cannot be read as tensors ({type(error).__name__}: {reason})"
         if isinstance(error, UnpicklingError) or "TorchScript" in reason:
-            rule = "holds other objects than tensors, perhaps a whole network, "
-            rule += "which would run their code"
+            rule = "holds other objects than tensors, perhaps a network, and would run their code"
             hint = "save the tensors alone: torch.save(network.state_dict(), PATH)"
         raise JobError([Problem(_PATH, rule, repr(str(path)), hint)]) from error
     nested = [content[key] for key in _KEYS if key in content] if isinstance(content, dict) else []

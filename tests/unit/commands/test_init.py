@@ -120,7 +120,7 @@ def test_a_class_may_be_called_like_a_set_and_others_differ_in_case(
         write_classes(tmp_path / "set" / name, images=3)
     job, table = initialize(tmp_path / "set", output)
     assert {row["label"] for row in rows_of(job)} == {"car", "Car", "train"}
-    assert "Car and car are two classes" in table
+    assert "some classes differ in upper and lower case only" in table
 
 
 def test_names_with_blanks_and_quotes_are_files(tmp_path: Path, output: Path) -> None:
@@ -319,11 +319,11 @@ def write_arrays(folder: Path, **arrays: Any) -> None:
         (lambda folder: write_classes(folder, a=2, b=2), "no class has three images"),
         (
             lambda folder: [write_classes(folder / s, a=3, b=3) for s in ("fold1", "fold2")],
-            "fold1/ and fold2/ both have the folders a, b",
+            "fold1/ and fold2/ both have a, b",
         ),
         (
-            lambda folder: [write_classes(folder / s, a=3, b=3) for s in ("", "copy")],
-            "set/ and copy/ both have the folders a, b",
+            lambda folder: [write_classes(folder / s, a=3, b=3) for s in ("", "set")],
+            r"\./ and set/ both have a, b",
         ),
         (
             lambda folder: write_arrays(
