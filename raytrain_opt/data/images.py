@@ -15,9 +15,7 @@ Source: Szegedy et al., Going Deeper with Convolutions, CVPR 2015 (the random cr
 from __future__ import annotations
 
 import math
-import os
 import random
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
@@ -30,6 +28,8 @@ import simplejpeg
 import torch
 from PIL import ExifTags, Image
 from torch.nn.functional import interpolate
+
+from raytrain_opt.storage import read_file
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -71,18 +71,14 @@ def _decoder_errors() -> Iterator[None]:
     except ImageError:
         raise
     except Exception as error:
-        raise ImageError(str(error) or type(error).__name__) from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ImageError(reason or type(error).__name__) from error
 
 
+@_decoder_errors()
 def read_image_file(path: str | Path) -> bytes:
-    """Return the content of an image file. Raises OSError, ImageError."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ImageError("it is not a plain file")
-        if status.st_size > _MAX_BYTES:
-            raise ImageError(f"it has {status.st_size:,} bytes, more than {_MAX_BYTES:,}")
-        return file.read()
+    """Return the content of an image file. Raises ImageError."""
+    return read_file(Path(path), _MAX_BYTES)
 
 
 @_decoder_errors()
