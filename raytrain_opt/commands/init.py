@@ -132,16 +132,21 @@ def find_data(
     Raises DataError: there are no data, or they may have several meanings.
     """
     notes: list[str] = []
-    # Indices of shards are arrays too.
-    for find in (_find_shards, _find_arrays, _find_splits) if label_column is None else ():
-        section = find(folder, notes)
-        if section is not None:
-            return section, [], notes
+    names, unread = _split_folders(folder)
+    if label_column is None:
+        for find in (_find_shards, _find_arrays):
+            if section := find(folder, notes):
+                return section, [], notes
+        if len(names) == 2:
+            splits = {"train_split": names["train"], "test_split": names["test"]}
+            return {"name": "image_folder", "root": str(folder), **splits}, [], unread
     left_out: Counter[str] = Counter()
     tables = _files(folder, "*.csv", "*.tsv")
     rows = read_tables(folder, tables, label_column, left_out, notes) if tables else []
-    if label_column is None:
-        rows = rows or _class_folders(folder, left_out, notes)
+    if label_column is None and not rows:
+        notes += unread
+        left_out.clear()  # of the tables, which are not used
+        rows = _class_folders(folder, names.get("train", ""), left_out, notes)
     notes += left_out_note(left_out)
     classes = sorted({label for _, label, _ in rows})
     if len(classes) < 2:
@@ -164,15 +169,6 @@ def _splits(names: Iterable[str]) -> dict[str, str]:
     """Return which of the names are those of the training and of the test set: by a word in it."""
     words = {word: name for name in names for word in re.split(r"[^a-z]+", name.lower())}
     return {split: words[word] for word, split in reversed(SPLITS.items()) if word in words}
-
-
-def _find_splits(folder: Path, notes: list[str]) -> Section | None:
-    names, unread = _split_folders(folder)
-    if len(names) < 2:
-        return None
-    notes += unread
-    splits = {"train_split": names["train"], "test_split": names["test"]}
-    return {"name": "image_folder", "root": str(folder), **splits}
 
 
 def _split_folders(folder: Path) -> tuple[dict[str, str], list[str]]:
@@ -248,16 +244,14 @@ def _to_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def _class_folders(folder: Path, left_out: Counter[str], notes: list[str]) -> list[Row]:
-    """Return the images in folders of classes, which may lie below a folder train/.
+def _class_folders(
+    folder: Path, train: str, left_out: Counter[str], notes: list[str]
+) -> list[Row]:
+    """Return the images in folders of classes, which may lie below a folder `train`.
 
     Raises DataError: the folders may be sets, because they have the same folders in them.
     """
-    names, unread = _split_folders(folder)
-    root = folder / names.get("train", "")
-    notes += unread
-    left_out.clear()  # of the tables, which are not used
-    rows: list[Row] = []
+    root, rows = folder / train, list[Row]()
     classes = class_folders(root, left_out)
     inner = {".": {*classes}}  # folders that have folders
     for name in classes:

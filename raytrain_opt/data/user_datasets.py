@@ -157,7 +157,7 @@ class UserDatasetSource:
             raise self._error(split, index, rule)
         if x.dtype == torch.uint8 and x.ndim == 3:
             axis = channel_axis(tuple(x.shape), default=0)
-            self.notes = self.notes or (layout_note(self._name, tuple(x.shape), axis),)
+            self.notes = self.notes or (layout_note(self._name, tuple(x.shape), 0),)
             x = x if axis == 0 else x.permute(2, 0, 1)
         return _convert(x.detach()), self._class_index(split, index, label)
 
