@@ -267,21 +267,20 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
         raise DataError("data.labels", str(error)) from error
     except ValueError as error:
         raise DataError("data.labels", f"{path} {error}") from error
-    train, test = (
-        ImageFiles.of(classes, ((file, numbers[label]) for file, label in files[split]))
-        for split in ("train", "test")
-    )
-    return {"train": train, "test": test}
+    return {
+        split: ImageFiles.of(classes, ((file, numbers[label]) for file, label in of_split))
+        for split, of_split in files.items()
+    }
 
 
-def _listed_files(content: bytes, root: str) -> dict[str, list[tuple[str, str]]]:
+def _listed_files(content: bytes, root: str) -> dict[SourceSplit, list[tuple[str, str]]]:
     """Return path and label of the files of each split. Raises ValueError that names the line."""
     columns, rows = read_table(content)
     if not set(COLUMNS) <= set(columns):
         names = ", ".join(map(shorten, columns[:10]))
         rule = "needs a first line with the names file, label and split"
         raise ValueError(f"{rule}; it has {names}")
-    files: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
+    files: dict[SourceSplit, list[tuple[str, str]]] = {"train": [], "test": []}
     seen: dict[str, int] = {}
     real_directory = lru_cache(4096)(os.path.realpath)
     for line, row in rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -17,7 +16,7 @@ from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.config.section import is_function_name
-from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError, problems_of
+from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError, origin, problems_of
 from raytrain_opt.models.registry import (
     BUILTIN_MODELS,
     TORCHVISION_DEFAULTS,
@@ -32,11 +31,8 @@ _DATA_ARGUMENTS = ("num_classes", "sample_shape")
 _FROM_DATA = "cannot be set here: comes from the data"
 _NOT_PRETRAINED = "cannot be set here: write model.weights beside model.args"
 _RESERVED_ARGUMENTS = {
-    "num_classes": _FROM_DATA,
-    "sample_shape": _FROM_DATA,
-    "weights": _NOT_PRETRAINED,
-    "pretrained": _NOT_PRETRAINED,
-    "weights_backbone": _NOT_PRETRAINED,
+    **dict.fromkeys(_DATA_ARGUMENTS, _FROM_DATA),
+    **dict.fromkeys(("weights", "pretrained", "weights_backbone"), _NOT_PRETRAINED),
 }
 
 
@@ -69,19 +65,20 @@ def check_names(section: ModelSection) -> list[Problem]:
         except JobError as error:
             return error.problems
         return _check_arguments(function, section.args)
+    if name not in BUILTIN_MODELS and name not in torchvision_names():
+        builtin = model_names()
+        hint = nearest(str(name), [*builtin, *torchvision_names()], n=3)
+        rule = "must be a built-in model, one of torchvision's, or package.module:function"
+        return [Problem("model.name", rule, repr(name), hint or f"built in: {', '.join(builtin)}")]
+    reserved = section.args.keys() & _RESERVED_ARGUMENTS.keys()
+    problems = [Problem(f"model.args.{k}", _RESERVED_ARGUMENTS[k]) for k in sorted(reserved)]
     if name in BUILTIN_MODELS:
-        args = {key: v for key, v in section.args.items() if key not in _RESERVED_ARGUMENTS}
-        return _check_reserved(section.args) + _check_arguments(BUILTIN_MODELS[str(name)], args)
-    if name in torchvision_names():
-        problems = _check_reserved(section.args)
-        if section.args.get("aux_logits") and name in TORCHVISION_DEFAULTS:
-            rule = "must be false: the loss takes one output, and this adds a second"
-            problems.append(Problem("model.args.aux_logits", rule, "true"))
-        return problems
-    builtin = model_names()
-    hint = nearest(str(name), [*builtin, *torchvision_names()], n=3)
-    rule = "must be a built-in model, one of torchvision's, or package.module:function"
-    return [Problem("model.name", rule, repr(name), hint or f"built in: {', '.join(builtin)}")]
+        args = {key: v for key, v in section.args.items() if key not in reserved}
+        problems += _check_arguments(BUILTIN_MODELS[str(name)], args)
+    elif section.args.get("aux_logits") and name in TORCHVISION_DEFAULTS:
+        rule = "must be false: the loss takes one output, and this adds a second"
+        problems.append(Problem("model.args.aux_logits", rule, "true"))
+    return problems
 
 
 def _keyword_parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
@@ -107,14 +104,6 @@ def _check_arguments(function: Callable[..., Any], args: dict[str, Any]) -> list
         if is_required and key not in args and key not in _DATA_ARGUMENTS:
             problems.append(Problem(f"model.args.{key}", "is required by the model's function"))
     return problems
-
-
-def _check_reserved(args: dict[str, Any]) -> list[Problem]:
-    return [
-        Problem(f"model.args.{key}", _RESERVED_ARGUMENTS[key])
-        for key in args
-        if key in _RESERVED_ARGUMENTS
-    ]
 
 
 def _suggest_argument(key: str, parameters: Iterable[str]) -> str:
@@ -217,10 +206,8 @@ def _call_user_function(
     except RaytrainOptError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         rule = f"the model's function raised {type(error).__name__}: {error}"
-        hint = f"at {frame.filename}:{frame.lineno}"
-        raise JobError([Problem("model.name", rule, None, hint)]) from error
+        raise JobError([Problem("model.name", rule, None, f"at {origin(error)}")]) from error
     if not isinstance(model, nn.Module):
         rule = f"must return a torch.nn.Module, but returned {type(model).__name__}"
         name = getattr(function, "__qualname__", repr(function))
