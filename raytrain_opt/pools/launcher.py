@@ -40,6 +40,8 @@ _LOCAL_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # Ray Tune sets it in its actors, which can be forks only where all processes have it.
     "PL_DISABLE_FORK": "1",
+    # Ray's 15 leaves a training beside two busy programs a few percent of the cores.
+    "RAY_worker_niceness": "0",
     # Gradients stay on this machine: no other machine can connect.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",

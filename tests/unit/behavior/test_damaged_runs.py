@@ -23,6 +23,7 @@ from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.errors import JobError, RaytrainOptError, StorageError
 from raytrain_opt.execution.resume import load_run_job
 from raytrain_opt.execution.session import open_run_directory
+from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.report import summaries
 from raytrain_opt.terminal.progress import Terminal
 from raytrain_opt.train.pretrained import read_pretrained
@@ -122,7 +123,7 @@ def tree(folder: Path) -> dict[str, object]:
 def resume(run_dir: str) -> None:
     """Do all that a resume does before the training starts."""
     job = load_run_job(run_dir, (), trust=False)
-    with open_run_directory(job, run_dir, QUIET):
+    with open_run_directory(job, run_dir, QUIET, StopRequest()):
         pass
 
 

@@ -59,7 +59,7 @@ def test_a_run_in_one_process_leaves_the_files_of_a_run_on_ray(
     assert not ray.is_initialized()
     out = capsys.readouterr().out
     assert "in one process, without Ray" in out
-    assert "rounds.jsonl" in out
+    assert "*.jsonl" in out
     assert (len(result.lrs), result.summary["search"]["rounds"]) == (
         2 * result.summary["steps_per_epoch"],
         2,
@@ -99,7 +99,7 @@ def test_a_training_that_is_too_short_for_a_search_says_so(
     assert result.summary["search"]["rounds"] == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "epoch 1: linear decay from 0.1: too few steps for a search" in shown
-    assert "epochs.jsonl" in shown
+    assert "*.jsonl" in shown
     assert "rounds.jsonl" not in shown  # there is no such file
 
 

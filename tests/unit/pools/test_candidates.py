@@ -32,7 +32,7 @@ class FakeState:
 class FakeLearner:
     """A learner that trains to the loss `lr`; its allocator caches what each phase has used."""
 
-    position = ""
+    position, failure = "", None
 
     config = SimpleNamespace(
         worker_count=1,

@@ -264,6 +264,9 @@ def test_the_warning_of_an_unfinished_run_has_its_length_and_a_command_for_a_she
     run = write_run(tmp_path / "my run", epochs=2, finished=False)
     job = run / "job.yaml"
     job.write_text(job.read_text().replace("epochs: 4", "train_for: 60.0"))
+    assert "It has no checkpoint" in " ".join(summary_of(run).warnings)
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "index.json").write_text("{}")
     [warning] = [w for w in summary_of(run).warnings if "not finished" in w]
     assert "2 of 4 epochs are done" in warning
     assert f"raytrain-opt run --resume '{run}' (and --trust if" in warning
