@@ -171,11 +171,11 @@ def read(storage_path: str, name: str) -> bytes | None:
             return None
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a local file. Raises OSError, also if it is no file or too large."""
     with open(path, "rb", opener=open_plain) as file:
-        if os.fstat(file.fileno()).st_size > MAX_BYTES:
-            raise OSError(errno.EFBIG, f"has more than {MAX_BYTES:,} bytes", str(path))
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"has more than {max_bytes:,} bytes", str(path))
         return file.read()
 
 

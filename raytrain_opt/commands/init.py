@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import StringIO
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,6 @@ _VALID = (
     "CSV file with their names and labels; train_x.npy, train_y.npy, test_x.npy and test_y.npy; "
     "or train-000000.tar and val-000000.tar, as `raytrain-opt shard` writes them"
 )
-# Words in names of arrays of labels.
-_LABEL_WORDS = {"y", "label", "labels", "target", "targets", "class", "classes"}
 _TEST_FRACTION = 0.2
 # Image files that are decoded, spread evenly, to find unreadable ones.
 _EXAMINED = 2000
@@ -83,10 +82,7 @@ class Choice:
 
 
 def init(
-    folder: Path,
-    output: Path,
-    echo: Callable[[str], object],
-    label_column: str | None = None,
+    folder: Path, output: Path, echo: Callable[[str], object], label_column: str | None = None
 ) -> None:
     """Write a job file for the data in `folder`, and print what was found and chosen.
 
@@ -136,16 +132,21 @@ def find_data(
     Raises DataError: there are no data, or they may have several meanings.
     """
     notes: list[str] = []
-    # Indices of shards are arrays too.
-    for find in (_find_shards, _find_arrays, _find_splits) if label_column is None else ():
-        section = find(folder, notes)
-        if section is not None:
-            return section, [], notes
+    names, unread = _split_folders(folder)
+    if label_column is None:
+        for find in (_find_shards, _find_arrays):
+            if section := find(folder, notes):
+                return section, [], notes
+        if len(names) == 2:
+            splits = {"train_split": names["train"], "test_split": names["test"]}
+            return {"name": "image_folder", "root": str(folder), **splits}, [], unread
     left_out: Counter[str] = Counter()
     tables = _files(folder, "*.csv", "*.tsv")
     rows = read_tables(folder, tables, label_column, left_out, notes) if tables else []
-    if label_column is None:
-        rows = rows or _class_folders(folder, left_out, notes)
+    if label_column is None and not rows:
+        notes += unread
+        left_out.clear()  # of the tables, which are not used
+        rows = _class_folders(folder, names.get("train", ""), left_out, notes)
     notes += left_out_note(left_out)
     classes = sorted({label for _, label, _ in rows})
     if len(classes) < 2:
@@ -168,15 +169,6 @@ def _splits(names: Iterable[str]) -> dict[str, str]:
     """Return which of the names are those of the training and of the test set: by a word in it."""
     words = {word: name for name in names for word in re.split(r"[^a-z]+", name.lower())}
     return {split: words[word] for word, split in reversed(SPLITS.items()) if word in words}
-
-
-def _find_splits(folder: Path, notes: list[str]) -> Section | None:
-    names, unread = _split_folders(folder)
-    if len(names) < 2:
-        return None
-    notes += unread
-    splits = {"train_split": names["train"], "test_split": names["test"]}
-    return {"name": "image_folder", "root": str(folder), **splits}
 
 
 def _split_folders(folder: Path) -> tuple[dict[str, str], list[str]]:
@@ -203,20 +195,20 @@ def _find_arrays(folder: Path, notes: list[str]) -> Section | None:
         return None
     arrays: dict[str, dict[Path, tuple[int, ...]]] = {"train": {}, "test": {}}
     for file in files:
-        split = next((SPLITS[word] for word in _words(file) if word in SPLITS), None)
-        if split is None:
+        words = SPLITS.keys() & re.split(r"[^a-z]+", file.stem.lower())
+        if not words:
             continue
         try:
-            arrays[split][file] = np.load(file, mmap_mode="r", allow_pickle=False).shape
+            shape = np.load(file, mmap_mode="r", allow_pickle=False).shape
         except Exception as error:  # a damaged header can make numpy raise anything
             raise DataError(str(file), f"is not an array of plain numbers: {error}") from error
+        arrays[SPLITS[max(words)]][file] = shape
     if not any(arrays.values()):
         return None
     section: Section = {"name": "arrays"}
     for split, shapes in arrays.items():
-        flat = {file for file, shape in shapes.items() if len(shape) < 2 or shape[1:] == (1,)}
-        labels = [file for file in shapes if _words(file) & _LABEL_WORDS] or list(flat)
-        samples = [file for file in shapes if file not in flat and file not in labels]
+        labels = [file for file, shape in shapes.items() if shape[1:] in ((), (1,))]
+        samples = [file for file in shapes if file not in labels]
         if len(samples) != 1 or len(labels) != 1:
             names = ", ".join(f"{file.name} {list(shape)}" for file, shape in shapes.items())
             rule = "the .npy files are not one array of samples and one of labels for each set"
@@ -224,10 +216,6 @@ def _find_arrays(folder: Path, notes: list[str]) -> Section | None:
         section[split] = [str(samples[0]), str(labels[0])]
         notes.append(f"{split}: samples {samples[0].name}, labels {labels[0].name}")
     return section
-
-
-def _words(file: Path) -> set[str]:
-    return set(re.split(r"[^a-z]+", file.stem.lower()))
 
 
 def _find_shards(folder: Path, notes: list[str]) -> Section | None:
@@ -256,19 +244,16 @@ def _to_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def _class_folders(folder: Path, left_out: Counter[str], notes: list[str]) -> list[Row]:
-    """Return the images in folders of classes, which may lie below a folder train/.
+def _class_folders(
+    folder: Path, train: str, left_out: Counter[str], notes: list[str]
+) -> list[Row]:
+    """Return the images in folders of classes, which may lie below a folder `train`.
 
     Raises DataError: the folders may be sets, because they have the same folders in them.
     """
-    names, unread = _split_folders(folder)
-    root = folder / names.get("train", "")
-    notes += unread
-    left_out.clear()  # of the tables, which are not used
-    rows: list[Row] = []
+    root, rows = folder / train, list[Row]()
     classes = class_folders(root, left_out)
-    first = dict.fromkeys(classes, ".")  # which folder has a folder of this name
-    common: dict[str, list[str]] = {}
+    inner = {".": {*classes}}  # folders that have folders
     for name in classes:
         paths = [os.path.relpath(path, folder) for path, _ in image_paths(root / name, left_out)]
         if not paths:
@@ -276,14 +261,16 @@ def _class_folders(folder: Path, left_out: Counter[str], notes: list[str]) -> li
         elif name != name.strip():
             raise DataError(str(root / name), "has a name that begins or ends with a blank")
         rows += [(path, name, "") for path in paths]
-        for inner in class_folders(root / name, Counter()):
-            if (other := first.setdefault(inner, name)) != name:
-                common.setdefault(f"{other}/ and {name}/", []).append(inner)
-    for folders, shared in common.items():
-        if len(shared) > 1:
-            rule = f"{folders} both have {', '.join(shared[:_NAMES])}; if these are the classes, "
-            rule += "call the others train and test; if not, list all files in a table with the "
-            raise DataError(str(root), f"{rule}columns file and label")
+        if below := {*class_folders(root / name, Counter())}:
+            inner[name] = below
+    for first, second in combinations(inner, 2):
+        if len(shared := sorted(inner[first] & inner[second])) > 1:
+            rule = (
+                f"{first}/ and {second}/ both have {', '.join(shared[:_NAMES])}; if these are the "
+                "classes, call the others train and test; if not, list all files in a table with "
+                "the columns file and label"
+            )
+            raise DataError(str(root), rule)
     return rows
 
 

@@ -22,22 +22,9 @@ SPLITS = {
     **dict.fromkeys(("val", "valid", "validation", "test", "testing", "dev", "eval"), "test"),
 }
 # Usual names of columns, of which only the letters count.
-_COLUMNS = {
-    "file": (
-        "file",
-        "filename",
-        "filepath",
-        "fname",
-        "path",
-        "image",
-        "imageid",
-        "imagename",
-        "imagepath",
-    )
-    + ("imagefile", "img", "imgid", "imgname", "imgpath", "id", "name", "files", "filepaths"),
-    "label": ("label", "labels", "class", "classname", "category", "target", "y"),
-    "split": ("split", "set", "dataset", "subset", "partition"),
-}
+_FILE = r"(file|image|img)?(id|name|path|file)s?|fname|image|img"
+_LABEL = r"labels?|class(name)?|category|target|y"
+_SPLIT = r"split|(data|sub)?set|partition"
 
 Row = tuple[str, str, str]  # file, label, split
 
@@ -67,81 +54,78 @@ def read_tables(
         return images.get(os.path.relpath(path, folder) if os.path.isabs(path) else path)
 
     tables = [_read_table(file, find, label_column, notes) for file in files]
-    rows = max(tables, key=len, default=[])
-    if not {image for table in tables for image, _, _ in table} <= {image for image, _, _ in rows}:
+    rows = max(tables, key=len, default={})
+    if any(table.keys() - rows.keys() for table in tables):
         rule = "several tables name images; move all but one away, or write one with a split"
         raise DataError(str(folder), "; ".join([rule, *notes]))
-    return rows
+    return [*rows.values()]
 
 
 def _read_table(
     file: Path, find: Callable[[str], str | None], label_column: str | None, notes: list[str]
-) -> list[Row]:
+) -> dict[str, Row]:
     """Return the images that a table lists, and note how it was read; no rows if it lists none.
 
     Raises DataError: it is damaged, or what its columns mean is not clear.
     """
-    note = file.name
+    note, rows = file.name, {}
     try:
         columns, iterator = read_table(file.read_bytes())
         lines = list(iterator)
         note += f" has the columns {', '.join(map(shorten, columns[:20]))}"
         matches = {
             name: sum(find(row[name]) is not None for _, row in lines)
-            for name in _usual("file", columns)
+            for name in _usual(_FILE, columns)
         }
         of_files = max(matches, key=matches.__getitem__, default="file")
         matched = matches.get(of_files, 0)
         note += f"; {matched:,} of {len(lines):,} rows name an image by column {of_files}"
-        if not matches:
-            note = f"{note}, as no column has a usual name (file, path, image, id, …)"
-        rows: dict[str, tuple[int, Row]] = {}
+        note += "" if matches else ", as no column has a usual name (file, path, image, id, …)"
         if matched:
             others = [name for name in columns if name != of_files]
-            labels = [label_column] if label_column in others else _usual("label", others)
+            labels = [label_column] if label_column in others else _usual(_LABEL, others)
             if len(labels) != 1 or label_column not in (None, *labels):
                 hint = f"--label-column COLUMN, which may be {', '.join(others)}"
                 raise ValueError(f"name the column of the classes: {hint}")
-            splits = [
-                name
-                for name in others
-                if name in _usual("split", others)
-                or {row[name].strip().lower() for _, row in lines} <= SPLITS.keys()
-            ]
+            words = {name: {row[name].strip().lower() for _, row in lines} for name in others}
+            usual = _usual(_SPLIT, others)
+            splits = [n for n in others if n in usual or words[n] <= SPLITS.keys()]
             if len(splits) > 1:
                 raise ValueError(f"several columns may be the split: {', '.join(splits)}")
             note += f", the class by {labels[0]}" + "".join(f", the set by {n}" for n in splits)
-            rows = _label_rows(lines, find, of_files, *labels, *splits)
+            rows = _labeled_rows(lines, find, of_files, *labels, *splits)
     except ValueError as error:
         rule = f"{note}; {error}; or move the table away, if folders are the classes"
         raise DataError(str(file), rule) from error
     notes.append(f"{note}; {len(rows):,} images have a class; blanks around it are removed")
-    return [row for _, row in rows.values()]
+    return rows
 
 
-def _usual(kind: str, columns: Sequence[str]) -> list[str]:
-    return [name for name in columns if re.sub("[^a-z]", "", name.lower()) in _COLUMNS[kind]]
+def _usual(pattern: str, columns: Sequence[str]) -> list[str]:
+    return [name for name in columns if re.fullmatch(pattern, re.sub("[^a-z]", "", name.lower()))]
 
 
-def _label_rows(
+def _labeled_rows(
     lines: Sequence[tuple[int, dict[str, str]]],
     find: Callable[[str], str | None],
     of_files: str,
     of_labels: str,
     of_splits: str = "",
-) -> dict[str, tuple[int, Row]]:
-    """Return line and row of each image that has a label. Raises ValueError."""
-    rows: dict[str, tuple[int, Row]] = {}
+) -> dict[str, Row]:
+    """Return the row of each image that has a label. Raises ValueError."""
+    rows: dict[str, Row] = {}
+    seen: dict[str, int] = {}
     for line, row in lines:
         image, label = find(row[of_files]), row[of_labels].strip()
         split = row[of_splits].strip().lower() if of_splits else "train"
         if image == "":
-            rule = f"{row[of_files]} names several images; list their paths"
-            raise ValueError(f"line {line}: {rule}")
-        if image in rows:
-            raise ValueError(f"lines {rows[image][0]} and {line} both name {image}")
+            raise ValueError(
+                f"line {line}: {row[of_files]} names several images; list their paths"
+            )
         if split not in SPLITS:
             raise ValueError(f"line {line}: {of_splits} must be train or test, not {split!r}")
         if image and label:
-            rows[image] = line, (image, label, SPLITS[split])
+            if (first := seen.setdefault(image, line)) != line:
+                raise ValueError(f"lines {first} and {line} both name {image}")
+            rows[image] = image, label, SPLITS[split]
     return rows

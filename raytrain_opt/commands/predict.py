@@ -121,8 +121,7 @@ def _find_images(argument: str, left_out: Counter[str]) -> list[_ImageFile]:
             paths = [entry["path"] for chunk in objects for entry in chunk]
             names = []
             for path in paths:
-                kinds = [left_out_kind(part) for part in path.split("/")]
-                kind = "hidden" if "hidden" in kinds else kinds[-1]
+                kind = left_out_kind(path)
                 left_out[kind] += bool(kind)
                 names += [] if kind else [path]
         else:

@@ -13,12 +13,7 @@ import numpy as np
 import obstore
 
 from raytrain_opt import storage
-from raytrain_opt.data.image_folder import (
-    ImageFiles,
-    class_folders,
-    left_out_note,
-    list_folder,
-)
+from raytrain_opt.data.image_folder import ImageFiles, class_folders, left_out_note, list_folder
 from raytrain_opt.data.shards import CLASSES, index_bytes, make_index, shard_version
 from raytrain_opt.errors import DataError
 

@@ -6,12 +6,11 @@ import importlib
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from raytrain_opt.config.error_messages import nearest, shown
-from raytrain_opt.errors import JobError, Problem
+from raytrain_opt.errors import JobError, Problem, origin
 
 
 def resolve_function(name: str | Callable[..., Any], path: str) -> Callable[..., Any]:
@@ -72,7 +71,6 @@ def _import_problem(module: str, error: BaseException, path: str, name: str) -> 
     cause = str(error)
     hint = f"searched {os.getcwd()} and the installed packages"
     if not isinstance(error, ImportError):
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{type(error).__name__}: {error}"
-        hint = f"raised at {frame.filename}:{frame.lineno}"
+        hint = f"raised at {origin(error)}"
     return Problem(path, f"module {module!r} cannot be imported: {cause}", repr(name), hint)

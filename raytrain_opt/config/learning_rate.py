@@ -145,13 +145,7 @@ class SchedulePolicy(Section):
     """Rate after the warm-up, the peak of the schedule."""
     scaling: Scaling | None = Field(None, description=_SCALING)
     shape: Literal[
-        "constant",
-        "multistep",
-        "plateau",
-        "linear",
-        "polynomial",
-        "cosine",
-        "arc_cotangent",
+        "constant", "multistep", "plateau", "linear", "polynomial", "cosine", "arc_cotangent"
     ] = "cosine"
     """How the rate falls after the warm-up."""
     final: NonNegativeFloat = 0.0

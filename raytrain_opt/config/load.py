@@ -14,7 +14,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import function_name
 from raytrain_opt.config.yaml_loader import MAX_DEPTH, Word, read_yaml, write_yaml
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.storage import open_plain
+from raytrain_opt.storage import read_file
 
 MAX_BYTES = 2**20
 # A job file may hold these as a bare name: `model: resnet8`.
@@ -98,12 +98,7 @@ def job_schema() -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        with open(path, "rb", opener=open_plain) as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            rule = f"is larger than {MAX_BYTES // 2**20} MiB; a job file is a page of text"
-            raise JobError([Problem("the file", rule)], str(path))
-        return content.decode("utf-8-sig")
+        return read_file(path, MAX_BYTES).decode("utf-8-sig")
     except FileNotFoundError as error:
         names = [file.name for file in path.parent.glob("*.y*ml")]
         problem = Problem("the file", "does not exist", None, nearest(path.name, names))

@@ -203,12 +203,13 @@ def refuse_channels_last(shape: tuple[int, ...]) -> None:
         raise DataError("data", f"has samples {list(shape)}, which {rule}")
 
 
-def layout_note(name: str, shape: tuple[int, ...], axis: int) -> str:
+def layout_note(name: str, shape: tuple[int, ...], default: int) -> str:
     """Return the line that says how the shape of an image was read."""
+    axis = channel_axis(shape, default)
     height, width = shape[1:] if axis == 0 else shape[:2]
+    image = f"{width} x {height} pixels with {shape[axis]} channels"
     order = "first" if axis == 0 else "last"
-    image = f"{width} x {height} pixels with {shape[axis]} channels (channels {order})"
-    return f"{name}: {list(shape)} is read as {image}"
+    return f"{name}: {list(shape)} is read as {image} (channels {order})"
 
 
 def count_classes(

@@ -7,13 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from raytrain_opt.config.data import (
-    ArraysData,
-    ArraySetData,
-    ImageFolderData,
-    RayData,
-    ShardsData,
-)
+from raytrain_opt.config.data import ArraysData, ArraySetData, ImageFolderData, RayData, ShardsData
 
 if TYPE_CHECKING:
     import torch

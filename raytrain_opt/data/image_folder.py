@@ -130,11 +130,7 @@ class ImageFiles:
     """
 
     def __init__(
-        self,
-        classes: Sequence[str],
-        paths: npt.NDArray[np.uint8],
-        ends: Indices,
-        labels: Indices,
+        self, classes: Sequence[str], paths: npt.NDArray[np.uint8], ends: Indices, labels: Indices
     ) -> None:
         self.classes, self.paths, self.ends, self.labels = classes, paths, ends, labels
 
@@ -222,13 +218,13 @@ def image_paths(folder: str | Path, left_out: Counter[str]) -> Iterator[tuple[st
         real_directory = os.path.realpath(directory)
         for name, is_link in files:
             path = f"{directory}/{name}"
-            real_path = path if real_directory == directory else f"{real_directory}/{name}"
-            yield path, os.path.realpath(path) if is_link else real_path
+            yield path, os.path.realpath(path) if is_link else f"{real_directory}/{name}"
 
 
-def left_out_kind(name: str) -> str:
-    """Return why a file of this name is no image; nothing if it is one."""
-    if name.startswith(".") or name in _SYSTEM_FOLDERS:
+def left_out_kind(path: str) -> str:
+    """Return why a file of this name or path is no image; nothing if it is one."""
+    *_, name = parts = path.split("/")
+    if any(part.strip(".") and part[0] == "." or part in _SYSTEM_FOLDERS for part in parts):
         return "hidden"
     suffix = name[name.rfind(".") :].lower() if "." in name else "no suffix"
     return "" if suffix in SUFFIXES else suffix
@@ -249,7 +245,7 @@ def _in_color(files: ImageFiles) -> ImageFiles:
 def _has_colors(path: str) -> bool:
     try:
         return open_image(read_image_file(path)).mode not in _GRAY_MODES
-    except (OSError, ImageError):  # a damaged file is reported, or skipped, when it is read
+    except ImageError:  # a damaged file is reported, or skipped, when it is read
         return True
 
 
@@ -271,21 +267,20 @@ def _read_labels(section: ImageFolderData, path: str) -> dict[SourceSplit, Image
         raise DataError("data.labels", str(error)) from error
     except ValueError as error:
         raise DataError("data.labels", f"{path} {error}") from error
-    train, test = (
-        ImageFiles.of(classes, ((file, numbers[label]) for file, label in files[split]))
-        for split in ("train", "test")
-    )
-    return {"train": train, "test": test}
+    return {
+        split: ImageFiles.of(classes, ((file, numbers[label]) for file, label in of_split))
+        for split, of_split in files.items()
+    }
 
 
-def _listed_files(content: bytes, root: str) -> dict[str, list[tuple[str, str]]]:
+def _listed_files(content: bytes, root: str) -> dict[SourceSplit, list[tuple[str, str]]]:
     """Return path and label of the files of each split. Raises ValueError that names the line."""
     columns, rows = read_table(content)
     if not set(COLUMNS) <= set(columns):
         names = ", ".join(map(shorten, columns[:10]))
         rule = "needs a first line with the names file, label and split"
         raise ValueError(f"{rule}; it has {names}")
-    files: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
+    files: dict[SourceSplit, list[tuple[str, str]]] = {"train": [], "test": []}
     seen: dict[str, int] = {}
     real_directory = lru_cache(4096)(os.path.realpath)
     for line, row in rows:

@@ -15,9 +15,7 @@ Source: Szegedy et al., Going Deeper with Convolutions, CVPR 2015 (the random cr
 from __future__ import annotations
 
 import math
-import os
 import random
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
@@ -30,6 +28,8 @@ import simplejpeg
 import torch
 from PIL import ExifTags, Image
 from torch.nn.functional import interpolate
+
+from raytrain_opt.storage import read_file
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -71,18 +71,14 @@ def _decoder_errors() -> Iterator[None]:
     except ImageError:
         raise
     except Exception as error:
-        raise ImageError(str(error) or type(error).__name__) from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ImageError(reason or type(error).__name__) from error
 
 
+@_decoder_errors()
 def read_image_file(path: str | Path) -> bytes:
-    """Return the content of an image file. Raises OSError, ImageError."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ImageError("it is not a plain file")
-        if status.st_size > _MAX_BYTES:
-            raise ImageError(f"it has {status.st_size:,} bytes, more than {_MAX_BYTES:,}")
-        return file.read()
+    """Return the content of an image file. Raises ImageError."""
+    return read_file(Path(path), _MAX_BYTES)
 
 
 @_decoder_errors()
@@ -157,28 +153,22 @@ class _ImageFile:
     """
 
     def __init__(self, content: bytes) -> None:
-        self._content, self.orientation = content, 1
-        self._image: Image.Image | None = None
-        self._is_jpeg = content.startswith(b"\xff\xd8\xff")
-        shape = _jpeg_shape(content) if self._is_jpeg else None
-        if shape is None:
-            self._image = image = open_image(content)
-            if not self._is_jpeg:
-                image.load()  # a PNG file may have its orientation last; TIFF is turned
-            self.orientation = _orientation(image)
-            shape = image.height, image.width
-        self.file_shape = shape
-        self.height, self.width = shape if self.orientation < 5 else shape[::-1]
+        self._content, self._image = content, open_image(content)
+        if self._image.format != "JPEG":
+            self._image.load()  # a PNG file may have its orientation last; TIFF is turned
+        self.orientation = _orientation(self._image)
+        self.file_shape = self._image.height, self._image.width
+        self.height, self.width = self.file_shape[:: 1 if self.orientation < 5 else -1]
 
     def decode(self, min_height: int, min_width: int) -> Pixels:
         """Return [height, width, 3] as in the file, perhaps fewer pixels, but at least these."""
-        if self._is_jpeg:
+        image = self._image
+        if image.format == "JPEG":
             smallest = {"min_height": min_height, "min_width": min_width}
             with suppress(Exception):  # four color channels, or damage: PIL decides
                 # Factors below 2 take longer to decode than the complete image.
                 pixels: Pixels = simplejpeg.decode_jpeg(self._content, min_factor=2, **smallest)
                 return pixels
-        image = self._image or open_image(self._content)
         if image.mode[0] in "IF":  # cut off at 255 by Pillow: all white
             raise ImageError("16-bit or float gray image; convert it to 8 bits")
         image.draft(None, (min_width, min_height))  # reduces a JPEG file while it is decoded
@@ -186,21 +176,6 @@ class _ImageFile:
         # Twice the pixels remain, which hardly shows; a large image then takes less memory.
         factor = min(image.height // (2 * min_height), image.width // (2 * min_width))
         return np.asarray(image.reduce(factor) if factor > 1 else image)
-
-
-def _jpeg_shape(content: bytes) -> tuple[int, int] | None:
-    """Return height and width of a JPEG file; None where Pillow has to read its header."""
-    start = 2
-    while (marker := content[start : start + 2]) not in (b"\xff\xda", b"\xff\xe1"):
-        if not marker.startswith(b"\xff"):
-            return None
-        start += 2 + int.from_bytes(content[start + 2 : start + 4])
-    if marker == b"\xff\xe1":  # EXIF or XMP, which may state an orientation
-        return None
-    with suppress(Exception):
-        height, width, *_ = simplejpeg.decode_jpeg_header(content, strict=False)
-        return (height, width) if height * width <= _MAX_PIXELS else None
-    return None
 
 
 def _orientation(image: Image.Image) -> int:

@@ -194,9 +194,8 @@ def validate_arrays(
         raise DataError(test[0].field, f"{rule}; both must be the same")
     labels = [np.ascontiguousarray(y.values, dtype=np.int64) for y in (train[1], test[1])]
     images = [x for x, _ in (train, test) if x.values.dtype == np.uint8 and x.values.ndim == 4]
-    notes = [layout_note(x.name, x.values.shape[1:], _channel_axis(x)) for x in images]
-    shown = () if class_names else tuple(notes)
-    return DatasetArrays(train_x, labels[0], test_x, labels[1], num_classes, class_names, shown)
+    notes = tuple(layout_note(x.name, x.values.shape[1:], -1) for x in images if not class_names)
+    return DatasetArrays(train_x, labels[0], test_x, labels[1], num_classes, class_names, notes)
 
 
 def _without_axis(y: NamedArray) -> NamedArray:
@@ -237,7 +236,7 @@ def convert_values(array: NamedArray) -> Array:
     if x.ndim < 2 or x[0].size == 0:
         raise array.error(f"has shape {x.shape}; it must be [samples, ...], not empty")
     if x.dtype == np.uint8 and x.ndim in (3, 4):
-        return _as_images(array)
+        return _as_images(x)
     values = np.ascontiguousarray(x, dtype=np.float32)
     chunks = (values[i : i + _CHUNK_SAMPLES] for i in range(0, len(values), _CHUNK_SAMPLES))
     not_finite = sum(int(np.count_nonzero(~np.isfinite(chunk))) for chunk in chunks)
@@ -246,13 +245,10 @@ def convert_values(array: NamedArray) -> Array:
     return values
 
 
-def _as_images(array: NamedArray) -> Array:
+def _as_images(x: Array) -> Array:
     """Return uint8 [N, H, W], [N, H, W, C] or [N, C, H, W] as [N, H, W, C]."""
-    x = array.values if array.values.ndim == 4 else array.values[..., np.newaxis]
-    if array.values.ndim == 4 and _channel_axis(array) == 0:
+    if x.ndim == 3:
+        x = x[..., np.newaxis]
+    elif channel_axis(x.shape[1:], default=-1) == 0:
         x = x.transpose(0, 2, 3, 1)
     return np.ascontiguousarray(x)
-
-
-def _channel_axis(array: NamedArray) -> int:
-    return channel_axis(array.values.shape[1:], default=-1)

@@ -22,27 +22,22 @@ def read_table(content: bytes) -> tuple[list[str], Iterator[tuple[int, Row]]]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"line {line} is not UTF-8 text; save the file as UTF-8") from error
-    delimiter = max(",;\t", key=text.partition("\n")[0].count)  # of the header
-    lines = _lines(text, delimiter)
+    lines = _lines(text)
     _, header = next(lines, (1, []))
     columns = [name.strip() for name in header]
     repeated = [name for name, count in Counter(columns).items() if name and count > 1]
     if repeated or not columns:
         rule = f"has several columns {repeated[0]}" if repeated else "is empty"
         raise ValueError(f"{rule}; the first line names the columns")
-
-    def rows() -> Iterator[tuple[int, Row]]:
-        for line, values in lines:
-            if len(values) != len(columns):
-                counts = f"{len(values)} values, but the first line names {len(columns)} columns"
-                raise ValueError(f"line {line} has {counts}")
-            yield line, dict(zip(columns, values, strict=True))
-
-    return columns, rows()
+    return columns, ((line, dict(zip(columns, values, strict=True))) for line, values in lines)
 
 
-def _lines(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the values of each row that has some, and the line at which it begins."""
+def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the values of each row that has some, the first with the names of the columns.
+
+    With each comes the line at which it begins.
+    """
+    delimiter, columns = max(",;\t", key=text.partition("\n")[0].count), 0  # of the header
     # Blanks may stand before a quote; a name that begins with one needs quotes.
     stream = StringIO(text, newline="")
     reader = csv.reader(stream, delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -56,6 +51,10 @@ def _lines(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
         if values is None:
             return
         if any(values):
+            columns = columns or len(values)
+            if len(values) != columns:
+                counts = f"{len(values)} values, but the first line names {columns} columns"
+                raise ValueError(f"line {line} has {counts}")
             yield line, values
 
 

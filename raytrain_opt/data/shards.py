@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
 from stat import S_ISREG
@@ -38,7 +37,8 @@ from raytrain_opt.config.data import ShardsData
 from raytrain_opt.config.error_messages import shown
 from raytrain_opt.data.batch_reader import Sample, SourceSplit
 from raytrain_opt.data.fingerprint import digest
-from raytrain_opt.data.images import center_crop, random_crop
+from raytrain_opt.data.image_folder import left_out_kind
+from raytrain_opt.data.images import SUFFIXES, center_crop, random_crop
 from raytrain_opt.data.sampling import Indices
 from raytrain_opt.data.transforms import IMAGENET_MEAN_STD, MeanStd
 from raytrain_opt.errors import DataError, StorageError
@@ -53,8 +53,6 @@ _MAX_SHARDS = 100_000
 # Of a member or a header that is read at once: somebody else may have made the shard.
 _MAX_IMAGE_BYTES, _MAX_HEADER_BYTES, _MAX_LABEL_BYTES = 2**29, 2**20, 100
 _CLASS_NUMBER = re.compile(rb"\s*([0-9]{1,18})\s*")
-# Members that macOS adds, and others whose name or folder begins with a dot.
-_HIDDEN = re.compile(r"(^|/)(__MACOSX/|\.[^./])")
 
 
 class ShardSource:
@@ -214,7 +212,7 @@ class ShardCache:
         if not storage.is_remote(uri):
             return Shard(uri, storage.local_path(uri), size, version)
         # A shard that is written again has another name in the cache.
-        name = f"{_digest(f'{uri} {version}')}-{storage.split(uri)[1]}"
+        name = f"{digest([f'{uri} {version}'.encode()])}-{storage.split(uri)[1]}"
         return Shard(uri, Path(self._section.cache, name), size, version)
 
     def check_room(self, window: int, shards: Sequence[Shard]) -> None:
@@ -228,7 +226,7 @@ class ShardCache:
     def read_index(self, shard: Shard) -> Indices:
         """Read a shard's index, or make it. Raises StorageError, OSError, ValueError."""
         folder, name = storage.split(shard.uri)
-        cached = str(self._folder), f"{_digest(str(shard.path))}.index"
+        cached = str(self._folder), f"{digest([bytes(shard.path)])}.index"
         for place in ((folder, f"{name}.index"), cached):
             index = parse_index(storage.read(*place) or b"", shard)
             if index is not None:
@@ -360,13 +358,11 @@ class _BoundedFile(FileIO):
 
 def make_index(path: Path, name: str) -> Indices:
     """Read the members of a shard. Raises ValueError naming it, the member and the reason."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS  # takes seconds to import
-
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     for member, content in _read_members(path, name):
         key, _, suffix = member.name.rpartition(".")
-        is_image, rule = f".{suffix.lower()}" in IMG_EXTENSIONS, ""
+        is_image, rule = f".{suffix.lower()}" in SUFFIXES, ""
         if not is_image and suffix.lower() != "cls":
             continue
         if not member.isreg() or member.issparse() or member.size > _MAX_IMAGE_BYTES:
@@ -402,7 +398,7 @@ def _read_members(path: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, byte
             for member in file:
                 if member.size < 0:  # the next header would be one before it
                     raise tarfile.ReadError(f"a member of {member.size} bytes")
-                if not _HIDDEN.search(member.name):
+                if left_out_kind(member.name) != "hidden":
                     size = min(member.size, _MAX_LABEL_BYTES)
                     yield member, os.pread(stream.fileno(), size, member.offset_data)
             end = os.pread(stream.fileno(), _MAX_HEADER_BYTES, file.offset)
@@ -444,7 +440,3 @@ def expand_braces(pattern: str) -> list[str]:
         numbers = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
         names = [name.replace(f"{{{first}..{last}}}", n, 1) for name in names for n in numbers]
     return names
-
-
-def _digest(text: str) -> str:
-    return blake2b(text.encode(), digest_size=12).hexdigest()

@@ -172,10 +172,7 @@ def resolve_preprocessing(
 
 
 def make_transform(
-    preprocessing: Preprocessing,
-    shape: tuple[int, ...],
-    device: torch.device,
-    channels_last: bool,
+    preprocessing: Preprocessing, shape: tuple[int, ...], device: torch.device, channels_last: bool
 ) -> Transform:
     """Return the transform of batches whose samples have this `shape` for the model."""
     mean_std = preprocessing.mean_std

@@ -13,11 +13,7 @@ from raytrain_opt.config.data import DatasetData
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.section import function_name
 from raytrain_opt.data.base import channel_axis, layout_note
-from raytrain_opt.data.batch_reader import (
-    Sample,
-    SourceSplit,
-    cause,
-)
+from raytrain_opt.data.batch_reader import Sample, SourceSplit, cause
 from raytrain_opt.data.fingerprint import digest
 from raytrain_opt.data.nesting import leaves, map_leaves
 from raytrain_opt.data.sampling import Indices, Purpose, sample_seed
@@ -161,7 +157,7 @@ class UserDatasetSource:
             raise self._error(split, index, rule)
         if x.dtype == torch.uint8 and x.ndim == 3:
             axis = channel_axis(tuple(x.shape), default=0)
-            self.notes = self.notes or (layout_note(self._name, tuple(x.shape), axis),)
+            self.notes = self.notes or (layout_note(self._name, tuple(x.shape), 0),)
             x = x if axis == 0 else x.permute(2, 0, 1)
         return _convert(x.detach()), self._class_index(split, index, label)
 

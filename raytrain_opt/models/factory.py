@@ -1,9 +1,10 @@
-"""Build the network that the `model` section of a job names; equal seeds give equal weights."""
+"""Check the `model` section of a job, and build its network: equal seeds give equal weights."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,13 +12,105 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from raytrain_opt.config.error_messages import nearest
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.config.section import is_function_name
-from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError
-from raytrain_opt.models.check import DATA_ARGUMENTS, check_names, keyword_parameters
-from raytrain_opt.models.registry import BUILTIN_MODELS, TORCHVISION_DEFAULTS, model_names
+from raytrain_opt.errors import DataError, JobError, Problem, RaytrainOptError, origin, problems_of
+from raytrain_opt.models.registry import (
+    BUILTIN_MODELS,
+    TORCHVISION_DEFAULTS,
+    model_names,
+    torchvision_names,
+)
 from raytrain_opt.random_state import seeded
+
+# Arguments that build_model itself passes to a constructor.
+_DATA_ARGUMENTS = ("num_classes", "sample_shape")
+
+_FROM_DATA = "cannot be set here: comes from the data"
+_NOT_PRETRAINED = "cannot be set here: write model.weights beside model.args"
+_RESERVED_ARGUMENTS = {
+    **dict.fromkeys(_DATA_ARGUMENTS, _FROM_DATA),
+    **dict.fromkeys(("weights", "pretrained", "weights_backbone"), _NOT_PRETRAINED),
+}
+
+
+def check_model(section: ModelSection) -> list[Problem]:
+    """Return all problems of the section: unknown name, wrong or missing arguments, bad values.
+
+    Values are checked by building on torch's meta device, which allocates and computes nothing;
+    a user's function is not called. Imports torchvision only if the name is not built in.
+    """
+    problems = check_names(section)
+    if problems or not section.args or is_function_name(section.name):
+        return problems
+
+    def build() -> None:
+        # Some of torchvision's models (RegNets) compute with tensor values while they are built,
+        # which the meta device cannot: build_model reports their problems. Initialization on the
+        # meta device may still draw from the CPU generator.
+        with suppress(NotImplementedError), torch.random.fork_rng([]), torch.device("meta"):
+            _construct(section, num_classes=10, sample_shape=(3, 224, 224))
+
+    return problems_of(build)
+
+
+def check_names(section: ModelSection) -> list[Problem]:
+    """Return the problems of the names alone: of the model and of its arguments."""
+    name = section.name
+    if is_function_name(name):
+        try:
+            function = resolve_function(name, "model.name")
+        except JobError as error:
+            return error.problems
+        return _check_arguments(function, section.args)
+    if name not in BUILTIN_MODELS and name not in torchvision_names():
+        builtin = model_names()
+        hint = nearest(str(name), [*builtin, *torchvision_names()], n=3)
+        rule = "must be a built-in model, one of torchvision's, or package.module:function"
+        return [Problem("model.name", rule, repr(name), hint or f"built in: {', '.join(builtin)}")]
+    reserved = section.args.keys() & _RESERVED_ARGUMENTS.keys()
+    problems = [Problem(f"model.args.{k}", _RESERVED_ARGUMENTS[k]) for k in sorted(reserved)]
+    if name in BUILTIN_MODELS:
+        args = {key: v for key, v in section.args.items() if key not in reserved}
+        problems += _check_arguments(BUILTIN_MODELS[str(name)], args)
+    elif section.args.get("aux_logits") and name in TORCHVISION_DEFAULTS:
+        rule = "must be false: the loss takes one output, and this adds a second"
+        problems.append(Problem("model.args.aux_logits", rule, "true"))
+    return problems
+
+
+def _keyword_parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return a function's keyword parameters, and whether it takes any others (**kwargs)."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return {}, True
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {key: value for key, value in parameters.items() if value.kind in by_keyword}
+    return named, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _check_arguments(function: Callable[..., Any], args: dict[str, Any]) -> list[Problem]:
+    parameters, accepts_any = _keyword_parameters(function)
+    problems = [
+        Problem(f"model.args.{key}", "no such argument", None, _suggest_argument(key, parameters))
+        for key in args
+        if key not in parameters and not accepts_any
+    ]
+    for key, parameter in parameters.items():
+        is_required = parameter.default is inspect.Parameter.empty
+        if is_required and key not in args and key not in _DATA_ARGUMENTS:
+            problems.append(Problem(f"model.args.{key}", "is required by the model's function"))
+    return problems
+
+
+def _suggest_argument(key: str, parameters: Iterable[str]) -> str:
+    valid = [name for name in parameters if name not in _DATA_ARGUMENTS]
+    return nearest(key, valid) or (
+        f"valid arguments: {', '.join(valid)}" if valid else "the model has no arguments"
+    )
 
 
 def build_model(
@@ -44,7 +137,7 @@ def build_model(
     with seeded(seed):
         torch.manual_seed(seed)  # also of GPUs, where a user's function may draw
         try:
-            model = construct(section, num_classes=num_classes, sample_shape=sample_shape)
+            model = _construct(section, num_classes=num_classes, sample_shape=sample_shape)
         except NotImplementedError as error:  # torchvision lacks this combination of arguments
             raise JobError([_rejected(str(section.name), section.args, error)]) from error
     freeze_parameters(model, section.freeze)
@@ -66,7 +159,7 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def construct(
+def _construct(
     section: ModelSection, *, num_classes: int, sample_shape: tuple[int, ...]
 ) -> nn.Module:
     """Construct the network from the current random state; its names must have been checked."""
@@ -104,19 +197,17 @@ def _torchvision(name: str, sample_shape: tuple[int, ...]) -> Callable[..., Any]
 def _call_user_function(
     function: Callable[..., Any], args: dict[str, Any], data_args: dict[str, Any]
 ) -> nn.Module:
-    parameters, accepts_any = keyword_parameters(function)
+    parameters, accepts_any = _keyword_parameters(function)
     # Factories that take **kwargs (timm's, torchvision's) know num_classes, but no sample_shape.
     keys = {*parameters, "num_classes"} if accepts_any else {*parameters}
-    accepted = {key: data_args[key] for key in DATA_ARGUMENTS if key in keys}
+    accepted = {key: data_args[key] for key in _DATA_ARGUMENTS if key in keys}
     try:
         model = function(**{**accepted, **args})
     except RaytrainOptError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         rule = f"the model's function raised {type(error).__name__}: {error}"
-        hint = f"at {frame.filename}:{frame.lineno}"
-        raise JobError([Problem("model.name", rule, None, hint)]) from error
+        raise JobError([Problem("model.name", rule, None, f"at {origin(error)}")]) from error
     if not isinstance(model, nn.Module):
         rule = f"must return a torch.nn.Module, but returned {type(model).__name__}"
         name = getattr(function, "__qualname__", repr(function))

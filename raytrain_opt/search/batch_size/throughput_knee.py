@@ -31,11 +31,7 @@ import numpy as np
 
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.results import Probe
-from raytrain_opt.search.batch_size.strategy import (
-    BatchSizeChoice,
-    ProbeRequest,
-    SizeBounds,
-)
+from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, ProbeRequest, SizeBounds
 from raytrain_opt.search.batch_size.throughput_model import Array, Point, combine, draw_curves
 from raytrain_opt.search.noise_scale import NoiseScale, log_efficiency, pool_noise_scales
 

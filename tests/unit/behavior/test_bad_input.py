@@ -49,7 +49,7 @@ TEXTS = [
     (b"a: &a [0]\nb: [*a, *a]", "line 1, column 4", "anchors and aliases"),
     (b"[" * 3000, "line 1, column 51", "at most 50 levels"),
     (b"epochs: [" + b"0, " * 20_000 + b"]", "epochs", "must be an integer"),
-    (b"x" * (2**20 + 1), "the file", "is larger than 1 MiB"),
+    (b"x" * (2**20 + 1), "the file", "has more than 1,048,576 bytes"),
     (b"model: \xff", "the file", "is not UTF-8 text: byte 7 is 0xff"),
     (b"model: \x00", "line 1", "has a character YAML forbids"),
     (b"epochs: 1: 2", "line 1, column 10", "mapping values are not allowed here"),

@@ -267,8 +267,6 @@ def test_arrays(
         np.save(
             folder / f"{names[1].format(split)}.npy", (np.arange(count) % 4).reshape(labels_shape)
         )
-        if "label" in names[1]:
-            np.save(folder / f"{split}_ids.npy", np.arange(count))
     job, table = initialize(folder, output)
     assert (job.data.name, job.model.name) == ("arrays", "small_cnn")
     assert "12 x 12, 1 channels" in table
@@ -351,6 +349,12 @@ def write_arrays(folder: Path, **arrays: Any) -> None:
                 folder, train_a=np.zeros((3, 4)), train_b=np.zeros((3, 4)), test_a=np.arange(3)
             ),
             r"of train: train_a.npy \[3, 4\], train_b.npy \[3, 4\]",
+        ),
+        (
+            lambda folder: write_arrays(
+                folder, train_x=np.zeros((3, 4)), train_y=np.arange(3), train_ids=np.arange(3)
+            ),
+            r"of train: train_ids.npy \[3\], train_x.npy \[3, 4\], train_y.npy \[3\]",
         ),
         (
             lambda folder: write_arrays(

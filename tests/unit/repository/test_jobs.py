@@ -17,7 +17,7 @@ from torch import nn
 
 from raytrain_opt.config.load import dump_job, load_job
 from raytrain_opt.execution.preflight import check_job, run_preflight
-from raytrain_opt.models.check import check_names
+from raytrain_opt.models.factory import check_names
 from tests.support.synthetic_runs import write_schedule
 
 ROOT = Path(__file__).parents[3]
