@@ -10,11 +10,17 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.data.fingerprint import DataFingerprint
 from raytrain_opt.errors import CheckpointError
 from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import TrainingOutcome
-from raytrain_opt.recording.records import EpochRecord, RoundRecord, StalenessRecord
+from raytrain_opt.recording.records import (
+    EpochRecord,
+    RoundRecord,
+    ScheduleRecord,
+    StalenessRecord,
+)
 from raytrain_opt.results import EvalTotals, TrainTotals
 from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.search.policy import CandidateResult, History
@@ -191,4 +197,21 @@ def epoch_record(
         timings_s=dict(metrics.stopwatch.timings_s),
         noise_scale=noise,
         staleness=metrics.staleness,
+    )
+
+
+def schedule_record(
+    epoch: int, metrics: EpochMetrics, optimizer: OptimizerSection, full_steps: int
+) -> ScheduleRecord:
+    """Return a line of schedule.jsonl."""
+    return ScheduleRecord(
+        epoch=epoch,
+        optimizer=str(optimizer.name),
+        weight_decay_factor=metrics.weight_decay_factor,
+        auto_weight_decay=optimizer.has_auto_weight_decay,
+        held_out=metrics.held_out,
+        restarts=metrics.restarts,
+        lr_multipliers=dict(optimizer.group_lr_multipliers),
+        full_steps=full_steps,
+        lrs=tuple(metrics.lrs),
     )
