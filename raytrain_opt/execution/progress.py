@@ -165,6 +165,20 @@ class EpochMetrics:
             self.staleness,
         )
 
+    def schedule(self, epoch: int, optimizer: OptimizerSection, full_steps: int) -> ScheduleRecord:
+        """Return a line of schedule.jsonl."""
+        return ScheduleRecord(
+            epoch=epoch,
+            optimizer=str(optimizer.name),
+            weight_decay_factor=self.weight_decay_factor,
+            auto_weight_decay=optimizer.has_auto_weight_decay,
+            held_out=self.held_out,
+            restarts=self.restarts,
+            lr_multipliers=dict(optimizer.group_lr_multipliers),
+            full_steps=full_steps,
+            lrs=tuple(self.lrs),
+        )
+
 
 def epoch_record(
     epoch: int,
@@ -197,21 +211,4 @@ def epoch_record(
         timings_s=dict(metrics.stopwatch.timings_s),
         noise_scale=noise,
         staleness=metrics.staleness,
-    )
-
-
-def schedule_record(
-    epoch: int, metrics: EpochMetrics, optimizer: OptimizerSection, full_steps: int
-) -> ScheduleRecord:
-    """Return a line of schedule.jsonl."""
-    return ScheduleRecord(
-        epoch=epoch,
-        optimizer=str(optimizer.name),
-        weight_decay_factor=metrics.weight_decay_factor,
-        auto_weight_decay=optimizer.has_auto_weight_decay,
-        held_out=metrics.held_out,
-        restarts=metrics.restarts,
-        lr_multipliers=dict(optimizer.group_lr_multipliers),
-        full_steps=full_steps,
-        lrs=tuple(metrics.lrs),
     )

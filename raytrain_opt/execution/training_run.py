@@ -16,13 +16,7 @@ from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.length import TrainingLength, measure_pace
 from raytrain_opt.execution.preflight import ResolvedJob
-from raytrain_opt.execution.progress import (
-    EpochMetrics,
-    PartialEpoch,
-    RunProgress,
-    epoch_record,
-    schedule_record,
-)
+from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgress, epoch_record
 from raytrain_opt.execution.session import Workspace
 from raytrain_opt.execution.worker_events import WorkerEvents
 from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
@@ -205,10 +199,7 @@ class TrainingRun:
         return state, losses._replace(restarted=action.restarts)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
-        """Train the steps of the epoch that are not done yet.
-
-        An interrupted execution did some of them, or the workers before one of them died.
-        """
+        """Train the steps that neither an interrupted run nor the workers before a death did."""
         # The last epoch of a time may be shorter: it trains on the last batches of its order.
         steps = self.steps(action.epoch)
         while True:
@@ -301,9 +292,7 @@ class TrainingRun:
                 self._initial = None
             self.recorder.epoch(record, len(self.lrs))
             self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
-            self.recorder.schedule(
-                schedule_record(epoch, self._epoch, optimizer, self.steps(epoch))
-            )
+            self.recorder.schedule(self._epoch.schedule(epoch, optimizer, self.steps(epoch)))
             self._lrs += self._epoch.lrs
             # The next epoch starts where this record's time ends, so that no time is lost.
             self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
@@ -445,11 +434,10 @@ class TrainingRun:
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, and tell the callbacks."""
-        before = self._announced
         self.stop.progress(2 * self.job.timeouts.no_progress_s)
         self.checkpoints.wait()
         self.stop.progress()
-        self._announced = self.checkpoints.latest
+        before, self._announced = self._announced, self.checkpoints.latest
         if self._announced is not None and self._announced != before:
             folder = self.paths.checkpoints / self._announced.folder
             self.callbacks.call("on_checkpoint", str(folder))
