@@ -77,7 +77,7 @@ def _lock_exclusively(file: TextIO) -> None:
 
 
 def remove_if_abandoned(run_dir: Path) -> None:
-    """Remove the directory of a run that was killed, on this machine, before it had any result."""
+    """Remove the directory of a run that was killed on this machine before it had any result."""
     names = {path.name for path in run_dir.iterdir() if not path.name.startswith(".")}
     if names <= _START and not (run_dir / INDEX).exists():
         with open(run_dir / _FILE, "r+", errors="replace", opener=open_plain) as file:

@@ -159,10 +159,7 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
         ("trained with", f"{record.final.optimizer}, rates up to {rate(record.final.lr_peak)}"),
         ("best epoch", _best_epoch(record)),
         ("wall time", duration(record.wall_s)),
-        (
-            "search cost",
-            f"{cost} of the training's samples",
-        ),
+        ("search cost", f"{cost} of the training's samples"),
         ("report", _shorten(report)),
         ("records", join(run_dir, "*.jsonl")),
         ("TensorBoard", f"tensorboard --logdir {join(run_dir, 'tensorboard')}"),
