@@ -11,11 +11,14 @@ from shlex import quote
 from typing import Any
 
 from raytrain_opt.clock import utc_now
+from raytrain_opt.execution.callbacks import Callbacks
+from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.session import Workspace
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.pools.protocol import Backend
-from raytrain_opt.recording.recorder import versions
+from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import Recorder, versions
 from raytrain_opt.recording.records import (
     EpochRecord,
     EpochResult,
@@ -30,6 +33,7 @@ from raytrain_opt.results import Metric
 from raytrain_opt.search.noise_scale import summarize
 from raytrain_opt.storage import join
 from raytrain_opt.terminal.progress import print_summary
+from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.user_code import exits_as_errors
 
 
@@ -51,7 +55,13 @@ def open_training_run(
     resolved: ResolvedJob, backend: Backend, workspace: Workspace, observers: Sequence[object] = ()
 ) -> Iterator[TrainingRun]:
     """Yield a run that writes its records, and why it ended. `observers`: further callbacks."""
-    run = TrainingRun(resolved, backend, workspace, observers)
+    job, paths, checkpoints = resolved.job, workspace.paths, workspace.checkpoints
+    checkpoints.metadata = model_metadata(job.model, job.task, resolved.info)
+    recorder = Recorder(paths)
+    event_log = EventLog(recorder, workspace.terminal.note, workspace.startup.began_s)
+    writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)
+    callbacks = Callbacks(job, paths, event_log, observers)
+    run = TrainingRun(resolved, backend, workspace, recorder, writer, event_log, callbacks)
     if resolved.note is not None and run.checkpoints.latest is None:
         run.event_log.log("optimizer", 1, resolved.note)
     try:

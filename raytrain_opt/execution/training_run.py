@@ -46,7 +46,6 @@ from raytrain_opt.search.time_budget import Pace
 from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.state import TrainingState
-from raytrain_opt.train.trained_model import model_metadata
 
 
 class TrainingRun:
@@ -57,19 +56,17 @@ class TrainingRun:
         resolved: ResolvedJob,
         backend: Backend,
         workspace: Workspace,
-        observers: Sequence[object] = (),
+        recorder: Recorder,
+        checkpoints: CheckpointWriter,
+        event_log: EventLog,
+        callbacks: Callbacks,
     ) -> None:
         self.job, self.policy, self.steps = resolved.job, resolved.policy, resolved.steps
         self.info = resolved.info
         self.backend, self.paths, self.stop = backend, workspace.paths, workspace.stop
         self.terminal, self.startup = workspace.terminal, workspace.startup
-        self.recorder = Recorder(self.paths)
-        self.event_log = EventLog(self.recorder, self.terminal.note, self.startup.began_s)
-        workspace.checkpoints.metadata = model_metadata(self.job.model, self.job.task, self.info)
-        self.checkpoints = CheckpointWriter(
-            workspace.checkpoints, self.paths, self.event_log, self.job.timeouts.no_progress_s
-        )
-        self.callbacks = Callbacks(self.job, self.paths, self.event_log, observers)
+        self.recorder, self.checkpoints = recorder, checkpoints
+        self.event_log, self.callbacks = event_log, callbacks
         self.progress = RunProgress(data=DataFingerprint.of(resolved.info))
         self.length = TrainingLength(self.job, self.steps, self.event_log)
         self._epoch = EpochMetrics(monotonic_s())
