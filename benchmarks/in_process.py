@@ -200,7 +200,7 @@ class ObservedRun(TrainingRun):
 
     def state_after(self, state: StateRef, action: TryCandidates, decision: Decision) -> StateRef:
         """Note the round for the comparison."""
-        results = self.round_results
+        results = self._epoch.results
         winner = None if decision.winner is None else decision.winner.candidate.lr
         self.reporter.outcome.notes.append(
             {

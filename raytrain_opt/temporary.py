@@ -67,9 +67,9 @@ def temporary_folder(max_bytes: int = 4096) -> Iterator[Path]:
 
 def remove_abandoned() -> None:
     """Remove the folders of this user whose processes were killed."""
-    for parent in _parents():
-        for folder in Path(parent).glob(f"{_PREFIX}*"):
-            with suppress(OSError):
+    for folder in (path for parent in _parents() for path in Path(parent).glob(f"{_PREFIX}*")):
+        with suppress(OSError):
+            if not folder.is_symlink() and folder.stat().st_uid == os.geteuid():
                 _remove_if_abandoned(folder)
 
 
@@ -79,10 +79,7 @@ def _parents() -> list[str]:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
-        return
-    lock = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
+    with open(folder / _OWNER, "r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its process lives
         for path in folder.iterdir():
             if path.is_dir():
@@ -92,5 +89,3 @@ def _remove_if_abandoned(folder: Path) -> None:
         # Processes of a killed Ray write for up to a minute: then the next one removes the rest.
         if os.listdir(folder) == [_OWNER]:
             shutil.rmtree(folder)
-    finally:
-        os.close(lock)

@@ -55,10 +55,7 @@ class BatchSizeResult:
 
 
 def find_batch_size(
-    job: Job,
-    *,
-    address: str | None = None,
-    verbose: bool = False,
+    job: Job, *, address: str | None = None, verbose: bool = False
 ) -> BatchSizeResult:
     """Search the batch size without training. A job without a search gets `throughput_knee`.
 

@@ -10,10 +10,11 @@ from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.execution.preflight import check_job, run_preflight
 from raytrain_opt.execution.progress import Startup
 from raytrain_opt.execution.rescale import resolve_lr_scaling, set_workers
+from raytrain_opt.execution.result import open_training_run
 from raytrain_opt.execution.resume import keep_workers
 from raytrain_opt.execution.session import Workspace, open_run_directory
 from raytrain_opt.execution.signals import stop_on_signals
-from raytrain_opt.execution.training_run import TrainingRun, open_training_run
+from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.pools.in_process import in_process_backend, open_learner
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.terminal.progress import open_terminal

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
+from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.optim.epoch_steps import EpochSpan, EpochSteps
 from raytrain_opt.pools.commands import MainTrain, StateRef
 from raytrain_opt.pools.protocol import MainTraining
@@ -14,7 +15,7 @@ from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import Metric
 from raytrain_opt.search.early_stopping import lost_patience, reached_target
-from raytrain_opt.search.policy import History
+from raytrain_opt.search.policy import History, Policy, TryCandidates
 from raytrain_opt.search.time_budget import Pace, plan_epoch
 
 # Time is planned to end this much earlier: what the last epoch takes is known afterwards only.
@@ -52,6 +53,29 @@ class TrainingLength:
         """Continue after these epochs."""
         self.records = records
         self._span = history.plans[-1] if history.plans else None
+
+    def log_change(
+        self, policy: Policy, history: History, lrs: Sequence[float], steps: int
+    ) -> None:
+        """Say what another number of epochs than before does to the rate, if it is another.
+
+        `lrs`: of all steps so far, the last `steps` of them in the next epoch. Raises JobError if
+        the optimizer would change.
+        """
+        epochs = self._job.epochs
+        if not self.records or epochs in (None, self.records[-1].epochs):
+            return
+        before, latest = self.records[-1], history.latest
+        name = str(self._job.optimizers[latest.next_optimizer if latest else 0].name)
+        if name != before.optimizer:  # the choice of Muon depends on the length
+            rule = f"would continue with {name} after epochs with {before.optimizer}"
+            hint = "start a new run from the weights: --set model.weights=RUN_DIR"
+            raise JobError([Problem("epochs", rule, str(epochs), hint)])
+        action = policy.next(before.epoch + 1, history)
+        planned = (action.base_lr,) if isinstance(action, TryCandidates) else action.lrs
+        text = f"{lrs[-1]:.3g} to {planned[min(steps, len(planned) - 1)]:.3g}"
+        text = f"the schedule now covers {epochs} epochs: the rate goes from {text}"
+        self._event_log.log("length", before.epoch + 1, text)
 
     @property
     def epochs(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +20,8 @@ from raytrain_opt.storage import open_plain, remove_tree
 _FILE = ".lock"
 # What flock raises on a file system without locks, as some network file systems are.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-# Names in a run directory before its first record.
-_IS_OF_A_START = re.compile(
-    rf"job\.yaml|\.lock|checkpoints|tensorboard|{RAY_FOLDER}|\..+\.\d+\.tmp"
-)
+# Names in a run directory before its first record, beside hidden ones.
+_START = {"job.yaml", "checkpoints", "tensorboard", RAY_FOLDER}
 # `is_locked` holds the lock for microseconds; a run that starts just then tries once more.
 _RETRY_S = 0.2
 
@@ -80,19 +77,15 @@ def _lock_exclusively(file: TextIO) -> None:
 
 
 def remove_if_abandoned(run_dir: Path) -> None:
-    """Remove the directory of a run that was killed, on this machine, before it had any result."""
-    names = {path.name for path in run_dir.iterdir()}
-    if (run_dir / INDEX).exists() or not all(map(_IS_OF_A_START.fullmatch, names)):
-        return
-    file = os.open(run_dir / _FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        holder = os.read(file, 1000).decode(errors="replace")
-        # Elsewhere a process may hold the lock although none is seen from here.
-        if os.fstat(file).st_uid == os.geteuid() and f" on {socket.gethostname()} " in holder:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_tree(run_dir)
-    finally:
-        os.close(file)
+    """Remove the directory of a run that was killed on this machine before it had any result."""
+    names = {path.name for path in run_dir.iterdir() if not path.name.startswith(".")}
+    if names <= _START and not (run_dir / INDEX).exists():
+        with open(run_dir / _FILE, "r+", errors="replace", opener=open_plain) as file:
+            # Elsewhere a process may hold the lock although none is seen from here.
+            is_here = f" on {socket.gethostname()} " in file.read(1000)
+            if is_here and os.fstat(file.fileno()).st_uid == os.geteuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_tree(run_dir)
 
 
 def is_locked(run_dir: Path) -> bool:

@@ -10,11 +10,17 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.data.fingerprint import DataFingerprint
 from raytrain_opt.errors import CheckpointError
 from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.pools.protocol import TrainingOutcome
-from raytrain_opt.recording.records import EpochRecord, RoundRecord, StalenessRecord
+from raytrain_opt.recording.records import (
+    EpochRecord,
+    RoundRecord,
+    ScheduleRecord,
+    StalenessRecord,
+)
 from raytrain_opt.results import EvalTotals, TrainTotals
 from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.search.policy import CandidateResult, History
@@ -157,6 +163,20 @@ class EpochMetrics:
             dict(self.stopwatch.timings_s),
             self.train,
             self.staleness,
+        )
+
+    def schedule(self, epoch: int, optimizer: OptimizerSection, full_steps: int) -> ScheduleRecord:
+        """Return a line of schedule.jsonl."""
+        return ScheduleRecord(
+            epoch=epoch,
+            optimizer=str(optimizer.name),
+            weight_decay_factor=self.weight_decay_factor,
+            auto_weight_decay=optimizer.has_auto_weight_decay,
+            held_out=self.held_out,
+            restarts=self.restarts,
+            lr_multipliers=dict(optimizer.group_lr_multipliers),
+            full_steps=full_steps,
+            lrs=tuple(self.lrs),
         )
 
 

@@ -1,17 +1,24 @@
-"""The end of a run: result.json, the report, the summary in the terminal, and `RunResult`."""
+"""How a run ends: result.json, the report, the summary in the terminal, `RunResult`; or why."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from raytrain_opt.clock import utc_now
+from raytrain_opt.execution.callbacks import Callbacks
+from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
+from raytrain_opt.execution.preflight import ResolvedJob
+from raytrain_opt.execution.session import Workspace
 from raytrain_opt.execution.training_run import TrainingRun
-from raytrain_opt.recording.recorder import versions
+from raytrain_opt.pools.protocol import Backend
+from raytrain_opt.recording.event_log import EventLog
+from raytrain_opt.recording.recorder import Recorder, versions
 from raytrain_opt.recording.records import (
     EpochRecord,
     EpochResult,
@@ -26,6 +33,8 @@ from raytrain_opt.results import Metric
 from raytrain_opt.search.noise_scale import summarize
 from raytrain_opt.storage import join
 from raytrain_opt.terminal.progress import print_summary
+from raytrain_opt.train.trained_model import model_metadata
+from raytrain_opt.user_code import exits_as_errors
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,33 @@ class RunResult:
     lrs: tuple[float, ...]  # of every step
     wall_s: float
     summary: dict[str, Any]  # the content of result.json
+
+
+@contextmanager
+def open_training_run(
+    resolved: ResolvedJob, backend: Backend, workspace: Workspace, observers: Sequence[object] = ()
+) -> Iterator[TrainingRun]:
+    """Yield a run that writes its records, and why it ended. `observers`: further callbacks."""
+    job, paths, checkpoints = resolved.job, workspace.paths, workspace.checkpoints
+    checkpoints.metadata = model_metadata(job.model, job.task, resolved.info)
+    recorder = Recorder(paths)
+    event_log = EventLog(recorder, workspace.terminal.note, workspace.startup.began_s)
+    writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)
+    callbacks = Callbacks(job, paths, event_log, observers)
+    run = TrainingRun(resolved, backend, workspace, recorder, writer, event_log, callbacks)
+    if resolved.note is not None and run.checkpoints.latest is None:
+        run.event_log.log("optimizer", 1, resolved.note)
+    try:
+        with exits_as_errors():
+            yield run
+    except BaseException as error:
+        run.stop.progress(run.job.timeouts.no_progress_s)  # of the checkpoint that is written
+        run.close()
+        run.callbacks.call("on_end", None)
+        run.event_log.close_with(run.progress.next_epoch, error)
+        raise
+    finally:
+        run.close()
 
 
 def finish(run: TrainingRun) -> RunResult:
@@ -133,10 +169,7 @@ def _facts(run: TrainingRun, record: ResultRecord, report: str) -> list[tuple[st
         ("trained with", f"{record.final.optimizer}, rates up to {rate(record.final.lr_peak)}"),
         ("best epoch", _best_epoch(record)),
         ("wall time", duration(record.wall_s)),
-        (
-            "search cost",
-            f"{cost} of the training's samples",
-        ),
+        ("search cost", f"{cost} of the training's samples"),
         ("report", _shorten(report)),
         ("records", join(run_dir, "*.jsonl")),
         ("TensorBoard", f"tensorboard --logdir {join(run_dir, 'tensorboard')}"),

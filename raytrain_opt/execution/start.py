@@ -16,8 +16,9 @@ from raytrain_opt.async_training.main_training import AsynchronousTraining
 from raytrain_opt.async_training.program import AsynchronousWorkers
 from raytrain_opt.cluster.connection import count_placeable, on_driver_node, total_resources
 from raytrain_opt.execution.preflight import ResolvedJob
+from raytrain_opt.execution.result import open_training_run
 from raytrain_opt.execution.session import Session
-from raytrain_opt.execution.training_run import TrainingRun, open_training_run
+from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
 from raytrain_opt.pools.mailbox import Mailbox

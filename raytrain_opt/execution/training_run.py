@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import cast
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.fingerprint import DataFingerprint
-from raytrain_opt.errors import DivergedError, JobError, PoolError, Problem
+from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.length import TrainingLength, measure_pace
@@ -30,7 +30,8 @@ from raytrain_opt.pools.protocol import (
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.recorder import Recorder
-from raytrain_opt.recording.records import RoundRecord, ScheduleRecord
+from raytrain_opt.recording.records import RoundRecord
+from raytrain_opt.results import EvalTotals, Split
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.search.policy import (
     CandidateResult,
@@ -45,8 +46,6 @@ from raytrain_opt.search.time_budget import Pace
 from raytrain_opt.train.checkpoint import Checkpoint, read_checkpoint
 from raytrain_opt.train.pretrained import start_from_pretrained
 from raytrain_opt.train.state import TrainingState
-from raytrain_opt.train.trained_model import model_metadata
-from raytrain_opt.user_code import exits_as_errors
 
 
 class TrainingRun:
@@ -64,19 +63,19 @@ class TrainingRun:
     ) -> None:
         self.job, self.policy, self.steps = resolved.job, resolved.policy, resolved.steps
         self.info = resolved.info
-        self.backend, self.paths, self.recorder = backend, workspace.paths, recorder
-        self.checkpoints, self.event_log, self.callbacks = checkpoints, event_log, callbacks
+        self.backend, self.paths, self.stop = backend, workspace.paths, workspace.stop
         self.terminal, self.startup = workspace.terminal, workspace.startup
-        self.stop = workspace.stop
+        self.recorder, self.checkpoints = recorder, checkpoints
+        self.event_log, self.callbacks = event_log, callbacks
         self.progress = RunProgress(data=DataFingerprint.of(resolved.info))
-        self.length = TrainingLength(self.job, self.steps, event_log)
+        self.length = TrainingLength(self.job, self.steps, self.event_log)
         self._epoch = EpochMetrics(monotonic_s())
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
-        self._announced = checkpoints.latest
+        self._announced = self.checkpoints.latest
         self._workers_ready = False
         self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
-        self._worker_events = WorkerEvents(self.job, event_log, backend.workers)
+        self._worker_events = WorkerEvents(self.job, self.event_log, backend.workers)
         for pool in backend.pools:
             pool.on_wait = self._on_wait
 
@@ -93,11 +92,6 @@ class TrainingRun:
     def lrs(self) -> tuple[float, ...]:
         """The rate of each step so far, including the current epoch."""
         return (*self._lrs, *self._epoch.lrs)
-
-    @property
-    def round_results(self) -> Sequence[CandidateResult]:
-        """Results of the latest round of the current epoch."""
-        return self._epoch.results
 
     # The moves, in the order in which the algorithm makes them: see `driver.Run`.
 
@@ -194,7 +188,7 @@ class TrainingRun:
             state = self._train_steps_left(state, action)
             if self.stop.error is not None:
                 self._save_step(state)
-        if self._may_restart_after(action.epoch) and self._is_ruined(state):
+        if self.policy.may_restart(action.epoch, self.history) and self._is_ruined(state):
             self._epoch.is_ruined = True
             losses, state = EpochLosses(math.nan), self._put_initial_state(action.epoch + 1)
         else:
@@ -202,10 +196,7 @@ class TrainingRun:
         return state, losses._replace(restarted=action.restarts)
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
-        """Train the steps of the epoch that are not done yet.
-
-        An interrupted execution did some of them, or the workers before one of them died.
-        """
+        """Train the steps that neither an interrupted run nor the workers before a death did."""
         # The last epoch of a time may be shorter: it trains on the last batches of its order.
         steps = self.steps(action.epoch)
         while True:
@@ -234,16 +225,20 @@ class TrainingRun:
         follows_metric = getattr(self.job.learning_rate, "plateau_on", "") == "val_metric"
         if not (follows_metric or action.scores):
             return EpochLosses(self._epoch.train_loss)
-        try:
-            with self._epoch.stopwatch.measure("evaluate_s"):
-                scored = self.backend.main_training.evaluate(state, "validation")
-        except KeyboardInterrupt:
-            self._save_step(state)
-            raise
+        scored = self._score(state, "validation")
         if follows_metric:
             return EpochLosses(-scored.metric.score(scored.means[scored.metric.name]))
         self._raise_if_diverged(action.epoch, "validation", scored.loss, scored.failure)
         return EpochLosses(self._epoch.train_loss, scored.loss)
+
+    def _score(self, state: StateRef, split: Split) -> EvalTotals:
+        """Evaluate a split; a signal meanwhile saves the state."""
+        try:
+            with self._epoch.stopwatch.measure("evaluate_s"):
+                return self.backend.main_training.evaluate(state, split)
+        except KeyboardInterrupt:
+            self._save_step(state)
+            raise
 
     def _add_main_training(self, command: MainTrain, outcome: TrainingOutcome) -> None:
         speeds = cast("list[float]", outcome.parallel.get("speeds") or [])
@@ -256,7 +251,7 @@ class TrainingRun:
             self._write_round(self._epoch.round_record, outcome.loaded_sha256)
             self._epoch.round_record = None
         totals = outcome.totals
-        if not self._may_restart_after(command.epoch):
+        if not self.policy.may_restart(command.epoch, self.history):
             self._raise_if_diverged(command.epoch, "training", totals.loss, totals.failure)
         elif totals.failure:
             text = f"epoch {command.epoch}: a training that is not finite raised {totals.failure}"
@@ -274,12 +269,7 @@ class TrainingRun:
         if skips or self._epoch.is_ruined:
             return
         self.terminal.phase(f"epoch {epoch}/{self.length.epochs or '?'}  evaluate")
-        with self._epoch.stopwatch.measure("evaluate_s"):
-            try:
-                self._epoch.test = test = self.backend.main_training.evaluate(state)
-            except KeyboardInterrupt:
-                self._save_step(state)
-                raise
+        self._epoch.test = test = self._score(state, "test")
         self._raise_if_diverged(epoch, "test", test.loss, test.failure)
         if test.predictions is not None:
             labels = self.info.class_labels
@@ -299,19 +289,8 @@ class TrainingRun:
                 self._initial = None
             self.recorder.epoch(record, len(self.lrs))
             self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
-            schedule = ScheduleRecord(
-                epoch=epoch,
-                optimizer=name,
-                weight_decay_factor=self._epoch.weight_decay_factor,
-                auto_weight_decay=optimizer.has_auto_weight_decay,
-                held_out=self._epoch.held_out,
-                restarts=self._epoch.restarts,
-                lr_multipliers=dict(optimizer.group_lr_multipliers),
-                full_steps=self.steps(epoch),
-                lrs=tuple(self._epoch.lrs),
-            )
-            self.recorder.schedule(schedule)
-            self._lrs += schedule.lrs
+            self.recorder.schedule(self._epoch.schedule(epoch, optimizer, self.steps(epoch)))
+            self._lrs += self._epoch.lrs
             # The next epoch starts where this record's time ends, so that no time is lost.
             self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
             ends = self.length.after_epoch(record)
@@ -335,14 +314,10 @@ class TrainingRun:
         first, last = max(self.progress.next_epoch - 1, 1), self.job.epochs or 0
         return any(self.policy.may_restart(epoch, History()) for epoch in range(first, last))
 
-    def _may_restart_after(self, epoch: int) -> bool:
-        return self.policy.may_restart(epoch, self.history)
-
     def _is_ruined(self, state: StateRef) -> bool:
         """Return whether the loss is not finite, or the weights, which a last step may ruin."""
-        if not is_finite(self._epoch.train_loss):
-            return True
-        return self.backend.states.get(state).first_not_finite() is not None
+        state_of = self.backend.states.get
+        return not is_finite(self._epoch.train_loss) or bool(state_of(state).first_not_finite())
 
     def _fetch_initial_state(self) -> StateRef:
         """Return the state of a pool that has not trained, with the pretrained weights."""
@@ -390,25 +365,8 @@ class TrainingRun:
         lost = f"; {damaged} damaged lines of its timeline or events were removed"
         text = f"resumed after {checkpoint.reached}{lost if damaged else ''}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
-        records = self.length.records
-        if records and self.job.epochs not in (None, records[-1].epochs):
-            self._tell_new_length(epoch, records[-1].optimizer)
+        self.length.log_change(self.policy, self.history, self.lrs, len(self._epoch.lrs))
         return self.backend.states.put(checkpoint.folder, state)
-
-    def _tell_new_length(self, epoch: int, optimizer: str) -> None:
-        """Say what another number of epochs does to the rate. Raises JobError if it cannot be."""
-        latest = self.history.latest
-        name = str(self.job.optimizers[latest.next_optimizer if latest else 0].name)
-        if name != optimizer:  # the choice of Muon depends on the length
-            rule = f"would continue with {name} after epochs with {optimizer}"
-            hint = f"start a new run from the weights: model.weights: {self.paths.shown}"
-            raise JobError([Problem("epochs", rule, str(self.job.epochs), hint)])
-        action = self.policy.next(epoch, self.history)
-        lrs = (action.base_lr,) if isinstance(action, TryCandidates) else action.lrs
-        lr = lrs[min(len(self._epoch.lrs), len(lrs) - 1)]
-        text = f"the rate goes from {self.lrs[-1]:.3g} to {lr:.3g}"
-        text = f"the schedule now covers {self.job.epochs} epochs: {text}"
-        self.event_log.log("length", epoch, text)
 
     def _lost_results(
         self, action: TryCandidates, results: Sequence[CandidateResult]
@@ -442,7 +400,7 @@ class TrainingRun:
     ) -> RoundRecord:
         names = [str(optimizer.name) for optimizer in self.job.optimizers]
         return RoundRecord.from_decision(
-            action, self.round_results, decision, winner_sha256, names, self.backend.search
+            action, self._epoch.results, decision, winner_sha256, names, self.backend.search
         )
 
     def _write_round(self, record: RoundRecord, loaded_sha256: Sequence[str | None] = ()) -> None:
@@ -473,38 +431,10 @@ class TrainingRun:
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, and tell the callbacks."""
-        before = self._announced
         self.stop.progress(2 * self.job.timeouts.no_progress_s)
         self.checkpoints.wait()
         self.stop.progress()
-        self._announced = self.checkpoints.latest
+        before, self._announced = self._announced, self.checkpoints.latest
         if self._announced is not None and self._announced != before:
             folder = self.paths.checkpoints / self._announced.folder
             self.callbacks.call("on_checkpoint", str(folder))
-
-
-@contextmanager
-def open_training_run(
-    resolved: ResolvedJob, backend: Backend, workspace: Workspace, observers: Sequence[object] = ()
-) -> Iterator[TrainingRun]:
-    """Yield a run that writes its records, and why it ended. `observers`: further callbacks."""
-    job, paths, checkpoints = resolved.job, workspace.paths, workspace.checkpoints
-    checkpoints.metadata = model_metadata(job.model, job.task, resolved.info)
-    recorder = Recorder(paths)
-    event_log = EventLog(recorder, workspace.terminal.note, workspace.startup.began_s)
-    writer = CheckpointWriter(checkpoints, paths, event_log, job.timeouts.no_progress_s)
-    callbacks = Callbacks(job, paths, event_log, observers)
-    run = TrainingRun(resolved, backend, workspace, recorder, writer, event_log, callbacks)
-    if resolved.note is not None and checkpoints.latest is None:
-        event_log.log("optimizer", 1, resolved.note)
-    try:
-        with exits_as_errors():
-            yield run
-    except BaseException as error:
-        run.stop.progress(job.timeouts.no_progress_s)  # of the checkpoint that is written
-        run.close()
-        callbacks.call("on_end", None)
-        event_log.close_with(run.progress.next_epoch, error)
-        raise
-    finally:
-        run.close()

@@ -73,12 +73,7 @@ def serve(
     resident = describe_this_process(pool, index, absent)
     try:
         mailbox = ResidentMailbox(config.mailbox, config.upstream_of(index), resident)
-        CommandLoop(
-            mailbox,
-            resident,
-            config.leave_s,
-            peer_failure_grace_s,
-        ).run(handler)
+        CommandLoop(mailbox, resident, config.leave_s, peer_failure_grace_s).run(handler)
     finally:
         handler.close()
 

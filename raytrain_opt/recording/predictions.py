@@ -11,16 +11,7 @@ from pydantic import Field
 from raytrain_opt.recording.base import Record, RecordPart
 from raytrain_opt.results import MAX_MISTAKES, Predictions
 
-_BINS = 10
 Triple = Annotated[tuple[int, ...], Field(min_length=3, max_length=3)]
-
-
-class CalibrationBin(RecordPart):
-    """The predictions whose confidence is in one tenth of 0..1."""
-
-    samples: int = Field(description="Predictions.")
-    confidence: float = Field(description="Mean confidence; 0 without predictions.")
-    accuracy: float = Field(description="Fraction of correct ones; 0 without predictions.")
 
 
 class Mistake(RecordPart):
@@ -49,9 +40,6 @@ class PredictionsRecord(Record):
     confusion: tuple[Triple, ...] = Field(
         description="Label, predicted class, and number of samples, where there are any."
     )
-    calibration: tuple[CalibrationBin, ...] = Field(
-        description="Confidence and accuracy by tenths of the confidence, lowest first."
-    )
     mistakes: tuple[Mistake, ...] = Field(
         description=f"The {MAX_MISTAKES} mistakes with the highest confidence, highest first."
     )
@@ -67,10 +55,6 @@ class PredictionsRecord(Record):
         # A loss of the user's own may be finite where an output is not.
         confidences = np.nan_to_num(predictions.confidences.astype(np.float64))
         pairs, counts = np.unique(np.stack([labels, classes], 1), axis=0, return_counts=True)
-        bins = np.minimum((confidences * _BINS).astype(int), _BINS - 1)
-        samples, total_confidence, correct = (
-            np.bincount(bins, weights, _BINS) for weights in (None, confidences, labels == classes)
-        )
         mistakes = [
             Mistake(
                 sample=position,
@@ -88,14 +72,6 @@ class PredictionsRecord(Record):
             confusion=tuple(
                 (int(label), int(predicted), int(count))
                 for (label, predicted), count in zip(pairs, counts, strict=True)
-            ),
-            calibration=tuple(
-                CalibrationBin(
-                    samples=int(samples[i]),
-                    confidence=total_confidence[i] / max(samples[i], 1),
-                    accuracy=correct[i] / max(samples[i], 1),
-                )
-                for i in range(_BINS)
             ),
             mistakes=tuple(mistakes[:MAX_MISTAKES]),
         )

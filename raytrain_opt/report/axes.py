@@ -44,11 +44,11 @@ def plain_log(axes: Axes, which: Literal["x", "y"], base: int = 10) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def percent_axis(axes: Axes, which: Literal["x", "y"] = "y") -> None:
-    """Show fractions, 0..1, in percent."""
+def percent_axis(axes: Axes) -> None:
+    """Show fractions on the y axis, 0..1, in percent."""
     from matplotlib.ticker import PercentFormatter
 
-    getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 
 def whole_numbers(axes: Axes) -> None:

@@ -1,4 +1,4 @@
-"""What the weights predict on the test split: confusions, classes, calibration, mistakes."""
+"""What the weights predict on the test split: confusions, classes, mistakes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raytrain_opt.recording.predictions import PredictionsRecord
-from raytrain_opt.report.axes import draw_line, percent_axis
 from raytrain_opt.report.formatting import count, percent, times
 from raytrain_opt.report.plots import Cell, Plot, Section, Table, color, draw
 
@@ -39,7 +38,7 @@ class _Classes:
 
 
 def predictions_section(record: PredictionsRecord | None) -> Section:
-    """Return confusions, accuracies of classes, calibration and the most confident mistakes."""
+    """Return confusions, accuracies of classes and the most confident mistakes."""
     name, title = "predictions", "Predictions"
     if record is None:
         return Section(name, title)
@@ -61,7 +60,7 @@ def predictions_section(record: PredictionsRecord | None) -> Section:
     return Section(
         name,
         title,
-        [*matrix, _class_accuracies(classes), _calibration(record)],
+        matrix,
         [_classes_table(classes), _confusions_table(classes)],
         note,
         mistakes,
@@ -91,7 +90,7 @@ def _confusion_matrix(classes: _Classes) -> Plot:
                 place = (predicted + 0.5, label + 0.5)
                 axes.annotate(text, place, ha="center", va="center", fontsize=8)
         for which in ("x", "y"):
-            _name_ticks(axes, which, classes.names, 0.5)
+            _name_ticks(axes, which, classes.names)
         axes.invert_yaxis()
         axes.set(xlabel="predicted", ylabel="label")
         axes.grid(visible=False)
@@ -101,62 +100,6 @@ def _confusion_matrix(classes: _Classes) -> Plot:
         "label's samples. Orange: mistakes, darker for more frequent ones. Data: tables below."
     )
     return draw("confusion", "Confusion matrix", caption, paint)
-
-
-def _class_accuracies(classes: _Classes) -> Plot:
-    overall = classes.correct.sum() / classes.samples.sum()
-    accuracies = classes.accuracy[classes.order]
-    few = len(accuracies) <= _MAX_CLASSES
-
-    def paint(axes: Axes) -> None:
-        if few:
-            axes.bar(range(len(accuracies)), accuracies, color=color("blue"), width=0.75)
-            _name_ticks(axes, "x", [classes.names[i] for i in classes.order])
-            axes.grid(visible=False, axis="x")
-        else:
-            axes.plot(range(1, len(accuracies) + 1), accuracies, color=color("blue"))
-        label = f"all classes: {percent(overall)}"
-        axes.axhline(overall, color=color("orange"), linestyle="--", label=label)
-        axes.set(xlabel="class" if few else "classes, lowest accuracy first", ylabel="accuracy")
-        axes.set_ylim(0, 1.02)
-        percent_axis(axes)
-
-    caption = (
-        "Fraction of each class's samples that were predicted correctly, lowest first. Data: "
-        "table of classes."
-    )
-    return draw("class_accuracy", "Accuracy per class", caption, paint)
-
-
-def _calibration(record: PredictionsRecord) -> Plot:
-    bins = [b for b in record.calibration if b.samples]
-    total = sum(b.samples for b in bins)
-    error = sum(b.samples * abs(b.accuracy - b.confidence) for b in bins) / total
-
-    def paint(axes: Axes) -> None:
-        axes.plot([0, 1], [0, 1], color=color("soft"), linewidth=1, label="perfect")
-        points = [(b.confidence, b.accuracy) for b in bins]
-        draw_line(axes, points, "o-", color=color("blue"), markersize=4, label="accuracy")
-        width = 1 / len(record.calibration)
-        middles = [(i + 0.5) * width for i in range(len(record.calibration))]
-        fractions = [b.samples / total for b in record.calibration]
-        axes.bar(middles, fractions, 0.9 * width, color=color("grey"), label="predictions")
-        axes.set(xlabel="confidence", xlim=(0, 1), ylim=(0, 1.02))
-        percent_axis(axes, "x")
-        percent_axis(axes)
-
-    rows = [
-        [Cell(percent(b.confidence)), Cell(percent(b.accuracy)), Cell(count(b.samples))]
-        for b in bins
-    ]
-    caption = (
-        "Accuracy of the predictions by tenths of their confidence; bars: the fraction of them. "
-        "Below the line, the network is too confident. Expected calibration error: "
-        f"{percent(error)} (mean distance from the line over all predictions; Guo et al., 2017)."
-    )
-    columns = ("mean confidence", "accuracy", "predictions")
-    table = Table("calibration", "Predictions by confidence.", columns, rows)
-    return draw("calibration", "Calibration", caption, paint, table)
 
 
 def _classes_table(classes: _Classes) -> Table:
@@ -199,11 +142,11 @@ def _confusions_table(classes: _Classes) -> Table:
     return Table("confusions", "The most frequent confusions.", columns, rows)
 
 
-def _name_ticks(axes: Axes, which: str, names: Sequence[str], first: float = 0.0) -> None:
-    """Name the places `first`, `first` + 1, ... on an axis, in small letters if there are many."""
+def _name_ticks(axes: Axes, which: str, names: Sequence[str]) -> None:
+    """Name the cells along an axis, in small letters if there are many."""
     axis = getattr(axes, f"{which}axis")
     texts = [n if len(n) <= _MAX_NAME else f"{n[: _MAX_NAME - 1]}…" for n in names]
-    axis.set_ticks([first + i for i in range(len(texts))], texts)
+    axis.set_ticks([i + 0.5 for i in range(len(texts))], texts)
     if which == "x" and max(map(len, texts)) > 2:
         axis.set_tick_params(rotation=90)
     if len(texts) > _MAX_NUMBERS:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_opt.clock import monotonic_s
-from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.data import TrainingData, open_data
 from raytrain_opt.data.base import Batch, DataInfo, no_op
@@ -89,15 +88,9 @@ class Learner:
         self.model = self._build_model()
         with batch_norm.count_values_per_channel(self.model) as self._values_per_channel:
             samples = self.data.two_samples("train")
-            metric_names = find_metric_names(self.task, self.model, samples)
+            names = find_metric_names(self.task, self.model, samples)
         self._evaluator = Evaluator(
-            self.model,
-            self.task,
-            metric_names,
-            self.data,
-            self.autocast,
-            self._seed,
-            self._attempt,
+            self.model, self.task, names, self.data, self.autocast, self._seed, self._attempt
         )
         self._ranks_were_compared = False
         self.compiled = compile_model(config.compile, self.model, device)
@@ -160,8 +153,7 @@ class Learner:
                 steps_per_epoch=self.info.steps_per_epoch(self.config.global_batch_size),
                 distributed=self.parallel.distributed,
             )
-        is_own = is_function_name(self.config.optimizers[index].name)
-        self._update_check = UpdateCheck(self.model, self.optimizer, is_own=is_own)
+        self._update_check = UpdateCheck(self.model, self.optimizer)
         average = self.config.average
         if average is not None and not averaging.averages_weights(self.optimizer):
             averaging.attach_ema(self.optimizer, average.decay)
@@ -185,12 +177,11 @@ class Learner:
 
         The gradients of several micro-batches are accumulated into one update: the result is
         the same as if one worker per micro-batch computed it. The same arguments from the same
-        state give the same result, whatever ran before. The configured weight decay is
-        multiplied by `weight_decay_factor`. `optimizer`: position among those of the job; one
-        that did not train before starts anew. In a `search` the validation split is held out;
-        `held_out` of its samples are replaced by others.
-        With averaging, the model has the averaged weights afterwards; `sync_batch_norm_stats`
-        takes the statistics that belong to them.
+        state give the same result, whatever ran before. `weight_decay_factor` multiplies the
+        configured weight decay. `optimizer`: position among those of the job; one that did not
+        train before starts anew. In a `search` the validation split is held out; `held_out` of
+        its samples are replaced by others. With averaging, the model has the averaged weights
+        afterwards, whose statistics `sync_batch_norm_stats` takes.
         """
         self._use_optimizer(optimizer)
         grown = self._grown(epoch, micro_batches)
@@ -299,11 +290,7 @@ class Learner:
         return self._phase.failure
 
     def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
-        """Begin a phase in which single micro-batches are computed, in any order.
-
-        `count` micro-batches make up one step of `epoch`. See `add_gradient`, and `train` for
-        `held_out`.
-        """
+        """Begin a phase of single micro-batches (`add_gradient`), of which `count` are a step."""
         self._begin_phase(epoch, MicroBatches(range(1), count), held_out=held_out)
         self.model.train()
 
@@ -374,16 +361,13 @@ class Learner:
 
         `on_step` is called before each batch with the numbers of completed and of all batches.
         """
-        size = self.eval_batch_size
-        totals = self._evaluator.evaluate(split, rank, world_size, size, on_step)
+        totals = self._evaluator.evaluate(split, rank, world_size, self.eval_batch_size, on_step)
         return replace(totals, failure=describe(self._phase.failure))
 
     def sync_batch_norm_stats(self, *, fresh: bool = False) -> None:
         """Give all workers the same BatchNorm statistics, after a phase of synchronous training.
 
-        Then all ranks are compared, and JobError is raised if anything differs.
-
-        The statistics are combined from those of the phase or, with
+        Raises JobError if anything else differs. The statistics are those of the phase or, with
         `batch_norm.recalibrate_batches`, averaged weights or `fresh`, recomputed from the epoch's
         first batches (`train.batch_norm`). If the phase was stopped, `state` also keeps those of
         each worker.
@@ -427,10 +411,9 @@ class Learner:
         return self.config.global_batch_size * ramp_factor(self.config.batch_ramp.steps, epoch)
 
     def _grown(self, epoch: int, micro_batches: MicroBatches) -> MicroBatches:
-        """Split the workers' parts of a global batch, one for each, into their micro-batches.
+        """Split each worker's part of a global batch: for the batch ramp, and for unequal speeds.
 
-        Workers of different speeds share smaller ones. With the batch ramp, a larger batch has
-        more micro-batches. A phase that was stopped keeps its own.
+        A phase that was stopped keeps its own split.
         """
         factor = ramp_factor(self.config.batch_ramp.steps, epoch)
         if self._stopped is None:

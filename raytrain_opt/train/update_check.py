@@ -17,13 +17,10 @@ _VISIBLE = 1e3
 
 
 class UpdateCheck:
-    """Raises JobError for parameters that get a gradient, but no update, in one phase.
+    """Raises JobError for parameters that get a gradient, but no update, in one phase."""
 
-    `is_own`: the class of the optimizer is the user's, so it may leave out what it knows.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, is_own: bool) -> None:
-        self._model, self._optimizer, self._is_own = model, optimizer, is_own
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
         self._before: list[tuple[str, nn.Parameter, Tensor]] = []
         self._loss_is_checked = False
 
@@ -39,7 +36,8 @@ class UpdateCheck:
             rule = f"the loss depends on parameters outside the network; shapes: {listed(others)}"
             hint = "make them attributes of the network, or freeze them: requires_grad_(False)"
             raise JobError([Problem("task", rule, None, hint)])
-        if self._is_own:
+        # Only a class of the user's may leave parameters out that it has.
+        if not type(self._optimizer).__module__.startswith(("torch.", "raytrain_opt.")):
             named = self._model.named_parameters()
             self._before = [(name, p, p.detach().clone()) for name, p in named]
 

@@ -25,9 +25,10 @@ from raytrain_opt.driver import train
 from raytrain_opt.errors import PoolError, StorageError
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import RunProgress, Startup
+from raytrain_opt.execution.result import open_training_run
 from raytrain_opt.execution.session import Workspace
 from raytrain_opt.execution.signals import StopRequest, Terminated
-from raytrain_opt.execution.training_run import TrainingRun, open_training_run
+from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools import in_process

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from raytrain_opt.recording.predictions import CalibrationBin, PredictionsRecord
+from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.results import Predictions
 
 
@@ -19,22 +18,16 @@ def predictions(rows: list[tuple[int, int, float]]) -> Predictions:
 ROWS = [(0, 0, 0.95), (1, 0, 0.75), (1, 0, 1.0), (1, 1, 0.7), (2, 2, 0.0)]
 
 
-def test_samples_are_counted_by_label_and_prediction_and_by_confidence() -> None:
+def test_samples_are_counted_by_label_and_prediction() -> None:
     record = PredictionsRecord.of(3, ["cat", "dog", "eel", "fox"], predictions(ROWS))
     assert record.epoch == 3
     assert record.confusion == ((0, 0, 1), (1, 0, 2), (1, 1, 1), (2, 2, 1))
-    filled = {i: b for i, b in enumerate(record.calibration) if b.samples}
-    assert len(record.calibration) == 10
-    assert filled.keys() == {0, 6, 7, 9}  # float32 has a little less than 0.7
-    assert filled[0] == CalibrationBin(samples=1, confidence=0.0, accuracy=1.0)
-    assert filled[9].confidence == pytest.approx(0.975)
-    assert filled[9].accuracy == 0.5
     assert [(m.sample, m.label, m.predicted) for m in record.mistakes] == [(2, 1, 0), (1, 1, 0)]
 
 
 def test_a_confidence_that_is_not_finite_counts_as_none() -> None:
-    record = PredictionsRecord.of(1, ["cat", "dog"], predictions([(0, 0, float("nan"))]))
-    assert record.calibration[0].samples == 1
+    record = PredictionsRecord.of(1, ["cat", "dog"], predictions([(0, 1, float("nan"))]))
+    assert record.mistakes[0].confidence == 0
 
 
 def test_the_parts_of_a_split_are_joined_in_order() -> None:
