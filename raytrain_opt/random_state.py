@@ -59,16 +59,20 @@ def find_generators(*roots: object) -> list[Generator]:
     Also those in global variables that their methods and functions use. The order is the same in
     every process.
     """
-    found: list[Generator] = []
-    seen, queue = set(map(id, roots)), list(roots)
-    for value in queue:  # which grows: attributes come before what these hold
+    generators: list[Generator] = []
+    seen: set[int] = set()
+    # Depth first: whether Python has made the dictionary of an object changes no order.
+    stack = list(reversed(roots))
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         if isinstance(value, _GENERATORS):
-            found.append(value)
+            generators.append(value)
         elif len(seen) < _MAX_OBJECTS:
-            children = [child for child in _referents(value) if id(child) not in seen]
-            seen |= set(map(id, children))
-            queue += children
-    return found
+            stack += reversed(_referents(value))
+    return generators
 
 
 def _referents(value: object) -> list[Any]:

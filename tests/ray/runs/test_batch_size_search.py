@@ -11,7 +11,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from raytrain_opt import Job, find_batch_size, load_job
-from raytrain_opt.errors import ResidentError
+from raytrain_opt.errors import JobError
 from raytrain_opt.execution.batch_size import BatchSizeResult
 from tests.support.small_jobs import read_lines, small_job
 
@@ -85,5 +85,5 @@ def test_the_written_job_trains_with_the_choice(search: BatchSizeResult) -> None
 
 
 def test_an_error_of_the_users_code_is_reported(storage: Path) -> None:
-    with pytest.raises(ResidentError, match="planted failure"):
+    with pytest.raises(JobError, match="planted failure"):
         find_batch_size(job(storage, model="tests.support.small_jobs:make_breaking_model"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from raytrain_opt import run
-from raytrain_opt.errors import DivergedError
+from raytrain_opt.errors import DivergedError, JobError, UserCodeError
 from tests.support.small_jobs import read_lines, small_job
 
 # Candidates of the rates 0.01 and 1.
@@ -112,20 +112,30 @@ def test_what_every_rate_raises_ends_the_run_at_once(
     policy: dict[str, Any], tmp_path: Path
 ) -> None:
     Net.passes = 0
-    with pytest.raises(ValueError, match="planted: loss"):
+    with pytest.raises(JobError, match="training_loss raised ValueError: planted: loss"):
         run(job(tmp_path, "loss", policy, always=True), in_process=True)
     assert Net.passes < 60
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyboardInterrupt, KeyboardInterrupt),
+        (SystemExit, UserCodeError),
+        (MemoryError, JobError),
+    ],
+)
 def test_other_exceptions_end_the_run(
-    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException],
+    expected: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> None:
         raise error("planted")
 
     monkeypatch.setattr("tests.unit.execution.test_raising_candidates.raise_if_large", fail)
-    with pytest.raises(error):
+    with pytest.raises(expected):
         run(job(tmp_path, "backward", ROUNDS), in_process=True)
 
 

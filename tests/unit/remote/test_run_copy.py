@@ -419,7 +419,7 @@ def test_only_what_the_index_names_is_fetched(run: RunPaths, s3: S3Server) -> No
     storage.write(run.shown, "checkpoints/index.json", index)
     resumed = RunPaths.existing(run.shown)
     files = {str(p.relative_to(resumed.local)) for p in resumed.local.rglob("*") if p.is_file()}
-    assert files == {*wanted, "checkpoints/index.json"}
+    assert files - {".owner"} == {*wanted, "checkpoints/index.json"}
     s3.requests.clear()
     resumed.publish()
     assert puts(s3) == []
