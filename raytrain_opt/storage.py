@@ -171,11 +171,12 @@ def read(storage_path: str, name: str) -> bytes | None:
             return None
 
 
-def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+def read_file(path: Path, max_bytes: int | None = None) -> bytes:
     """Return the content of a local file. Raises OSError, also if it is no file or too large."""
     with open(path, "rb", opener=open_plain) as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            raise OSError(errno.EFBIG, f"has more than {max_bytes:,} bytes", str(path))
+        limit = MAX_BYTES if max_bytes is None else max_bytes
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"has more than {limit:,} bytes", str(path))
         return file.read()
 
 
