@@ -32,15 +32,18 @@ from raytrain_opt.recording.records import (
 )
 from raytrain_opt.report import try_write_report
 from raytrain_opt.search.batch_size.factory import build_strategy, check_sampler
-from raytrain_opt.search.batch_size.strategy import SizeBounds, Updates, largest_size
+from raytrain_opt.search.batch_size.strategy import (
+    LARGEST_LR_FACTOR,
+    SizeBounds,
+    Updates,
+    largest_size,
+)
 from raytrain_opt.storage import write_text
 from raytrain_opt.terminal.progress import probe_text
 from raytrain_opt.train.learner_config import LearnerConfig
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
 _TRAINING_FRACTION = 0.8
-# The linear rule holds for small factors: Goyal et al. needed a warm-up for 8 and more.
-_LARGE_LR_FACTOR = 8
 # The sections that decide how noisy gradients are.
 _NOISE_SECTIONS = ("model", "data", "task", "loss")
 
@@ -131,12 +134,12 @@ def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str
         f"{record.duration_s:.1f} s"
     )
     factor = lr.after / lr.before
-    if factor > _LARGE_LR_FACTOR:
+    if factor > LARGEST_LR_FACTOR:
         yield (
-            f"warning: learning_rate.initial grows {factor:.3g}-fold. Beyond {_LARGE_LR_FACTOR} "
-            "such a rule often fails: the training may end worse or diverge. Use a warm-up "
-            "(learning_rate.warmup), batch_size_search.lr_rule: sqrt, or max_batch_size: "
-            f"{_LARGE_LR_FACTOR * job.batch_size_per_worker}, and compare the accuracies."
+            f"warning: learning_rate.initial grows {factor:.3g}-fold, as max_batch_size allows. "
+            f"Beyond {LARGEST_LR_FACTOR} the training may end worse or diverge. Use a warm-up "
+            "(learning_rate.warmup), batch_size_search.lr_rule: sqrt, or no max_batch_size, and "
+            "compare the accuracies."
         )
 
 
@@ -144,14 +147,17 @@ def _bounds(section: BatchSizeSection, session: Session) -> SizeBounds:
     """Return the sizes that leave enough memory and updates; say where updates bound them."""
     job, info, own = session.job, session.preflight.info, session.job.batch_size_per_worker
     workers, note = job.workers.size, session.terminal.note
+    scaling = scalable_policy(job).scaling
+    rule = section.lr_rule if scaling is None else scaling.rule
     largest = largest_size(
-        section, own, info.train_size, job.epochs, workers, job.batch_ramp.steps
+        section, own, info.train_size, job.epochs, workers, job.batch_ramp.steps, rule
     )
     bounds = SizeBounds(largest, info.train_size // workers, workers, own)
     note(
         f"batch sizes of 1 to {largest} per worker are allowed, by the size of the training set, "
         f"min_updates_per_epoch: {section.min_updates_per_epoch}, min_updates: "
-        f"{section.min_updates} and max_batch_size of batch_size_search"
+        f"{section.min_updates} and max_batch_size of batch_size_search (without it, the rate "
+        f"grows {LARGEST_LR_FACTOR}-fold at most)"
     )
     if job.train_for is not None:
         max_step_s = _TRAINING_FRACTION * job.train_for / section.min_updates
