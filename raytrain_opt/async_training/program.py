@@ -14,7 +14,7 @@ from raytrain_opt.pools.resident_config import compute_threads
 if TYPE_CHECKING:
     from ray.train import TrainContext
 
-    from raytrain_opt.pools.resident import Handler
+    from raytrain_opt.pools.resident import Group, Handler
     from raytrain_opt.pools.resident_config import ResidentConfig
 
 
@@ -37,7 +37,13 @@ class AsynchronousWorkers:
 
         return make
 
-    def make_handler(self, config: ResidentConfig, context: TrainContext) -> Handler:
+    def join_group(self, context: TrainContext) -> Group:
+        """Return this worker alone: each one calls the mailbox itself."""
+        from raytrain_opt.pools.resident import Alone
+
+        return Alone()
+
+    def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
         """Build model and data."""
         import ray.train.torch
         import torch

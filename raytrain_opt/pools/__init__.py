@@ -1,8 +1,8 @@
 """The two resident pools: processes that start once per run and then wait for commands.
 
 Start with `commands` (the messages) and `protocol` (what a run needs of its backend). On Ray:
-`ray_pool` is the driver's side, `mailbox` the actor in between, with `relay` before it in large
-pools, `resident` the loop of a process, `worker` and `slot` execute its commands (`handler`);
+`ray_pool` is the driver's side, `mailbox` the actor in between, `resident` the loop of a process
+(workers have one voice in it), `worker` and `slot` execute its commands (`handler`);
 `probes` measures batch sizes; `launcher` starts all others; `state_store` keeps states.
 Without Ray: `in_process`. `async_training` brings a worker program of its own.
 
@@ -10,5 +10,5 @@ Ray Tune serves as a gang scheduler of resident actors only: slots report no met
 never leave early. Tune gives placement, restarts and resources per trial; policies decide.
 
 May import train, cluster and what lies below. Ray stays out of `commands`, `protocol`,
-`in_process`, `handler`, `slot`, `worker`, `mailbox` and `relay`.
+`in_process`, `handler`, `slot`, `worker` and `mailbox`.
 """

@@ -56,4 +56,4 @@ class ReportLostSlot(TrialProgressCallback):
 def _slot_main(trial: dict[str, Any]) -> None:
     config: ResidentConfig = trial["config"]
     index: int = trial["slot"]
-    serve(config, SLOT_POOL, index, lambda: config.make_slot(config, index))
+    serve(config, SLOT_POOL, index, lambda _: config.make_slot(config, index))

@@ -107,14 +107,16 @@ class _HandOver(UserCallback):
 
 def _worker_main(arguments: dict[str, Any]) -> None:
     config: ResidentConfig = arguments["config"]
-    context = ray.train.get_context()
+    context, program = ray.train.get_context(), config.workers
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    group: dict[str, Any] = {}
-    if config.workers.forms_group:
-        group = {
-            "absent": tuple(range(world_size, config.plan.workers)),
-            "peer_failure_grace_s": peer_failure_grace_s(
-                world_size, context.get_local_world_size()
-            ),
-        }
-    serve(config, WORKER_POOL, rank, lambda: config.workers.make_handler(config, context), **group)
+    serve(
+        config,
+        WORKER_POOL,
+        rank,
+        lambda group: program.make_handler(config, context, group),
+        make_group=lambda: program.join_group(context),
+        absent=tuple(range(world_size, config.plan.workers)) if program.forms_group else (),
+        peer_failure_grace_s=peer_failure_grace_s(world_size, context.get_local_world_size())
+        if program.forms_group
+        else 0.0,
+    )

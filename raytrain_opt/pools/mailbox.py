@@ -1,11 +1,11 @@
 """The mailbox: the actor through which the driver and the residents of both pools talk.
 
 The driver posts a command to a pool and collects one reply per resident. A resident makes one call
-per command: it brings the reply to the last command and returns with the next one. A restarted
+per command: it brings the reply to the last command and returns with the next one. For workers
+that form a process group, the first rank does so for all of them (`resident`). A restarted
 resident joins again, gets the current command and repeats it from the same state, or waits for the
-next one when the driver has the replies. Residents of a large pool call a relay (`relay`), which
-has this part of the mailbox's interface (`Exchange`). Nothing here uses Ray, so the tests need
-none. Callers use `mailbox_client`.
+next one when the driver has the replies. Nothing here uses Ray, so the tests need none. Callers
+use `mailbox_client`.
 
 Ray repeats a call whose connection was cut, and the first attempt may have been executed too:
 every method has the same effect twice as once. Messages carry their sender; those of a process
@@ -16,7 +16,6 @@ What it knows of each pool is in `mailbox_state`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -36,33 +35,7 @@ from raytrain_opt.pools.mailbox_state import CommandBoard, PoolState
 from raytrain_opt.recording.spans import Event, Span
 
 
-class Exchange(ABC):
-    """What residents call, of the mailbox or of a relay."""
-
-    @abstractmethod
-    async def receive(self, messages: Sequence[Reply | Report]) -> dict[str, Instruction]:
-        """Take messages of residents; return what their pools have to do."""
-
-    @abstractmethod
-    def _board(self, pool: str) -> CommandBoard:
-        """Return the board with the pool's current command."""
-
-    async def next_command(self, pool: str, after: int) -> tuple[int, Command]:
-        """Return the current command as soon as its number is above `after`."""
-        return await self._board(pool).next_command(after)
-
-    async def exchange(self, pool: str, after: int, reply: Reply | None) -> tuple[int, Command]:
-        """Take a reply, return the next command: the one call of a resident for each command."""
-        if reply is not None:
-            await self.receive([reply])
-        return await self.next_command(pool, after)
-
-    async def report(self, report: Report) -> Instruction:
-        """Take a progress report; return what the resident has to do."""
-        return (await self.receive([report]))[report.sender[0]]
-
-
-class Mailbox(Exchange):
+class Mailbox:
     """Commands out, replies in. All methods are asynchronous, and none blocks another.
 
     `shared_data`: a list of the reference to the in-memory data set. Ray would fetch a bare one.
@@ -75,58 +48,65 @@ class Mailbox(Exchange):
     def _board(self, pool: str) -> CommandBoard:
         return self._pools[pool].board
 
-    # Called by residents, or by relays for them.
+    # Called by residents.
 
-    async def join(self, resident: Resident) -> tuple[int, bool]:
-        """Register a resident that is ready for commands, for the first time or again.
+    async def join(
+        self, residents: Sequence[Resident], absent: Sequence[int] = ()
+    ) -> tuple[int, bool]:
+        """Register residents that are ready for commands, for the first time or again.
 
-        Returns the number of the current command, and whether it is over.
+        `absent`: ranks that their process group does without. Returns the number of the current
+        command, and whether it is over.
         """
-        state = self._pools[resident.pool]
-        board = state.board
-        if state.membership.includes(resident.sender):
+        state = self._pools[residents[0].pool]
+        membership, board = state.membership, state.board
+        new = [r for r in residents if not membership.includes(r.sender)]
+        if not new:
             return board.number, board.collected
-        if state.membership.join(resident):
-            state.log.record_restart(resident, state.command_name)
-        state.log.hear(resident.index)
+        for resident in new:
+            if membership.join(resident):
+                state.log.record_restart(resident, state.command_name)
+            state.log.hear(resident.index)
+        membership.lost |= set(absent)
         # They may have answered before they died, with a state that died with them.
         if not board.collected:
-            for index in (resident.index, *(resident.absent or ())):
+            for index in (*(resident.index for resident in new), *absent):
                 board.remove_reply(index)
-        state.membership.changed.notify()
+        membership.changed.notify()
         board.replied.notify()  # `absent` may have been all that was waited for
         return board.number, board.collected
 
-    async def receive(self, messages: Sequence[Reply | Report]) -> dict[str, Instruction]:
-        """Take messages of residents; late ones about an earlier command are dropped."""
-        pools = {message.sender[0] for message in messages}
+    async def exchange(
+        self, pool: str, after: int, replies: Sequence[Reply]
+    ) -> tuple[int, Command]:
+        """Take replies, return the next command: the one call of a resident for each command."""
+        if replies:
+            await self.receive(replies)
+        return await self._board(pool).next_command(after)
+
+    async def receive(self, messages: Sequence[Reply | Report]) -> Instruction:
+        """Take messages of a pool's residents; drop late ones about an earlier command.
+
+        Returns what the residents have to do.
+        """
+        state = self._pools[messages[0].sender[0]]
         for message in messages:
-            pool, index, *_ = message.sender
-            state = self._pools[pool]
             is_late = message.number != state.board.number
             if is_late or not state.membership.includes(message.sender):
                 continue
             if isinstance(message, Reply):
-                self._take_reply(state, index, message)
-                continue
-            if message.progress is not None:
-                state.log.report(index, message.progress)
-            if message.can_stop_before is not None:
-                state.board.stops[index] = message.can_stop_before
-        for pool in pools:
-            self._pools[pool].board.replied.notify()
-        return {pool: self._instruction(pool) for pool in pools}
-
-    def _instruction(self, pool: str) -> Instruction:
-        state = self._pools[pool]
-        return state.board.instruction(state.membership)
+                self._take_reply(state, message)
+            elif message.progress is not None:
+                state.log.report(message.sender[1], message.progress)
+        state.board.replied.notify()
+        return state.board.instruction()
 
     async def is_closed(self, pool: str) -> bool:
         """Return whether the residents of the pool are asked to leave."""
-        return self._instruction(pool).closed
+        return self._board(pool).instruction().closed
 
-    def _take_reply(self, state: PoolState, index: int, reply: Reply) -> None:
-        board = state.board
+    def _take_reply(self, state: PoolState, reply: Reply) -> None:
+        board, index = state.board, reply.sender[1]
         if index in board.replies:
             return
         state.log.hear(index)
@@ -196,7 +176,7 @@ class Mailbox(Exchange):
                 state.membership.residents.clear()
 
     async def stop_early(self, pool: str, number: int) -> None:
-        """Let all residents end this command, a main training, before the same step."""
+        """Let the residents end this command, a main training, before its last step."""
         board = self._pools[pool].board
         board.stopping = board.number == number
 

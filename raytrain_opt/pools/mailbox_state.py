@@ -62,8 +62,6 @@ class Membership:
         self.restarts += restarted
         self.residents[resident.index] = resident
         self.lost.discard(resident.index)
-        if resident.absent is not None:
-            self.lost = set(resident.absent)
         return restarted
 
     def is_complete(self, count: int) -> bool:
@@ -85,7 +83,6 @@ class CommandBoard:
     replies: dict[int, Any] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)  # who could not execute it
     stopping: bool = False  # before its last step
-    stops: dict[int, int] = field(default_factory=dict)  # before which step each one can stop
     handing_over: set[Sender] = field(default_factory=set)  # after the death of another
     posted: Signal = field(default_factory=Signal)
     replied: Signal = field(default_factory=Signal)
@@ -95,7 +92,7 @@ class CommandBoard:
         if number <= self.number:
             return False
         self.number, self.command, self.replies, self.failed = number, command, {}, set()
-        self.collected, self.stopping, self.stops = False, False, {}
+        self.collected, self.stopping = False, False
         self.handing_over.clear()
         self.posted.notify()
         self.replied.notify()
@@ -105,17 +102,11 @@ class CommandBoard:
         """Expect another reply of this resident."""
         self.replies.pop(index, None)
         self.failed.discard(index)
-        self.stops.clear()
 
-    def instruction(self, membership: Membership) -> Instruction:
+    def instruction(self) -> Instruction:
         """Return what those at work have to do."""
         closed = isinstance(self.command, Close)
-        is_agreed = self.stopping and self.stops.keys() >= {
-            resident.index for resident in membership.present()
-        }
-        if not self.stopping or (self.replies and not is_agreed):  # where one has finished, all do
-            return Instruction(closed)
-        return Instruction(closed, self.number, max(self.stops.values()) if is_agreed else None)
+        return Instruction(closed, self.number if self.stopping else 0)
 
     async def next_command(self, after: int) -> tuple[int, Command]:
         """Return the current command as soon as its number is above `after`."""
