@@ -10,9 +10,12 @@ from typing import Any
 import ray
 from ray.util.metrics import Gauge
 
-from raytrain_opt.async_training.actors import ServerHandles, parameter_server
+from raytrain_opt.async_training.actors import (
+    AsynchronousWorkers,
+    ServerHandles,
+    parameter_server,
+)
 from raytrain_opt.async_training.main_training import AsynchronousTraining
-from raytrain_opt.async_training.program import AsynchronousWorkers
 from raytrain_opt.cluster.connection import count_placeable, on_driver_node, total_resources
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.result import open_training_run
