@@ -27,18 +27,18 @@ from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone, Ss
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.connection import alive_nodes, on_driver_node
 from raytrain_opt.data.base import DataInfo
-from raytrain_opt.pools.mailbox_state import Signal
-from raytrain_opt.pools.resident_config import compute_threads
+from raytrain_opt.pools.mailbox import Signal
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.results import TrainTotals
+from raytrain_opt.threads import compute_threads
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
     from ray.train import TrainContext
 
     from raytrain_opt.async_training.weight_shard import WeightShard
+    from raytrain_opt.pools.programs import ResidentConfig
     from raytrain_opt.pools.resident import Group, Handler
-    from raytrain_opt.pools.resident_config import ResidentConfig
     from raytrain_opt.train.state import TrainingState
 
 # How often the coordinator looks for silent workers; a fraction of the shortest limit of silence.

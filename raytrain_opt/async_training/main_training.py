@@ -14,10 +14,10 @@ from raytrain_opt.async_training.actors import ServerHandles
 from raytrain_opt.async_training.scheduler import EpochPhase, Granularity, epoch_phase
 from raytrain_opt.async_training.weight_shard import advance_buffers, assemble_state
 from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.cluster.connection import answer
 from raytrain_opt.config.processes import TimeoutsSection
 from raytrain_opt.errors import PoolError
 from raytrain_opt.pools.commands import Evaluate, MainTrain, StateRef
-from raytrain_opt.pools.mailbox_client import answer
 from raytrain_opt.pools.protocol import TrainingOutcome, slowest
 from raytrain_opt.pools.ray_pool import RayPool
 from raytrain_opt.pools.state_store import RayStateStore

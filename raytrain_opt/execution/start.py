@@ -24,9 +24,9 @@ from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
 from raytrain_opt.pools.mailbox import Mailbox
+from raytrain_opt.pools.programs import ResidentConfig, SynchronousWorkers
 from raytrain_opt.pools.protocol import Backend, SynchronousTraining
 from raytrain_opt.pools.ray_pool import RayPool, running
-from raytrain_opt.pools.resident_config import ResidentConfig, SynchronousWorkers
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import EpochRecord
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain_opt.threads import WAIT_POLICY
 
 if TYPE_CHECKING:
-    from raytrain_opt.pools.resident_config import ResidentConfig
+    from raytrain_opt.pools.programs import ResidentConfig
 
 # Of the launcher and of every process it starts. What the user set in the driver's stays.
 _ENVIRONMENT = {
@@ -66,21 +66,18 @@ class PoolLauncher:
         # Modules that import each other in circles must not be imported by two threads.
         self._importing = threading.Lock()
         if import_all:
-            import ray.train.torch  # noqa: F401
-
-            import raytrain_opt.pools.launch_slots
-            import raytrain_opt.pools.launch_workers  # noqa: F401
+            import raytrain_opt.pools.launch_pools  # noqa: F401
 
     def run_slots(self, config: ResidentConfig) -> None:
-        """Run the slots; see `pools.launch_slots`."""
+        """Run the slots; see `pools.launch_pools`."""
         with self._importing:
-            from raytrain_opt.pools.launch_slots import run_slots
+            from raytrain_opt.pools.launch_pools import run_slots
         run_slots(config)
 
     def run_workers(self, config: ResidentConfig) -> None:
-        """Run the workers; see `pools.launch_workers`."""
+        """Run the workers; see `pools.launch_pools`."""
         with self._importing:
-            from raytrain_opt.pools.launch_workers import run_workers
+            from raytrain_opt.pools.launch_pools import run_workers
 
             trainer = config.workers.trainer(config)
         run_workers(config, trainer)

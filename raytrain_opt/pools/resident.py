@@ -21,6 +21,7 @@ import ray
 from ray import cloudpickle
 
 from raytrain_opt.clock import monotonic_s
+from raytrain_opt.cluster.connection import answer
 from raytrain_opt.errors import is_lost_connection
 from raytrain_opt.pools.commands import (
     Close,
@@ -35,12 +36,12 @@ from raytrain_opt.pools.commands import (
     Reply,
     Report,
     Resident,
+    Sender,
     StateLost,
     state_in,
     to_failure,
 )
-from raytrain_opt.pools.mailbox_client import ResidentMailbox
-from raytrain_opt.pools.resident_config import ResidentConfig
+from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.user_code import exits_as_errors
 
 # Often enough for a progress bar and for the driver's limit of silence. A command that takes less
@@ -60,6 +61,46 @@ T = TypeVar("T")
 
 class PoolClosed(Exception):  # noqa: N818 - not an error: the driver asked to leave
     """The pool was closed while a command was running."""
+
+
+class ResidentMailbox:
+    """The view of a resident, or of the first of a group. Raises RayError when it has died."""
+
+    def __init__(self, actor: Any, pool: str) -> None:
+        self._actor, self._pool = actor, pool
+
+    def join(self, residents: list[Resident], absent: Sequence[int]) -> tuple[int, int, Command]:
+        """Register residents as ready; wait for a command and return it with its number.
+
+        Comes first: the number of the command that was the current one before.
+        """
+        current, is_over = ray.get(self._actor.join.remote(residents, absent))
+        return current, *self.reply(current if is_over else 0, [])
+
+    def reply(self, number: int, replies: list[Reply]) -> tuple[int, Command]:
+        """Send the replies to a command; wait for the next one and return it with its number."""
+        next_command = ray.get(self._actor.exchange.remote(self._pool, number, replies))
+        return cast("tuple[int, Command]", next_command)
+
+    def send(self, messages: Sequence[Reply | Report]) -> Instruction:
+        """Send messages during a command; return what the residents have to do."""
+        return cast(Instruction, ray.get(self._actor.receive.remote(messages)))
+
+    def hand_over(self, sender: Sender, number: int, make_part: Callable[[], object]) -> None:
+        """Send a reply for a part of a command, if there is one; the driver waits for no other.
+
+        Ray Train, which is about to end this process, waits for it (`launch_pools`).
+        """
+        answer(self._actor.begin_hand_over.remote(sender, number))
+        if part := make_part():
+            answer(self._actor.receive.remote([Reply(sender, number, part, failed=True)]))
+        else:
+            answer(self._actor.cancel_hand_over.remote(sender))
+
+
+def report_lost(actor: Any, pool: str, index: int) -> None:
+    """Tell the mailbox of a death before the restarted process joins; return when it knows."""
+    ray.get(actor.lose.remote(pool, index))
 
 
 class Handler(Protocol):

@@ -18,8 +18,8 @@ from raytrain_opt.pools.commands import (
     Pretrain,
     SendCandidateState,
 )
+from raytrain_opt.pools.programs import ResidentConfig, SynchronousWorkers
 from raytrain_opt.pools.resident import Group
-from raytrain_opt.pools.resident_config import ResidentConfig, SynchronousWorkers
 from raytrain_opt.pools.state_store import GroupObjectStore, ObjectStore
 
 # Of each command.
@@ -68,7 +68,7 @@ class Echo:
 
 @dataclass(frozen=True)
 class EchoWorkers:
-    """Implements `pools.resident_config.WorkerProgram`. `environment`: of the processes."""
+    """Implements `pools.programs.WorkerProgram`. `environment`: of the processes."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     forms_group: ClassVar[bool] = True  # one death restarts all, as in a process group
@@ -90,5 +90,5 @@ class EchoWorkers:
 
 
 def make_echo_slot(config: ResidentConfig, index: int) -> Echo:
-    """Take the place of `pools.resident_config.make_training_slot`."""
+    """Take the place of `pools.programs.make_training_slot`."""
     return Echo()

@@ -25,8 +25,8 @@ from raytrain_opt.pools.commands import (
     SendCandidateState,
     StateRef,
 )
+from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.pools.ray_pool import RayPool, running
-from raytrain_opt.pools.resident_config import ResidentConfig
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner_config import LearnerConfig

@@ -32,8 +32,8 @@ from raytrain_opt.pools.commands import (
     Pretrain,
     SendCandidateState,
 )
+from raytrain_opt.pools.programs import ResidentConfig, WorkerProgram
 from raytrain_opt.pools.resident import Group, Handler
-from raytrain_opt.pools.resident_config import ResidentConfig, WorkerProgram
 
 if TYPE_CHECKING:
     from ray.train import TrainContext

@@ -22,8 +22,7 @@ from raytrain_opt.pools.commands import (
     SendInitialState,
     StateLost,
 )
-from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.mailbox_state import RECORDED_RESIDENTS
+from raytrain_opt.pools.mailbox import RECORDED_RESIDENTS, Mailbox
 from raytrain_opt.recording.spans import Event, Span
 
 T = TypeVar("T")
@@ -309,7 +308,7 @@ def test_the_resident_furthest_behind_comes_first_with_its_last_report() -> None
 
 def test_only_progress_ends_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("raytrain_opt.pools.mailbox_state.monotonic_s", lambda: now[0])
+    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
 
     async def scene(box: Mailbox) -> None:
         await join(box, worker(0))
@@ -374,7 +373,7 @@ def test_the_first_rank_speaks_for_its_group() -> None:
 
 def test_a_command_is_recorded_once_with_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("raytrain_opt.pools.mailbox_state.monotonic_s", lambda: now[0])
+    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
 
     async def scene(box: Mailbox) -> None:
         await join(box, resident(0), resident(1))
@@ -415,7 +414,7 @@ def test_a_restart_costs_the_time_since_the_last_sign_of_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("raytrain_opt.pools.mailbox_state.monotonic_s", lambda: now[0])
+    monkeypatch.setattr("raytrain_opt.pools.mailbox.monotonic_s", lambda: now[0])
 
     async def scene(box: Mailbox) -> None:
         await box.join([resident(1)])

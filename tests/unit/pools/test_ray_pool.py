@@ -19,6 +19,7 @@ import ray
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 
+from raytrain_opt.cluster.connection import answer
 from raytrain_opt.errors import JobError, PoolError, Problem
 from raytrain_opt.pools import ray_pool as module
 from raytrain_opt.pools import state_store
@@ -34,9 +35,9 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.mailbox_client import ResidentMailbox, answer
 from raytrain_opt.pools.protocol import fetch_initial_state
 from raytrain_opt.pools.ray_pool import RayPool, why_ended
+from raytrain_opt.pools.resident import ResidentMailbox
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.train.state import TrainingState
 

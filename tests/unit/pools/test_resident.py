@@ -272,7 +272,7 @@ def test_an_error_waits_longer_when_the_peers_are_on_other_nodes() -> None:
 
 
 def test_a_resident_without_a_network_needs_no_torch() -> None:
-    modules = ("resident", "resident_config", "launch_slots")
+    modules = ("resident", "programs", "launch_pools")
     imports = ", ".join(f"raytrain_opt.pools.{module}" for module in modules)
     code = f"import sys, {imports}, tests.support.echo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

@@ -16,10 +16,10 @@ OTHER_PROCESSES = (
     "async_training/worker_loop.py",
     "cluster/fork_server.py",
     "data/shards.py",
-    "pools/launch_workers.py",
-    "pools/mailbox_state.py",
-    "pools/resident_config.py",
-    "pools/slot.py",
+    "pools/launch_pools.py",
+    "pools/mailbox.py",
+    "pools/programs.py",
+    "pools/candidates.py",
     "pools/worker.py",
 )
 # The same in files that the driver uses, too.

@@ -12,7 +12,7 @@ import ray
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.config.processes import TimeoutsSection
-from raytrain_opt.threads import available_cores
+from raytrain_opt.threads import compute_threads
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ class SynchronousWorkers:
 
 
 def make_training_slot(config: ResidentConfig, index: int) -> Handler:
-    """Build what trains candidates (`pools.slot`), inside the slot process."""
+    """Build what trains candidates (`pools.candidates`), inside the slot process."""
     import torch
 
-    from raytrain_opt.pools.slot import Slot
     from raytrain_opt.pools.state_store import ObjectStore
+    from raytrain_opt.pools.worker import Slot
     from raytrain_opt.train.learner import Learner
 
     plan = config.plan
@@ -146,8 +146,3 @@ class ResidentConfig:
         """Return the in-memory data set, if the job has one, shared with the node's processes."""
         [ref] = ray.get(self.mailbox.shared_data.remote())
         return cast("SharedData", ray.get(ref))
-
-
-def compute_threads(threads: int | None, residents_on_node: int, cores: int | None = None) -> int:
-    """Return a resident's compute threads on CPU: the job's, or an even part of the cores."""
-    return threads or max(1, (cores or available_cores()) // residents_on_node)
