@@ -102,3 +102,8 @@ def _idle_cores() -> float:
     began_s, before_s = time.monotonic(), idle_s()
     time.sleep(_SAMPLE_S)
     return (idle_s() - before_s) / (time.monotonic() - began_s)
+
+
+def compute_threads(threads: int | None, residents_on_node: int, cores: int | None = None) -> int:
+    """Return a resident's compute threads on CPU: the job's, or an even part of the cores."""
+    return threads or max(1, (cores or available_cores()) // residents_on_node)

@@ -40,6 +40,10 @@ _CONNECT_LIMIT_S = 5.0
 _START_LIMIT_S = 120.0
 # A socket's path has at most 107 bytes. Ray's are r/session_DATE_TIME_PID/sockets/plasma_store.
 _LONGEST_RAY_FOLDER = 107 - 66
+_MAILBOX = "the mailbox, the process through which driver, workers and slots talk,"
+# What the mailbox answers at once takes milliseconds; minutes on a node that swaps.
+_ANSWER_S = 300.0
+_LOOK_S = 1.0  # whether Ray itself is alive
 _SYMBOLIC_ADDRESSES = ("auto", "local")  # Ray resolves them itself
 
 
@@ -200,6 +204,25 @@ def raise_if_ray_ended() -> None:
     if ended:
         names = " and ".join(ended)
         raise PoolError(f"Ray's process {names} has ended (killed, or out of memory?)")
+
+
+def answer(ref: Any, name: str = _MAILBOX, limit_s: float = _ANSWER_S) -> Any:
+    """Wait for an answer of an actor, or several. Raises PoolError when it has died or is hung."""
+    deadline_s = monotonic_s() + limit_s
+    while True:
+        try:
+            return ray.get(ref, timeout=min(_LOOK_S, limit_s))
+        except ray.exceptions.GetTimeoutError as error:
+            raise_if_ray_ended()
+            if monotonic_s() < deadline_s:
+                continue
+            raise PoolError(
+                f"{name} did not answer within {limit_s:g} s (its node is overloaded or hung?)"
+            ) from error
+        except ray.exceptions.RayActorError as error:
+            raise_if_ray_ended()
+            text = f"{name} has died (killed, or its node went down?): {error}"
+            raise PoolError(text) from error
 
 
 def _protect_token() -> None:

@@ -20,7 +20,6 @@ from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling,
 from raytrain_opt.execution.session import Session, open_session
 from raytrain_opt.paths import own_runs
 from raytrain_opt.pools.launcher import runtime_environment
-from raytrain_opt.pools.resident_config import compute_threads
 from raytrain_opt.recording.reader import read_record, read_text
 from raytrain_opt.recording.recorder import append_records, write_record
 from raytrain_opt.recording.records import (
@@ -40,6 +39,7 @@ from raytrain_opt.search.batch_size.strategy import (
 )
 from raytrain_opt.storage import write_text
 from raytrain_opt.terminal.progress import probe_text
+from raytrain_opt.threads import compute_threads
 from raytrain_opt.train.learner_config import LearnerConfig
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.

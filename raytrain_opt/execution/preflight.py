@@ -132,6 +132,7 @@ class Preflight:
             channel_norm=self.channel_norm,
             validation_size=self.info.validation_size,
             step_flops=self.search_flops * job.global_batch_size,
+            class_counts=info.class_counts,
         )
         return ResolvedJob(job, info, steps, policy, note)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import ray
 from ray.util.metrics import Gauge
 
-from raytrain_opt.async_training.actors import ServerHandles, parameter_server
+from raytrain_opt.async_training.actors import (
+    AsynchronousWorkers,
+    ServerHandles,
+    parameter_server,
+)
 from raytrain_opt.async_training.main_training import AsynchronousTraining
-from raytrain_opt.async_training.program import AsynchronousWorkers
 from raytrain_opt.cluster.connection import count_placeable, on_driver_node, total_resources
 from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.result import open_training_run
@@ -22,11 +24,9 @@ from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.mailbox_client import answer
+from raytrain_opt.pools.programs import ResidentConfig, SynchronousWorkers
 from raytrain_opt.pools.protocol import Backend, SynchronousTraining
 from raytrain_opt.pools.ray_pool import RayPool, running
-from raytrain_opt.pools.relay import relay_levels
-from raytrain_opt.pools.resident_config import ResidentConfig, SynchronousWorkers
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import EpochRecord
 
@@ -99,11 +99,6 @@ def _start_pools(
     )
     mailbox: Any = start_mailbox(session.preflight.take_shared())
     config = _resident_config(resolved, session, mailbox, server)
-    residents = max(plan.workers, plan.slots)
-    if relay_levels(residents):
-        ref = launcher.start_relays.remote(mailbox, residents)
-        relays = answer(ref, "the actor that starts the pools", job.timeouts.start_s)
-        config = replace(config, relays=relays)
     store = RayStateStore()
     make_pool = partial(
         RayPool, mailbox=mailbox, states=store, limit_s=config.timeouts.no_progress_s

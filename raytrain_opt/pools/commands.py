@@ -23,7 +23,7 @@ class StateRef:
     """A reference to a training state, which the driver can store again (see `state_store`)."""
 
     id: str
-    ref: Any  # ObjectRef on Ray, or a function that fetches it; the state itself in one process
+    ref: Any  # ObjectRef on Ray; the state itself in one process
     sha256: str | None = None
     node_id: str = ""  # Ray's identity of its owner's node
 
@@ -150,7 +150,6 @@ class Resident:
     node_id: str
     pid: int
     log: str
-    absent: tuple[int, ...] | None = None  # ranks that a worker's process group does without
 
     @property
     def name(self) -> str:
@@ -228,7 +227,6 @@ class Report:
     sender: Sender
     number: int
     progress: Progress | None
-    can_stop_before: int | None = None  # the step at which one that shall stop early waits
 
 
 @dataclass(frozen=True)
@@ -236,8 +234,7 @@ class Instruction:
     """What a resident at work learns when it reports."""
 
     closed: bool = False  # leave
-    stopping: int = 0  # number of the command that ends early, before the same step for all
-    stop_before: int | None = None  # that step, once all have reported where they can
+    stopping: int = 0  # number of the command that ends before its last step
 
 
 @dataclass(frozen=True)

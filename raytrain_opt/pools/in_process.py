@@ -29,8 +29,7 @@ from raytrain_opt.pools.commands import (
     to_failure,
 )
 from raytrain_opt.pools.protocol import Backend, OnWait, SynchronousTraining
-from raytrain_opt.pools.slot import Slot
-from raytrain_opt.pools.worker import Worker
+from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.random_state import preserve_random_state
 from raytrain_opt.recording.spans import Event, Span
 from raytrain_opt.threads import available_cores

@@ -1,17 +1,75 @@
-"""Ray Train's process group of torch, whose key-value store listens on one address only."""
+"""The process group of the workers: Ray Train connects it, commands travel in it.
+
+Its key-value store listens on one address only.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
+import torch.distributed as dist
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
+
+from raytrain_opt.cluster.ray_private import dump_command
 
 _TorchBackend: Any = TorchConfig().backend_cls
 _rendezvous: Any = import_module("torch.distributed.rendezvous")
 _TCPStore = _rendezvous.TCPStore
+
+# Ranks wait for the next command as long as the search by slots takes, or the driver lives.
+_NO_LIMIT = timedelta(days=1000)
+
+T = TypeVar("T")
+
+
+def backend_of(*, use_gpu: bool) -> Literal["nccl", "gloo"]:
+    """Return the backend of torch that exchanges gradients."""
+    return "nccl" if use_gpu else "gloo"
+
+
+class CommandGroup:
+    """A gloo group of all ranks for commands and replies; implements `resident.Group`.
+
+    Gradients have another group, on GPUs with NCCL. `dump` pickles a value; references in it stay
+    valid while the sender keeps the value.
+    """
+
+    def __init__(self, dump: Callable[[object], bytes] = dump_command) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._dump = dump
+        self._group: Any = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
+        # A connection of its own: a client serves one call at a time.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = _TCPStore(address, port, is_master=False, wait_for_workers=False)
+        self._keys = [f"raytrain_opt/{rank}" for rank in range(self.size)]
+
+    def broadcast(self, value: T | None) -> T:
+        """Return the value of the first rank."""
+        is_first = self.rank == 0
+        content = [self._dump(value) if is_first else None]
+        dist.broadcast_object_list(content, src=0, group=self._group)
+        return cast(T, value if is_first else pickle.loads(cast(bytes, content[0])))
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, on the first rank; on the others nothing."""
+        contents: list[Any] | None = None if self.rank else [None] * self.size
+        own = self._dump(value) if self.rank else None
+        dist.gather_object(own, contents, dst=0, group=self._group)
+        # The value of the first rank itself is not copied.
+        return [value, *map(pickle.loads, contents[1:])] if contents else []
+
+    def share(self, values: Sequence[int]) -> list[Sequence[int]]:
+        """Let the first rank know values; return the latest of all ranks there."""
+        self._store.set(self._keys[self.rank], json.dumps(values))
+        return [] if self.rank else [*map(json.loads, self._store.multi_get(self._keys))]
 
 
 def listen_on_one_address() -> None:

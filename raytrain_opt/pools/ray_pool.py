@@ -13,7 +13,7 @@ import ray
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.actor_tree import end_actor_tree
-from raytrain_opt.cluster.connection import gone_nodes, raise_if_ray_ended
+from raytrain_opt.cluster.connection import answer, gone_nodes, raise_if_ray_ended
 from raytrain_opt.cluster.ray_private import ended_processes, root_cause
 from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.pools.commands import (
@@ -28,7 +28,6 @@ from raytrain_opt.pools.commands import (
     StateLost,
     state_in,
 )
-from raytrain_opt.pools.mailbox_client import answer
 from raytrain_opt.pools.protocol import OnWait
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.spans import Event, Span

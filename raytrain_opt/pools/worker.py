@@ -1,17 +1,20 @@
-"""What a resident worker does: data-parallel training, sharded evaluation. Free of Ray."""
+"""What a worker does: data-parallel training, sharded evaluation; and a slot. Free of Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from raytrain_opt.clock import Stopwatch, monotonic_s
+from raytrain_opt.config.learning_rate import CandidateBatch
+from raytrain_opt.optim.scaling import scale_lr
+from raytrain_opt.pools.candidates import CandidateTrainer
 from raytrain_opt.pools.commands import Command, Evaluate, MainTrain, MainTrainReply, OnStep
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.pools.slot import CandidateTrainer
 from raytrain_opt.results import EvalTotals
+from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.precision import autocast_dtype
@@ -41,6 +44,14 @@ class Worker(CandidateTrainer):
             return on_step(done, total)
 
         return super().handle(command, before_step)
+
+    def _execute(self, command: Command, on_step: OnStep) -> Any:
+        match command:
+            case MainTrain():
+                return self._main_train(command, on_step)
+            case Evaluate():
+                return self._evaluate(command, on_step)
+        return super()._execute(command, on_step)
 
     def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
         """Return what makes the reply for the steps of a main training before another one died.
@@ -113,6 +124,25 @@ class Worker(CandidateTrainer):
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals:
         totals = self._evaluate_part(command, self.index, self.world_size, on_step)
         return sum_over_ranks(totals, self.learner.device)
+
+
+class Slot(CandidateTrainer):
+    """One slot.
+
+    `candidate_batch`: what a slot computes of each global batch. `local`: as much as one worker,
+    at the rate that a batch so much smaller needs (linear scaling); else all micro-batches.
+    """
+
+    def __init__(
+        self, learner: Learner, index: int, states: States, candidate_batch: CandidateBatch | None
+    ) -> None:
+        count = learner.config.worker_count
+        indices = range(1 if candidate_batch == "local" else count)
+        super().__init__(learner, index, states, MicroBatches(indices, count))
+
+    def _lrs(self, plan: TryCandidates, candidate: Candidate) -> Sequence[float]:
+        computed, count = len(self._micro_batches.indices), self._micro_batches.count
+        return [scale_lr("linear", lr, count, computed) for lr in candidate.lrs(plan)]
 
 
 def _describe_step(learner: Learner) -> dict[str, object]:

@@ -18,8 +18,7 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.pools.commands import MainTrain, Pretrain, SendCandidateState, StateRef
 from raytrain_opt.pools.in_process import InProcessStates
-from raytrain_opt.pools.slot import Slot
-from raytrain_opt.pools.worker import Worker
+from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import Candidate, History, TryCandidates
 from raytrain_opt.train import gradient_noise

@@ -16,10 +16,14 @@ from torch.utils.data import TensorDataset
 
 from raytrain_opt import Job
 from raytrain_opt.async_training import worker_loop
-from raytrain_opt.async_training.buffer_pooling import advance_buffers
 from raytrain_opt.async_training.scheduler import EpochPhase, epoch_phase
 from raytrain_opt.async_training.update_conversion import convert
-from raytrain_opt.async_training.weight_shard import Weights, assemble_state, split_parameters
+from raytrain_opt.async_training.weight_shard import (
+    Weights,
+    advance_buffers,
+    assemble_state,
+    split_parameters,
+)
 from raytrain_opt.async_training.worker_loop import AsyncTrainer, WeightPrefetcher
 from raytrain_opt.clock import Stopwatch
 from raytrain_opt.data import load_shared_data

@@ -115,7 +115,9 @@ def test_wrong_settings_are_named(search: Any, path: str) -> None:
 def test_a_resumed_run_keeps_its_batch_size(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.batch_size.write_text(json.dumps(batch_size(batch_size_per_worker=48)))
-    info: Any = SimpleNamespace(train_size=1000, search_size=900, validation_size=100)
+    info: Any = SimpleNamespace(
+        train_size=1000, search_size=900, validation_size=100, class_counts=()
+    )
     preflight = Preflight(None, info)
     session: Any = SimpleNamespace(job=job(), paths=paths, preflight=preflight)
     resolved = search_batch_size(session)

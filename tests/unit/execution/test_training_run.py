@@ -35,8 +35,7 @@ from raytrain_opt.pools import in_process
 from raytrain_opt.pools.commands import Command, MainTrain, OnStep, Pretrain, Progress
 from raytrain_opt.pools.in_process import InProcessPool, in_process_backend
 from raytrain_opt.pools.protocol import Backend, SynchronousTraining, TrainingOutcome
-from raytrain_opt.pools.slot import Slot
-from raytrain_opt.pools.worker import Worker
+from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.recording.records import StalenessRecord
 from raytrain_opt.search.factory import build_policy, max_candidates
 from raytrain_opt.search.fixed_schedule import PlateauSchedule

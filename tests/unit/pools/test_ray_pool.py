@@ -19,6 +19,7 @@ import ray
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 
+from raytrain_opt.cluster.connection import answer
 from raytrain_opt.errors import JobError, PoolError, Problem
 from raytrain_opt.pools import ray_pool as module
 from raytrain_opt.pools import state_store
@@ -34,10 +35,9 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.mailbox import Mailbox
-from raytrain_opt.pools.mailbox_client import ResidentMailbox, answer
 from raytrain_opt.pools.protocol import fetch_initial_state
 from raytrain_opt.pools.ray_pool import RayPool, why_ended
-from raytrain_opt.pools.relay import Upstream
+from raytrain_opt.pools.resident import ResidentMailbox
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.train.state import TrainingState
 
@@ -96,12 +96,12 @@ class FakeMailboxActor:
 
         async def live() -> None:
             resident = Resident(pool, index, f"node {index}", 7, "its log")
-            await self.box.join(resident)
-            number, reply = 0, None
+            await self.box.join([resident])
+            number, replies = 0, list[Reply]()
             while True:
-                number, command = await self.box.exchange(pool, number, reply)
+                number, command = await self.box.exchange(pool, number, replies)
                 value = answer(command)
-                reply = None if value is None else Reply(resident.sender, number, value)
+                replies = [] if value is None else [Reply(resident.sender, number, value)]
 
         asyncio.run_coroutine_threadsafe(live(), self.loop)
 
@@ -206,9 +206,9 @@ def test_who_is_restarted_between_two_commands_gets_the_next_one(
     pool = pool_of(mailbox, "worker", 1)
     assert pool.command(SendInitialState()) == {0: "answer"}
     identity = Resident("worker", 0, "node 0", 8, "its log")
-    restarted = ResidentMailbox(mailbox, Upstream(mailbox), identity)
+    restarted = ResidentMailbox(mailbox, "worker")
     with ThreadPoolExecutor() as executor:
-        joined = executor.submit(restarted.join)
+        joined = executor.submit(restarted.join, [identity], ())
         while not pool.restarts():
             time.sleep(0.001)
         pool.request_close()

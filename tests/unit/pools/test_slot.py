@@ -11,7 +11,7 @@ from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.pools.commands import Pretrain, SendCandidateState
 from raytrain_opt.pools.in_process import InProcessStates
-from raytrain_opt.pools.slot import Slot
+from raytrain_opt.pools.worker import Slot
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig

@@ -12,8 +12,7 @@ import ray
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.learning_rate import CandidateBatch
 from raytrain_opt.config.processes import TimeoutsSection
-from raytrain_opt.pools.relay import Upstream
-from raytrain_opt.threads import available_cores
+from raytrain_opt.threads import compute_threads
 from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from raytrain_opt.config.updates import ParallelSection
     from raytrain_opt.data.factory import SharedData
-    from raytrain_opt.pools.resident import Handler
+    from raytrain_opt.pools.resident import Group, Handler
     from raytrain_opt.train.data_parallel import Parallel
 
 # Seconds that a collective waits for a peer longer than the driver waits for progress: the driver
@@ -44,7 +43,10 @@ class WorkerProgram(Protocol):
     def trainer(self, config: ResidentConfig) -> Callable[..., Any]:
         """Import a trainer of Ray Train; return what takes the arguments that all have."""
 
-    def make_handler(self, config: ResidentConfig, context: TrainContext) -> Handler:
+    def join_group(self, context: TrainContext) -> Group:
+        """Return those that execute each command together with this worker process."""
+
+    def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
         """Build what executes commands, inside the worker process of this context."""
 
 
@@ -57,20 +59,27 @@ class SynchronousWorkers:
         """Import TorchTrainer, which connects the workers."""
         from ray.train.torch import TorchTrainer
 
-        from raytrain_opt.pools.process_group import OneAddressTorchConfig
+        from raytrain_opt.pools.process_group import OneAddressTorchConfig, backend_of
 
         torch_config = OneAddressTorchConfig(
-            backend="nccl" if config.plan.use_gpu else "gloo",
+            backend=backend_of(use_gpu=config.plan.use_gpu),
             timeout_s=int(config.timeouts.no_progress_s) + _COLLECTIVE_MARGIN_S,
         )
         return partial(TorchTrainer, torch_config=torch_config)
 
-    def make_handler(self, config: ResidentConfig, context: TrainContext) -> Handler:
-        """Build model, data and process group."""
+    def join_group(self, context: TrainContext) -> Group:
+        """Return the group of all workers; of a single one, the worker alone."""
+        from raytrain_opt.pools.process_group import CommandGroup
+        from raytrain_opt.pools.resident import Alone
+
+        return Alone() if context.get_world_size() == 1 else CommandGroup()
+
+    def make_handler(self, config: ResidentConfig, context: TrainContext, group: Group) -> Handler:
+        """Build model and data, and distribute the model over the process group."""
         import ray.train.torch
         import torch
 
-        from raytrain_opt.pools.state_store import ObjectStore
+        from raytrain_opt.pools.state_store import GroupObjectStore
         from raytrain_opt.pools.worker import Worker
         from raytrain_opt.train.data_parallel import begin_communicator_warmup, distribute
         from raytrain_opt.train.learner import Learner
@@ -85,15 +94,16 @@ class SynchronousWorkers:
         torch.set_num_threads(compute_threads(config.threads, context.get_local_world_size()))
         learner = Learner(config.learner, config.fetch_shared_data(), device, join)
         rank, world_size = context.get_world_rank(), context.get_world_size()
-        return Worker(learner, rank, world_size, connection.result(), ObjectStore())
+        store = GroupObjectStore(group)
+        return Worker(learner, rank, world_size, connection.result(), store)
 
 
 def make_training_slot(config: ResidentConfig, index: int) -> Handler:
-    """Build what trains candidates (`pools.slot`), inside the slot process."""
+    """Build what trains candidates (`pools.candidates`), inside the slot process."""
     import torch
 
-    from raytrain_opt.pools.slot import Slot
     from raytrain_opt.pools.state_store import ObjectStore
+    from raytrain_opt.pools.worker import Slot
     from raytrain_opt.train.learner import Learner
 
     plan = config.plan
@@ -119,14 +129,8 @@ class ResidentConfig:
     run_id: str
     mailbox: Any  # handle of the Mailbox actor
     ray_storage_path: str
-    relays: tuple[Upstream, ...] = ()  # the level that residents call (see `relay`)
     workers: WorkerProgram = field(default_factory=SynchronousWorkers)
     make_slot: Callable[[ResidentConfig, int], Handler] = make_training_slot
-
-    def upstream_of(self, index: int) -> Upstream:
-        """Return the actor that this resident calls for commands."""
-        relays = self.relays or (Upstream(self.mailbox),)
-        return relays[index % len(relays)]
 
     @property
     def leave_s(self) -> float:
@@ -142,8 +146,3 @@ class ResidentConfig:
         """Return the in-memory data set, if the job has one, shared with the node's processes."""
         [ref] = ray.get(self.mailbox.shared_data.remote())
         return cast("SharedData", ray.get(ref))
-
-
-def compute_threads(threads: int | None, residents_on_node: int, cores: int | None = None) -> int:
-    """Return a resident's compute threads on CPU: the job's, or an even part of the cores."""
-    return threads or max(1, (cores or available_cores()) // residents_on_node)

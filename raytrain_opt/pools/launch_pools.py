@@ -1,4 +1,7 @@
-"""Start the workers: one Ray Train run whose training function is the resident loop."""
+"""Run both pools: residents in a Ray Train run (workers) and a Ray Tune experiment (slots).
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 import ray
 import ray.train
+from ray import tune
 from ray.train import (
     FailureConfig,
     PreemptionError,
@@ -18,12 +22,13 @@ from ray.train import (
     UserCallback,
     WorkerGroupError,
 )
+from ray.tune.progress_reporter import TrialProgressCallback
 
 from raytrain_opt.cluster.connection import count_placeable
 from raytrain_opt.cluster.ray_private import without_cleaner
-from raytrain_opt.pools.commands import WORKER_POOL
-from raytrain_opt.pools.resident import peer_failure_grace_s, serve
-from raytrain_opt.pools.resident_config import ResidentConfig
+from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
+from raytrain_opt.pools.programs import ResidentConfig
+from raytrain_opt.pools.resident import peer_failure_grace_s, report_lost, serve
 
 # Ray learns of resources that became free within seconds; 15 also on a busy machine.
 _PLACEMENT_LIMIT_S = 15.0
@@ -107,14 +112,61 @@ class _HandOver(UserCallback):
 
 def _worker_main(arguments: dict[str, Any]) -> None:
     config: ResidentConfig = arguments["config"]
-    context = ray.train.get_context()
+    context, program = ray.train.get_context(), config.workers
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    group: dict[str, Any] = {}
-    if config.workers.forms_group:
-        group = {
-            "absent": tuple(range(world_size, config.plan.workers)),
-            "peer_failure_grace_s": peer_failure_grace_s(
-                world_size, context.get_local_world_size()
-            ),
-        }
-    serve(config, WORKER_POOL, rank, lambda: config.workers.make_handler(config, context), **group)
+    serve(
+        config,
+        WORKER_POOL,
+        rank,
+        lambda group: program.make_handler(config, context, group),
+        make_group=lambda: program.join_group(context),
+        absent=tuple(range(world_size, config.plan.workers)) if program.forms_group else (),
+        peer_failure_grace_s=peer_failure_grace_s(world_size, context.get_local_world_size())
+        if program.forms_group
+        else 0.0,
+    )
+
+
+def run_slots(config: ResidentConfig) -> None:
+    """Start the slots and return when they have left (blocks). Raises why, if none is left."""
+    results = tune.Tuner(
+        tune.with_resources(_slot_main, tune.PlacementGroupFactory([config.plan.slot_resources])),
+        param_space={"slot": tune.grid_search(list(range(config.plan.slots))), "config": config},
+        run_config=tune.RunConfig(
+            name=f"slots-{config.run_id}",
+            storage_path=config.ray_storage_path,
+            failure_config=tune.FailureConfig(max_failures=config.max_restarts),
+            callbacks=[ReportLostSlot(config.mailbox)],
+            verbose=0,
+        ),
+    ).fit()
+    if results.num_errors == config.plan.slots:
+        raise results.errors[0]
+
+
+class ReportLostSlot(TrialProgressCallback):
+    """Reports a slot that died more often than the job allows to the mailbox.
+
+    Tune prints a line for every trial that ends, whatever its verbosity, unless it finds a
+    callback of its base class, whose methods print. Slots are no trials of interest to a user.
+    """
+
+    def __init__(self, mailbox: Any) -> None:
+        super().__init__()
+        self._mailbox = mailbox
+
+    def on_trial_result(self, *_: Any, **__: Any) -> None:
+        """Print nothing."""
+
+    def on_trial_complete(self, *_: Any, **__: Any) -> None:
+        """Print nothing."""
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
+        """Report the slot; Tune calls this when it gives a trial up."""
+        report_lost(self._mailbox, SLOT_POOL, trial.config["slot"])
+
+
+def _slot_main(trial: dict[str, Any]) -> None:
+    config: ResidentConfig = trial["config"]
+    index: int = trial["slot"]
+    serve(config, SLOT_POOL, index, lambda _: config.make_slot(config, index))

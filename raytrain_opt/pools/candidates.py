@@ -1,24 +1,29 @@
-"""Train candidates, alone (slots) or together (workers), and score them. Free of Ray."""
+"""Execute commands with a learner; train candidates, alone or together, and score them.
+
+Slots train candidates alone, workers together (`worker`). Free of Ray.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from raytrain_opt.clock import Stopwatch
-from raytrain_opt.config.learning_rate import CandidateBatch
-from raytrain_opt.optim.scaling import scale_lr
+from raytrain_opt.errors import origin
 from raytrain_opt.pools.commands import (
+    Command,
+    Evaluate,
     OnStep,
     Pretrain,
     PretrainReply,
     SendCandidateState,
+    SendInitialState,
     StateRef,
 )
-from raytrain_opt.pools.handler import LearnerHandler
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.results import TrainTotals
+from raytrain_opt.results import EvalTotals, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -27,6 +32,63 @@ from raytrain_opt.train.state import TrainingState
 
 # Of the rate of a candidate that shows whether an exception depends on the rate.
 _CONTROL_FACTOR = 1e-9
+
+
+class LearnerHandler:
+    """Executes commands with a learner; loads a state only when a command needs another one."""
+
+    def __init__(self, learner: Learner, index: int, states: States) -> None:
+        self.learner, self.index, self.states = learner, index, states
+        self._live_id = ""
+
+    def handle(self, command: Command, on_step: OnStep) -> Any:
+        """Execute a command; return the reply, free cached memory."""
+        try:
+            return self._execute(command, on_step)
+        except Exception as error:
+            error.add_note(f"at {origin(error)}, {self.learner.position} in {command.name}")
+            raise
+        finally:
+            self.learner.release_memory()
+
+    def steps_before_failure(self, _: Command) -> Callable[[], object] | None:
+        """Return None: what is repeated gives the same bits."""
+        return None
+
+    def close(self) -> None:
+        """End loader processes."""
+        self.learner.close()
+
+    def forget_state(self) -> None:
+        """Load the next state in any case: another handler has used the learner."""
+        self._live_id = ""
+
+    def _execute(self, command: Command, on_step: OnStep) -> Any:
+        """Execute the commands of every resident; subclasses add theirs."""
+        if isinstance(command, SendInitialState):
+            return self._send_state("initial") if self.index == command.index else None
+        raise TypeError(f"{type(self).__name__} executes no {command.name}")
+
+    def _send_state(self, state_id: str) -> StateRef:
+        return self.states.put(state_id, self.learner.state(copy=False))
+
+    def _load(self, ref: StateRef) -> bool:
+        """Load a state; return whether that was necessary."""
+        if ref.id == self._live_id:
+            return False
+        self._load_into_learner(ref)
+        self._live_id = ref.id
+        return True
+
+    def _load_into_learner(self, ref: StateRef) -> None:
+        self.learner.load(self.states.get(ref))
+
+    def _evaluate_part(
+        self, command: Evaluate, part: int, parts: int, on_step: OnStep
+    ) -> EvalTotals:
+        """Evaluate one of `parts` parts of the split."""
+        self._load(command.state)
+        return self.learner.evaluate(command.split, part, parts, on_step)
 
 
 class CandidateTrainer(LearnerHandler):
@@ -52,6 +114,14 @@ class CandidateTrainer(LearnerHandler):
         self._kept_states: dict[int, TrainingState] = {}
         self._live_candidate: int | None = None  # whose state the learner has
         self._have_trained = False  # any candidates without an exception
+
+    def _execute(self, command: Command, on_step: OnStep) -> Any:
+        match command:
+            case Pretrain():
+                return self._pretrain(command, on_step)
+            case SendCandidateState():
+                return self._send_candidate_state(command, on_step)
+        return super()._execute(command, on_step)
 
     def _forget_candidates(self) -> None:
         self._kept_states.clear()
@@ -165,22 +235,3 @@ class CandidateTrainer(LearnerHandler):
 
 def _shifted(on_step: OnStep, offset: int, total: int) -> Callable[[int], object]:
     return lambda done: on_step(offset + done, total)
-
-
-class Slot(CandidateTrainer):
-    """One slot.
-
-    `candidate_batch`: what a slot computes of each global batch. `local`: as much as one worker,
-    at the rate that a batch so much smaller needs (linear scaling); else all micro-batches.
-    """
-
-    def __init__(
-        self, learner: Learner, index: int, states: States, candidate_batch: CandidateBatch | None
-    ) -> None:
-        count = learner.config.worker_count
-        indices = range(1 if candidate_batch == "local" else count)
-        super().__init__(learner, index, states, MicroBatches(indices, count))
-
-    def _lrs(self, plan: TryCandidates, candidate: Candidate) -> Sequence[float]:
-        computed, count = len(self._micro_batches.indices), self._micro_batches.count
-        return [scale_lr("linear", lr, count, computed) for lr in candidate.lrs(plan)]
