@@ -15,10 +15,10 @@ from raytrain_opt.pools.commands import Command, Evaluate, MainTrain, MainTrainR
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import EvalTotals
 from raytrain_opt.search.policy import Candidate, TryCandidates
+from raytrain_opt.train.data_parallel import sum_over_ranks
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.precision import autocast_dtype
-from raytrain_opt.train.reductions import sum_over_ranks
 
 
 class Worker(CandidateTrainer):
