@@ -145,11 +145,11 @@ def _classes(pair: Pair, first: int, per_class: int) -> Pair:
 def pretrain(task: Task, root: Path, folder: Path) -> str:
     """Train the network on the first 50 classes; return the path of its weights."""
     import torch
+    from raytrain_opt.execution.preflight import run_preflight
 
     from benchmarks.in_process import ObservedRun, open_learner
     from raytrain_opt.config.schema import Job
     from raytrain_opt.driver import train
-    from raytrain_opt.execution.preflight import run_preflight
 
     path = folder / f"pretrained-{task.side}-{task.width}.pt"
     if not path.is_file():

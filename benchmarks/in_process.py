@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from raytrain_opt.execution.preflight import ResolvedJob, run_preflight
+from raytrain_opt.execution.session import Workspace
 from rich.console import Console
 
 from benchmarks.unrecorded import NullCheckpoints, NullRecorder
@@ -25,9 +27,7 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.driver import train
 from raytrain_opt.errors import DivergedError
 from raytrain_opt.execution.callbacks import Callbacks
-from raytrain_opt.execution.preflight import ResolvedJob, run_preflight
 from raytrain_opt.execution.progress import Startup
-from raytrain_opt.execution.session import Workspace
 from raytrain_opt.execution.signals import StopRequest
 from raytrain_opt.execution.training_run import TrainingRun
 from raytrain_opt.paths import RunPaths

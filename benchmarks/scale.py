@@ -132,7 +132,7 @@ def cpu_s(process: psutil.Process) -> float:
 def measure_real(residents: int, commands: int) -> dict[str, float]:
     """Execute commands in a pool of real processes."""
     mailbox, launcher = (
-        start_mailbox(None),
+        start_mailbox([ray.put(None)]),
         start_launcher(local=True, start_s=60, import_all=False),
     )
     relays = ray.get(launcher.start_relays.remote(mailbox, residents))

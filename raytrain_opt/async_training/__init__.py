@@ -6,6 +6,6 @@ and applies gradients, `worker_loop` is what one worker does, `buffer_pooling` c
 statistics (torch, no Ray). On Ray: `actors` (coordinator and shards), `program` and `worker`
 (worker processes), `main_training` (the driver's side).
 
-May import pools and what lies below; only `execution.start` and `execution.preflight` import this
+May import pools and what lies below; only `execution.start` and `execution.check` import this
 package.
 """

@@ -91,7 +91,7 @@ def echo_pools(
     `faults`: see `tests.support.faults`. `fan_out`: callers of the mailbox, and of a relay, at
     most.
     """
-    mailbox = start_mailbox(None)
+    mailbox = start_mailbox([ray.put(None)])
     launcher = start_launcher(local=False, start_s=120, import_all=False)
     small = {"CPU": 0.2}  # so that several pools fit on the Ray of the tests
     config = ResidentConfig(

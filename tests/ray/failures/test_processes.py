@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 import pytest
 from ray.cluster_utils import Cluster
+from raytrain_opt.execution.session import open_session
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.errors import PoolError, ResidentError
-from raytrain_opt.execution.session import open_session
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.pools.commands import Command, Evaluate, SendInitialState
 from raytrain_opt.pools.ray_pool import RayPool

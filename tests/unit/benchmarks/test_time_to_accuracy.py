@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from raytrain_opt.execution.preflight import run_preflight
 
 from benchmarks import comparison_command, comparison_tasks, comparison_units, in_process
 from benchmarks import comparison_rows as rows_of
@@ -28,7 +29,6 @@ from benchmarks.comparison_tasks import (
 from benchmarks.comparison_units import Cache, Result, Setting, Unit, compute
 from raytrain_opt.config.schema import Job
 from raytrain_opt.driver import train
-from raytrain_opt.execution.preflight import run_preflight
 from raytrain_opt.models import build_model
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.search.fixed_schedule import RecordedSchedule
