@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 from raytrain_opt import clock, paths
 from raytrain_opt.cli import main
-from raytrain_opt.execution import lock
+from raytrain_opt.execution import workspace
 
 
 def _refuse(*_: object) -> None:

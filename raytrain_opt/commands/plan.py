@@ -71,8 +71,15 @@ def _planner(
         rule = "CPUs have no public figures: measure one worker and give its run with --measured"
         raise JobError([Problem("--cluster", rule, cluster.kind)], "plan")
     width = 4 if job.parallel.compression == "none" else 2
-    checkpoint_bytes = state_bytes(job, work.parameters)
-    planner = Planner(job, info, cluster, terms, width * work.parameters, checkpoint_bytes)
+    planner = Planner(
+        job,
+        info,
+        cluster,
+        terms,
+        exchange_bytes=width * work.parameters,
+        checkpoint_bytes=state_bytes(job, work.parameters),
+        sample_flops=work.flops,
+    )
     return planner.calibrated(measured_steps(measured))
 
 

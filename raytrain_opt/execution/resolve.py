@@ -97,6 +97,7 @@ def resolve(job: Job, facts: Facts, placement: Placement, global_batch_size: int
         channel_norm=facts.channel_norm,
         validation_size=facts.info.validation_size,
         step_flops=facts.search_flops * global_batch_size,
+        class_counts=facts.info.class_counts,
     )
     learner = replace(learner, optimizers=chosen.optimizers)
     return Resolved(job, facts.info, learner, steps, policy, placement.candidates, note)

@@ -76,7 +76,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Planner:
-    """Predicts a job on a cluster. `exchange_bytes`: gradients of an update, as exchanged."""
+    """Predicts a job on a cluster.
+
+    `exchange_bytes`: gradients of an update, as exchanged. `sample_flops`: operations of a
+    sample's training, by which a search tells a small training.
+    """
 
     job: Job
     info: DataInfo
@@ -84,6 +88,7 @@ class Planner:
     terms: Terms
     exchange_bytes: float
     checkpoint_bytes: float = 0.0
+    sample_flops: float = math.inf
 
     def predict(self, workers: int, global_batch_size: int) -> Prediction:
         """Predict the job with this batch. Raises JobError if it is too large, ResourcesError."""
@@ -99,7 +104,8 @@ class Planner:
         )
         step_s, exchange_s, hidden_s = self.step_s(workers, global_batch_size)
         assert job.epochs is not None  # `plan` has refused jobs without
-        search_s, search_on = self._search_s(job, job.epochs, build_policy(job, steps))
+        policy = build_policy(job, steps, step_flops=self.sample_flops * global_batch_size)
+        search_s, search_on = self._search_s(job, job.epochs, policy)
         evaluate_s = self._score_s(workers, self.info.test_size)
         training_s = math.ceil(job.epochs / job.evaluate.every_epochs) * evaluate_s
         unsaved_s, write_s = 0.0, self.terms.checkpoint_s

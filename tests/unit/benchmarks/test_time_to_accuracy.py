@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from raytrain_opt.execution.preflight import run_preflight
 
 from benchmarks import comparison_command, comparison_tasks, comparison_units, in_process
 from benchmarks import comparison_rows as rows_of
@@ -126,8 +125,7 @@ def test_the_search_affects_the_weights_only_through_the_rates_it_chose(
     """Replaying the chosen rates gives the same weights, bit by bit."""
     section = {"policy": "stpt", "candidates": [0.5, 2.0], "alpha": 3, "initial": 0.05}
     job = Job.model_validate(Unit("it", "train", setting, section).job)
-    resolved = run_preflight(job).resolved
-    assert resolved is not None
+    resolved = in_process.resolve_here(job)
     searched, replayed = (
         in_process.ObservedRun(resolved, in_process.open_learner(job)) for _ in range(2)
     )

@@ -102,6 +102,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "optimizers": {  # the second one is chosen
         "epochs": 16,
         "global_batch_size": 128,
+        "seed": 1,  # a training that does not collapse
         "optimizer": {"name": "auto", "candidates": ["Adagrad", MUON]},
         "learning_rate": {
             "policy": "stpt_horizon",

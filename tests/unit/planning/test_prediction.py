@@ -127,6 +127,13 @@ def test_a_search_on_workers_takes_the_same_part_of_the_time_as_of_the_samples()
         assert 1 <= scoring < 1.6
 
 
+def test_a_small_training_has_the_search_that_decides() -> None:
+    plan = planner(Terms(0, 0.001, 0, 0), searching(epochs=4))  # 400 updates
+    small = replace(plan, sample_flops=1e6).predict(1, 64)
+    assert small.search_s > 2.5 * plan.predict(1, 64).search_s
+    assert small.training_s == plan.predict(1, 64).training_s
+
+
 def test_slots_take_the_time_of_the_complete_batch() -> None:
     slots = {"policy": "stpt_horizon", "search_on": "slots"}
     plan = planner(Terms(0, 0.001, 0, 0), searching(learning_rate=slots, slots={}), nodes=1)
