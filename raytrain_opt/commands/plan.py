@@ -10,7 +10,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import parse_duration
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.execution.preflight import check_job, run_local_preflight
+from raytrain_opt.execution.check import check_job, try_local_job
 from raytrain_opt.models import build_model
 from raytrain_opt.planning.cluster import ClusterSection, read_cluster
 from raytrain_opt.planning.prediction import Planner, Prediction
@@ -87,9 +87,9 @@ def _read_info(job: Job, data: str | None) -> DataInfo:
     """Return the sizes of the data, from the data or from `SAMPLESxCLASSES`."""
     if data is None:
         problems = check_job(job)
-        preflight = None if problems else run_local_preflight(job, "plan")
-        if preflight is not None:
-            return preflight.info
+        facts = None if problems else try_local_job(job, "plan")
+        if facts is not None:
+            return facts.info
         hint = "for an image folder give its size: --data 1281167x1000 (samples x classes)"
         missing = Problem("data", "are not on this machine", None, hint)
         raise JobError([*problems, missing], "plan")

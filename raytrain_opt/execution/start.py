@@ -17,15 +17,14 @@ from raytrain_opt.async_training.actors import (
 )
 from raytrain_opt.async_training.main_training import AsynchronousTraining
 from raytrain_opt.cluster.connection import count_placeable, on_driver_node, total_resources
-from raytrain_opt.execution.preflight import ResolvedJob
-from raytrain_opt.execution.result import open_training_run
-from raytrain_opt.execution.session import Session
-from raytrain_opt.execution.training_run import TrainingRun
+from raytrain_opt.cluster.resources import PoolPlan
+from raytrain_opt.execution.resolve import Resolved
+from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.programs import ResidentConfig, SynchronousWorkers
-from raytrain_opt.pools.protocol import Backend, SynchronousTraining
+from raytrain_opt.pools.protocol import Pools, SynchronousTraining
 from raytrain_opt.pools.ray_pool import RayPool, running
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import EpochRecord
@@ -58,8 +57,11 @@ def start_launcher(*, local: bool, start_s: float, import_all: bool) -> Any:
     )
 
 
-def start_mailbox(shared_data: object) -> Any:
-    """Start the mailbox on the driver's node, with repeated calls. `shared_data`: of residents."""
+def start_mailbox(shared: list[Any]) -> Any:
+    """Start the mailbox on the driver's node, with repeated calls.
+
+    `shared`: the reference to what all residents share.
+    """
     return (
         ray.remote(Mailbox)
         .options(
@@ -69,39 +71,57 @@ def start_mailbox(shared_data: object) -> Any:
             enable_task_events=False,  # for Ray's dashboard: a sixth of the CPU of every call
             label_selector=on_driver_node(),
         )
-        .remote([ray.put(shared_data)])
+        .remote(shared)
     )
 
 
 @contextmanager
-def start_run(resolved: ResolvedJob, session: Session) -> Iterator[TrainingRun]:
-    """Start both pools, and the parameter server of an asynchronous job; end them afterwards."""
-    with (
-        parameter_server(
-            resolved.learner, session.preflight.info, resolved.job.max_restarts
-        ) as server,
-        _start_pools(resolved, session, server) as run,
-    ):
-        yield run
+def start_pools(
+    resolved: Resolved, plan: PoolPlan, workspace: Workspace, shared: list[Any], owns_ray: bool
+) -> Iterator[Pools]:
+    """Start both pools, and the parameter server of an asynchronous job; end them afterwards.
 
-
-@contextmanager
-def _start_pools(
-    resolved: ResolvedJob, session: Session, server: ServerHandles | None
-) -> Iterator[TrainingRun]:
-    job, plan = resolved.job, session.plan
+    `shared`: the reference to the data that all processes share.
+    """
+    job = resolved.job
     # Starting a process costs ten seconds of CPU, most of it imports. With too few cores the slots
     # start first, since they take the first steps; the workers start beside the first round.
     cores = sum(node.get("CPU", 0.0) for node in total_resources())
     oversubscribed = cores < plan.slots + plan.workers
-    launcher = start_launcher(
-        local=session.owns_ray, start_s=job.timeouts.start_s, import_all=not oversubscribed
-    )
-    mailbox: Any = start_mailbox(session.preflight.take_shared())
-    config = _resident_config(resolved, session, mailbox, server)
-    store = RayStateStore()
+    stop_s = _OWN_RAY_STOP_S if owns_ray else job.timeouts.stop_s
+    with parameter_server(resolved.learner, resolved.info, job.max_restarts) as server:
+        launcher = start_launcher(
+            local=owns_ray, start_s=job.timeouts.start_s, import_all=not oversubscribed
+        )
+        config = _resident_config(resolved, plan, workspace, start_mailbox(shared), server)
+        store = RayStateStore()
+        workers, slots = _make_pools(config, launcher, store)
+        pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
+        with running(*pools, launcher=launcher, stop_s=stop_s):
+            pools[0].start()
+            if not oversubscribed:
+                workers.start()
+            yield Pools(
+                workers,
+                slots if plan.slots else None,
+                store,
+                SynchronousTraining(workers)
+                if server is None
+                else AsynchronousTraining(resolved.learner, job.timeouts, workers, store, server),
+                plan.use_gpu,
+                total_resources,
+                plan.search_reason,
+                observers=(RayMetrics(workspace.paths.run_id),),
+            )
+
+
+def _make_pools(
+    config: ResidentConfig, launcher: Any, store: RayStateStore
+) -> tuple[RayPool, RayPool]:
+    """Return workers and slots, none of which has started."""
+    plan = config.plan
     make_pool = partial(
-        RayPool, mailbox=mailbox, states=store, limit_s=config.timeouts.no_progress_s
+        RayPool, mailbox=config.mailbox, states=store, limit_s=config.timeouts.no_progress_s
     )
     workers = make_pool(
         WORKER_POOL,
@@ -115,44 +135,29 @@ def _start_pools(
     slots = make_pool(
         SLOT_POOL, plan.slots, lambda: launcher.run_slots.remote(config), can_lose_residents=True
     )
-    pools = (slots, workers) if plan.slots else (workers,)  # slots compute first
-    stop_s = _OWN_RAY_STOP_S if session.owns_ray else job.timeouts.stop_s
-    with running(*pools, launcher=launcher, stop_s=stop_s):
-        pools[0].start()
-        if not oversubscribed:
-            workers.start()
-        backend = Backend(
-            workers,
-            slots if plan.slots else None,
-            store,
-            SynchronousTraining(workers)
-            if server is None
-            else AsynchronousTraining(config.learner, config.timeouts, workers, store, server),
-            plan.use_gpu,
-            total_resources,
-            plan.search_reason,
-        )
-        metrics = RayMetrics(session.paths.run_id)
-        with open_training_run(resolved, backend, session, [metrics]) as run:
-            yield run
+    return workers, slots
 
 
 def _resident_config(
-    resolved: ResolvedJob, session: Session, mailbox: Any, server: ServerHandles | None
+    resolved: Resolved,
+    plan: PoolPlan,
+    workspace: Workspace,
+    mailbox: Any,
+    server: ServerHandles | None,
 ) -> ResidentConfig:
-    """Return the settings that workers and slots get from the job and the session."""
+    """Return the settings of workers and slots."""
     job = resolved.job
     return ResidentConfig(
         learner=resolved.learner,
         candidate_batch=job.learning_rate.candidate_batch,
-        plan=session.plan,
+        plan=plan,
         min_workers=job.workers.min_workers,
         threads=job.workers.threads,
         max_restarts=job.max_restarts,
         timeouts=job.timeouts,
-        run_id=session.paths.run_id,
+        run_id=workspace.paths.run_id,
         mailbox=mailbox,
-        ray_storage_path=session.paths.ray_storage,
+        ray_storage_path=workspace.paths.ray_storage,
         workers=SynchronousWorkers() if server is None else AsynchronousWorkers(server),
     )
 

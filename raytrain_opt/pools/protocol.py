@@ -1,4 +1,4 @@
-"""A run's backend: pools, states and training, on Ray or in one process (`in_process`)."""
+"""What a run commands: pools, states and training, on Ray or in one process (`in_process`)."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def fetch_candidate_state(
 
 
 @dataclass(frozen=True)
-class Backend:
+class Pools:
     """The processes and states of a run. Without `slots`, workers train candidates, if any."""
 
     workers: Pool
@@ -200,6 +200,7 @@ class Backend:
     use_gpu: bool
     node_resources: Callable[[], list[dict[str, float]]]
     search_reason: str = ""  # where it was chosen
+    observers: Sequence[object] = ()  # further callbacks of the run
 
     @property
     def search(self) -> tuple[Literal["slots", "workers"], str]:
