@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import harmonic_mean
-from typing import Any, TypeAlias
+from typing import Any
 
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.batch_size import BatchSizeSection, ThroughputKneeSearch
@@ -13,11 +14,12 @@ from raytrain_opt.config.load import plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.yaml_loader import read_yaml
 from raytrain_opt.data.base import DataInfo
-from raytrain_opt.errors import RaytrainOptError
+from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.execution.backend import open_backend
 from raytrain_opt.execution.resolve import Placement, scaled_lr, settle
 from raytrain_opt.execution.workspace import Workspace, open_frontend, open_workspace
 from raytrain_opt.paths import own_runs
+from raytrain_opt.pools.protocol import Prober
 from raytrain_opt.recording.reader import read_record, read_text
 from raytrain_opt.recording.recorder import append_records, write_record
 from raytrain_opt.recording.records import (
@@ -28,6 +30,7 @@ from raytrain_opt.recording.records import (
     SizeChange,
 )
 from raytrain_opt.report import try_write_report
+from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.factory import build_strategy, check_sampler
 from raytrain_opt.search.batch_size.strategy import (
     BatchSizeChoice,
@@ -38,13 +41,11 @@ from raytrain_opt.search.batch_size.strategy import (
 )
 from raytrain_opt.terminal.progress import probe_text
 
-# Probes until the strategy has chosen; the function gets the record of each probe.
-Probe: TypeAlias = Callable[[Strategy, Callable[[BatchSizeProbeRecord], None]], BatchSizeChoice]
-
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
 _TRAINING_FRACTION = 0.8
 # The linear rule holds for small factors: Goyal et al. needed a warm-up for 8 and more.
 _LARGE_LR_FACTOR = 8
+_CHECK_REASON = "check of the choice in a new process, evaluation included"
 # The sections that decide how noisy gradients are.
 _NOISE_SECTIONS = ("model", "data", "task", "loss")
 
@@ -89,7 +90,7 @@ def search_batch_size(
     info: DataInfo,
     placement: Placement,
     workspace: Workspace,
-    probe: Probe,
+    open_prober: Callable[[], AbstractContextManager[Prober]],
     *,
     use_gpu: bool,
 ) -> int:
@@ -112,7 +113,9 @@ def search_batch_size(
 
     bounds = _bounds(job, section, info.train_size, placement.workers, workspace.terminal.note)
     workspace.terminal.phase("searching the batch size")
-    choice = probe(build_strategy(section, bounds), record_probe)
+    with open_prober() as prober:
+        strategy = build_strategy(section, bounds)
+        choice = run_probes(strategy, prober, job.max_restarts, record_probe)
     before, after = job.global_batch_size, choice.batch_size * placement.workers
     scaling = job.learning_rate.scaling
     samples_per_s = next(p.samples_per_s for p in reversed(probes) if p.check)
@@ -134,6 +137,55 @@ def search_batch_size(
     for line in _summary(record, job, info.train_size, before // placement.workers):
         workspace.terminal.note(line)
     return after
+
+
+def run_probes(
+    strategy: Strategy,
+    prober: Prober,
+    max_restarts: int,
+    on_probe: Callable[[BatchSizeProbeRecord], None],
+) -> BatchSizeChoice:
+    """Search, check the choice in a new process, and continue the search if the check fails.
+
+    The check may also show that probes differ by more than the strategy knew, and lead it to
+    another choice. Raises what a probe raised, ResourcesError when nothing fits, PoolError when
+    probing processes keep dying or do not answer.
+    """
+    probes: list[Probe] = []
+    checked: set[int] = set()
+    deaths, number = 0, 0
+    while True:
+        proposal = strategy.propose(probes)
+        size, is_check = proposal.batch_size, isinstance(proposal, BatchSizeChoice)
+        if isinstance(proposal, BatchSizeChoice):
+            if size in checked:
+                return proposal
+            prober.end()
+        measured = prober.measure(size, check=is_check)
+        probe = measured.probe
+        if probe is None and not is_check:
+            deaths += 1
+            if deaths > max_restarts:
+                raise PoolError(
+                    f"probing processes died {deaths} times without an answer "
+                    f"(max_restarts: {max_restarts}): {measured.why}"
+                )
+            continue
+        if probe is None:  # this size is too large to train with
+            probe = Probe(size, "out_of_memory", why=f"its process ended: {measured.why}")
+        if is_check or probe.status != "ok":
+            prober.end()
+        if is_check and probe.fits:
+            checked.add(size)
+        if strategy.weighs_checks or not (is_check and probe.fits):
+            probes.append(probe)
+        number += 1
+        reason = _CHECK_REASON if is_check else proposal.reason
+        on_probe(
+            BatchSizeProbeRecord.from_probe(
+                number, probe, reason, check=is_check, pid=measured.pid
+            )
+        )
 
 
 def _summary(record: BatchSizeRecord, job: Job, train_size: int, own: int) -> Iterator[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from shlex import quote
@@ -26,15 +25,12 @@ from raytrain_opt.execution.batch_size import search_batch_size
 from raytrain_opt.execution.check import check_job, try_job
 from raytrain_opt.execution.resolve import Facts, Placement, Resolved
 from raytrain_opt.execution.workspace import Frontend, Workspace
-from raytrain_opt.pools.launcher import environment, runtime_environment
+from raytrain_opt.pools.launcher import environment
 from raytrain_opt.pools.protocol import Pools
-from raytrain_opt.recording.records import BatchSizeProbeRecord
-from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, Strategy
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.storage import join
-from raytrain_opt.threads import Cores, compute_threads
+from raytrain_opt.threads import Cores
 from raytrain_opt.train.background import start_thread
-from raytrain_opt.train.learner_config import LearnerConfig
 
 if TYPE_CHECKING:
     from raytrain_opt.data.factory import SharedData
@@ -143,10 +139,26 @@ class RayBackend:
     def find_batch_size(self, facts: Facts, placement: Placement, workspace: Workspace) -> int:
         if self._job.batch_size_search is None:
             return self._job.global_batch_size
+        # Not at the top: it loads torch, which a job without a search never needs here.
+        from raytrain_opt.execution.start import start_prober
+
+        open_prober = partial(
+            start_prober,
+            self._job,
+            self.plan,
+            placement,
+            workspace.paths,
+            self._share(),
+            self.owns_ray,
+        )
         with _keeping_ray_logs(workspace):
-            probe, use_gpu = partial(self._probe, placement), self.plan.use_gpu
             return search_batch_size(
-                self._job, facts.info, placement, workspace, probe, use_gpu=use_gpu
+                self._job,
+                facts.info,
+                placement,
+                workspace,
+                open_prober,
+                use_gpu=self.plan.use_gpu,
             )
 
     @contextmanager
@@ -159,32 +171,6 @@ class RayBackend:
         ):
             yield pools
 
-    def _probe(
-        self,
-        placement: Placement,
-        strategy: Strategy,
-        on_probe: Callable[[BatchSizeProbeRecord], None],
-    ) -> BatchSizeChoice:
-        """Probe batch sizes in processes of their own until the strategy has chosen."""
-        # Not at the top: it loads torch, which a job without a search never needs here.
-        from raytrain_opt.pools.probes import ProbeConfig, ProbeProcess, run_probes
-
-        job, section = self._job, self._job.batch_size_search
-        assert section is not None
-        learner = LearnerConfig.from_job(job)
-        config = ProbeConfig(
-            learner=replace(learner, worker_count=placement.workers),
-            section=section,
-            use_gpu=self.plan.use_gpu,
-            threads=compute_threads(placement.threads, self.plan.workers_per_node),
-            shared=self._share(),
-        )
-        process = ProbeProcess(config, self._probe_options(), job.timeouts.no_progress_s)
-        try:
-            return run_probes(strategy, process, job.max_restarts, on_probe)
-        finally:
-            process.end()
-
     def _share(self) -> list[Any]:
         """Return the reference to the data that all processes share; keep no copy here.
 
@@ -193,21 +179,6 @@ class RayBackend:
         if self._shared_refs is None:
             self._shared_refs, self._shared = [ray.put(self._shared)], None
         return self._shared_refs
-
-    def _probe_options(self) -> dict[str, Any]:
-        """Return a worker's resources; a full GPU, as two probes on it would interfere."""
-        resources = dict(self.plan.worker_resources)
-        if self.plan.use_gpu:
-            resources["GPU"] = max(1.0, resources["GPU"])
-        return {
-            "num_cpus": resources.pop("CPU", 0),
-            "num_gpus": resources.pop("GPU", 0),
-            "memory": resources.pop("memory", None),
-            "resources": resources,
-            "runtime_env": runtime_environment(
-                local=self.owns_ray, start_s=self._job.timeouts.start_s
-            ),
-        }
 
 
 @contextmanager

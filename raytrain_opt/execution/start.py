@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -18,16 +18,19 @@ from raytrain_opt.async_training.actors import (
 from raytrain_opt.async_training.main_training import AsynchronousTraining
 from raytrain_opt.cluster.connection import count_placeable, on_driver_node, total_resources
 from raytrain_opt.cluster.resources import PoolPlan
-from raytrain_opt.execution.resolve import Resolved
+from raytrain_opt.config.schema import Job
+from raytrain_opt.execution.resolve import Placement, Resolved
 from raytrain_opt.execution.workspace import Workspace
+from raytrain_opt.paths import RunPaths
 from raytrain_opt.pools.commands import SLOT_POOL, WORKER_POOL
 from raytrain_opt.pools.launcher import PoolLauncher, runtime_environment
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.programs import ResidentConfig, SynchronousWorkers
 from raytrain_opt.pools.protocol import Pools, SynchronousTraining
-from raytrain_opt.pools.ray_pool import RayPool, running
+from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, running
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.records import EpochRecord
+from raytrain_opt.train.learner_config import LearnerConfig
 
 # Seconds for the pools to leave a Ray that we started: it is shut down anyway.
 _OWN_RAY_STOP_S = 1.0
@@ -76,6 +79,51 @@ def start_mailbox(shared: list[Any]) -> Any:
 
 
 @contextmanager
+def start_prober(
+    job: Job,
+    plan: PoolPlan,
+    placement: Placement,
+    paths: RunPaths,
+    shared: list[Any],
+    owns_ray: bool,
+) -> Iterator[ProbingSlot]:
+    """Start what runs a slot that probes batch sizes; end it, and free its memory, afterwards."""
+    assert job.batch_size_search is not None
+    launcher = start_launcher(local=owns_ray, start_s=job.timeouts.start_s, import_all=False)
+    config = prober_config(job, plan, placement, paths, start_mailbox(shared))
+    pool = _make_slots(config, launcher, RayStateStore())
+    stop_s = _OWN_RAY_STOP_S if owns_ray else job.timeouts.stop_s
+    with running(pool, launcher=launcher, stop_s=stop_s):
+        yield ProbingSlot(pool, job.batch_size_search, job.timeouts)
+
+
+def prober_config(
+    job: Job, plan: PoolPlan, placement: Placement, paths: RunPaths, mailbox: Any
+) -> ResidentConfig:
+    """Return the settings of a slot that probes.
+
+    It has a worker's resources and threads, and a full GPU, as two probes on it would interfere.
+    """
+    resources = dict(plan.worker_resources)
+    if plan.use_gpu:
+        resources["GPU"] = max(1.0, resources["GPU"])
+    return ResidentConfig(
+        learner=replace(LearnerConfig.from_job(job), worker_count=placement.workers),
+        candidate_batch=None,
+        plan=replace(
+            plan, slots=1, slot_resources=resources, slots_per_node=plan.workers_per_node
+        ),
+        min_workers=1,
+        threads=placement.threads,
+        max_restarts=0,  # the search counts deaths, and takes some for an answer
+        timeouts=job.timeouts,
+        run_id=paths.run_id,
+        mailbox=mailbox,
+        ray_storage_path=paths.ray_storage,
+    )
+
+
+@contextmanager
 def start_pools(
     resolved: Resolved, plan: PoolPlan, workspace: Workspace, shared: list[Any], owns_ray: bool
 ) -> Iterator[Pools]:
@@ -120,22 +168,31 @@ def _make_pools(
 ) -> tuple[RayPool, RayPool]:
     """Return workers and slots, none of which has started."""
     plan = config.plan
-    make_pool = partial(
-        RayPool, mailbox=config.mailbox, states=store, limit_s=config.timeouts.no_progress_s
-    )
-    workers = make_pool(
+    workers = RayPool(
         WORKER_POOL,
         plan.workers,
         lambda: launcher.run_workers.remote(config),
+        config.mailbox,
+        store,
+        config.timeouts.no_progress_s,
         can_lose_residents=not config.workers.forms_group,
         has_room=None
         if config.min_workers == plan.workers
         else lambda: count_placeable(plan.worker_resources, 1, _LOOK_S) == 1,
     )
-    slots = make_pool(
-        SLOT_POOL, plan.slots, lambda: launcher.run_slots.remote(config), can_lose_residents=True
+    return workers, _make_slots(config, launcher, store)
+
+
+def _make_slots(config: ResidentConfig, launcher: Any, store: RayStateStore) -> RayPool:
+    return RayPool(
+        SLOT_POOL,
+        config.plan.slots,
+        lambda: launcher.run_slots.remote(config),
+        config.mailbox,
+        store,
+        config.timeouts.no_progress_s,
+        can_lose_residents=True,
     )
-    return workers, slots
 
 
 def _resident_config(

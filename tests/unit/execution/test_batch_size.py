@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,10 @@ from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import JobError
 from raytrain_opt.execution.batch_size import find_batch_size, search_batch_size
-from raytrain_opt.execution.on_ray import RayBackend
-from raytrain_opt.execution.resolve import Facts, Placement, settle
+from raytrain_opt.execution.resolve import Placement, settle
+from raytrain_opt.execution.start import prober_config
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.pools.probes import ProbeConfig
+from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.recording.reader import read_record
 from raytrain_opt.recording.records import BatchSizeProbeRecord, BatchSizeRecord
 from raytrain_opt.results import GradientNorms, Probe
@@ -126,7 +127,7 @@ def search_of(
         seen.append(bounds)
         return None
 
-    def probe(_: Any, on_probe: Any) -> BatchSizeChoice:
+    def run_probes(_: Any, _p: Any, _max: int, on_probe: Any) -> BatchSizeChoice:
         largest = seen[0].largest
         on_probe(BatchSizeProbeRecord.model_validate(probe_line(1, largest, check=True)))
         return BatchSizeChoice(largest, "the largest")
@@ -137,8 +138,11 @@ def search_of(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raytrain_opt.execution.batch_size.build_strategy", build)
-        size = search_batch_size(searched, info, placement, workspace, probe, use_gpu=False)
-        again = search_batch_size(searched, info, placement, workspace, probe, use_gpu=False)
+        patch.setattr("raytrain_opt.execution.batch_size.run_probes", run_probes)
+        size, again = (
+            search_batch_size(searched, info, placement, workspace, nullcontext, use_gpu=False)  # type: ignore[arg-type]
+            for _ in range(2)
+        )
     record = read_record(str(paths.local), "batch_size.json", BatchSizeRecord)
     assert record is not None
     # A resumed run does not search again.
@@ -207,28 +211,20 @@ def test_a_noise_scale_is_taken_from_the_newest_finished_run_of_the_job(tmp_path
     assert known() is None
 
 
-def test_a_probe_has_the_threads_of_a_worker_on_its_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Started(Exception):  # noqa: N818
-        pass
-
-    def start(config: ProbeConfig, *_: Any) -> None:
-        assert config.threads == 4
-        raise Started
-
-    monkeypatch.setattr("raytrain_opt.pools.probes.ProbeProcess", start)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
-    monkeypatch.setattr("ray.put", lambda _: None)
-    spread = job(workers={"count": 4, "resources": {"CPU": 4}}, storage_path=str(tmp_path))
-    terminal: Any = SimpleNamespace(note=lambda _: None, phase=lambda _: None)
+def test_a_slot_that_probes_has_the_resources_and_threads_of_a_worker(tmp_path: Path) -> None:
     paths = RunPaths.create(str(tmp_path), "run")
-    workspace: Any = SimpleNamespace(paths=paths, terminal=terminal)
-    backend = RayBackend(spread, workspace, None, resumed=False)
-    backend.plan = plan_pools(PoolRequest.from_job(spread, 0), [{"CPU": 8.0}] * 2)
-    facts = Facts(DataInfo(10, (1, 8, 8), 1000, 900, 100, 100))
-    with pytest.raises(Started):
-        backend.find_batch_size(facts, Placement.from_job(spread), workspace)
+
+    def config(node: dict[str, float], **workers: Any) -> ResidentConfig:
+        spread = job(workers={"count": 4, **workers}, storage_path=str(tmp_path))
+        plan = plan_pools(PoolRequest.from_job(spread, 0), [node] * 2)
+        return prober_config(spread, plan, Placement.from_job(spread), paths, None)
+
+    on_cpu = config({"CPU": 8.0}, resources={"CPU": 4})
+    assert (on_cpu.plan.slots, on_cpu.plan.slots_per_node) == (1, 2)  # two workers on a node
+    assert on_cpu.plan.slot_resources == {"CPU": 4}
+    assert on_cpu.learner.worker_count == 4
+    on_gpu = config({"CPU": 8.0, "GPU": 2.0}, resources={"GPU": 0.6})
+    assert on_gpu.plan.slot_resources == {"GPU": 1.0}
 
 
 @pytest.mark.parametrize("measured", [True, False])
