@@ -373,6 +373,6 @@ def _echo(text: str, *, err: bool = False) -> None:
 def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:
     """Load the job; report errors of names and files together with those of the schema."""
     from raytrain_opt.config.load import load_job
-    from raytrain_opt.execution.preflight import check_sections
+    from raytrain_opt.execution.check import check_sections
 
     return load_job(job_file, overrides, check_sections)

@@ -6,6 +6,6 @@ part of the weights and applies gradients, and pools the workers' buffers; `work
 one worker does (torch, no Ray). On Ray: `actors` (coordinator, shards and the workers' program),
 `worker` (worker processes), `main_training` (the driver's side).
 
-May import pools and what lies below; only `execution.start` and `execution.preflight` import this
+May import pools and what lies below; only `execution.start` and `execution.check` import this
 package.
 """

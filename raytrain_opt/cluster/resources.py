@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from raytrain_opt.config.learning_rate import SearchOn
 from raytrain_opt.config.processes import SlotsSection, WorkersSection
+from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import ResourcesError
 
 WORKER_FRACTION, SLOT_FRACTION = 0.6, 0.4
@@ -43,6 +44,18 @@ class PoolRequest:
     candidates: int  # in a round, at most; 0 for none
     search_on: SearchOn
     sync_batch_norm: bool  # needs GPUs
+
+    @classmethod
+    def from_job(cls, job: Job, candidates: int) -> PoolRequest:
+        """Return what a job needs with this many candidates in a round."""
+        return cls(
+            job.workers,
+            job.global_batch_size,
+            job.slots,
+            candidates,
+            job.search_on,
+            job.batch_norm.sync,
+        )
 
 
 @dataclass(frozen=True)

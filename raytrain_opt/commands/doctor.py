@@ -30,11 +30,11 @@ from raytrain_opt.cluster.connection import (
     ray_session,
     total_resources,
 )
-from raytrain_opt.cluster.resources import PoolPlan, plan_pools
+from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_pools
 from raytrain_opt.config.data import DatasetData, ImageFolderData
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem, ResourcesError, StorageError, printable
-from raytrain_opt.execution.preflight import check_data, check_job, pool_request
+from raytrain_opt.execution.check import check_data, check_job
 from raytrain_opt.monitoring.nvml import GpuState, gpu_states
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.report.formatting import times
@@ -283,7 +283,7 @@ def _check_room(job: Job | None) -> tuple[list[Finding], PoolPlan | None]:
     if job is None:
         return [], None
     try:
-        plan = plan_pools(pool_request(job, candidates=max_candidates(job)), total_resources())
+        plan = plan_pools(PoolRequest.from_job(job, max_candidates(job)), total_resources())
     except ResourcesError as error:
         remedy = (
             "change the job as described; if the cluster adds nodes automatically, a run waits "

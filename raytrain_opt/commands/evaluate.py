@@ -16,7 +16,7 @@ from raytrain_opt.config.load import load_job, plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.errors import JobError, Problem, printable
-from raytrain_opt.execution.preflight import check_sections
+from raytrain_opt.execution.check import check_sections
 from raytrain_opt.train.checkpoint import read_metadata, read_weights
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig

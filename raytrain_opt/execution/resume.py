@@ -15,7 +15,7 @@ from raytrain_opt.config.functions import refuse_functions
 from raytrain_opt.config.load import flatten, parse_job, plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.execution.rescale import apply_batch_size, resolve_lr_scaling, set_workers
+from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.paths import check_run, newest_unfinished
 from raytrain_opt.recording.reader import read_lines, read_record, read_text
 from raytrain_opt.recording.records import BatchSizeRecord, EpochRecord
@@ -39,10 +39,36 @@ def load_run_job(run_dir: str, overrides: Sequence[str], *, trust: bool) -> Job:
     return job
 
 
-def check_resumed_job(job: Job, run_dir: str) -> None:
+def find_run(job: Job, resume: str | None) -> tuple[Job, str | None]:
+    """Return the job, and the run directory that it continues; None for a new run.
+
+    Workers and threads that the job leaves open are as many as that run has. Raises JobError if
+    the run, `resume` or the one that `resume: auto` finds, was started with another job.
+    """
+    if resume is None:
+        resume = newest_unfinished(job.storage_path, job.name) if job.resume == "auto" else None
+        check = _check_found
+    else:
+        check_run(resume)
+        check = _check_named
+    if resume is None:
+        return job, None
+    unfinished = _read_job(resume)
+    kept = {
+        name: getattr(unfinished.workers, name)
+        for name, is_open in (
+            ("count", job.workers.count == "auto"),
+            ("threads", job.workers.threads is None),
+        )
+        if is_open
+    }
+    job = job.model_copy(update={"workers": job.workers.model_copy(update=kept)})
+    check(job, unfinished, resume)
+    return job, resume
+
+
+def _check_named(job: Job, unfinished: Job, run_dir: str) -> None:
     """Raise JobError unless the job continues that run: to its end, or for another length."""
-    check_run(run_dir)
-    unfinished = _read_job(run_dir)
     problems = _differences(job, unfinished, run_dir)
     changes_length = any(problem.path.startswith(_LENGTH) for problem in problems)
     problems = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
@@ -87,27 +113,14 @@ def resume_command(run_dir: str, job: Job, options: str = "") -> str:
     return " ".join(filter(None, [*words, options]))
 
 
-def find_unfinished_run(job: Job) -> str | None:
-    """Return the run for `resume: auto` to resume, if any. Raises JobError if its job differs."""
-    run_dir = newest_unfinished(job.storage_path, job.name) if job.resume == "auto" else None
-    unfinished = job if run_dir is None else _read_job(run_dir)
-    if run_dir is not None and (problems := _differences(job, unfinished, run_dir)):
+def _check_found(job: Job, unfinished: Job, run_dir: str) -> None:
+    """Raise JobError unless the job is the one of the run that `resume: auto` has found."""
+    if problems := _differences(job, unfinished, run_dir):
         rule = f"auto found the unfinished run {run_dir}, which was started with another job"
         hint = "set the fields below to their values in that run, or resume that run unchanged: "
         hint += f"{resume_command(run_dir, unfinished)}, or start a new run: --set resume=never, "
         hint += "or another name; --resume also takes another length: --set epochs=N"
         raise JobError([Problem("resume", rule, hint=hint), *problems])
-    return run_dir
-
-
-def keep_workers(job: Job, run_dir: str | None) -> Job:
-    """Return the job; workers and threads that it leaves open are as many as that run has."""
-    count, threads = job.workers.count, job.workers.threads
-    if run_dir is None or (count != "auto" and threads is not None):
-        return job
-    earlier = _read_job(run_dir).workers
-    count = earlier.size if count == "auto" else count
-    return set_workers(job, count=count, threads=threads or earlier.threads)
 
 
 def _read_job(run_dir: str, overrides: Sequence[str] = ()) -> Job:
@@ -119,22 +132,19 @@ def _read_job(run_dir: str, overrides: Sequence[str] = ()) -> Job:
 
 def _differences(job: Job, unfinished: Job, run_dir: str) -> list[Problem]:
     """Return the fields whose values change what a run computes."""
-    now, then = (flatten(plain_job(_resolve(j, run_dir))) for j in (job, unfinished))
+    batch_size = job.global_batch_size
+    if job.batch_size_search is not None:
+        record = read_record(run_dir, "batch_size.json", BatchSizeRecord)
+        if record is not None:
+            batch_size = record.batch_size_per_worker * job.workers.size
+    settled = settle(job, Placement.from_job(job), batch_size)
+    now, then = flatten(plain_job(settled)), flatten(plain_job(unfinished))
     return [
         Problem(key, f"is {_value_text(then, key)} in that run", _value_text(now, key))
         for key in {**now, **then}
         if now.get(key, _ABSENT) != then.get(key, _ABSENT)
         and not key.startswith((*_HARMLESS, "storage_path", "resume"))
     ]
-
-
-def _resolve(job: Job, run_dir: str) -> Job:
-    """Return the job as that run writes it: with its batch size found and its rate scaled."""
-    if job.batch_size_search:
-        record = read_record(run_dir, "batch_size.json", BatchSizeRecord)
-        if record is not None:
-            job = apply_batch_size(job, record.batch_size_per_worker)
-    return resolve_lr_scaling(keep_workers(job, run_dir))
 
 
 def _value_text(fields: Mapping[str, Any], key: str) -> str:

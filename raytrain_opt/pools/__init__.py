@@ -3,8 +3,9 @@
 Start with `commands` (the messages) and `protocol` (what a run needs of its backend). On Ray:
 `ray_pool` is the driver's side, `mailbox` the actor in between, `resident` the loop of a process
 (workers have one voice in it). `candidates` trains and scores candidates, on slots and workers;
-`worker` does the rest of both; `probes` measures batch sizes; `launcher` starts all; `state_store`
-keeps states. Without Ray: `in_process`. `async_training` brings a worker program of its own.
+`worker` does the rest of both; `programs` builds what runs in a process, `launcher` starts both
+pools (`launch_pools`), `state_store` keeps states. Without Ray: `in_process`. `async_training`
+brings a worker program of its own.
 
 When a slot dies, Ray Tune restarts it or gives it up (`launch_pools`), the mailbox gives it the
 current command again or drops what is lost (`mailbox`), and the round does without it

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.errors import RaytrainOptError, ResidentError
 from raytrain_opt.results import Split, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
@@ -67,6 +68,19 @@ class SendCandidateState:
 
 
 @dataclass(frozen=True)
+class ProbeBatchSize:
+    """Ask a slot to measure training at a batch size, and to undo it.
+
+    `check`: the last measurement of a choice, longer and with an evaluation.
+    """
+
+    name: ClassVar[str] = "probe"
+    section: BatchSizeSection
+    batch_size: int
+    check: bool
+
+
+@dataclass(frozen=True)
 class MainTrain:
     """Ask all workers to train len(lrs) steps of `epoch` from `state` together."""
 
@@ -104,12 +118,21 @@ class Close:
 
 @dataclass(frozen=True)
 class Regroup:
-    """Ask all workers to leave and to join again as room allows. Who joins later replies None."""
+    """Ask all residents to leave, so that new processes join. Who joins later replies None."""
 
     name: ClassVar[str] = "regroup"
 
 
-Command = SendInitialState | Pretrain | SendCandidateState | MainTrain | Evaluate | Regroup | Close
+Command = (
+    SendInitialState
+    | Pretrain
+    | SendCandidateState
+    | ProbeBatchSize
+    | MainTrain
+    | Evaluate
+    | Regroup
+    | Close
+)
 
 
 @dataclass(frozen=True)

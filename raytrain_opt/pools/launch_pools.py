@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from uuid import uuid4
 
 import ray
 import ray.train
@@ -133,7 +134,7 @@ def run_slots(config: ResidentConfig) -> None:
         tune.with_resources(_slot_main, tune.PlacementGroupFactory([config.plan.slot_resources])),
         param_space={"slot": tune.grid_search(list(range(config.plan.slots))), "config": config},
         run_config=tune.RunConfig(
-            name=f"slots-{config.run_id}",
+            name=f"slots-{config.run_id}-{uuid4().hex[:8]}",
             storage_path=config.ray_storage_path,
             failure_config=tune.FailureConfig(max_failures=config.max_restarts),
             callbacks=[ReportLostSlot(config.mailbox)],

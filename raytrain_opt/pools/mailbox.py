@@ -392,6 +392,7 @@ class Mailbox:
             state.log.begin_command()
             if isinstance(command, Regroup):  # who joins now was not restarted by a death
                 state.membership.residents.clear()
+                state.membership.lost.clear()
 
     async def stop_early(self, pool: str, number: int) -> None:
         """Let the residents end this command, a main training, before its last step."""

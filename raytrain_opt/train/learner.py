@@ -1,6 +1,6 @@
 """What one process does in training: train some steps, evaluate, load and capture a state.
 
-Each worker, slot or probing process builds one `Learner`, which lives as long as the run. It
+Each worker or slot builds one `Learner`, which lives as long as the run. It
 knows nothing of Ray. Its training loop never waits for the device: the sums of losses and
 metrics stay there until the end of a phase, that is, of one call of `train` or `evaluate`.
 """

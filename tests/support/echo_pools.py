@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from raytrain_opt.cluster.connection import count_placeable
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.processes import TimeoutsSection
@@ -83,7 +85,7 @@ def echo_pools(
     no_progress_s: float = 120,
 ) -> Iterator[EchoPools]:
     """Start pools of these sizes and end them as a run does. `faults`: `tests.support.faults`."""
-    mailbox = start_mailbox(None)
+    mailbox = start_mailbox([ray.put(None)])
     launcher = start_launcher(local=False, start_s=120, import_all=False)
     small = {"CPU": 0.2}  # so that several pools fit on the Ray of the tests
     config = ResidentConfig(

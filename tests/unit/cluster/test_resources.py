@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.cluster.resources import PoolPlan, plan_pools
+from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_pools
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import ResourcesError
-from raytrain_opt.execution.preflight import pool_request
 
 LAPTOP = {"CPU": 2.0, "memory": 8e9}
 ONE_GPU = {"CPU": 16.0, "GPU": 1.0}
@@ -37,7 +36,7 @@ def plan(
             "learning_rate": {"policy": "stpt_horizon", "search_on": search_on},
         }
     )
-    return plan_pools(pool_request(job, candidates=candidates), nodes)
+    return plan_pools(PoolRequest.from_job(job, candidates=candidates), nodes)
 
 
 def test_quickstart_on_two_cores_runs_in_two_waves() -> None:

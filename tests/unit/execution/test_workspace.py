@@ -1,37 +1,46 @@
-"""How an interrupted run is opened again, before any pool starts."""
+"""What is opened around a run, and how an interrupted run is opened again."""
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
+from raytrain_opt import Job
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.cluster.resources import PoolPlan
 from raytrain_opt.config.load import load_job
+from raytrain_opt.driver import open_run
 from raytrain_opt.errors import DataError, JobError, StorageError
-from raytrain_opt.execution import session
-from raytrain_opt.execution.progress import RunProgress
-from raytrain_opt.execution.session import open_run_directory, open_session
+from raytrain_opt.execution import on_ray
+from raytrain_opt.execution.on_ray import RayBackend
+from raytrain_opt.execution.progress import RunProgress, Startup
+from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.signals import StopRequest, Terminated
+from raytrain_opt.execution.workspace import Frontend, Workspace, open_workspace
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.terminal.progress import Terminal
+from raytrain_opt.terminal.progress import open_terminal
 from raytrain_opt.train.checkpoint import Checkpoints
 from raytrain_opt.train.state import TrainingState, capture
 from tests.support.s3_server import S3Server
 from tests.support.small_jobs import small_job
 
-QUIET = Terminal(Console(quiet=True))
+
+def workspace_of(job: Job, resume: str | None = None) -> AbstractContextManager[Workspace]:
+    frontend = Frontend(open_terminal(), StopRequest(), Startup(0.0))
+    return open_workspace(job, frontend, resume)
 
 
 def state_of_a_model() -> TrainingState:
@@ -65,35 +74,30 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[PoolPlan]:
         planned.append(PoolPlan(False, 2, 2, {"CPU": 0.6}, 2, {"CPU": 0.4}, 2))
         return planned[-1]
 
-    monkeypatch.setattr(session, "ray_session", fake_ray)
-    monkeypatch.setattr(session, "plan_when_there_is_room", plan)
+    monkeypatch.setattr(on_ray, "ray_session", fake_ray)
+    monkeypatch.setattr(on_ray, "plan_when_there_is_room", plan)
     return planned
 
 
-def opened(run_dir: Path) -> Checkpoints:
-    job = small_job(run_dir.parent)
-    with open_session(
-        job, address=None, verbose=False, began_s=0.0, resume=str(run_dir)
-    ) as opened_session:
-        return opened_session.checkpoints
+def read_nothing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let data never arrive, until the event."""
+    hung = threading.Event()
+    monkeypatch.setattr(RayBackend, "_read", lambda _: hung.wait(60))
+    return hung
 
 
 def test_a_signal_does_not_wait_for_data_that_never_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hung = threading.Event()
-    monkeypatch.setattr(session, "_prepare", lambda *_: hung.wait(60))
+    hung = read_nothing(monkeypatch)
 
     def stop(*_: object, **__: object) -> None:
         raise Terminated
 
-    monkeypatch.setattr(session, "ray_session", stop)
+    monkeypatch.setattr(on_ray, "ray_session", stop)
     job, start_s = small_job(tmp_path, timeouts={"stop_s": 0.1}), monotonic_s()
     try:
-        with (
-            pytest.raises(Terminated),
-            open_session(job, address=None, verbose=False, began_s=start_s),
-        ):
+        with pytest.raises(Terminated), open_run(job):
             pass
         assert monotonic_s() - start_s < 30
     finally:
@@ -103,15 +107,11 @@ def test_a_signal_does_not_wait_for_data_that_never_arrive(
 def test_data_that_never_arrive_end_the_run(
     tmp_path: Path, plans: list[PoolPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hung = threading.Event()
-    monkeypatch.setattr(session, "_prepare", lambda *_: hung.wait(60))
+    hung = read_nothing(monkeypatch)
     job = small_job(tmp_path, timeouts={"stop_s": 0.1, "no_progress_s": 0.1})
     message = r"data: not read within 0\.1 s \(timeouts\.no_progress_s\)"
     try:
-        with (
-            pytest.raises(DataError, match=message),
-            open_session(job, address=None, verbose=False, began_s=monotonic_s()),
-        ):
+        with pytest.raises(DataError, match=message), open_run(job):
             pass
     finally:
         hung.set()
@@ -124,25 +124,27 @@ def test_one_process_at_a_time_has_a_run_directory(
 ) -> None:
     storage_path = s3.new_uri() if location == "URI" else f"{tmp_path}/runs"
     job = small_job(tmp_path, storage_path=storage_path)
-    with open_run_directory(job, None, QUIET, StopRequest()) as (paths, checkpoints):
-        checkpoints.save(1, state_of_a_model(), RunProgress().to_json(), None)
+    with workspace_of(job) as workspace:
+        paths = workspace.paths
+        workspace.checkpoints.save(1, state_of_a_model(), RunProgress().to_json(), None)
         paths.publish()
         with (
             pytest.raises(JobError, match=rf"another .* is writing.*process {os.getpid()} on"),
-            open_run_directory(job, paths.shown, QUIET, StopRequest()),
+            workspace_of(job, paths.shown),
         ):
             pass
-    with open_run_directory(job, paths.shown, QUIET, StopRequest()):
+    with workspace_of(job, paths.shown):
         pass
 
 
 def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
-    run_dir: Path, plans: list[PoolPlan], capsys: pytest.CaptureFixture[str]
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = run_dir / "checkpoints"
     (checkpoints / "epoch-0002-round-01" / "rest.pt").unlink()
     (checkpoints / "epoch-0002" / "weights.safetensors").write_bytes(b"half")
-    latest = opened(run_dir).latest
+    with workspace_of(small_job(run_dir.parent), str(run_dir)) as workspace:
+        latest = workspace.checkpoints.latest
     assert latest is not None
     assert latest.reached == "epoch 1"
     output = capsys.readouterr().out
@@ -158,27 +160,49 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
     [("index.json", b"{"), ("index.json", b'{"checkpoints": []}'), ("*/rest.pt", b"{")],
 )
 def test_without_a_complete_checkpoint_nothing_starts(
-    run_dir: Path, plans: list[PoolPlan], damaged: str, content: bytes
+    run_dir: Path, damaged: str, content: bytes
 ) -> None:
     for file in (run_dir / "checkpoints").glob(damaged):
         file.write_bytes(content)
     with pytest.raises(StorageError, match=r"(?s)(index\.json is|rest\.pt was changed).*new run"):
-        opened(run_dir)
-    assert plans == []
+        workspace_of(small_job(run_dir.parent), str(run_dir)).__enter__()
 
 
-def test_the_cluster_decides_the_number_of_workers_once(
-    tmp_path: Path, plans: list[PoolPlan]
+def test_a_job_is_resolved_once_and_the_driver_keeps_no_copy_of_its_data(
+    tmp_path: Path, plans: list[PoolPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = small_job(tmp_path, workers={"threads": 1})
-    with open_session(job, address=None, verbose=False, began_s=0.0) as opened_session:
-        assert opened_session.job == opened_session.resolved.job
-        assert opened_session.job.workers.count == opened_session.plan.workers == 2
-        assert load_job(opened_session.paths.job).workers.count == 2
+    """Ray's object store has them for the rest of the run."""
+
+    class Started(Exception):  # noqa: N818
+        pass
+
+    def start(resolved: Resolved, *_: object) -> None:
+        gc.collect()
+        assert [data() for data in read] == [None]
+        [run_dir] = tmp_path.iterdir()
+        assert load_job(run_dir / "job.yaml") == resolved.job
+        assert resolved.job.workers.count == plans[0].workers
+        assert resolved.learner.worker_count == resolved.job.workers.size
+        raise Started
+
+    read: list[weakref.ref[Any]] = []
+    try_job = on_ray.try_job
+
+    def try_and_watch(job: Job, **options: bool) -> Any:
+        facts, shared = try_job(job, **options)
+        read.append(weakref.ref(shared))
+        return facts, shared
+
+    monkeypatch.setattr("raytrain_opt.execution.on_ray.try_job", try_and_watch)
+    monkeypatch.setattr("ray.put", lambda _: None)
+    monkeypatch.setattr("raytrain_opt.execution.start.start_pools", start)
+    with pytest.raises(Started), open_run(small_job(tmp_path, workers={})):
+        pass
 
 
 def test_a_driver_starts_ray_before_it_imports_torch() -> None:
-    code = "import sys, raytrain_opt.driver; sys.exit('torch' in sys.modules)"
+    code = "import sys, raytrain_opt.driver, raytrain_opt.execution.on_ray as _; "
+    code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -204,5 +228,5 @@ def test_a_new_run_removes_what_a_killed_one_has_left_without_results(
     (killed / ".job.yaml.7522.tmp").touch()
     if record is not None:
         (killed / record).touch()
-    with open_run_directory(small_job(tmp_path), None, QUIET, StopRequest()):
+    with workspace_of(small_job(tmp_path)):
         assert killed.exists() == stays

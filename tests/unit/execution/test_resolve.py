@@ -1,10 +1,8 @@
-"""Checks beyond the schema: names, functions and files, all reported at once."""
+"""Checks beyond the schema, all reported at once, and what a valid job resolves to."""
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,9 @@ from torch.utils.data import TensorDataset
 
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import JobError, Problem
-from raytrain_opt.execution.preflight import check_job, run_preflight
+from raytrain_opt.execution.check import check_job, try_job
 from raytrain_opt.search.stpt_horizon import HorizonStpt
+from tests.support.resolved import resolve_here
 from tests.support.synthetic_runs import write_schedule
 
 HERE = "on this machine (the job is checked where it starts)"
@@ -46,24 +45,10 @@ def test_a_last_update_must_have_two_samples_for_each_micro_batch(
         "global_batch_size": 16,
         "learning_rate": {"policy": "schedule"},
     }
-    resolved = run_preflight(parse_job({**values, "workers": {"count": 4}})).resolved
-    assert resolved is not None
+    resolved = resolve_here(parse_job({**values, "workers": {"count": 4}}))
     assert resolved.steps(1) == 90
     with pytest.raises(JobError, match=r"data\.drop_last.*split 14 samples into 8 micro-batches"):
-        run_preflight(parse_job({**values, "workers": {"count": workers}, **parallel}))
-
-
-def test_the_driver_keeps_no_copy_of_data_that_it_has_shared() -> None:
-    """Ray's object store, or a learner, has them for the rest of the run."""
-    values = {"model": "small_cnn", "data": "digits", "epochs": 2, "global_batch_size": 8}
-    preflight = run_preflight(parse_job({**values, "optimizer": "SGD"}))
-    shared = preflight.take_shared()
-    assert shared is not None
-    reference = weakref.ref(shared)
-    del shared
-    gc.collect()
-    assert reference() is None
-    assert preflight.info.num_classes == 10
+        try_job(parse_job({**values, "workers": {"count": workers}, **parallel}))
 
 
 def mlp(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
@@ -132,12 +117,10 @@ def test_muon_is_left_out_where_it_takes_several_times_the_operations_of_a_batch
     model: Any, batch: int, optimizer: Any, *, has_muon: bool
 ) -> None:
     values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": batch}
-    resolved = run_preflight(parse_job({**values, "optimizer": optimizer})).resolved
-    assert resolved is not None
-    names = [section.name for section in resolved.job.optimizers]
+    resolved = resolve_here(parse_job({**values, "optimizer": optimizer}))
+    names = [section.name for section in resolved.learner.optimizers]
     assert ("Muon" in names) is has_muon
     assert (resolved.note is None) is has_muon
-    assert [section.name for section in resolved.learner.optimizers] == names
 
 
 @pytest.mark.parametrize(
@@ -154,12 +137,11 @@ def test_the_network_decides_the_order_of_optimizers_and_whether_channels_are_no
     model: Any, *, normalizes: bool
 ) -> None:
     values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": 8}
-    resolved = run_preflight(parse_job(values)).resolved
-    assert resolved is not None
+    resolved = resolve_here(parse_job(values))
     assert isinstance(resolved.policy, HorizonStpt)
     assert resolved.policy.channel_norm is normalizes
-    assert resolved.policy.optimizers == resolved.job.optimizers == resolved.learner.optimizers
-    names = [section.name for section in resolved.job.optimizers]
+    assert resolved.policy.optimizers == resolved.learner.optimizers
+    names = [section.name for section in resolved.learner.optimizers]
     others = ["SGD", "ScheduleFreeSGD"]
     assert names == (["Muon", *others, "AdamW"] if normalizes else ["AdamW", "Muon", *others])
     assert resolved.policy.step_flops < 1e8  # so the search may take one training
@@ -186,9 +168,8 @@ def test_muon_in_the_list_has_adamw_for_embeddings_and_without_channel_norm(
     model: Any, aux: dict[str, str]
 ) -> None:
     values = {"model": model, "data": "digits", "epochs": 2, "global_batch_size": 8}
-    resolved = run_preflight(parse_job(values)).resolved
-    assert resolved is not None
-    [muon] = [section for section in resolved.job.optimizers if section.name == "Muon"]
+    resolved = resolve_here(parse_job(values))
+    [muon] = [section for section in resolved.learner.optimizers if section.name == "Muon"]
     assert muon.args == {"weight_decay": "auto", **aux}
     assert muon.group_lr_multipliers == ({"aux": 0.05} if aux else {})
 
@@ -205,7 +186,7 @@ def test_a_model_whose_state_is_more_than_tensors_is_refused() -> None:
     values = {"model": with_extra_state, "data": "digits", "epochs": 2, "global_batch_size": 8}
     message = r"model\.name: state_dict\(\) .* 1\._extra_state is a dict.*buffer"
     with pytest.raises(JobError, match=message):
-        run_preflight(parse_job(values))
+        try_job(parse_job(values))
 
 
 def floats(shape: list[int]) -> Any:
@@ -231,12 +212,12 @@ def test_floats_with_channels_last_are_no_input_of_a_named_network(
     values = {"model": model, "data": data, "epochs": 2, "global_batch_size": 4}
     values |= {"optimizer": "SGD", "learning_rate": {"policy": "schedule"}}
     if not is_refused:
-        assert run_preflight(parse_job(values)).info.sample_shape == shape
+        assert try_job(parse_job(values))[0].info.sample_shape == shape
         return
     with pytest.raises(
         JobError, match=r"data: has samples \[16, 20, .\], which look like channels"
     ):
-        run_preflight(parse_job(values))
+        try_job(parse_job(values))
 
 
 @pytest.mark.parametrize(
@@ -249,9 +230,8 @@ def test_muon_is_left_out_of_long_trainings_of_small_mlps(
 ) -> None:
     """A step has few operations, but 35 times those of its batch."""
     values = {"model": small_mlp, "data": "digits", "global_batch_size": 8, **length}
-    resolved = run_preflight(parse_job({**values, "optimizer": "auto"})).resolved
-    assert resolved is not None
-    assert ("Muon" in [section.name for section in resolved.job.optimizers]) is has_muon
+    optimizers = resolve_here(parse_job({**values, "optimizer": "auto"})).learner.optimizers
+    assert ("Muon" in [section.name for section in optimizers]) is has_muon
 
 
 def test_the_problems_of_all_sections_are_reported_at_once(tmp_path: Path) -> None:

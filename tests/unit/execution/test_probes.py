@@ -7,27 +7,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import ray
 
 from raytrain_opt.config.load import parse_job
 from raytrain_opt.errors import PoolError, ResidentError, ResourcesError
-from raytrain_opt.pools.commands import Failure
-from raytrain_opt.pools.probes import ProbeProcess, ProbeReply, run_probes
+from raytrain_opt.execution.batch_size import run_probes
+from raytrain_opt.pools.protocol import MeasuredProbe
 from raytrain_opt.recording.records import BatchSizeProbeRecord
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.factory import build_strategy
 from raytrain_opt.search.batch_size.strategy import BatchSizeChoice, SizeBounds, Strategy
 
-# The answer of a process to a size; an exception is its death.
-Answer = Callable[[int], ProbeReply | Exception]
+# The answer of a process to a size; None is its death.
+Answer = Callable[[int], Probe | None]
 
 
-def speed(size: int, status: Any = "ok") -> ProbeReply:
+def speed(size: int, status: Any = "ok") -> Probe:
     rate = 1000 * size / (size + 20)
-    return ProbeReply(Probe(size, status, rate, rate * 0.005, 20, 1.0), 1)
+    return Probe(size, status, rate, rate * 0.005, 20, 1.0)
 
 
 def fits(largest: int) -> Answer:
@@ -49,37 +48,35 @@ def strategy(**search: Any) -> Strategy:
 
 
 @dataclass
-class FakeProcess:
-    """Implements `probes.ProbeProcess`: answers to probes and to checks, and its starts."""
+class FakeProber:
+    """Implements `protocol.Prober`: answers to probes and to checks, and its processes."""
 
     probe: Answer
     checked: Answer
     starts: int = 0
     alive: bool = False
 
-    def measure(self, batch_size: int, *, check: bool) -> ProbeReply:
+    def measure(self, batch_size: int, *, check: bool) -> MeasuredProbe:
         self.starts += not self.alive
-        answer = (self.checked if check else self.probe)(batch_size)
-        self.alive = not isinstance(answer, Exception)
-        if isinstance(answer, Exception):
-            raise answer
-        return replace(answer, pid=self.starts)
+        probe = (self.checked if check else self.probe)(batch_size)
+        self.alive = probe is not None
+        return (
+            MeasuredProbe(None, None, "killed")
+            if probe is None
+            else MeasuredProbe(probe, self.starts)
+        )
 
     def end(self) -> None:
         self.alive = False
 
 
-def died() -> Exception:
-    return ray.exceptions.ActorUnavailableError("killed", None)
-
-
 def run(
     probe: Answer, check: Answer, search: Strategy | None = None
-) -> tuple[BatchSizeChoice, list[BatchSizeProbeRecord], FakeProcess]:
+) -> tuple[BatchSizeChoice, list[BatchSizeProbeRecord], FakeProber]:
     """Search with a process that answers so to probes and to checks."""
-    process, records = FakeProcess(probe, check), list[BatchSizeProbeRecord]()
-    choice = run_probes(search or strategy(), cast(ProbeProcess, process), 2, records.append)
-    return choice, records, process
+    prober, records = FakeProber(probe, check), list[BatchSizeProbeRecord]()
+    choice = run_probes(search or strategy(), prober, 2, records.append)
+    return choice, records, prober
 
 
 def test_every_probe_is_reported_once_and_the_check_comes_last() -> None:
@@ -107,9 +104,9 @@ def test_a_choice_that_does_not_pass_its_check_is_replaced() -> None:
 
 
 def test_a_check_that_is_much_slower_counts_in_choice_and_confidence() -> None:
-    def half_as_fast(size: int) -> ProbeReply:
-        probe = cast(Probe, speed(size).result)
-        return ProbeReply(replace(probe, samples_per_s=probe.samples_per_s / 2), 1)
+    def half_as_fast(size: int) -> Probe:
+        probe = speed(size)
+        return replace(probe, samples_per_s=probe.samples_per_s / 2)
 
     choice, records, _ = run(fits(500), half_as_fast)
     checks = [record for record in records if record.check]
@@ -128,7 +125,7 @@ def test_the_published_strategies_do_not_take_a_check_for_a_loop() -> None:
 
 
 def test_a_check_whose_process_dies_counts_as_out_of_memory() -> None:
-    choice, records, _ = run(fits(500), lambda size: speed(size) if size <= 40 else died())
+    choice, records, _ = run(fits(500), lambda size: speed(size) if size <= 40 else None)
     assert choice.batch_size <= 40
     dead = next(record for record in records if record.check)
     assert (dead.status, dead.pid) == ("out_of_memory", None)
@@ -136,18 +133,19 @@ def test_a_check_whose_process_dies_counts_as_out_of_memory() -> None:
 
 
 def test_a_process_that_dies_is_tried_again_within_limits() -> None:
-    left = [died(), died()]
-    assert run(lambda size: left.pop() if left else speed(size), fits(500))[0].batch_size > 0
-    with pytest.raises(PoolError, match=r"died 3 times .*max_restarts"):
-        run(lambda _: died(), fits(500))
+    deaths = [1, 2]
+    assert run(lambda s: None if deaths and deaths.pop() else speed(s), fits(500))[0].batch_size
+    with pytest.raises(PoolError, match=r"died 3 times .*max_restarts: 2\): killed"):
+        run(lambda _: None, fits(500))
 
 
 def test_an_error_of_the_training_ends_the_search() -> None:
-    broken = ProbeReply(Failure(RuntimeError("ValueError: planted"), "trace"), 1)
-    with pytest.raises(ResidentError, match="planted"):
-        run(lambda _: broken, fits(500))
-    with pytest.raises(ResidentError, match="planted"):
-        run(fits(500), lambda _: broken)
+    def fail(_: int) -> Probe:
+        raise ResidentError("slot 0: planted", "slot 0", "trace")
+
+    for answers in ((fail, fits(500)), (fits(500), fail)):
+        with pytest.raises(ResidentError, match="planted"):
+            run(*answers)
 
 
 def test_nothing_fits() -> None:

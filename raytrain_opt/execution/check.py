@@ -1,16 +1,18 @@
-"""Every check of a job that needs no Ray, and the value that a valid job resolves to."""
+"""Every check of a job that needs no Ray: names and files, then its data and its network.
+
+A check reports problems, and facts that `resolve` needs; it decides nothing.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any, cast
 
-from raytrain_opt.cluster.resources import PoolRequest
 from raytrain_opt.config.data import (
     ArraysData,
     ArraySetData,
@@ -21,10 +23,13 @@ from raytrain_opt.config.data import (
 )
 from raytrain_opt.config.functions import resolve_function
 from raytrain_opt.config.learning_rate import ReplayPolicy
+from raytrain_opt.config.load import plain_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.config.section import is_function_name
 from raytrain_opt.config.updates import OptimizerChoiceSection
 from raytrain_opt.errors import DataError, JobError, Problem, problems_of
+from raytrain_opt.execution.resolve import Facts, count_updates
+from raytrain_opt.search.factory import build_policy
 from raytrain_opt.storage import check_uri
 from raytrain_opt.train.learner_config import LearnerConfig
 
@@ -34,124 +39,13 @@ if TYPE_CHECKING:
     from raytrain_opt.data.base import Batch, DataInfo
     from raytrain_opt.data.factory import SharedData
     from raytrain_opt.data.loader import DataLoaderData
-    from raytrain_opt.optim.epoch_steps import EpochSteps
-    from raytrain_opt.search.policy import Policy
     from raytrain_opt.train.task import Task
-
-
-@dataclass(frozen=True)
-class ResolvedJob:
-    """A valid job and what follows from it and its data.
-
-    `job`: as trained, with the final batch size, its learning rate and the optimizers to try.
-    `note`: why an optimizer was left out. `policy`: chooses the rates. `steps`: updates per epoch.
-    """
-
-    job: Job
-    info: DataInfo
-    steps: EpochSteps
-    policy: Policy
-    note: str | None = None
-
-    @property
-    def learner(self) -> LearnerConfig:
-        """Settings of the learners that train the job."""
-        return LearnerConfig.from_job(self.job)
-
-
-@dataclass
-class Preflight:
-    """The data as the driver read them, and the resolved job.
-
-    `shared`: data for all processes, until `take_shared`. `info`: their sizes. `resolved`: None
-    while the batch size is still to be searched. `muon_flops`: operations with which a step of
-    Muon orthogonalizes, if the job may choose it; infinite if it cannot train the network.
-    `sample_flops`: of one sample's training; `search_flops`: the same, estimated where torch does
-    not count. `channel_norm`: the network normalizes channels; `embeddings`: it has some.
-    `problems_of_several`: why several synchronous workers could not train the network.
-    """
-
-    shared: SharedData
-    info: DataInfo
-    resolved: ResolvedJob | None = None
-    muon_flops: float = 0.0
-    sample_flops: float = 0.0
-    search_flops: float = math.inf
-    channel_norm: bool = True
-    embeddings: bool = False
-    problems_of_several: list[Problem] = field(default_factory=list)
-
-    def check_workers(self, job: Job) -> None:
-        """Raise JobError if the workers of a job, whose number is final, cannot train together."""
-        is_sync = job.parallel.mode != "async"
-        if is_sync and job.workers.size > 1 and self.problems_of_several:
-            raise JobError(self.problems_of_several)
-
-    def take_shared(self) -> SharedData:
-        """Return what all processes share, and keep no copy of it in the driver."""
-        shared, self.shared = self.shared, None
-        return shared
-
-    def resolve(self, job: Job) -> ResolvedJob:
-        """Build the policy of a job whose batch size and learning rate are final.
-
-        Raises JobError when batch, policy or replayed schedule do not match the length of an
-        epoch.
-        """
-        from raytrain_opt.optim.epoch_steps import epoch_steps
-        from raytrain_opt.search.factory import build_policy
-        from raytrain_opt.search.optimizer_race import is_too_costly
-
-        info, note = self.info, None
-        if not job.data.drop_last:
-            _check_last_updates(job, info)
-        steps = epoch_steps(
-            info.train_size,
-            job.global_batch_size,
-            job.batch_ramp.steps,
-            info.search_size,
-            drop_last=job.data.drop_last,
-        )
-        batch_flops = self.sample_flops * job.global_batch_size
-        total_steps = math.inf if job.epochs is None else steps.first * job.epochs
-        if self.muon_flops == math.inf:
-            note = "Muon is left out: this model has complex parameters, which it cannot train"
-        elif is_too_costly(self.muon_flops, batch_flops, total_steps):
-            note = (
-                f"Muon is left out: orthogonalizing takes {self.muon_flops / batch_flops:.0f} "
-                "times as many operations as training a batch; optimizer.candidates can name it"
-            )
-        if job.optimizer.chooses_freely:
-            choice = job.optimizer.usual(
-                channel_norm=self.channel_norm, embeddings=self.embeddings, muon=note is None
-            )
-            job = job.model_copy(update={"optimizer": choice})
-        policy = build_policy(
-            job,
-            steps,
-            channel_norm=self.channel_norm,
-            validation_size=self.info.validation_size,
-            step_flops=self.search_flops * job.global_batch_size,
-            class_counts=info.class_counts,
-        )
-        return ResolvedJob(job, info, steps, policy, note)
-
-
-def pool_request(job: Job, *, candidates: int) -> PoolRequest:
-    """Return what the job needs of a cluster, with this many candidates in a round."""
-    return PoolRequest(
-        job.workers,
-        job.global_batch_size,
-        job.slots,
-        candidates,
-        job.search_on,
-        job.batch_norm.sync,
-    )
 
 
 def check_job(job: Job) -> list[Problem]:
     """Return every problem of names, arguments, functions and files; no data are read."""
-    return check_sections({name: getattr(job, name) for name in Job.model_fields})
+    problems = check_sections({name: getattr(job, name) for name in Job.model_fields})
+    return problems + problems_of(lambda: plain_job(job))  # which a run writes
 
 
 def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
@@ -213,45 +107,46 @@ def check_data(data: DataSection) -> list[Problem]:
     return problems_of(lambda: resolve_function(data.name, "data.name"))
 
 
-def run_preflight(job: Job, source: str = "job", *, resumed: bool = False) -> Preflight:
+def try_job(job: Job, source: str = "job", *, resumed: bool = False) -> tuple[Facts, SharedData]:
     """Read the data of a job that passed `check_job`; try model and loss on them.
 
-    A `resumed` run needs no pretrained weights any more.
+    Also returns what all processes share of the data. A `resumed` run needs no pretrained weights
+    any more.
 
     Raises DataError when the data cannot be used, JobError with all fields that do not match the
     data.
     """
-    shared, info, samples = _read_data(job)
-    preflight = Preflight(shared, info)
-    problems_of_model = problems_of(lambda: _check_model(job, preflight, samples, resumed=resumed))
+    shared, info, samples = read_data(job)
     problems = _check_worker_count(job, info)
     if not problems and job.batch_size_search is None:
-        try:
-            preflight.resolved = preflight.resolve(job)
-        except JobError as error:
-            problems += error.problems
-    problems += problems_of_model
+        problems = problems_of(
+            lambda: build_policy(job, count_updates(LearnerConfig.from_job(job), info))
+        )
+    tried: list[Facts] = []
+    problems += problems_of(
+        lambda: tried.append(_try_network(job, info, samples, resumed=resumed))
+    )
     if problems:
         raise JobError(problems, source)
-    return preflight
+    return tried[0], shared
 
 
-def run_local_preflight(job: Job, source: str) -> Preflight | None:
-    """Run the preflight without any download; return None if the data must be downloaded first."""
+def try_local_job(job: Job, source: str) -> Facts | None:
+    """Try a job without any download; return None if the data must be downloaded first."""
     from raytrain_opt.train.pretrained import names_torchvision_weights
 
     if names_torchvision_weights(job.model):
         job = job.model_copy(update={"model": job.model.model_copy(update={"weights": None})})
     if not job.data.download:
-        return run_preflight(job, source)
+        return try_job(job, source)[0]
     section = job.data.model_copy(update={"download": False})
     try:
-        return run_preflight(job.model_copy(update={"data": section}), source)
+        return try_job(job.model_copy(update={"data": section}), source)[0]
     except DataError:
         return None
 
 
-def _read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
+def read_data(job: Job) -> tuple[SharedData, DataInfo, tuple[Batch, Batch]]:
     """Return what all processes share, the sizes, and two samples of each set."""
     import torch
 
@@ -283,24 +178,9 @@ def _check_worker_count(job: Job, info: DataInfo) -> list[Problem]:
     return [Problem("workers.count", rule, str(job.workers.size))]
 
 
-def _check_last_updates(job: Job, info: DataInfo) -> None:
-    """Refuse a last update with less than two samples in a micro-batch (BatchNorm, DDP)."""
-    split = LearnerConfig.from_job(job).finest_split
-    for factor in (1, *(step.factor for step in job.batch_ramp.steps)):
-        parts = job.workers.size * split * factor
-        for size in (info.train_size, info.search_size):
-            remainder = size % (job.global_batch_size * factor)
-            if 0 < remainder < 2 * parts:
-                rule = (
-                    f"the last update of an epoch would split {remainder} samples into {parts} "
-                    "micro-batches, and each needs two; write true, or change global_batch_size"
-                )
-                raise JobError([Problem("data.drop_last", rule, "false")])
-
-
-def _check_model(
-    job: Job, preflight: Preflight, samples: tuple[Batch, Batch], *, resumed: bool
-) -> None:
+def _try_network(
+    job: Job, info: DataInfo, samples: tuple[Batch, Batch], *, resumed: bool
+) -> Facts:
     """Build the model on the CPU, as every worker does, try it, and weigh Muon's cost."""
     from torch.nn import GroupNorm
     from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm and InstanceNorm
@@ -313,7 +193,6 @@ def _check_model(
     from raytrain_opt.train.pretrained import fit_pretrained, read_pretrained
     from raytrain_opt.train.task import build_task, count_flops
 
-    info = preflight.info
     shape, classes = info.sample_shape, info.num_classes
     if not is_function_name(job.model.name):
         refuse_channels_last(shape)
@@ -324,27 +203,33 @@ def _check_model(
         seed=job.seed,
         channels_last=job.channels_last,
     )
-    norms = (_NormBase, GroupNorm)
-    preflight.channel_norm = any(isinstance(layer, norms) for layer in model.modules())
-    preflight.embeddings = any(isinstance(layer, EMBEDDING) for layer in model.modules())
     task = build_task(job.task, job.loss, info)
-    preflight.problems_of_several = _try_model(job, task, model, samples, classes)
+    problems_of_several = _try_model(job, task, model, samples, classes)
     if job.model.weights is not None and not resumed:
         fit_pretrained(model.state_dict(), read_pretrained(job.model), classes)
     groups = {str(o.name): group_parameters(o, model) for o in job.optimizers}
+    sample_flops, search_flops, muon_flops = 0.0, math.inf, 0.0
     if job.learning_rate.policy == "stpt_horizon":
-        preflight.sample_flops = preflight.search_flops = count_flops(task, model, samples[0])
-        if math.isinf(preflight.search_flops):  # as if every weight met every input
+        sample_flops = search_flops = count_flops(task, model, samples[0])
+        if math.isinf(search_flops):  # as if every weight met every input
             weights = sum(parameter.numel() for parameter in model.parameters())
-            preflight.search_flops = 6.0 * weights * math.prod(shape or ())
+            search_flops = 6.0 * weights * math.prod(shape or ())
     if job.optimizer.chooses_freely:
         matrices = [p.shape for g in groups["Muon"] if g["use_muon"] for p in g["params"]]
-        is_complex = any(p.is_complex() for p in model.parameters())
-        preflight.muon_flops = math.inf if is_complex else orthogonalization_flops(matrices)
+        muon_flops = orthogonalization_flops(matrices)
     if job.parallel.mode == "async":
         from raytrain_opt.async_training.weight_shard import split_parameters
 
         split_parameters(model, 1)
+    return Facts(
+        info,
+        None if any(p.is_complex() for p in model.parameters()) else muon_flops,
+        sample_flops,
+        search_flops,
+        channel_norm=any(isinstance(layer, _NormBase | GroupNorm) for layer in model.modules()),
+        embeddings=any(isinstance(layer, EMBEDDING) for layer in model.modules()),
+        problems_of_several=problems_of_several,
+    )
 
 
 def _try_model(
