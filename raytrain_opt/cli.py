@@ -33,7 +33,6 @@ _COMMANDS = {
     "export": "Write the network of a run as one file.",
     "shard": "Pack an image folder into tar files.",
     "doctor": "Check a cluster before paying for a run.",
-    "plan": "Predict time and cost on another cluster.",
     "submit": "Run a job on a cluster, download results.",
     "schema": "Print the JSON schema of job files.",
 }
@@ -249,39 +248,6 @@ def doctor(job_file: str | None, overrides: tuple[str, ...], address: str | None
 @main.command()
 @_job_file
 @_overrides
-@click.option(
-    "--cluster",
-    metavar="CLUSTER",
-    required=True,
-    help="NODESxDEVICESxKIND such as 8x8xH100, or a YAML file with bandwidths and price.",
-)
-@click.option(
-    "--measured",
-    metavar="RUN_DIR",
-    multiple=True,
-    help="Run of one worker, or of find-batch-size, that measured the job on such a device.",
-)
-@click.option(
-    "--data", metavar="SAMPLESxCLASSES", help="Size of a data set that is not on this machine."
-)
-@click.option("--within", metavar="TIME", help="Find the cheapest choice, such as within 90m.")
-@click.option("--budget", type=float, help="Find the fastest choice for this price.")
-def plan(job_file: str, overrides: tuple[str, ...], data: str | None, **options: Any) -> None:
-    """Predict time, memory, storage and cost of a job on a cluster that is only described.
-
-    Example: raytrain-opt plan jobs/imagenet_resnet50_81920.yaml --cluster 256x8xH100
-    --data 1281167x1000
-    """
-    from raytrain_opt.commands.plan import plan as make_plan
-
-    # Files of the data may be on the cluster only.
-    job = _load_job(job_file, overrides, check=data is None)
-    _echo(make_plan(job, data=data, **options))
-
-
-@main.command()
-@_job_file
-@_overrides
 def validate(job_file: str, overrides: tuple[str, ...]) -> None:
     """Check a job file and its data, without training or downloading anything.
 
@@ -405,9 +371,9 @@ def _echo(text: str, *, err: bool = False) -> None:
     click.echo(printable(text), err=err)
 
 
-def _load_job(job_file: str, overrides: tuple[str, ...], *, check: bool = True) -> Job:
+def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:
     """Load the job; report errors of names and files together with those of the schema."""
     from raytrain_opt.config.load import load_job
     from raytrain_opt.execution.check import check_sections
 
-    return load_job(job_file, overrides, check_sections if check else None)
+    return load_job(job_file, overrides, check_sections)

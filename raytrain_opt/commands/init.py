@@ -119,8 +119,7 @@ def init(
             echo(f"  {name:12} {value}")
     echo(
         f"next:\n  raytrain-opt validate {output}    check job and data\n"
-        f"  raytrain-opt run {output}         train; the report will be below runs/\n"
-        f"  raytrain-opt plan {output} --cluster 1x8xH100    predict time and cost elsewhere"
+        f"  raytrain-opt run {output}         train; the report will be below runs/"
     )
 
 

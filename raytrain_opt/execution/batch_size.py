@@ -33,6 +33,7 @@ from raytrain_opt.report import try_write_report
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.factory import build_strategy, check_sampler
 from raytrain_opt.search.batch_size.strategy import (
+    LARGEST_LR_FACTOR,
     BatchSizeChoice,
     SizeBounds,
     Strategy,
@@ -43,8 +44,6 @@ from raytrain_opt.terminal.progress import probe_text
 
 # Of train_for, the part in which updates are made; start, search and evaluations take the rest.
 _TRAINING_FRACTION = 0.8
-# The linear rule holds for small factors: Goyal et al. needed a warm-up for 8 and more.
-_LARGE_LR_FACTOR = 8
 _CHECK_REASON = "check of the choice in a new process, evaluation included"
 # The sections that decide how noisy gradients are.
 _NOISE_SECTIONS = ("model", "data", "task", "loss")
@@ -134,7 +133,7 @@ def search_batch_size(
         probes=len(probes),
     )
     write_record(paths.batch_size, record)
-    for line in _summary(record, job, info.train_size, before // placement.workers):
+    for line in _summary(record, job, info.train_size):
         workspace.terminal.note(line)
     return after
 
@@ -188,11 +187,8 @@ def run_probes(
         )
 
 
-def _summary(record: BatchSizeRecord, job: Job, train_size: int, own: int) -> Iterator[str]:
-    """Yield the result of a search in words, and what it may cost the training.
-
-    `own`: the batch size per worker that the job has.
-    """
+def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str]:
+    """Yield the result of a search in words, and what it may cost the training."""
     size, lr = record.global_batch_size, record.learning_rate
     before, after = (
         Updates.count(train_size, batch, job.epochs, job.batch_ramp.steps)
@@ -206,12 +202,12 @@ def _summary(record: BatchSizeRecord, job: Job, train_size: int, own: int) -> It
         f"{record.duration_s:.1f} s"
     )
     factor = lr.after / lr.before
-    if factor > _LARGE_LR_FACTOR:
+    if factor > LARGEST_LR_FACTOR:
         yield (
-            f"warning: learning_rate.initial grows {factor:.3g}-fold. Beyond {_LARGE_LR_FACTOR} "
-            "such a rule often fails: the training may end worse or diverge. Use a warm-up "
-            "(learning_rate.warmup), batch_size_search.lr_rule: sqrt, or max_batch_size: "
-            f"{_LARGE_LR_FACTOR * own}, and compare the accuracies."
+            f"warning: learning_rate.initial grows {factor:.3g}-fold, as max_batch_size allows. "
+            f"Beyond {LARGEST_LR_FACTOR} the training may end worse or diverge. Use a warm-up "
+            "(learning_rate.warmup), batch_size_search.lr_rule: sqrt, or no max_batch_size, and "
+            "compare the accuracies."
         )
 
 
@@ -224,12 +220,16 @@ def _bounds(
 ) -> SizeBounds:
     """Return the sizes that leave enough memory and updates; say where updates bound them."""
     own = job.global_batch_size // workers
-    largest = largest_size(section, own, train_size, job.epochs, workers, job.batch_ramp.steps)
+    scaling = job.learning_rate.scaling
+    rule = section.lr_rule if scaling is None else scaling.rule
+    steps = job.batch_ramp.steps
+    largest = largest_size(section, own, train_size, job.epochs, workers, steps, rule)
     bounds = SizeBounds(largest, train_size // workers, workers, own)
     note(
         f"batch sizes of 1 to {largest} per worker are allowed, by the size of the training set, "
         f"min_updates_per_epoch: {section.min_updates_per_epoch}, min_updates: "
-        f"{section.min_updates} and max_batch_size of batch_size_search"
+        f"{section.min_updates} and max_batch_size of batch_size_search (without it, the rate "
+        f"grows {LARGEST_LR_FACTOR}-fold at most)"
     )
     if job.train_for is not None:
         max_step_s = _TRAINING_FRACTION * job.train_for / section.min_updates

@@ -161,17 +161,22 @@ def test_the_result_says_how_many_updates_are_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "batch", "warns"),
-    [("linear", 64, False), ("linear", 32, True), ("sqrt", 32, False), ("none", 2, False)],
+    ("settings", "batch", "chosen", "warns"),
+    [
+        ({"lr_rule": "linear"}, 64, 500, False),
+        ({"lr_rule": "linear"}, 32, 256, False),
+        ({"lr_rule": "linear", "max_batch_size": 1000}, 32, 500, True),
+        ({"lr_rule": "sqrt"}, 32, 500, False),
+        ({"lr_rule": "none"}, 2, 500, False),
+    ],
 )
-def test_a_rate_that_grows_beyond_what_its_rule_bears_is_warned_of(
-    rule: str, batch: int, warns: bool, tmp_path: Path
+def test_the_rate_grows_beyond_what_its_rule_bears_only_for_a_size_of_the_job(
+    settings: dict[str, Any], batch: int, chosen: int, warns: bool, tmp_path: Path
 ) -> None:
-    searched = job({"lr_rule": rule}, epochs=50, global_batch_size=batch)
+    searched = job(settings, epochs=50, global_batch_size=batch)
     record, _, text = search_of(searched, tmp_path)
-    assert record.global_batch_size.after == 500
+    assert record.global_batch_size.after == chosen
     assert ("warning: learning_rate.initial grows 15.6-fold" in text) == warns
-    assert f"max_batch_size: {8 * batch // 2}" in text or not warns
 
 
 def test_a_time_limit_bounds_the_time_of_a_step(tmp_path: Path) -> None:

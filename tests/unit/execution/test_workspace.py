@@ -26,15 +26,14 @@ from raytrain_opt.driver import open_run
 from raytrain_opt.errors import DataError, JobError, StorageError
 from raytrain_opt.execution import on_ray
 from raytrain_opt.execution.on_ray import RayBackend
-from raytrain_opt.execution.progress import Startup
+from raytrain_opt.execution.progress import RunProgress, Startup
 from raytrain_opt.execution.resolve import Resolved
 from raytrain_opt.execution.signals import StopRequest, Terminated
 from raytrain_opt.execution.workspace import Frontend, Workspace, open_workspace
 from raytrain_opt.paths import RunPaths
-from raytrain_opt.storage import write_json
 from raytrain_opt.terminal.progress import open_terminal
 from raytrain_opt.train.checkpoint import Checkpoints
-from raytrain_opt.train.state import capture
+from raytrain_opt.train.state import TrainingState, capture
 from tests.support.s3_server import S3Server
 from tests.support.small_jobs import small_job
 
@@ -44,12 +43,16 @@ def workspace_of(job: Job, resume: str | None = None) -> AbstractContextManager[
     return open_workspace(job, frontend, resume)
 
 
+def state_of_a_model() -> TrainingState:
+    model = nn.Linear(3, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+    return capture(model, optimizer, scaler, copy=True)
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """Return the directory of a run with three checkpoints."""
-    model = nn.Linear(3, 2)
-    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
-    state = capture(model, optimizer, scaler, copy=True)
+    state = state_of_a_model()
     run = RunPaths.create(str(tmp_path), "test")
     checkpoints = Checkpoints(run.checkpoints, small_job(tmp_path).checkpoint)
     checkpoints.save(1, state, {}, 0.5)
@@ -123,7 +126,7 @@ def test_one_process_at_a_time_has_a_run_directory(
     job = small_job(tmp_path, storage_path=storage_path)
     with workspace_of(job) as workspace:
         paths = workspace.paths
-        write_json(paths.checkpoints / "index.json", {"checkpoints": []})
+        workspace.checkpoints.save(1, state_of_a_model(), RunProgress().to_json(), None)
         paths.publish()
         with (
             pytest.raises(JobError, match=rf"another .* is writing.*process {os.getpid()} on"),
@@ -152,10 +155,15 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
     assert output.count("the one before is used") == 2
 
 
-@pytest.mark.parametrize("damaged", ["index.json", "*/rest.pt"])
-def test_without_a_complete_checkpoint_nothing_starts(run_dir: Path, damaged: str) -> None:
+@pytest.mark.parametrize(
+    ("damaged", "content"),
+    [("index.json", b"{"), ("index.json", b'{"checkpoints": []}'), ("*/rest.pt", b"{")],
+)
+def test_without_a_complete_checkpoint_nothing_starts(
+    run_dir: Path, damaged: str, content: bytes
+) -> None:
     for file in (run_dir / "checkpoints").glob(damaged):
-        file.write_bytes(b"{")
+        file.write_bytes(content)
     with pytest.raises(StorageError, match=r"(?s)(index\.json is|rest\.pt was changed).*new run"):
         workspace_of(small_job(run_dir.parent), str(run_dir)).__enter__()
 
