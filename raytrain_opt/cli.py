@@ -153,7 +153,6 @@ def run(
 @main.command("find-batch-size")
 @_job_file
 @_overrides
-@click.option("--fresh", is_flag=True, hidden=True, expose_value=False)  # every search is one
 @_address
 @_verbose
 def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -> None:
@@ -304,7 +303,7 @@ def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -
     "--format",
     "name",
     required=True,
-    type=click.Choice(["torch_export", "onnx", "torchscript", "safetensors"]),
+    type=click.Choice(["torch_export", "onnx", "safetensors"]),
     help="onnx needs the packages of raytrain_opt[onnx].",
 )
 @click.option("--output", metavar="FILE", help="Default: model.SUFFIX in this directory.")

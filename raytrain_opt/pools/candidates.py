@@ -25,9 +25,9 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.protocol import States
 from raytrain_opt.results import EvalTotals, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
+from raytrain_opt.train.data_parallel import sum_over_ranks
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.reductions import sum_over_ranks
 from raytrain_opt.train.state import TrainingState
 
 # Of the rate of a candidate that shows whether an exception depends on the rate.

@@ -10,9 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
-from raytrain_opt.report.axes import draw_line, percent_axis, plain_log, thousands, whole_numbers
 from raytrain_opt.report.formatting import plain, rate
-from raytrain_opt.report.plots import Cell, Plot, Table, color, draw
+from raytrain_opt.report.plots import (
+    Cell,
+    Plot,
+    Table,
+    color,
+    draw,
+    draw_line,
+    percent_axis,
+    plain_log,
+    thousands,
+    whole_numbers,
+)
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.report.search_plot import outcomes
 from raytrain_opt.results import Metric

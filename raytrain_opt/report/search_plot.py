@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from raytrain_opt.recording.records import CandidateRecord, RoundRecord
-from raytrain_opt.report.axes import draw_line, plain_log
 from raytrain_opt.report.formatting import plain, rate, times
-from raytrain_opt.report.plots import SERIES, Plot, color, draw
+from raytrain_opt.report.plots import SERIES, Plot, color, draw, draw_line, plain_log
 from raytrain_opt.report.run_reader import RunRecords
 
 if TYPE_CHECKING:

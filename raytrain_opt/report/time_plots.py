@@ -1,4 +1,4 @@
-"""Time of each epoch by part, and the table of epochs."""
+"""Time of each epoch by part, the table of epochs, and the staleness of gradients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.report.axes import stacked_bars, whole_numbers
-from raytrain_opt.report.formatting import count, duration, plain, rate
-from raytrain_opt.report.plots import Cell, Plot, Table, draw, duration_cell
+from raytrain_opt.report.formatting import count, duration, percent, plain, rate
+from raytrain_opt.report.plots import (
+    Cell,
+    Plot,
+    Table,
+    color,
+    draw,
+    duration_cell,
+    stacked_bars,
+    thousands,
+    whole_numbers,
+)
 from raytrain_opt.report.run_reader import RunRecords
 from raytrain_opt.results import Metric
 
@@ -106,3 +115,36 @@ def _epoch_row(epoch: EpochRecord, metrics: Sequence[str]) -> list[Cell]:
         Cell(f"{epoch.duration_s:.2f}"),
         *(duration_cell(epoch.timings_s.get(part)) for part in parts),
     ]
+
+
+def staleness_plots(run: RunRecords) -> list[Plot]:
+    """Plot the staleness of all gradients of the run; no plot without asynchronous training."""
+    counts: list[int] = []
+    for epoch in run.epochs:
+        for staleness, gradients in enumerate(epoch.staleness.counts if epoch.staleness else ()):
+            counts += [0] * (staleness + 1 - len(counts))
+            counts[staleness] += gradients
+    total = sum(counts)
+    if not total:
+        return []
+    mean = sum(staleness * gradients for staleness, gradients in enumerate(counts)) / total
+    caption = (
+        "Staleness of a micro-batch's gradient: the number of updates between the weights that "
+        f"it was computed on and the update it went into. Mean {mean:.3g}, at most "
+        f"{len(counts) - 1}, over {total:,} gradients of all epochs."
+    )
+
+    def paint(axes: Axes) -> None:
+        axes.bar(range(len(counts)), counts, color=color("blue"), width=0.8)
+        axes.axvline(mean, color=color("orange"), linestyle="--", label=f"mean {mean:.3g}")
+        axes.set(xlabel="staleness, in updates", ylabel="gradients")
+        whole_numbers(axes)
+        thousands(axes, "y")
+
+    rows = [
+        [Cell(str(staleness)), Cell(count(gradients), gradients), Cell(percent(gradients / total))]
+        for staleness, gradients in enumerate(counts)
+    ]
+    columns = ("staleness, in updates", "gradients", "fraction")
+    table = Table("staleness", "Gradients by staleness.", columns, rows)
+    return [draw("staleness", "Staleness of gradients", caption, paint, table)]

@@ -24,11 +24,10 @@ from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import History, TrainEpoch
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import Parallel, distribute, reduce_sums
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.reductions import reduce_sums
 from tests.support.process_group import gloo_group
 from tests.support.small_jobs import large_batch_job
 

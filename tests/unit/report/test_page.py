@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from raytrain_opt.errors import JobError, RecordError
 from raytrain_opt.report import write_report
-from raytrain_opt.report.axes import plain_log
-from raytrain_opt.report.plots import Cell, Table
+from raytrain_opt.report.plots import Cell, Table, plain_log
 from raytrain_opt.report.run_reader import read_run
 from raytrain_opt.report.search_plot import search_plots
 from tests.support.synthetic_runs import (

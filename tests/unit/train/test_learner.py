@@ -26,10 +26,10 @@ from raytrain_opt.errors import JobError
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.results import MAX_MISTAKES, Predictions
 from raytrain_opt.train.compilation import BACKENDS
+from raytrain_opt.train.data_parallel import reduce_sums
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.reductions import reduce_sums
 
 CPU = torch.device("cpu")
 LRS = (0.1, 0.05, 0.02)
