@@ -309,7 +309,9 @@ def _check_exchange(count: int, resources: dict[str, float], use_gpu: bool) -> F
     """Time the exchange of `count` processes with a worker's resources."""
     if count < 2:
         return Finding("exchange", "ok", "not needed with one worker")
-    backend = "nccl" if use_gpu else "gloo"
+    from raytrain_opt.pools.process_group import backend_of  # which imports torch
+
+    backend = backend_of(use_gpu=use_gpu)
     try:
         nodes, duration_s = _time_exchange(count, resources, backend)
     except (GetTimeoutError, RayError) as error:

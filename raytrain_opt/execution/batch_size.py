@@ -188,10 +188,7 @@ def run_probes(
 
 
 def _summary(record: BatchSizeRecord, job: Job, train_size: int) -> Iterator[str]:
-    """Yield the result of a search in words, and what it may cost the training.
-
-    `own`: the batch size per worker that the job has.
-    """
+    """Yield the result of a search in words, and what it may cost the training."""
     size, lr = record.global_batch_size, record.learning_rate
     before, after = (
         Updates.count(train_size, batch, job.epochs, job.batch_ramp.steps)
@@ -225,9 +222,8 @@ def _bounds(
     own = job.global_batch_size // workers
     scaling = job.learning_rate.scaling
     rule = section.lr_rule if scaling is None else scaling.rule
-    largest = largest_size(
-        section, own, train_size, job.epochs, workers, job.batch_ramp.steps, rule
-    )
+    steps = job.batch_ramp.steps
+    largest = largest_size(section, own, train_size, job.epochs, workers, steps, rule)
     bounds = SizeBounds(largest, train_size // workers, workers, own)
     note(
         f"batch sizes of 1 to {largest} per worker are allowed, by the size of the training set, "

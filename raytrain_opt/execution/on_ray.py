@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raytrain_opt.cluster.autoscaling import plan_when_there_is_room
-from raytrain_opt.cluster.connection import check_address, ray_session
-from raytrain_opt.cluster.preemption import watch_preemption
+from raytrain_opt.cluster.connection import check_address, ray_session, watch_preemption
 from raytrain_opt.cluster.ray_private import log_folder
 from raytrain_opt.cluster.resources import PoolPlan, PoolRequest
 from raytrain_opt.config.data import RayData

@@ -71,10 +71,8 @@ def test_a_slot_measures_a_batch_size_and_leaves_no_trace(tmp_path: Path) -> Non
     slot = Slot(open_learner(tmp_path), 0, InProcessStates(), None)
     section = ThroughputKneeSearch(strategy="throughput_knee", max_probe_s=0.05)
     before = slot.learner.state(copy=True).digest()
-    steps = []
-    for check in (False, True):
+    for check, factor in ((False, 1), (True, 3)):
         probe = slot.handle(ProbeBatchSize(section, 8, check), lambda _done, _total: None)
         assert (probe.batch_size, probe.status) == (8, "ok")
-        steps.append(probe.steps)
-    assert steps[1] > steps[0]
+        assert probe.steps >= factor * 5 or probe.duration_s >= factor * section.max_probe_s
     assert slot.learner.state(copy=True).digest() == before
