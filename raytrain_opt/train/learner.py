@@ -37,17 +37,15 @@ from raytrain_opt.optim.factory import (
 from raytrain_opt.random_state import find_generators, seed_all, seeded
 from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, Split, TrainTotals
 from raytrain_opt.train import batch_norm
-from raytrain_opt.train.compilation import compile_model, eager
 from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.evaluation import Evaluator
+from raytrain_opt.train.kernels import autocast_dtype, choose_kernels, compile_model, eager
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.phase import Phase, describe, failed_steps
-from raytrain_opt.train.precision import autocast_dtype, choose_kernels
-from raytrain_opt.train.replicas import compare_ranks
+from raytrain_opt.train.phase_checks import UpdateCheck, compare_ranks
 from raytrain_opt.train.state import TrainingState, capture, restore
 from raytrain_opt.train.task import build_task, find_metric_names
-from raytrain_opt.train.update_check import UpdateCheck
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
