@@ -12,6 +12,7 @@ from raytrain_opt.execution.backend import open_backend
 from raytrain_opt.execution.resolve import resolve
 from raytrain_opt.execution.resume import find_run
 from raytrain_opt.execution.workspace import open_frontend, open_workspace
+from raytrain_opt.paths import mark_ended
 from raytrain_opt.search.policy import (
     CandidateResult,
     Decision,
@@ -98,7 +99,9 @@ def run(
         from raytrain_opt.execution.result import finish
 
         train(training_run)
-        return finish(training_run)
+        result = finish(training_run)
+    mark_ended(result.run_dir)  # after Ray's end, which takes seconds in which a kill may come
+    return result
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import torch
 
-from raytrain_opt.commands.label_tables import SPLITS, Row, read_tables
+from raytrain_opt.commands.init_tables import SPLITS, Row, read_tables
 from raytrain_opt.config.data import ArraysData, HoldOut, ImageFolderData, ShardsData
 from raytrain_opt.data import DataInfo, load_shared_data, open_data
 from raytrain_opt.data.base import refuse_channels_last
@@ -45,7 +45,7 @@ _VALID = (
     "or train-000000.tar and val-000000.tar, as `raytrain-opt shard` writes them"
 )
 _TEST_FRACTION = 0.2
-# Image files that are decoded, spread evenly, to find unreadable ones.
+# Number of image files to test-decode, evenly spaced.
 _EXAMINED = 2000
 # Where the largest class has this many times the samples of the smallest, settings are named.
 _IMBALANCE = 2

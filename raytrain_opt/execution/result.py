@@ -31,7 +31,7 @@ from raytrain_opt.report import try_write_report
 from raytrain_opt.report.formatting import duration, percent, plain, rate
 from raytrain_opt.results import Metric
 from raytrain_opt.search.noise_scale import summarize
-from raytrain_opt.storage import join
+from raytrain_opt.storage import join, write_text
 from raytrain_opt.terminal.progress import print_summary
 from raytrain_opt.train.trained_model import model_metadata
 from raytrain_opt.user_code import exits_as_errors
@@ -86,6 +86,7 @@ def finish(run: TrainingRun) -> RunResult:
     record = _result(run, epochs)
     run.recorder.close()
     report = try_write_report(run_dir, run.paths.shown, record)
+    write_text(run.paths.ending, "")
     run.recorder.result(record)
     run.checkpoints.publish()
     run.stop.finished = True

@@ -21,8 +21,11 @@ from raytrain_opt.recording.reader import read_lines, read_record, read_text
 from raytrain_opt.recording.records import BatchSizeRecord, EpochRecord
 
 _ABSENT = object()
-# They change when a run gives up, what it keeps and where it runs, not what it computes.
-_HARMLESS = ("checkpoint.", "max_restarts", "timeouts.", "workers.resources")
+# They change when a run gives up, what it keeps and where it runs, not what it computes. Data at
+# another place are compared with those of the latest checkpoint when they are read.
+_HARMLESS = (
+    "checkpoint.", "max_restarts", "timeouts.", "workers.resources", "data.root", "data.cache",
+)  # fmt: skip
 # A run that is named may also become longer or shorter.
 _LENGTH = ("epochs", "train_for", "stop")
 
@@ -67,26 +70,52 @@ def find_run(job: Job, resume: str | None) -> tuple[Job, str | None]:
     return job, resume
 
 
+def job_fields(job: Job) -> dict[str, Any]:
+    """Return every value of a job by its path, as a checkpoint keeps them."""
+    return flatten(plain_job(job))
+
+
+def check_edited_job(job: Job, trained: Mapping[str, Any], run_dir: str) -> None:
+    """Raise JobError if job.yaml was edited since the latest checkpoint, but for the length.
+
+    `trained`: the fields of the job that the checkpoint was trained with.
+    """
+    problems = _differences(job, trained, run_dir)
+    changes = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
+    if changes:
+        rule = f"of {run_dir} was edited since the latest checkpoint; only {_allowed()} can change"
+        hint = f"put the values back; to train longer: {resume_command(run_dir, job)}"
+        raise JobError([Problem("job.yaml", rule, hint=f"{hint} --set epochs=N"), *changes])
+    if problems:
+        is_finished = storage.read(run_dir, "result.json") is not None
+        _check_length(job, trained.get("train_for"), run_dir, is_finished=is_finished)
+
+
+def _allowed() -> str:
+    return ", ".join(name.rstrip(".") for name in (*_LENGTH, *_HARMLESS))
+
+
 def _check_named(job: Job, unfinished: Job, run_dir: str) -> None:
     """Raise JobError unless the job continues that run: to its end, or for another length."""
-    problems = _differences(job, unfinished, run_dir)
+    problems = _differences(job, job_fields(unfinished), run_dir)
     changes_length = any(problem.path.startswith(_LENGTH) for problem in problems)
     problems = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
     if problems:
-        fields = ", ".join(name.rstrip(".") for name in (*_LENGTH, *_HARMLESS))
-        rule = f"continues {run_dir}, in which only {fields} can change"
+        rule = f"continues {run_dir}, in which only {_allowed()} can change"
         raise JobError([Problem("resume", rule), *problems])
     is_finished = storage.read(run_dir, "result.json") is not None
     if changes_length:
-        _check_length(job, unfinished, run_dir, is_finished=is_finished)
+        _check_length(job, unfinished.train_for, run_dir, is_finished=is_finished)
     elif is_finished:
         hint = f"to train longer: {resume_command(run_dir, job)} --set epochs=N"
         rule = f"has finished; see {storage.join(run_dir, 'report.html')}"
         raise JobError([Problem("--resume", rule, repr(run_dir), hint)], "arguments")
 
 
-def _check_length(job: Job, before: Job, run_dir: str, *, is_finished: bool) -> None:
-    """Refuse a length that the run cannot have any more."""
+def _check_length(
+    job: Job, limit_before_s: float | None, run_dir: str, *, is_finished: bool
+) -> None:
+    """Refuse a length that the run cannot have any more; `limit_before_s`: its `train_for`."""
     epochs = read_lines(run_dir, "epochs.jsonl", EpochRecord)
     field, rule = "epochs", ""
     if not epochs:
@@ -94,7 +123,7 @@ def _check_length(job: Job, before: Job, run_dir: str, *, is_finished: bool) -> 
     elif job.epochs is not None and job.epochs <= len(epochs):
         rule = f"must be more than the {len(epochs)} epochs that the run has trained"
     elif job.train_for is not None and (
-        before.train_for is None or (is_finished and len(epochs) == epochs[-1].epochs)
+        limit_before_s is None or (is_finished and len(epochs) == epochs[-1].epochs)
     ):
         field = "train_for"
         rule = "plans no more epochs of this run; give --set train_for=null --set epochs=N"
@@ -115,7 +144,7 @@ def resume_command(run_dir: str, job: Job, options: str = "") -> str:
 
 def _check_found(job: Job, unfinished: Job, run_dir: str) -> None:
     """Raise JobError unless the job is the one of the run that `resume: auto` has found."""
-    if problems := _differences(job, unfinished, run_dir):
+    if problems := _differences(job, job_fields(unfinished), run_dir):
         rule = f"auto found the unfinished run {run_dir}, which was started with another job"
         hint = "set the fields below to their values in that run, or resume that run unchanged: "
         hint += f"{resume_command(run_dir, unfinished)}, or start a new run: --set resume=never, "
@@ -130,15 +159,14 @@ def _read_job(run_dir: str, overrides: Sequence[str] = ()) -> Job:
     return parse_job(text, source, overrides)
 
 
-def _differences(job: Job, unfinished: Job, run_dir: str) -> list[Problem]:
+def _differences(job: Job, then: Mapping[str, Any], run_dir: str) -> list[Problem]:
     """Return the fields whose values change what a run computes."""
     batch_size = job.global_batch_size
     if job.batch_size_search is not None:
         record = read_record(run_dir, "batch_size.json", BatchSizeRecord)
         if record is not None:
             batch_size = record.batch_size_per_worker * job.workers.size
-    settled = settle(job, Placement.from_job(job), batch_size)
-    now, then = flatten(plain_job(settled)), flatten(plain_job(unfinished))
+    now = job_fields(settle(job, Placement.from_job(job), batch_size))
     return [
         Problem(key, f"is {_value_text(then, key)} in that run", _value_text(now, key))
         for key in {**now, **then}

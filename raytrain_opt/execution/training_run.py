@@ -17,6 +17,7 @@ from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.length import TrainingLength, measure_pace
 from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgress, epoch_record
 from raytrain_opt.execution.resolve import Resolved
+from raytrain_opt.execution.resume import job_fields
 from raytrain_opt.execution.worker_events import WorkerEvents
 from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
@@ -66,7 +67,8 @@ class TrainingRun:
         self.terminal, self.startup = workspace.terminal, workspace.startup
         self.recorder, self.checkpoints = recorder, checkpoints
         self.event_log, self.callbacks = event_log, callbacks
-        self.progress = RunProgress(data=DataFingerprint.of(resolved.info))
+        data, fields = DataFingerprint.of(resolved.info), job_fields(self.job)
+        self.progress = RunProgress(data=data, job=fields)
         self.length = TrainingLength(resolved, self.event_log)
         self._epoch = EpochMetrics(monotonic_s())
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
@@ -356,7 +358,7 @@ class TrainingRun:
 
     def _resume_from(self, checkpoint: Checkpoint) -> StateRef:
         state, progress = read_checkpoint(self.paths.checkpoints / checkpoint.folder)
-        self.progress = RunProgress.from_json(progress)
+        self.progress = replace(RunProgress.from_json(progress), job=job_fields(self.job))
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
         damaged = self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)

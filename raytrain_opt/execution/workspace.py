@@ -20,7 +20,7 @@ from raytrain_opt.config.schema import Job
 from raytrain_opt.data.base import DataInfo
 from raytrain_opt.errors import CheckpointError, DataError, JobError, Problem, StorageError
 from raytrain_opt.execution.progress import RunProgress, Startup
-from raytrain_opt.execution.resume import resume_command
+from raytrain_opt.execution.resume import check_edited_job, resume_command
 from raytrain_opt.execution.signals import StopRequest, stop_on_signals
 from raytrain_opt.paths import RunPaths, find_runs
 from raytrain_opt.recording.recorder import check_records
@@ -111,7 +111,8 @@ def open_workspace(
         def write_job(resolved: Job) -> None:
             with _writing(paths, job, resume):
                 write_text(paths.job, dump_job(resolved))
-                paths.result.unlink(missing_ok=True)  # a run with a result is not resumed
+                for path in (paths.result, paths.ending):  # a run with a result is not resumed
+                    path.unlink(missing_ok=True)
                 paths.publish()
 
         try:
@@ -155,6 +156,8 @@ def _check_latest(
         progress = RunProgress.from_json(plain)
         if info is not None and progress.data is not None:
             progress.data.require_same(job.data, info)
+        if progress.job is not None:
+            check_edited_job(job, progress.job, paths.shown)
         check_records(paths, progress.recorded_rounds, progress.next_epoch - 1)
 
 

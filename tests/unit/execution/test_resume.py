@@ -14,9 +14,9 @@ from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.config.schema import Job
 from raytrain_opt.errors import JobError, StorageError
 from raytrain_opt.execution.resolve import Placement, settle
-from raytrain_opt.execution.resume import find_run
+from raytrain_opt.execution.resume import check_edited_job, find_run, job_fields
 from raytrain_opt.execution.workspace import how_to_resume
-from raytrain_opt.paths import RunPaths, newest_unfinished
+from raytrain_opt.paths import ENDING, RunPaths, mark_ended, newest_unfinished
 from raytrain_opt.storage import join, write, write_json
 from tests.support.s3_server import S3Server
 from tests.support.synthetic_runs import batch_size, epoch_line
@@ -95,6 +95,39 @@ def test_without_an_unfinished_run_a_new_one_is_started(storage: str) -> None:
     assert found_run(job(storage)) is None
     make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", job(storage), *FINISHED)
     assert found_run(job(storage)) is None
+
+
+def test_a_run_whose_command_was_killed_after_its_result_is_found(storage: str) -> None:
+    """As while Ray shuts down; a new run would train once more."""
+    files = (*FINISHED, ENDING)
+    run_dir = make_run(storage, "r-20260101-000000-aaaaaaaaaaaaaaaa", job(storage), *files)
+    assert found_run(job(storage)) == run_dir
+    for _ in range(2):
+        mark_ended(run_dir)
+        assert found_run(job(storage)) is None
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({}, None),
+        ({"checkpoint": {"keep": 5}}, None),
+        ({"epochs": 9}, None),
+        ({"epochs": 2}, "epochs: must be more than the 2 epochs"),
+        ({"seed": 1}, r"job.yaml: of .* was edited .*epochs=N.*seed: is 0 in that run"),
+        ({"seed": 1, "epochs": 9}, "was edited since the latest checkpoint"),
+    ],
+)
+def test_an_edited_job_is_compared_with_the_one_of_the_checkpoint(
+    tmp_path: Path, edits: dict[str, Any], message: str | None
+) -> None:
+    trained = job(tmp_path, workers={"count": 1})
+    edited = job(tmp_path, workers={"count": 1}, **edits)
+    run_dir = make_run(tmp_path, "r-20260101-000000-aaaaaaaaaaaaaaaa", edited, *SAVED)
+    write(run_dir, "epochs.jsonl", epochs(2))
+    same, _ = find_run(edited, run_dir)
+    with nullcontext() if message is None else pytest.raises(JobError, match=f"(?s){message}"):
+        check_edited_job(same, job_fields(trained), run_dir)
 
 
 def test_a_job_resumes_only_when_it_says_so(tmp_path: Path) -> None:
@@ -219,6 +252,7 @@ def test_what_a_resumed_run_may_change_is_not_another_job(tmp_path: Path) -> Non
         "max_restarts": 7,
         "timeouts": {"no_progress_s": 3600},
         "workers": {"resources": {"GPU": 0.5}},
+        "data": {"name": "digits", "root": "/moved"},
     }
     run_id = "r-20260101-000000-aaaaaaaaaaaaaaaa"
     run_dir = make_run(tmp_path, run_id, job(tmp_path, **changes), *SAVED)

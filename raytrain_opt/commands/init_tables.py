@@ -1,4 +1,4 @@
-"""What the tables beside images mean: which column names the images, which one their classes.
+"""What the tables beside images mean to `init`: which column names images, which one classes.
 
 Columns need usual names, and everything that could mean several things is refused: a wrong guess
 trains on wrong labels.

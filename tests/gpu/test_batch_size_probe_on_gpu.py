@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from raytrain_opt.config.batch_size import ThroughputKneeSearch
 from raytrain_opt.train.batch_size_finder import MinibatchSizeOptimizer, endless_batches
-from raytrain_opt.train.probe import ProbedTraining, measure, open_probe_sampler
+from raytrain_opt.train.batch_size_probe import ProbedTraining, measure, open_probe_sampler
 
 # The compiler and the debug mode warn about themselves, each version of torch differently.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import raytrain_opt.train.probe as probe_module
+import raytrain_opt.train.batch_size_probe as probe_module
 from raytrain_opt.config.batch_size import GpuUsageMaximizeSearch, ThroughputKneeSearch
 from raytrain_opt.data.base import Batch
 from raytrain_opt.search.noise_scale import NoiseScale
 from raytrain_opt.train import step_timer
+from raytrain_opt.train.batch_size_probe import ProbedTraining, mean_and_error, measure
 from raytrain_opt.train.phase import is_out_of_memory
-from raytrain_opt.train.probe import ProbedTraining, mean_and_error, measure
 from tests.support.scripted_sampler import ScriptedSampler
 
 CPU = torch.device("cpu")
