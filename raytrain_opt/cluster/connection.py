@@ -295,9 +295,8 @@ def _watch_notices(ended: threading.Event, note: Callable[[str], None]) -> None:
     here, known = ray.get_runtime_context().get_node_id(), set[str]()
     while not ended.wait(_NOTICE_POLL_S):
         draining: set[str] = set()
-        with suppress(
-            ray.exceptions.RayError, RuntimeError
-        ):  # a control service that cannot be reached now
+        # A control service that cannot be reached now.
+        with suppress(ray.exceptions.RayError, RuntimeError):
             draining = draining_nodes()
         if here in draining:
             note("this node will be taken away: the run ends")

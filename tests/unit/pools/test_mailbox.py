@@ -148,17 +148,6 @@ def test_a_late_reply_to_an_earlier_command_is_dropped() -> None:
     assert play(scene) == {0: "now"}
 
 
-def test_replies_to_one_command_are_gone_with_the_next() -> None:
-    async def scene(box: Mailbox) -> list[int]:
-        await join(box, resident(0))
-        number = await post(box, "slot", 1)
-        await reply(box, resident(0), number, "done")
-        await post(box, "slot", 2)
-        return [overdue.index for overdue in await box.overdue("slot", range(1))]
-
-    assert play(scene) == [0]
-
-
 def test_a_collect_of_an_earlier_command_does_not_wait_forever() -> None:
     async def scene(box: Mailbox) -> dict[int, Any]:
         number = await post(box, "slot", 1)
@@ -229,21 +218,6 @@ def test_who_joins_a_new_group_was_not_restarted_and_all_of_it_confirm() -> None
         return await collected, status.restarts, [*status.lost], closed
 
     assert play(scene) == ({0: None, 1: None}, 0, [], False)
-
-
-def test_one_call_brings_a_reply_and_returns_with_the_next_command() -> None:
-    async def scene(box: Mailbox) -> tuple[dict[int, Any], tuple[int, object]]:
-        await join(box, resident(0))
-        first = await waiting(box.exchange("slot", 0, []))
-        await post(box, "slot", 1)
-        assert await first == (1, SendInitialState())
-        collected = await waiting(box.collect("slot", 1, [0]))
-        second = await waiting(box.exchange("slot", 1, [Reply(resident(0).sender, 1, "done")]))
-        replies = await collected
-        await box.post("slot", 2, Close())
-        return replies, await second
-
-    assert play(scene) == ({0: "done"}, (2, Close()))
 
 
 def test_progress_is_that_of_the_resident_furthest_behind() -> None:
