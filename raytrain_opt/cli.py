@@ -373,7 +373,7 @@ def _echo(text: str, *, err: bool = False) -> None:
 
 
 def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:
-    """Load the job; report errors of names and files together with those of the schema."""
+    """Load the job; report errors of names, files and the schema together."""
     from raytrain_opt.config.load import load_job
     from raytrain_opt.execution.check import check_sections
 

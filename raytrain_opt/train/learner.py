@@ -176,7 +176,7 @@ class Learner:
         The gradients of several micro-batches are accumulated into one update: the result is
         the same as if one worker per micro-batch computed it. The same arguments from the same
         state give the same result, whatever ran before. `weight_decay_factor` multiplies the
-        configured weight decay. `optimizer`: position among those of the job; one that did not
+        configured weight decay. `optimizer`: position among the job's; one that did not
         train before starts anew. In a `search` the validation split is held out; `held_out` of
         its samples are replaced by others. With averaging, the model has the averaged weights
         afterwards, whose statistics `sync_batch_norm_stats` takes.
@@ -288,7 +288,7 @@ class Learner:
         return self._phase.failure
 
     def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
-        """Begin a phase of single micro-batches (`add_gradient`), of which `count` are a step."""
+        """Begin a phase of single micro-batches (`add_gradient`); `count` of them make a step."""
         self._begin_phase(epoch, MicroBatches(range(1), count), held_out=held_out)
         self.model.train()
 

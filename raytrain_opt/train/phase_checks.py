@@ -80,7 +80,7 @@ def compare_ranks(
 
 
 def _shown(name: str, parameters: Sequence[str | None]) -> str:
-    """Return the name of a tensor for a message; `parameters` are those of the optimizer."""
+    """Return the name of a tensor for a message; `parameters`: of the optimizer, in its order."""
     kind, _, rest = name.partition(".")
     if kind != "optimizer":
         return rest or "shapes or numbers of the optimizer"
