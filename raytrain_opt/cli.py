@@ -58,6 +58,8 @@ _dashboard = click.option(
     metavar="URL",
     help="URL of the cluster's dashboard. Default: http://localhost:8265.",
 )
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+_run_dirs = click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 _verbose = click.option("--verbose", is_flag=True, help="Show Ray's own messages and tracebacks.")
 
 
@@ -171,8 +173,8 @@ def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -
 
 
 @main.command()
-@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, for scripts.")
+@_run_dirs
+@_json
 def report(run_dirs: tuple[str, ...], as_json: bool) -> None:
     """Write the report of a run, RUN_DIR/report.html, with its plots.
 
@@ -190,7 +192,7 @@ def report(run_dirs: tuple[str, ...], as_json: bool) -> None:
 
 @main.command()
 @click.argument("storage", default="runs")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON array, for scripts.")
+@_json
 def runs(storage: str, as_json: bool) -> None:
     """List the runs below STORAGE, a folder or a URI, newest first. Default: runs.
 
@@ -258,9 +260,9 @@ def validate(job_file: str, overrides: tuple[str, ...]) -> None:
 
 
 @main.command()
-@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+@_run_dirs
 @click.option("--ensemble", is_flag=True, help="Also evaluate the mean of their probabilities.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_json
 @_trust
 def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bool) -> None:
     """Compute the top-1 and top-5 error of finished runs or of single checkpoints.
@@ -280,7 +282,7 @@ def evaluate(run_dirs: tuple[str, ...], ensemble: bool, as_json: bool, trust: bo
 @main.command()
 @click.argument("run_dir", metavar="RUN")
 @click.argument("images", metavar="IMAGE...", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_json
 @_trust
 def predict(run_dir: str, images: tuple[str, ...], as_json: bool, trust: bool) -> int:
     """Print the three most probable classes of images, and their probabilities.
@@ -371,7 +373,7 @@ def _echo(text: str, *, err: bool = False) -> None:
 
 
 def _load_job(job_file: str, overrides: tuple[str, ...]) -> Job:
-    """Load the job; report errors of names and files together with those of the schema."""
+    """Load the job; report errors of names, files and the schema together."""
     from raytrain_opt.config.load import load_job
     from raytrain_opt.execution.check import check_sections
 

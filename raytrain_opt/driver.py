@@ -85,7 +85,7 @@ def run(
 ) -> RunResult:
     """Train a job and return its result.
 
-    address: Ray cluster ("auto", "ray://…", host:port). By default that of RAY_ADDRESS; without
+    address: Ray cluster ("auto", "ray://…", host:port). Default: RAY_ADDRESS; without
         it, Ray is started on this machine and shut down afterwards. A Ray that the caller has
         initialized is used and left running.
     in_process: train in this process, without Ray, one candidate after the other.
@@ -113,7 +113,7 @@ def open_run(
     resume: str | None = None,
     started_s: float | None = None,
 ) -> Iterator[TrainingRun]:
-    """Start all that trains a job, and end it afterwards; the arguments are those of `run`."""
+    """Start all that trains a job, and end it afterwards; for the arguments see `run`."""
     job, resume = find_run(job, resume)
     with (
         open_frontend(monotonic_s() if started_s is None else started_s) as frontend,

@@ -67,7 +67,7 @@ class Facts:
 
     @property
     def imbalance(self) -> float:
-        """Samples of the largest class over those of the smallest."""
+        """Ratio of the samples of the largest and the smallest class."""
         return max(self.info.class_counts) / min(self.info.class_counts)
 
 
@@ -158,14 +158,14 @@ def find_data(
         rows = _split_rows(rows)
         notes.append("a fifth of each class, drawn at random, is the test set")
         if not any(split == "test" for _, _, split in rows):
-            rule = "no class has three images, of which one could be a test image"
+            rule = "no class has three images, so that one could be a test image"
             raise DataError(str(folder), "; ".join([rule, *notes]))
     section = {"name": "image_folder", "root": str(folder), "labels": str(labels)}
     return section, sorted(rows), notes
 
 
 def _splits(names: Iterable[str]) -> dict[str, str]:
-    """Return which of the names are those of the training and of the test set: by a word in it."""
+    """Return the names of the training set and the test set, which have a usual word in them."""
     words = {word: name for name in names for word in re.split(r"[^a-z]+", name.lower())}
     return {split: words[word] for word, split in reversed(SPLITS.items()) if word in words}
 

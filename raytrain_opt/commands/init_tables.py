@@ -21,7 +21,7 @@ SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "test", "testing", "dev", "eval"), "test"),
 }
-# Usual names of columns, of which only the letters count.
+# Usual names of columns; only letters count.
 _FILE = r"(file|image|img)?(id|name|path|file)s?|fname|image|img"
 _LABEL = r"labels?|class(name)?|category|target|y"
 _SPLIT = r"split|(data|sub)?set|partition"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import harmonic_mean
@@ -18,6 +18,7 @@ from raytrain_opt.errors import PoolError, RaytrainOptError
 from raytrain_opt.execution.backend import open_backend
 from raytrain_opt.execution.resolve import Placement, scaled_lr, settle
 from raytrain_opt.execution.workspace import Workspace, open_frontend, open_workspace
+from raytrain_opt.optim.scaling import ScalingRule
 from raytrain_opt.paths import own_runs
 from raytrain_opt.pools.protocol import Prober
 from raytrain_opt.recording.reader import read_record, read_text
@@ -115,27 +116,41 @@ def search_batch_size(
     with open_prober() as prober:
         strategy = build_strategy(section, bounds)
         choice = run_probes(strategy, prober, job.max_restarts, record_probe)
+    record = _record(job, placement, choice, probes, monotonic_s() - started_s)
+    write_record(paths.batch_size, record)
+    for line in _summary(record, job, info.train_size):
+        workspace.terminal.note(line)
+    return record.global_batch_size.after
+
+
+def _record(
+    job: Job,
+    placement: Placement,
+    choice: BatchSizeChoice,
+    probes: Sequence[BatchSizeProbeRecord],
+    duration_s: float,
+) -> BatchSizeRecord:
     before, after = job.global_batch_size, choice.batch_size * placement.workers
-    scaling = job.learning_rate.scaling
     samples_per_s = next(p.samples_per_s for p in reversed(probes) if p.check)
     assert samples_per_s is not None  # of the last check, which fitted
-    record = BatchSizeRecord(
+    return BatchSizeRecord(
         batch_size_per_worker=choice.batch_size,
         global_batch_size=SizeChange(before=before, after=after),
         samples_per_s=samples_per_s,
         reason=choice.reason,
         learning_rate=RateChange(
-            rule=scaling.rule if scaling else section.lr_rule,
-            before=scaled_lr(job, before),
-            after=scaled_lr(job, after),
+            rule=_scaling_rule(job), before=scaled_lr(job, before), after=scaled_lr(job, after)
         ),
-        duration_s=monotonic_s() - started_s,
+        duration_s=duration_s,
         probes=len(probes),
     )
-    write_record(paths.batch_size, record)
-    for line in _summary(record, job, info.train_size):
-        workspace.terminal.note(line)
-    return after
+
+
+def _scaling_rule(job: Job) -> ScalingRule:
+    """Return how the rate follows a batch size that is searched."""
+    scaling, section = job.learning_rate.scaling, job.batch_size_search
+    assert section is not None
+    return section.lr_rule if scaling is None else scaling.rule
 
 
 def run_probes(
@@ -220,9 +235,7 @@ def _bounds(
 ) -> SizeBounds:
     """Return the sizes that leave enough memory and updates; say where updates bound them."""
     own = job.global_batch_size // workers
-    scaling = job.learning_rate.scaling
-    rule = section.lr_rule if scaling is None else scaling.rule
-    steps = job.batch_ramp.steps
+    steps, rule = job.batch_ramp.steps, _scaling_rule(job)
     largest = largest_size(section, own, train_size, job.epochs, workers, steps, rule)
     bounds = SizeBounds(largest, train_size // workers, workers, own)
     note(

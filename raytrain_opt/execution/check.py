@@ -210,10 +210,8 @@ def _try_network(
     groups = {str(o.name): group_parameters(o, model) for o in job.optimizers}
     sample_flops, search_flops, muon_flops = 0.0, math.inf, 0.0
     if job.learning_rate.policy == "stpt_horizon":
-        sample_flops = search_flops = count_flops(task, model, samples[0])
-        if math.isinf(search_flops):  # as if every weight met every input
-            weights = sum(parameter.numel() for parameter in model.parameters())
-            search_flops = 6.0 * weights * math.prod(shape or ())
+        sample_flops = count_flops(task, model, samples[0])
+        search_flops = _estimated(sample_flops, model, shape)
     if job.optimizer.chooses_freely:
         matrices = [p.shape for g in groups["Muon"] if g["use_muon"] for p in g["params"]]
         muon_flops = orthogonalization_flops(matrices)
@@ -230,6 +228,14 @@ def _try_network(
         embeddings=any(isinstance(layer, EMBEDDING) for layer in model.modules()),
         problems_of_several=problems_of_several,
     )
+
+
+def _estimated(flops: float, model: nn.Module, sample_shape: tuple[int, ...]) -> float:
+    """Return the operations of a sample, as if every weight met every input where none count."""
+    if not math.isinf(flops):
+        return flops
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return 6.0 * weights * math.prod(sample_shape or ())
 
 
 def _try_model(

@@ -28,8 +28,7 @@ from raytrain_opt.pools.launcher import environment
 from raytrain_opt.pools.protocol import Pools
 from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.storage import join
-from raytrain_opt.threads import Cores
-from raytrain_opt.train.background import start_thread
+from raytrain_opt.threads import Cores, start_thread
 
 if TYPE_CHECKING:
     from raytrain_opt.data.factory import SharedData

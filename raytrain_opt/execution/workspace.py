@@ -96,25 +96,18 @@ def open_workspace(
             for torn in paths.local.glob(".*.tmp"):  # of a process that was killed
                 torn.unlink()
             checkpoints.remove_orphans()
-        terminal.note(f"{'resuming' if resume else 'run directory:'} {paths.shown}")
-        for damage in damages:
-            terminal.note(f"{damage}; the one before is used")
+        notes = [f"{'resuming' if resume else 'run directory:'} {paths.shown}"]
+        notes += [f"{damage}; the one before is used" for damage in damages]
         if not has_lock:
-            terminal.note(
+            notes.append(
                 "this storage has no locks: do not resume this run twice at the same time"
             )
-        announce_run_dir(paths.shown)
-        for note in info.notes if info else ():
+        for note in (*notes, *(info.notes if info else ())):
             terminal.note(note)
+        announce_run_dir(paths.shown)
         stop.advice = partial(how_to_resume, paths, job, options)
 
-        def write_job(resolved: Job) -> None:
-            with _writing(paths, job, resume):
-                write_text(paths.job, dump_job(resolved))
-                for path in (paths.result, paths.ending):  # a run with a result is not resumed
-                    path.unlink(missing_ok=True)
-                paths.publish()
-
+        write_job = partial(_write_job, paths, job, resume)
         try:
             yield Workspace(terminal, stop, frontend.startup, paths, checkpoints, write_job)
         except (JobError, DataError):
@@ -122,6 +115,14 @@ def open_workspace(
                 stop.advice = None
                 remove_tree(paths.local)  # leave no directory of a run that could not start
             raise
+
+
+def _write_job(paths: RunPaths, job: Job, resume: str | None, resolved: Job) -> None:
+    with _writing(paths, job, resume):
+        write_text(paths.job, dump_job(resolved))
+        for path in (paths.result, paths.ending):  # a run with a result is not resumed
+            path.unlink(missing_ok=True)
+        paths.publish()
 
 
 @contextmanager

@@ -27,9 +27,9 @@ from raytrain_opt.results import EvalTotals, Probe
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.batch_size_probe import measure, open_probe_sampler, probed_training
 from raytrain_opt.train.data_parallel import sum_over_ranks
+from raytrain_opt.train.kernels import autocast_dtype
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.precision import autocast_dtype
 
 # The check of the chosen size takes three times the steps of a probe: it runs once, and a leak or
 # a fragmented allocator shows only after some time.

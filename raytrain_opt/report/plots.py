@@ -14,7 +14,7 @@ from raytrain_opt.report.formatting import duration
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The names are those of the page's style sheet, which has a second set for dark pages. The colors
+# The page's style sheet has the same names, and a second set of colors for dark pages. The colors
 # of Okabe and Ito, which color-blind readers can distinguish.
 COLORS = {
     "ink": "#1f2329",

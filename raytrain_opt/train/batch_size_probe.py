@@ -254,7 +254,7 @@ class _Loop:
         return GradientNorms(batch_size, micro_batches * batch_size, pairs)
 
     def _measure_norms(self, meter: GradientNormMeter, micro_batches: int) -> Tensor:
-        """Return the mean squared norm of several gradients, and that of their mean: [2]."""
+        """Return the mean squared norm of several gradients, and the one of their mean: [2]."""
         training = self._training
         training.optimizer.zero_grad(set_to_none=True)
         for batch in islice(self._batches, micro_batches):

@@ -25,7 +25,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.updates import ParallelSection
 from raytrain_opt.errors import JobError, Problem
 from raytrain_opt.results import EvalTotals, TrainTotals
-from raytrain_opt.train.background import start_thread
+from raytrain_opt.threads import start_thread
 from raytrain_opt.train.gradient_noise import NoiseTracker, Pair, Scale
 from raytrain_opt.train.load_balance import LoadBalance, MeasuredShares
 from raytrain_opt.train.micro_batches import MicroBatches

@@ -25,8 +25,8 @@ from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.results import MAX_MISTAKES, Predictions
-from raytrain_opt.train.compilation import BACKENDS
 from raytrain_opt.train.data_parallel import reduce_sums
+from raytrain_opt.train.kernels import BACKENDS
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches

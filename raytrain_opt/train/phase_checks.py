@@ -1,11 +1,12 @@
-"""Compare what all ranks must hold alike, which an exchange of gradients alone does not ensure.
+"""Check at the end of a phase that parameters are updated, and that all ranks hold the same.
 
-Checksums of the bits are compared, so NaN equals NaN, and 0.0 differs from -0.0.
+An exchange of gradients alone does not ensure that. Checksums of the bits are compared, so NaN
+equals NaN, and 0.0 differs from -0.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from raytrain_opt.errors import JobError, Problem, listed
+from raytrain_opt.optim.factory import require_all_parameters
 from raytrain_opt.train.state import named_tensors
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -78,7 +80,7 @@ def compare_ranks(
 
 
 def _shown(name: str, parameters: Sequence[str | None]) -> str:
-    """Return the name of a tensor for a message; `parameters` are those of the optimizer."""
+    """Return the name of a tensor for a message; `parameters`: of the optimizer, in its order."""
     kind, _, rest = name.partition(".")
     if kind != "optimizer":
         return rest or "shapes or numbers of the optimizer"
@@ -108,3 +110,72 @@ def checksum(tensor: Tensor) -> Tensor:
 @cache
 def _odd_numbers(device: torch.device) -> Tensor:
     return 2 * 0x9E3779B97F4A7 * torch.arange(_CHUNK, device=device) + 1
+
+
+# As a multiple of the rounding of a parameter: a plain gradient step that is visible. Others stay
+# the same for good, such as biases before a BatchNorm layer, whose gradients are rounding errors.
+_VISIBLE = 1e3
+
+
+class UpdateCheck:
+    """Raises JobError for parameters that get a gradient, but no update, in one phase."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._before: list[tuple[str, nn.Parameter, Tensor]] = []
+        self._loss_is_checked = False
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Check the parameters that the first loss depends on, before its backward pass."""
+        if self._loss_is_checked:
+            return
+        self._loss_is_checked = True
+        require_all_parameters(self._optimizer, self._model)
+        known = {id(p) for p in self._model.parameters()}
+        others = [str(list(p.shape)) for p in _parameters_of(loss) if id(p) not in known]
+        if others:
+            rule = f"the loss depends on parameters outside the network; shapes: {listed(others)}"
+            hint = "make them attributes of the network, or freeze them: requires_grad_(False)"
+            raise JobError([Problem("task", rule, None, hint)])
+        # Only a class of the user's may leave parameters out that it has.
+        if not type(self._optimizer).__module__.startswith(("torch.", "raytrain_opt.")):
+            named = self._model.named_parameters()
+            self._before = [(name, p, p.detach().clone()) for name, p in named]
+
+    def end_phase(self) -> None:
+        """Check the phase by its last gradients."""
+        require_all_parameters(self._optimizer, self._model)
+        rates = {p: float(g["lr"]) for g in self._optimizer.param_groups for p in g["params"]}
+        untrained = [
+            name
+            for name, p, value in self._before
+            if torch.equal(p, value) and _has_visible_step(p, rates.get(p, 0.0))
+        ]
+        self._before = []
+        if untrained:
+            name = type(self._optimizer).__name__
+            rule = f"{name} does not change parameters that have a gradient: {listed(untrained)}"
+            hint = "train them in `step`, or freeze them: model.freeze"
+            raise JobError([Problem("optimizer.name", rule, None, hint)])
+
+
+def _has_visible_step(parameter: nn.Parameter, lr: float) -> bool:
+    gradient = parameter.grad
+    # A gradient scaler leaves out all updates of a step with a gradient that is not finite.
+    if gradient is None or not gradient.isfinite().all():
+        return False
+    rounding = torch.finfo(parameter.dtype).eps * parameter.detach().abs()
+    return bool((lr * gradient.abs() > _VISIBLE * rounding).any())
+
+
+def _parameters_of(loss: Tensor) -> Iterator[nn.Parameter]:
+    """Yield the parameters that a loss depends on."""
+    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(nodes)
+    for node in nodes:  # which grows
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            yield leaf
+        inputs = {n: None for n, _ in node.next_functions if n is not None and n not in seen}
+        seen.update(inputs)
+        nodes += inputs

@@ -12,8 +12,7 @@ from torch import nn
 
 from raytrain_opt.config.load import dump_job, parse_job
 from raytrain_opt.config.schema import Compile
-from raytrain_opt.train.compilation import BACKENDS, compile_model
-from raytrain_opt.train.precision import autocast_dtype, choose_kernels
+from raytrain_opt.train.kernels import BACKENDS, autocast_dtype, choose_kernels, compile_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
