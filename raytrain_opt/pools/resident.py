@@ -133,6 +133,9 @@ class Group(Protocol):
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on the first rank; on the others nothing."""
 
+    def all(self, flag: bool) -> bool:
+        """Return whether the flag is true on all ranks."""
+
     def share(self, values: Sequence[int]) -> list[Sequence[int]]:
         """Let the first rank know values; return the latest of all ranks there, without waiting.
 
@@ -152,6 +155,10 @@ class Alone:
     def gather(self, value: T) -> list[T]:
         """Return the value in a list."""
         return [value]
+
+    def all(self, flag: bool) -> bool:
+        """Return the flag."""
+        return flag
 
     def share(self, values: Sequence[int]) -> list[Sequence[int]]:
         """Return the values in a list."""
@@ -304,12 +311,12 @@ class CommandLoop:
     def _on_step(self, number: int, command: Command) -> OnStep:
         # The ranks' parts of an evaluation may have different numbers of batches.
         looks = self.group.size == 1 or not isinstance(command, Evaluate)
-        look, looked_s, distance = Look(), monotonic_s(), 1
+        look, looked_s, distance = Look(next_step=int(self.group.size > 1)), monotonic_s(), 1
 
         def look_at(done: int) -> Look:
             nonlocal looked_s, distance
             now_s = monotonic_s()
-            if self.group.size > 1 and done:
+            if self.group.size > 1:
                 distance = next_distance(distance, now_s - looked_s)
             looked_s = now_s
             return Look(self._closed.is_set(), self._stopping == number, done + distance)
@@ -365,7 +372,7 @@ class CommandLoop:
 def next_distance(distance: int, elapsed_s: float) -> int:
     """Return the number of steps until the next look; `distance` steps took `elapsed_s`."""
     due = int(distance * _LOOK_INTERVAL_S / max(elapsed_s, 1e-9))
-    return max(1, min(2 * distance, due))
+    return max(1, min(8 * distance, due))
 
 
 def peer_failure_grace_s(world_size: int, local_world_size: int) -> float:

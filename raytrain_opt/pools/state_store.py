@@ -60,7 +60,7 @@ class GroupObjectStore(ObjectStore):
         state: TrainingState | None = None
         with suppress(ray.exceptions.ObjectLostError):
             state = super().get(ref)
-        is_there = self._group.broadcast(all(self._group.gather(state is not None)))
+        is_there = self._group.all(state is not None)
         if state is None or not is_there:
             raise ray.exceptions.ObjectLostError(ref.id, None, "")
         return state

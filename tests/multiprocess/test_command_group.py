@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.support.process_group import run_ranks
 
 RANKS = 3
+SIZES = (0, 1, 4000, 4100, 10**6)  # of messages, which have room for 4 KiB in the first part
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
@@ -26,8 +27,9 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     group = CommandGroup(pickle.dumps)
     group.share((0,))
-    heard = [group.broadcast(f"command {n}" if rank == 0 else None) for n in range(2)]
-    gathered = group.gather({"rank": rank})
+    heard = [group.broadcast("x" * n if rank == 0 else None) for n in SIZES]
+    gathered = [group.gather({"rank": rank, "content": "x" * n * rank}) for n in SIZES]
+    agreed = group.all(True), group.all(rank != 1)
     group.share((7, rank))
     waiting = threading.Thread(target=group.broadcast, args=(None,), daemon=True)
     if rank:
@@ -37,6 +39,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     results: dict[str, Any] = {
         "heard": heard,
         "gathered": gathered,
+        "agreed": agreed,
         "shared": group.share((7, rank)),
     }
     torch.save(results, folder / f"rank-{rank}.pt")
@@ -52,7 +55,10 @@ def test_the_first_rank_tells_all_and_hears_of_all(
     monkeypatch.setenv("COMMAND_GROUP_PORT", str(port))
     first, *others = run_ranks("tests.multiprocess.test_command_group", RANKS, tmp_path / "ranks")
     for results in (first, *others):
-        assert results["heard"] == ["command 0", "command 1"]
-    assert first["gathered"] == [{"rank": rank} for rank in range(RANKS)]
+        assert results["heard"] == ["x" * size for size in SIZES]
+        assert results["agreed"] == (True, False)
+    assert first["gathered"] == [
+        [{"rank": rank, "content": "x" * size * rank} for rank in range(RANKS)] for size in SIZES
+    ]
     assert [tuple(values) for values in first["shared"]] == [(7, rank) for rank in range(RANKS)]
-    assert [(r["gathered"], r["shared"]) for r in others] == [([], [])] * 2
+    assert [(r["gathered"], r["shared"]) for r in others] == [([[]] * len(SIZES), [])] * 2

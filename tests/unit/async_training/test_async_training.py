@@ -226,15 +226,6 @@ def test_loader_processes_claim_ahead_and_no_worker_waits_forever(bound: int) ->
     assert server.scheduler.staleness.max <= bound
 
 
-def test_it_learns(digits: DatasetArrays) -> None:
-    async_job = job(model={"name": "small_cnn", "args": {"width": 8}})
-    learner, state = trained_learner(async_job, digits)
-    before = learner.evaluate("test").loss
-    final_state, _, _ = asynchronous(async_job, digits, state, None)
-    learner.load(final_state)
-    assert learner.evaluate("test").loss < before
-
-
 def test_a_worker_that_stops_does_not_stop_the_others(digits: DatasetArrays) -> None:
     threads, async_job = threading.active_count(), job()
     learner, state = trained_learner(async_job, digits)
