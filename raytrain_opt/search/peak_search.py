@@ -246,7 +246,7 @@ class PeakSearch:
         if self.peak_factor != 1:
             center += _PER_DECADE * math.log10(self.peak_factor)
             reason = f"{self.peak_factor:g} x the {reason}"
-        usual = self._usual_point(rounds, hardly.val_loss)
+        usual = self._usual_point(_Trials.of(rounds, COARSE))
         if usual is not None:
             center += (usual - center) * _USUAL_STEPS / (_USUAL_STEPS + steps)
             reason += f", drawn to the usual rate {self.usual_lr:g}"
@@ -255,13 +255,14 @@ class PeakSearch:
             trials.alive[nearest], point_to_lr(center), f"{reason}, in {steps} steps"
         )
 
-    def _usual_point(self, rounds: Sequence[Decision], untrained: float) -> float | None:
-        """Return the usual rate's point, unless coarse candidates near it say that it is bad."""
+    def _usual_point(self, coarse: _Trials) -> float | None:
+        """Return the usual rate's point, unless it is worse than hardly to train at all."""
         if self.usual_lr is None:
             return None
-        usual, coarse = _PER_DECADE * math.log10(self.usual_lr), _Trials.of(rounds, COARSE)
+        usual = _PER_DECADE * math.log10(self.usual_lr)
         near = [p for p in coarse.tried if 2 * abs(p - usual) <= _SPACING[COARSE]]
-        limit = untrained + TOLERANCE * abs(untrained)
+        least = coarse.loss(min(coarse.alive))
+        limit = least + TOLERANCE * abs(least)
         is_bad = bool(near) and all(p in coarse.failed or coarse.loss(p) > limit for p in near)
         return None if is_bad else usual
 
