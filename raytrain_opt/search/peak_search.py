@@ -15,8 +15,9 @@ log rates, weighted by a power of their gain. The gain is how much lower their l
 a rate a decade below in few steps, which hardly trains. The best single candidate is a worse
 choice: trainings of one rate on other batches differ by more than trainings of neighboring rates,
 and the mean averages that out. A candidate that diverged has no gain, so it needs no rule of its
-own. The policy makes the peak smaller for some networks (`peak_factor`). The optimizer's usual rate
-counts as some more steps of candidates: the fewer these have, the less they say of a training.
+own. The policy makes the peak smaller for some networks (`peak_factor`). The optimizer's usual
+rate counts as some more steps of candidates: the fewer these have, the less they say of a
+training.
 
 Sources: Wu et al., ICLR 2018 (short-horizon bias); the trials that compared rules are ours
 (benchmarks/RESULTS.md).
