@@ -155,6 +155,7 @@ def run(
 @main.command("find-batch-size")
 @_job_file
 @_overrides
+@click.option("--fresh", is_flag=True, hidden=True, expose_value=False)  # every search is one
 @_address
 @_verbose
 def find_batch_size(job_file: str, overrides: tuple[str, ...], **options: Any) -> None:
