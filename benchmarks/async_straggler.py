@@ -69,14 +69,14 @@ def balanced(args: argparse.Namespace) -> dict[str, Any]:
 def throughput(args: argparse.Namespace) -> dict[str, Any]:
     """Measure asynchronous and synchronous training."""
     cases = {case: CASES[case] for case in ("slow", "even")}
-    job = job_of(args.workers, args.shards)
+    job = job_of(args.workers)
     clocks = {
         name: [partial(case(rank, args.workers, args.share_s), 1) for rank in range(args.workers)]
         for name, case in cases.items()
     }
     ratios: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(args.repeats):
-        with ray_session(None, verbose=False), worker_processes(job) as running:
+        with ray_session(None, verbose=False), worker_processes(job, args.shards) as running:
             async_s = {n: asynchronous(*running, args.steps, clocks[n]) for n in cases}
         runs = [Run("sync", case) for case in cases.values()]
         results = measure(runs, args.workers, args.steps, args.share_s, samples_per_worker=1)

@@ -50,8 +50,8 @@ candidate's, divided by those of one training; samples that are only scored do n
 without the start of processes, imports, building the network, reading data, and evaluating on the
 test split. `reach_*`: the same until the first epoch that is as good as the final one of the
 cosine from the customary rate with the same seed, on a part of the test split of about 2,500
-images that is evaluated after each epoch: a noisy measure; means over the `reached` seeds. Where one of several trainings is chosen, the others are counted
-first.
+images that is evaluated after each epoch: a noisy measure; means over the `reached` seeds. Where
+one of several trainings is chosen, the others are counted first.
 
 `summary`: differences in points and `ours_samples_ratio` (trainings of ours), means over the
 tasks, then by task. The oracle is the better of the cosine's and the linear's.

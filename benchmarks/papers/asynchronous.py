@@ -21,8 +21,8 @@ speedup     images per second relative to one worker that only computes. The pap
                          of the repetitions
 ensemble    errors of trainings with several seeds, and of their ensemble, by
             `raytrain-opt evaluate --ensemble`: ResNet-8 (width 8), 3,072 images of CIFAR-100 (100
-            classes) at 16 x 16, batch 96, momentum SGD, an epoch of warm-up, then linear decay from 0.1. The paper has
-            13.89 % (top 5) on ImageNet for its ensemble, and no members.
+            classes) at 16 x 16, batch 96, momentum SGD, an epoch of warm-up, then linear decay
+            from 0.1. The paper has 13.89 % (top 5) on ImageNet for its ensemble, and no members.
 
 `--quick`: two worker processes, once, two seeds of 8 epochs, 5 minutes; `--full`: up to 16, three
 repetitions, three seeds of 24, half an hour. `--plot FILE` draws the speed against the workers.
@@ -64,7 +64,6 @@ HARDWARE = {
     "V100, 25 Gbit/s": (0.25, 25.0),
     "newer, 100 Gbit/s": (0.1, 100.0),
 }
-SLEEP_S, STEPS, SEEDS = 1.0, 15, 3
 TASK = Task("cifar100_fine_16", "cifar100_fine", 16, 3072, 96, batch=96)
 SCHEDULE = {
     "policy": "schedule",
@@ -73,10 +72,10 @@ SCHEDULE = {
     "final": 0.0,
     "warmup": {"epochs": 1, "lr": 0.01, "shape": "linear"},
 }
+SLEEP_S, STEPS, SEEDS, SHARDS = 1.0, 15, 3, 2
 SMALL_NETWORK = (
     "model={name: resnet8, args: {width: 64}}",
     "data={name: digits}",
-    "parallel.shards=2",
 )
 
 
@@ -125,7 +124,7 @@ def simulated(seconds: float, gbit_per_s: float, costs: Costs) -> dict[int, dict
 
     def speedup(count: int, seed: int) -> float:
         size = (weights, gradients)
-        shards = job.parallel.shards or nodes_of(count)  # the default
+        shards = nodes_of(count)  # as in a run
         return count * efficiency(count, seconds, gbit_per_s, shards, costs, *size, seed)
 
     return {
@@ -137,7 +136,7 @@ def simulated(seconds: float, gbit_per_s: float, costs: Costs) -> dict[int, dict
 def measured(workers: int, repeats: int) -> dict[str, float]:
     """Return the speedup of so many processes."""
     job = job_of(workers, *SMALL_NETWORK)
-    with ray_session(None, verbose=False), worker_processes(job) as running:
+    with ray_session(None, verbose=False), worker_processes(job, SHARDS) as running:
         clocks = [lambda: SLEEP_S] * workers
         durations_s = [asynchronous(*running, STEPS, clocks) for _ in range(repeats)]
     return low_mean_high([workers * STEPS * SLEEP_S / seconds for seconds in durations_s])

@@ -47,7 +47,7 @@ def test_a_slow_network_and_software_make_many_workers_less_efficient() -> None:
 
 
 def test_a_sleeping_learner_is_trained_by_the_real_loop() -> None:
-    learner: Any = Sleeper(job_of(1, 2), lambda: 0.0)
+    learner: Any = Sleeper(job_of(1), lambda: 0.0)
     trainer = AsyncTrainer(learner, 2)
     parts = split_parameters(learner.model, 2)
     weights = [torch.zeros(sum(p.numel() for p in part)) for part in parts]
