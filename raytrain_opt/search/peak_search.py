@@ -15,9 +15,9 @@ log rates, weighted by a power of their gain. The gain is how much lower their l
 a rate a decade below in few steps, which hardly trains. The best single candidate is a worse
 choice: trainings of one rate on other batches differ by more than trainings of neighboring rates,
 and the mean averages that out. A candidate that diverged has no gain, so it needs no rule of its
-own. The policy makes the peak smaller for some networks (`peak_factor`). The optimizer's usual
-rate counts as some more steps of candidates: the fewer these have, the less they say of a
-training.
+own. The policy makes the peak smaller for some networks (`peak_factor`). Short candidates bear
+rates that a training does not, so the optimizer's usual rate, if it is lower, counts as some more
+of their steps.
 
 Sources: Wu et al., ICLR 2018 (short-horizon bias); the trials that compared rules are ours
 (benchmarks/RESULTS.md).
@@ -45,7 +45,8 @@ TOLERANCE = 0.02
 # The weight of a fine candidate is this power of its gain.
 _GAIN_POWER = 4
 
-# The usual rate counts as this many steps of a candidate, in the mean of the logarithms.
+# A usual rate below the peak counts as this many steps of a candidate, in the mean of the
+# logarithms.
 _USUAL_STEPS = 8
 
 # Steps of a fine candidate where the budget allows; with fewer, single rates are unreliable.
@@ -229,7 +230,7 @@ class PeakSearch:
         )
 
     def _choose_peak(self, trials: _Trials, rounds: Sequence[Decision]) -> PeakChoice:
-        """Return `peak_factor` times the rate at the weighted mean, drawn to the usual rate."""
+        """Return `peak_factor` times the weighted mean of the rates, drawn down to the usual."""
         hardly, steps, best = hardly_trained(rounds), rounds[-1].steps, trials.largest(0.0)
         assert hardly is not None
         gains = {p: max(0.0, hardly.val_loss - trials.loss(p)) for p in trials.alive}
@@ -247,25 +248,14 @@ class PeakSearch:
         if self.peak_factor != 1:
             center += _PER_DECADE * math.log10(self.peak_factor)
             reason = f"{self.peak_factor:g} x the {reason}"
-        usual = self._usual_point(_Trials.of(rounds, COARSE))
-        if usual is not None:
+        usual = math.inf if self.usual_lr is None else _PER_DECADE * math.log10(self.usual_lr)
+        if usual < center:
             center += (usual - center) * _USUAL_STEPS / (_USUAL_STEPS + steps)
-            reason += f", drawn to the usual rate {self.usual_lr:g}"
+            reason += f", drawn down to the usual rate {self.usual_lr:g}"
         nearest = min(trials.alive, key=lambda point: abs(point - center))
         return PeakChoice(
             trials.alive[nearest], point_to_lr(center), f"{reason}, in {steps} steps"
         )
-
-    def _usual_point(self, coarse: _Trials) -> float | None:
-        """Return the usual rate's point, unless it is worse than hardly to train at all."""
-        if self.usual_lr is None:
-            return None
-        usual = _PER_DECADE * math.log10(self.usual_lr)
-        near = [p for p in coarse.tried if 2 * abs(p - usual) <= _SPACING[COARSE]]
-        least = coarse.loss(min(coarse.alive))
-        limit = least + TOLERANCE * abs(least)
-        is_bad = bool(near) and all(p in coarse.failed or coarse.loss(p) > limit for p in near)
-        return None if is_bad else usual
 
 
 def hardly_trained(rounds: Sequence[Decision]) -> CandidateResult | None:
