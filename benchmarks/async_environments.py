@@ -23,6 +23,7 @@ from random import Random
 from benchmarks.async_simulation import Network, NoNetwork, Seconds, Simulation
 from raytrain_opt.async_training.granularity import Granularity
 from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
+from raytrain_opt.results import Steps
 from raytrain_opt.train.micro_batches import choose_split, split_by_speed, usual_splits
 
 WAYS = ("sync", "without slow", "backup", "balanced", "async")
@@ -112,7 +113,7 @@ def _epoch_s(
     """Return the simulated seconds of an asynchronous epoch."""
     workers, split = environment.workers, granularity.split
     simulation = Simulation(
-        EpochPhase("1.0", 1, 0, (0.1,) * steps, workers * split, None),
+        EpochPhase("1.0", 1, Steps(0, (0.1,) * steps), workers * split, None),
         workers,
         lambda worker: seconds(worker) / split,
         environment.network(),

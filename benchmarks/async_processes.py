@@ -41,7 +41,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.models import build_model
 from raytrain_opt.optim.factory import build_optimizer
-from raytrain_opt.results import AsyncWorkerMetrics, BufferUpdates
+from raytrain_opt.results import AsyncWorkerMetrics, BufferUpdates, Steps
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState, to_cpu_state
 
@@ -205,7 +205,7 @@ def asynchronous(
     `clocks`: of each worker's micro-batches, `split` per worker and step.
     """
     micro_batches = split * len(workers)
-    phase = EpochPhase(f"{monotonic_s()}", 1, 0, (0.01,) * steps, micro_batches, None)
+    phase = EpochPhase(f"{monotonic_s()}", 1, Steps(0, (0.01,) * steps), micro_batches, None)
     ray.get(handles.coordinator.begin.remote(phase, handles.shards, [state]))
     ray.get([shard.load.remote(phase, [state]) for shard in handles.shards])
     reports: list[AsyncWorkerMetrics] = ray.get(
@@ -294,7 +294,7 @@ def simulated_steps_s(
         bytes_per_s = size / (place.message_s * unit_s)
     for way, split in ASYNC.items():
         link = Network(links, shards, size, size, bytes_per_s, costs)
-        phase = EpochPhase("1.0", 1, 0, (0.1,) * steps, split * place.workers, None)
+        phase = EpochPhase("1.0", 1, Steps(0, (0.1,) * steps), split * place.workers, None)
         clock = place.clock(0)
 
         def next_s(worker: int, clock: Any = clock, split: int = split) -> float:

@@ -54,6 +54,7 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.models import build_model
 from raytrain_opt.optim.schedules import build_schedule
 from raytrain_opt.recording.recorder import versions
+from raytrain_opt.results import Steps
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -155,7 +156,7 @@ class _SyncRun:
         self, epoch: int, lrs: tuple[float, ...], way: str, environment: Environment
     ) -> tuple[int, ...]:
         """Train one epoch; no gradient is stale."""
-        self.learner.train(epoch, 0, lrs, computed(way, environment))
+        self.learner.train(epoch, Steps(0, lrs), computed(way, environment))
         return ()
 
     def accuracy(self) -> float:
@@ -207,7 +208,7 @@ class _AsyncRun:
     ) -> tuple[int, ...]:
         """Train one epoch; return the number of its gradients by staleness."""
         split, seconds = self.granularity.split, environment.clock(epoch)
-        phase = EpochPhase(f"{epoch}", epoch, 0, lrs, environment.workers * split, None)
+        phase = EpochPhase(f"{epoch}", epoch, Steps(0, lrs), environment.workers * split, None)
         for shard in self.shards:
             shard.load(self.state, phase)
         for trainer in self.trainers:

@@ -37,6 +37,7 @@ from benchmarks.in_process import WHOLE, Outcome, Point, Reporter, open_learner
 from raytrain_opt.clock import monotonic_s
 from raytrain_opt.config.schema import Job
 from raytrain_opt.optim.epoch_steps import EpochSteps
+from raytrain_opt.results import Steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import History, TrainEpoch
 
@@ -73,7 +74,7 @@ class Trial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         self.epoch += 1
         reporter = Reporter(self.learner, self.job)
-        totals = self.learner.train(self.epoch, 0, self._lrs(), WHOLE)
+        totals = self.learner.train(self.epoch, Steps(0, self._lrs()), WHOLE)
         reporter.look(totals.samples, self.epoch)
         scored = self.learner.evaluate("validation")
         return {
@@ -90,7 +91,7 @@ class Trial(tune.Trainable):
             return (self.lr,) * self.steps
         action = build_policy(self.job, EpochSteps(self.steps)).next(self.epoch, History())
         assert isinstance(action, TrainEpoch)
-        return action.lrs
+        return action.steps.lrs
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
         return {"epoch": self.epoch, "state": self.learner.state(copy=True)}

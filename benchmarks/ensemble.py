@@ -49,7 +49,7 @@ def train(
     for epoch in range(1, epochs + 1):
         action = policy.next(epoch, History())
         assert isinstance(action, TrainEpoch)
-        learner.train(epoch, 0, action.lrs, MicroBatches(range(1), 1))
+        learner.train(epoch, action.steps, MicroBatches(range(1), 1))
         if epoch > epochs - kept:
             predictions.append(predict(learner))
     return predictions

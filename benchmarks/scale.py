@@ -72,13 +72,13 @@ from raytrain_opt.pools.relay import Relay, Upstream, relay_levels
 from raytrain_opt.pools.resident import CommandLoop, describe_this_process
 from raytrain_opt.pools.state_store import RayStateStore
 from raytrain_opt.recording.recorder import versions
-from raytrain_opt.results import TrainTotals
+from raytrain_opt.results import Steps, TrainTotals
 
 T = TypeVar("T")
 
 # A main training of this many steps, and a reply to it, as in a run.
 STEPS = 500
-COMMAND = MainTrain(StateRef("1.500", None), 1, 0, (0.1,) * STEPS)
+COMMAND = MainTrain(StateRef("1.500", None), 1, Steps(0, (0.1,) * STEPS))
 TIMINGS_S = dict.fromkeys(("load_s", "data_wait_s", "compute_s", "average_s", "hand_over_s"), 0.25)
 PARALLEL: dict[str, object] = {
     "backend": "nccl",

@@ -18,7 +18,7 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.pools.handler import LearnerHandler
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.results import TrainTotals
+from raytrain_opt.results import Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -115,20 +115,13 @@ class CandidateTrainer(LearnerHandler):
         self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]
     ) -> TrainTotals:
         totals = self.learner.train(
-            plan.epoch,
-            0,
-            self._lrs(plan, candidate),
-            self._micro_batches,
-            on_step,
-            candidate.weight_decay_factor,
-            candidate.optimizer,
-            search=True,
+            plan.epoch, self._steps(plan, candidate), self._micro_batches, on_step, search=True
         )
         self.learner.sync_batch_norm_stats(fresh=plan.fresh_statistics)
         return totals
 
-    def _lrs(self, plan: TryCandidates, candidate: Candidate) -> Sequence[float]:
-        return candidate.lrs(plan)
+    def _steps(self, plan: TryCandidates, candidate: Candidate) -> Steps:
+        return candidate.steps(plan)
 
     def _send_candidate_state(
         self, command: SendCandidateState, on_step: OnStep
@@ -181,6 +174,8 @@ class Slot(CandidateTrainer):
         indices = range(1 if candidate_batch == "local" else count)
         super().__init__(learner, index, states, MicroBatches(indices, count))
 
-    def _lrs(self, plan: TryCandidates, candidate: Candidate) -> Sequence[float]:
+    def _steps(self, plan: TryCandidates, candidate: Candidate) -> Steps:
         computed, count = len(self._micro_batches.indices), self._micro_batches.count
-        return [scale_lr("linear", lr, count, computed) for lr in candidate.lrs(plan)]
+        steps = candidate.steps(plan)
+        lrs = tuple(scale_lr("linear", lr, count, computed) for lr in steps.lrs)
+        return replace(steps, lrs=lrs)

@@ -55,16 +55,16 @@ class Worker(CandidateTrainer):
 
     def _reply_for_steps_done(self, command: MainTrain) -> MainTrainReply | None:
         totals = self.learner.end_broken_phase()
-        if totals is None or totals.steps == len(command.lrs):
+        if totals is None or totals.steps == len(command.steps.lrs):
             return None
         stopwatch = Stopwatch()
         with stopwatch.measure("hand_over_s"):
-            ref = self._send_state(f"{command.epoch}.{command.first_step + totals.steps}")
+            ref = self._send_state(_state_id(command, totals.steps))
         return MainTrainReply(totals, None, stopwatch.timings_s, ref, self._describe_parallel())
 
     def _main_train(self, command: MainTrain, on_step: OnStep) -> MainTrainReply:
         stopwatch = Stopwatch()
-        timings_s, total = stopwatch.timings_s, len(command.lrs)
+        timings_s, total = stopwatch.timings_s, len(command.steps.lrs)
         digest: Future[str] | None = None
         with stopwatch.measure("load_s"):
             if self._load(command.state) or self._live_candidate is not None:
@@ -72,21 +72,14 @@ class Worker(CandidateTrainer):
                 digest = self._hasher.submit(self.learner.state(copy=True).digest)
         self._forget_candidates()
         totals = self.learner.train(
-            command.epoch,
-            command.first_step,
-            command.lrs,
-            self._micro_batches,
-            on_step=lambda done: on_step(done, total),
-            weight_decay_factor=command.weight_decay_factor,
-            optimizer=command.optimizer,
-            held_out=command.held_out,
+            command.epoch, command.steps, self._micro_batches, lambda done: on_step(done, total)
         )
         timings_s["data_wait_s"] = totals.data_wait_s
         timings_s["compute_s"] = totals.duration_s - totals.data_wait_s
         with stopwatch.measure("average_s"):
             self.learner.sync_batch_norm_stats()
             totals = sum_over_ranks(totals, self.learner.device)
-        self._live_id = f"{command.epoch}.{command.first_step + totals.steps}"
+        self._live_id = _state_id(command, totals.steps)
         with stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
         loaded_sha256 = None if digest is None else digest.result()
@@ -113,6 +106,10 @@ class Worker(CandidateTrainer):
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals:
         totals = self._evaluate_part(command, self.index, self.world_size, on_step)
         return sum_over_ranks(totals, self.learner.device)
+
+
+def _state_id(command: MainTrain, done: int) -> str:
+    return f"{command.epoch}.{command.steps.first + done}"
 
 
 def _describe_step(learner: Learner) -> dict[str, object]:

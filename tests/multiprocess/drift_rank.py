@@ -24,6 +24,7 @@ from raytrain_opt.errors import JobError
 from raytrain_opt.pools.commands import Pretrain
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.worker import Worker
+from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train import replicas
 from raytrain_opt.train.data_parallel import Parallel, distribute
@@ -126,7 +127,7 @@ def train(world_size: int, lr: float = 0.01, **changes: Any) -> tuple[str, str, 
     learner = build(world_size, **changes)
     own = MicroBatches.for_rank(rank(), [1.0] * world_size, world_size)
     try:
-        learner.train(1, 0, (lr,) * 4, own)
+        learner.train(1, Steps(0, (lr,) * 4), own)
         learner.sync_batch_norm_stats()
     except JobError as error:
         return str(error), "", 0

@@ -33,6 +33,7 @@ from raytrain_opt.models import build_model
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.search.fixed_schedule import RecordedSchedule
 from raytrain_opt.train.learner import Learner
+from tests.support.synthetic_runs import write_schedule
 
 OURS = {"policy": "stpt_horizon"}
 EPOCHS = 4
@@ -121,7 +122,7 @@ def test_stpt_pays_for_its_candidates_once(setting: Setting) -> None:
 
 
 def test_the_search_affects_the_weights_only_through_the_rates_it_chose(
-    setting: Setting,
+    setting: Setting, tmp_path: Path
 ) -> None:
     """Replaying the chosen rates gives the same weights, bit by bit."""
     section = {"policy": "stpt", "candidates": [0.5, 2.0], "alpha": 3, "initial": 0.05}
@@ -134,9 +135,9 @@ def test_the_search_affects_the_weights_only_through_the_rates_it_chose(
     train(searched)
     ends = [searched.steps.before(epoch) for epoch in range(1, EPOCHS + 2)]
     lrs = tuple(searched.lrs[first:end] for first, end in pairwise(ends))
-    no = (False,) * EPOCHS
-    recorded = RecordedSchedule(lrs, (1.0,) * EPOCHS, tuple(map(len, lrs)), (0,) * EPOCHS, no)
-    replayed.policy = recorded.policy(EPOCHS, replayed.steps)
+    schedule = tmp_path / "schedule.jsonl"
+    write_schedule(schedule, *lrs)
+    replayed.policy = RecordedSchedule.parse(schedule.read_text(), "it")
     train(replayed)
     assert len(set(searched.lrs)) > 1
     ends = [run.reporter.learner.state(copy=True).digest() for run in (searched, replayed)]

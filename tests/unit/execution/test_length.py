@@ -36,7 +36,7 @@ class FakeTraining:
         self.optimizers: list[int] = []
 
     def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
-        steps = len(command.lrs)
+        steps = len(command.steps.lrs)
         duration_s = steps * STEPS_S[command.optimizer]
         self.now_s += duration_s + OTHER_S
         self.optimizers.append(command.optimizer)

@@ -19,10 +19,11 @@ from raytrain_opt.pools.commands import Close, Evaluate, MainTrain, Reply, Resid
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.node_socket import unpack
 from raytrain_opt.pools.relay import Relay
+from raytrain_opt.results import Steps
 from tests.unit.pools.test_relay import Handle
 
 T = TypeVar("T")
-COMMAND = MainTrain(StateRef("1.500", "the reference", "abc", "node"), 2, 0, (0.1, 0.2))
+COMMAND = MainTrain(StateRef("1.500", "the reference", "abc", "node"), 2, Steps(0, (0.1, 0.2)))
 RESIDENT = Resident("worker", 0, "node", 1, "log")
 
 
@@ -92,7 +93,7 @@ def test_replies_go_up_and_commands_come_down_with_the_names_of_their_states() -
         running.run(running.box.post("worker", 2, COMMAND))
         number, command = unpack(connection.recv_bytes(), lambda i: fetched.append(i) or "ref")
         assert isinstance(command, MainTrain)
-        assert (number, command.lrs, command.state.id) == (2, (0.1, 0.2), "1.500")
+        assert (number, command.steps.lrs, command.state.id) == (2, (0.1, 0.2), "1.500")
         assert (command.state.sha256, command.state.node_id) == ("abc", "node")
         assert fetched == []
         assert (command.state.ref(), fetched) == ("ref", ["1.500"])

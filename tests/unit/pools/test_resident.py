@@ -39,6 +39,7 @@ from raytrain_opt.pools.commands import (
 )
 from raytrain_opt.pools.mailbox import Mailbox
 from raytrain_opt.pools.resident import CommandLoop, peer_failure_grace_s
+from raytrain_opt.results import Steps
 
 T = TypeVar("T")
 
@@ -248,7 +249,7 @@ def test_a_lost_connection_between_workers_ends_the_process_not_the_run() -> Non
     with pytest.raises(RuntimeError, match="Read error"):
         run(Echo(act), mailbox=mailbox)
     assert mailbox.replies == []
-    mailbox = FakeMailbox(deque([MainTrain(StateRef("1", None), 1, 0, (0.1,))]))
+    mailbox = FakeMailbox(deque([MainTrain(StateRef("1", None), 1, Steps(0, (0.1,)))]))
     with pytest.raises(RuntimeError, match="Read error"):
         run(Echo(act), mailbox=mailbox)
     assert mailbox.replies == ["part of main_train"]
@@ -332,7 +333,7 @@ def test_workers_that_are_to_stop_early_stop_before_the_same_step(when_s: float)
         mailbox: Any = MailboxOf(thread, resident)
         CommandLoop(mailbox, resident, 60.0, 0.0).run(Trainer())
 
-    thread.call(thread.box.post("worker", 1, MainTrain(StateRef("1", None), 1, 0, ())))
+    thread.call(thread.box.post("worker", 1, MainTrain(StateRef("1", None), 1, Steps(0, ()))))
     with ThreadPoolExecutor(workers) as pool:
         lives = [pool.submit(work, rank) for rank in range(workers)]
         assert begun.wait(20)

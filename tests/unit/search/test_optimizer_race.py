@@ -158,7 +158,7 @@ def test_schedule_free_keeps_its_rate_and_the_others_let_it_fall() -> None:
         action = policy().next(epoch, history)
         assert isinstance(action, TrainEpoch)
         assert action.optimizer == SCHEDULE_FREE
-        assert action.lrs[-1] == pytest.approx(1.0, rel=0.1)
+        assert action.steps.lrs[-1] == pytest.approx(1.0, rel=0.1)
 
 
 @pytest.mark.parametrize("optimizers", [AUTO, AUTO[:1]])
@@ -227,7 +227,7 @@ def test_without_steps_to_search_the_preferred_optimizer_trains_at_its_usual_rat
     assert isinstance(action, TrainEpoch)
     assert action.optimizer == 0
     # The rise of the first two of 20 steps: 0.25 and 0.75 of the peak.
-    assert action.lrs[0] == pytest.approx((optimizers[0].usual_lr or 0) * 0.5 / 4)
+    assert action.steps.lrs[0] == pytest.approx((optimizers[0].usual_lr or 0) * 0.5 / 4)
 
 
 def test_the_preferred_optimizer_stays_where_none_is_better_by_more_than_noise() -> None:
