@@ -14,10 +14,9 @@ from matplotlib.figure import Figure
 
 from raytrain_opt.errors import JobError, RecordError
 from raytrain_opt.report import write_report
-from raytrain_opt.report.axes import plain_log
-from raytrain_opt.report.plots import Cell, Table
+from raytrain_opt.report.learning_rate_plots import search_plots
+from raytrain_opt.report.plots import Cell, Table, plain_log
 from raytrain_opt.report.run_reader import read_run
-from raytrain_opt.report.search_plot import search_plots
 from tests.support.synthetic_runs import (
     epoch_line,
     evaluation,
@@ -101,10 +100,7 @@ def test_every_plot_is_in_the_page_and_beside_it(complete_run: Path) -> None:
 
 def test_tables_hold_the_data(complete_run: Path) -> None:
     page = read(f"{complete_run}/report.html")
-    names = {
-        "rounds", "probes", "processes", "epochs", "staleness", "events",
-        "classes", "confusions",
-    }  # fmt: skip
+    names = {"rounds", "probes", "processes", "epochs", "staleness", "events", "classes"}
     assert {table["id"] for table in page.all("table")} == {f"table-{name}" for name in names}
     assert len(page.all("caption")) == len(names)
     assert all(head["scope"] == "col" for head in page.all("th"))
@@ -126,8 +122,6 @@ def test_predictions_are_shown_by_class_confusion_and_confidence(complete_run: P
     page = read(f"{complete_run}/report.html")
     worst = ["class 8", "20", "80.0 %", "84.2 %", "class 9 (4)", "class 9", "20", "80.0 %"]
     assert texts_after(page, "All classes by accuracy", 13)[5:] == worst
-    confusions = ["class 8", "class 9", "4", "20.0 %", "class 9", "class 0", "4", "20.0 %"]
-    assert texts_after(page, "The most frequent confusions", 12)[4:] == confusions
     assert "Predictions on the 200 test samples after epoch 6." in page.text
     images = page.all("img")
     assert len(images) == 12
@@ -426,7 +420,7 @@ def test_losses_below_zero_are_in_the_plots_of_the_search(
         painted.append(Figure().add_subplot())
         paint(painted[-1])
 
-    monkeypatch.setattr("raytrain_opt.report.search_plot.draw", draw)
+    monkeypatch.setattr("raytrain_opt.report.learning_rate_plots.draw", draw)
     line = race_line(0, "AdamW", 9)
     for candidate, loss in zip(line["candidates"], (-3.0, -2.8, 5.0), strict=True):
         candidate.update(val_loss=loss)

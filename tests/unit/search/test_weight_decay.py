@@ -98,7 +98,7 @@ def test_candidates_train_without_it_and_epochs_with_their_own() -> None:
     for epoch, loss in enumerate((1.6, 1.2, 0.4), start=1):
         action = searching.next(epoch, history)
         assert isinstance(action, TrainEpoch)
-        assert action.optimizer == 0
+        assert action.steps.optimizer == 0
         decays.append(action.steps.weight_decay_factor)
         history = history.after_epoch(EpochLosses(loss))
     assert decays[0] == 0
