@@ -21,8 +21,7 @@ from functools import cache
 from random import Random
 
 from benchmarks.async_simulation import Network, NoNetwork, Seconds, Simulation
-from raytrain_opt.async_training.granularity import Granularity
-from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
+from raytrain_opt.async_training.scheduler import EpochPhase, Granularity, MicroBatchDone
 from raytrain_opt.train.micro_batches import choose_split, split_by_speed, usual_splits
 
 WAYS = ("sync", "without slow", "backup", "balanced", "async")

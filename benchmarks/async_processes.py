@@ -153,8 +153,8 @@ class FastestGradients:
         return await self.ended(step)
 
 
-def job_of(workers: int, shards: int) -> Job:
-    """Return the job whose network, shards and micro-batches the workers have."""
+def job_of(workers: int) -> Job:
+    """Return the job whose network and micro-batches the workers have."""
     return Job.model_validate(
         {
             "model": {"name": "resnet8", "args": {"width": 64}},
@@ -162,7 +162,7 @@ def job_of(workers: int, shards: int) -> Job:
             "epochs": 1,
             "global_batch_size": workers * MICRO_BATCH_SAMPLES,
             "workers": {"count": workers},
-            "parallel": {"mode": "async", "shards": shards},
+            "parallel": {"mode": "async"},
         }
     )
 
@@ -175,9 +175,10 @@ def network(job: Job) -> torch.nn.Module:
 
 
 @contextmanager
-def worker_processes(job: Job) -> Iterator[tuple[list[Any], ServerHandles, Any]]:
+def worker_processes(job: Job, shards: int) -> Iterator[tuple[list[Any], ServerHandles, Any]]:
     """Start the job's worker processes and shards; yield their handles and the start state."""
-    with parameter_server(LearnerConfig.from_job(job), INFO, job.max_restarts) as handles:
+    config = LearnerConfig.from_job(job)
+    with parameter_server(config, INFO, job.max_restarts, shards) as handles:
         assert handles is not None
         make: Any = ray.remote(SimulatedWorker).options(num_cpus=0)
         actors = [make.remote(job, index) for index in range(job.workers.size)]

@@ -80,10 +80,10 @@ def balanced(args: argparse.Namespace) -> dict[str, Any]:
 
 def throughput(args: argparse.Namespace) -> dict[str, Any]:
     """Measure every way in every environment, and compare with the simulation."""
-    places, job = environments_of(args.workers), job_of(args.workers, args.shards)
+    places, job = environments_of(args.workers), job_of(args.workers)
     size = sum(parameter.nbytes for parameter in network(job).parameters())
     runs: list[dict[str, dict[str, float]]] = []
-    with ray_session(None, verbose=False), worker_processes(job) as running:
+    with ray_session(None, verbose=False), worker_processes(job, args.shards) as running:
         costs = measure_costs()
         for _ in range(args.repeats):
             runs.append(measure_steps_s(places, args.steps, args.seconds, running))

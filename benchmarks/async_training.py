@@ -44,10 +44,13 @@ from benchmarks.common import machine
 from benchmarks.comparison_tasks import Task
 from benchmarks.comparison_units import Cache, Result
 from raytrain_opt import Job
-from raytrain_opt.async_training.buffer_pooling import advance_buffers
-from raytrain_opt.async_training.granularity import Granularity
-from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
-from raytrain_opt.async_training.weight_shard import WeightShard, assemble_state, from_wire
+from raytrain_opt.async_training.scheduler import EpochPhase, Granularity, MicroBatchDone
+from raytrain_opt.async_training.weight_shard import (
+    WeightShard,
+    advance_buffers,
+    assemble_state,
+    from_wire,
+)
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
 from raytrain_opt.config.learning_rate import SchedulePolicy
 from raytrain_opt.data import load_shared_data

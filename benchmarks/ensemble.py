@@ -24,12 +24,12 @@ from benchmarks.async_training import schedule_section
 from benchmarks.common import machine
 from benchmarks.comparison_tasks import SYNTHETIC, Task
 from raytrain_opt import Job
+from raytrain_opt.commands.evaluate import Predictions, average_predictions, error_rates, predict
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.recording.recorder import versions
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import History, TrainEpoch
-from raytrain_opt.train.ensemble import Predictions, average_predictions, error_rates, predict
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches

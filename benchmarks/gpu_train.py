@@ -73,10 +73,10 @@ from raytrain_opt.data.base import Batch
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.data.transforms import IMAGENET_MEAN_STD
 from raytrain_opt.models import build_model
+from raytrain_opt.train.kernels import choose_kernels
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.precision import choose_kernels
 
 # Small enough that the networks' values stay in range, which timings depend on.
 LR, MOMENTUM, WEIGHT_DECAY, SMOOTHING = 1e-3, 0.9, 1e-4, 0.1

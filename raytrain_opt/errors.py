@@ -35,7 +35,7 @@ def origin(error: BaseException) -> str:
 class RaytrainOptError(Exception):
     """The root of all errors that this package raises on purpose; `str(error)` is for people.
 
-    `arguments`: those of the constructor, with which a copy is unpickled; default: the message.
+    `arguments`: of the constructor, for unpickling; default: the message.
     """
 
     exit_code = 1

@@ -61,11 +61,10 @@ HARDWARE = {
     "V100, 25 Gbit/s": (0.25, 25.0),
     "newer, 100 Gbit/s": (0.1, 100.0),
 }
-SLEEP_S, STEPS, SEEDS = 1.0, 15, 3
+SLEEP_S, STEPS, SEEDS, SHARDS = 1.0, 15, 3, 2
 SMALL_NETWORK = (
     "model={name: resnet8, args: {width: 64}}",
     "data={name: digits}",
-    "parallel.shards=2",
 )
 
 
@@ -114,7 +113,7 @@ def simulated(seconds: float, gbit_per_s: float, costs: Costs) -> dict[int, dict
 
     def speedup(count: int, seed: int) -> float:
         size = (weights, gradients)
-        shards = job.parallel.shards or nodes_of(count)  # the default
+        shards = nodes_of(count)  # as in a run
         return count * efficiency(count, seconds, gbit_per_s, shards, costs, *size, seed)
 
     return {
@@ -126,7 +125,7 @@ def simulated(seconds: float, gbit_per_s: float, costs: Costs) -> dict[int, dict
 def measured(workers: int, repeats: int) -> dict[str, float]:
     """Return the speedup of so many processes."""
     job = job_of(workers, *SMALL_NETWORK)
-    with ray_session(None, verbose=False), worker_processes(job) as running:
+    with ray_session(None, verbose=False), worker_processes(job, SHARDS) as running:
         clocks = [lambda: SLEEP_S] * workers
         durations_s = [asynchronous(*running, STEPS, clocks)[0] for _ in range(repeats)]
     return low_mean_high([workers * STEPS * SLEEP_S / seconds for seconds in durations_s])

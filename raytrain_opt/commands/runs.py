@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain_opt.errors import JobError, Problem, RecordError, StorageError, printable
-from raytrain_opt.execution.lock import is_locked
+from raytrain_opt.execution.workspace import is_locked
 from raytrain_opt.paths import FoundRun, find_runs
 from raytrain_opt.recording.reader import read_last, read_record
 from raytrain_opt.recording.records import BatchSizeRecord, EpochRecord, EpochResult, ResultRecord

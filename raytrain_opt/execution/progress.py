@@ -61,6 +61,7 @@ class RunProgress:
     partial_epoch: PartialEpoch = PartialEpoch()
     parallel: dict[str, Any] = field(default_factory=dict)  # how gradients were exchanged
     data: DataFingerprint | None = None  # that were trained on
+    job: dict[str, Any] | None = None  # every field of the job, by its path
 
     @property
     def samples(self) -> int:

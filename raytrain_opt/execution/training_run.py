@@ -15,14 +15,15 @@ from raytrain_opt.errors import DivergedError, PoolError
 from raytrain_opt.execution.callbacks import Callbacks
 from raytrain_opt.execution.checkpoint_writer import CheckpointWriter
 from raytrain_opt.execution.length import TrainingLength, measure_pace
-from raytrain_opt.execution.preflight import ResolvedJob
 from raytrain_opt.execution.progress import EpochMetrics, PartialEpoch, RunProgress, epoch_record
-from raytrain_opt.execution.session import Workspace
+from raytrain_opt.execution.resolve import Resolved
+from raytrain_opt.execution.resume import job_fields
 from raytrain_opt.execution.worker_events import WorkerEvents
+from raytrain_opt.execution.workspace import Workspace
 from raytrain_opt.pools.commands import MainTrain, Pretrain, Progress, StateRef
 from raytrain_opt.pools.protocol import (
-    Backend,
     Pool,
+    Pools,
     TrainingOutcome,
     fetch_candidate_state,
     fetch_initial_state,
@@ -32,7 +33,6 @@ from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.recording.recorder import Recorder
 from raytrain_opt.recording.records import RoundRecord
 from raytrain_opt.results import EvalTotals, Split
-from raytrain_opt.search.factory import max_candidates
 from raytrain_opt.search.policy import (
     CandidateResult,
     Decision,
@@ -53,8 +53,8 @@ class TrainingRun:
 
     def __init__(
         self,
-        resolved: ResolvedJob,
-        backend: Backend,
+        resolved: Resolved,
+        backend: Pools,
         workspace: Workspace,
         recorder: Recorder,
         checkpoints: CheckpointWriter,
@@ -62,20 +62,22 @@ class TrainingRun:
         callbacks: Callbacks,
     ) -> None:
         self.job, self.policy, self.steps = resolved.job, resolved.policy, resolved.steps
-        self.info = resolved.info
+        self.info, self.optimizers = resolved.info, resolved.learner.optimizers
         self.backend, self.paths, self.stop = backend, workspace.paths, workspace.stop
         self.terminal, self.startup = workspace.terminal, workspace.startup
         self.recorder, self.checkpoints = recorder, checkpoints
         self.event_log, self.callbacks = event_log, callbacks
-        self.progress = RunProgress(data=DataFingerprint.of(resolved.info))
-        self.length = TrainingLength(self.job, self.steps, self.event_log)
+        data, fields = DataFingerprint.of(resolved.info), job_fields(self.job)
+        self.progress = RunProgress(data=data, job=fields)
+        self.length = TrainingLength(resolved, self.event_log)
         self._epoch = EpochMetrics(monotonic_s())
         self._lrs: list[float] = []  # of the finished epochs, which schedule.jsonl holds
         self._announced = self.checkpoints.latest
         self._workers_ready = False
         self._initial: TrainingState | None = None  # while the training may start again
         self._in_round = False  # candidates are trained
-        self._worker_events = WorkerEvents(self.job, self.event_log, backend.workers)
+        self._searches = resolved.candidates > 0
+        self._worker_events = WorkerEvents(resolved.learner, self.event_log, backend.workers)
         for pool in backend.pools:
             pool.on_wait = self._on_wait
 
@@ -170,7 +172,7 @@ class TrainingRun:
         self._wait_for_workers()
         self._in_round = False
         self._show_phase(action.epoch, "main train")
-        if action.epoch == 1 and not self.history.decisions and max_candidates(self.job):
+        if action.epoch == 1 and not self.history.decisions and self._searches:
             self.terminal.note(f"epoch 1: {action.reason}")
         if self._epoch.train is None:
             self.backend.workers.grow()
@@ -279,7 +281,7 @@ class TrainingRun:
         # A signal that arrives in here, perhaps in a callback, must not lose the epoch.
         with self.stop.deferred(self.job.timeouts.stop_s):
             epoch = self.progress.next_epoch
-            optimizer = self.job.optimizers[self._epoch.optimizer]
+            optimizer = self.optimizers[self._epoch.optimizer]
             name, workers = str(optimizer.name), self._worker_events.at_work
             record = epoch_record(epoch, self.length.epochs, self._epoch, workers, name, self.lrs)
             self.progress = replace(
@@ -356,7 +358,7 @@ class TrainingRun:
 
     def _resume_from(self, checkpoint: Checkpoint) -> StateRef:
         state, progress = read_checkpoint(self.paths.checkpoints / checkpoint.folder)
-        self.progress = RunProgress.from_json(progress)
+        self.progress = replace(RunProgress.from_json(progress), job=job_fields(self.job))
         self._epoch = EpochMetrics.resumed(self.progress.partial_epoch)
         epoch = self.progress.next_epoch
         damaged = self.recorder.truncate_after(self.progress.recorded_rounds, epoch - 1)
@@ -398,7 +400,7 @@ class TrainingRun:
     def _round_record(
         self, action: TryCandidates, decision: Decision, winner_sha256: str | None
     ) -> RoundRecord:
-        names = [str(optimizer.name) for optimizer in self.job.optimizers]
+        names = [str(optimizer.name) for optimizer in self.optimizers]
         return RoundRecord.from_decision(
             action, self._epoch.results, decision, winner_sha256, names, self.backend.search
         )

@@ -1,21 +1,39 @@
-"""What a resident worker does: data-parallel training, sharded evaluation. Free of Ray."""
+"""What a worker does: data-parallel training, sharded evaluation; and a slot. Free of Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import torch
+
 from raytrain_opt.clock import Stopwatch, monotonic_s
-from raytrain_opt.pools.commands import Command, Evaluate, MainTrain, MainTrainReply, OnStep
+from raytrain_opt.config.learning_rate import CandidateBatch
+from raytrain_opt.monitoring.samplers import Sampler
+from raytrain_opt.optim.scaling import scale_lr
+from raytrain_opt.pools.candidates import CandidateTrainer
+from raytrain_opt.pools.commands import (
+    Command,
+    Evaluate,
+    MainTrain,
+    MainTrainReply,
+    OnStep,
+    ProbeBatchSize,
+)
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.pools.slot import CandidateTrainer
-from raytrain_opt.results import EvalTotals
+from raytrain_opt.results import EvalTotals, Probe
+from raytrain_opt.search.policy import Candidate, TryCandidates
+from raytrain_opt.train.batch_size_probe import measure, open_probe_sampler, probed_training
+from raytrain_opt.train.data_parallel import sum_over_ranks
+from raytrain_opt.train.kernels import autocast_dtype
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.precision import autocast_dtype
-from raytrain_opt.train.reductions import sum_over_ranks
+
+# The check of the chosen size takes three times the steps of a probe: it runs once, and a leak or
+# a fragmented allocator shows only after some time.
+_CHECK_FACTOR = 3
 
 
 class Worker(CandidateTrainer):
@@ -41,6 +59,14 @@ class Worker(CandidateTrainer):
             return on_step(done, total)
 
         return super().handle(command, before_step)
+
+    def _execute(self, command: Command, on_step: OnStep) -> Any:
+        match command:
+            case MainTrain():
+                return self._main_train(command, on_step)
+            case Evaluate():
+                return self._evaluate(command, on_step)
+        return super()._execute(command, on_step)
 
     def steps_before_failure(self, command: Command) -> Callable[[], object] | None:
         """Return what makes the reply for the steps of a main training before another one died.
@@ -113,6 +139,43 @@ class Worker(CandidateTrainer):
     def _evaluate(self, command: Evaluate, on_step: OnStep) -> EvalTotals:
         totals = self._evaluate_part(command, self.index, self.world_size, on_step)
         return sum_over_ranks(totals, self.learner.device)
+
+
+class Slot(CandidateTrainer):
+    """One slot: it trains candidates alone, and measures batch sizes.
+
+    `candidate_batch`: what a slot computes of each global batch. `local`: as much as one worker,
+    at the rate that a batch so much smaller needs (linear scaling); else all micro-batches.
+    """
+
+    def __init__(
+        self, learner: Learner, index: int, states: States, candidate_batch: CandidateBatch | None
+    ) -> None:
+        count = learner.config.worker_count
+        indices = range(1 if candidate_batch == "local" else count)
+        super().__init__(learner, index, states, MicroBatches(indices, count))
+        self._sampler: Sampler | None = None  # of a slot that probes
+
+    def _execute(self, command: Command, on_step: OnStep) -> Any:
+        if isinstance(command, ProbeBatchSize):
+            return self._probe(command)
+        return super()._execute(command, on_step)
+
+    def _probe(self, command: ProbeBatchSize) -> Probe:
+        section, device = command.section, self.learner.device
+        if self._sampler is None:
+            self._sampler = open_probe_sampler(section, device, torch.get_num_threads())
+        return measure(
+            probed_training(self.learner),
+            command.batch_size,
+            section,
+            self._sampler,
+            steps_factor=_CHECK_FACTOR if command.check else 1,
+        )
+
+    def _lrs(self, plan: TryCandidates, candidate: Candidate) -> Sequence[float]:
+        computed, count = len(self._micro_batches.indices), self._micro_batches.count
+        return [scale_lr("linear", lr, count, computed) for lr in candidate.lrs(plan)]
 
 
 def _describe_step(learner: Learner) -> dict[str, object]:

@@ -72,6 +72,7 @@ class HorizonStpt(Policy):
     channel_norm: bool = True  # the network has BatchNorm, GroupNorm or InstanceNorm
     validation_size: int = 0  # samples of the validation split
     step_flops: float = math.inf  # operations of an update
+    guessing_loss: float = math.inf  # see `evidence`
 
     def schedule(self, optimizer: int) -> RelativeSchedule:
         """Return the schedule of the full training, relative to the peak."""
@@ -137,7 +138,7 @@ class HorizonStpt(Policy):
             for i, optimizer in enumerate(optimizers)
         )
         names = (str(optimizer.name) for optimizer in optimizers)
-        return OptimizerRace(tuple(names), tuple(searches), budget)
+        return OptimizerRace(tuple(names), tuple(searches), budget, self.guessing_loss)
 
     @property
     def _peak_factor(self) -> float:

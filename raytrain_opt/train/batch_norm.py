@@ -130,7 +130,7 @@ def pool_statistics(
 ) -> None:
     """Combine the running statistics of all workers of the process group, with one all-reduce.
 
-    Other floating-point buffers become their mean, integers those of rank 0, as with DDP.
+    Other floating-point buffers become their mean; integers become rank 0's, as with DDP.
     SyncBatchNorm layers are equal on all workers and keep every bit. Does nothing without a
     process group of at least two.
 
@@ -193,7 +193,7 @@ def mean_sampling_noise(
     values_per_channel: Mapping[str, float],
     since: Mapping[str, int],
 ) -> dict[str, float]:
-    """Return s of each BatchNorm layer, by name; the arguments are those of `pool_statistics`."""
+    """Return s of each BatchNorm layer, by name; for the arguments see `pool_statistics`."""
     tracked = count_tracked_batches(model)
     return {
         name: _sum_of_squares(layer.momentum, tracked[name], since[name])
@@ -214,7 +214,7 @@ def collect_buffers(
     """Copy the floating-point buffers after `batches` forward passes, with the sampling noise.
 
     For asynchronous training, whose workers compute different numbers of micro-batches
-    (`async_training.buffer_pooling`). The other arguments are those of `pool_statistics`.
+    (`async_training.buffer_pooling`). For the other arguments see `pool_statistics`.
     """
     tracked = count_tracked_batches(model)
     noise = mean_sampling_noise(model, batch_size, values_per_channel, since)

@@ -27,7 +27,7 @@ _THUMBNAIL_PX = 64
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a model by its task; `names` are those of the task's metrics.
+    """Evaluates a model by its task; `names`: of the task's metrics.
 
     `seed` is called before each batch with a text that names it, and `attempt` wraps it.
     """

@@ -1,6 +1,6 @@
 """What one process does in training: train some steps, evaluate, load and capture a state.
 
-Each worker, slot or probing process builds one `Learner`, which lives as long as the run. It
+Each worker or slot builds one `Learner`, which lives as long as the run. It
 knows nothing of Ray. Its training loop never waits for the device: the sums of losses and
 metrics stay there until the end of a phase, that is, of one call of `train` or `evaluate`.
 """
@@ -37,17 +37,15 @@ from raytrain_opt.optim.factory import (
 from raytrain_opt.random_state import find_generators, seed_all, seeded
 from raytrain_opt.results import BufferUpdates, EvalTotals, GradientNorms, Split, TrainTotals
 from raytrain_opt.train import batch_norm
-from raytrain_opt.train.compilation import compile_model, eager
 from raytrain_opt.train.data_parallel import Parallel
 from raytrain_opt.train.evaluation import Evaluator
+from raytrain_opt.train.kernels import autocast_dtype, choose_kernels, compile_model, eager
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
 from raytrain_opt.train.phase import Phase, describe, failed_steps
-from raytrain_opt.train.precision import autocast_dtype, choose_kernels
-from raytrain_opt.train.replicas import compare_ranks
+from raytrain_opt.train.phase_checks import UpdateCheck, compare_ranks
 from raytrain_opt.train.state import TrainingState, capture, restore
 from raytrain_opt.train.task import build_task, find_metric_names
-from raytrain_opt.train.update_check import UpdateCheck
 
 # Enough to score candidates in trials; statistics that belong to other weights cost 10 to 50
 # points of accuracy in the AlgoPerf benchmark.
@@ -178,7 +176,7 @@ class Learner:
         The gradients of several micro-batches are accumulated into one update: the result is
         the same as if one worker per micro-batch computed it. The same arguments from the same
         state give the same result, whatever ran before. `weight_decay_factor` multiplies the
-        configured weight decay. `optimizer`: position among those of the job; one that did not
+        configured weight decay. `optimizer`: position among the job's; one that did not
         train before starts anew. In a `search` the validation split is held out; `held_out` of
         its samples are replaced by others. With averaging, the model has the averaged weights
         afterwards, whose statistics `sync_batch_norm_stats` takes.
@@ -290,7 +288,7 @@ class Learner:
         return self._phase.failure
 
     def begin_micro_batches(self, epoch: int, count: int, held_out: int = 0) -> None:
-        """Begin a phase of single micro-batches (`add_gradient`), of which `count` are a step."""
+        """Begin a phase of single micro-batches (`add_gradient`); `count` of them make a step."""
         self._begin_phase(epoch, MicroBatches(range(1), count), held_out=held_out)
         self.model.train()
 

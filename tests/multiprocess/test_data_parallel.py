@@ -20,15 +20,14 @@ from raytrain_opt.commands.shard import write_shards
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
-from raytrain_opt.execution.rescale import resolve_lr_scaling
+from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import History, TrainEpoch
-from raytrain_opt.train.data_parallel import Parallel, distribute
+from raytrain_opt.train.data_parallel import Parallel, distribute, reduce_sums
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
-from raytrain_opt.train.reductions import reduce_sums
 from tests.support.process_group import Results, run_ranks
 from tests.support.small_jobs import large_batch_job
 
@@ -198,7 +197,8 @@ def train_from_shards(folder: Path, rank: int, world_size: int) -> dict[str, Any
 
 def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict[str, Any]:
     """Train three epochs with all parts for large batches together, and evaluate."""
-    large = resolve_lr_scaling(large_batch_job(Path()))
+    large = large_batch_job(Path())
+    large = settle(large, Placement.from_job(large), large.global_batch_size)
     connect = distribute if world_size > 1 else Parallel
     learner = Learner(LearnerConfig.from_job(large), arrays, CPU, connect)
     steps = epoch_steps(learner.info.train_size, large.global_batch_size, large.batch_ramp.steps)

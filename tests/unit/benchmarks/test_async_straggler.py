@@ -94,7 +94,7 @@ def test_a_heavier_network_is_slower_over_the_same_links() -> None:
 
 
 def test_a_sleeping_learner_is_trained_by_the_real_loop() -> None:
-    learner: Any = Sleeper(job_of(1, 2), lambda: 0.0)
+    learner: Any = Sleeper(job_of(1), lambda: 0.0)
     trainer = AsyncTrainer(learner, 2)
     parts = split_parameters(learner.model, 2)
     weights = [torch.zeros(sum(p.numel() for p in part)) for part in parts]

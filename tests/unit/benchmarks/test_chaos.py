@@ -72,7 +72,7 @@ import sys
 from pathlib import Path
 from benchmarks.chaos_command import set_faults
 from raytrain_opt.clock import utc_now
-from raytrain_opt.execution.lock import lock_run_directory
+from raytrain_opt.execution.workspace import lock_run_directory
 set_faults(["no_locks", "-864000"])
 with lock_run_directory(Path(sys.argv[1])) as sign:
     print(sign(), utc_now())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.ensemble import compare
-from raytrain_opt.train.ensemble import Predictions
+from raytrain_opt.commands.evaluate import Predictions
 
 
 def test_an_ensemble_of_members_that_err_on_different_samples_errs_less() -> None:

@@ -28,7 +28,6 @@ from benchmarks.comparison_tasks import (
 from benchmarks.comparison_units import Cache, Result, Setting, Unit, compute
 from raytrain_opt.config.schema import Job
 from raytrain_opt.driver import train
-from raytrain_opt.execution.preflight import run_preflight
 from raytrain_opt.models import build_model
 from raytrain_opt.results import TrainTotals
 from raytrain_opt.search.fixed_schedule import RecordedSchedule
@@ -126,8 +125,7 @@ def test_the_search_affects_the_weights_only_through_the_rates_it_chose(
     """Replaying the chosen rates gives the same weights, bit by bit."""
     section = {"policy": "stpt", "candidates": [0.5, 2.0], "alpha": 3, "initial": 0.05}
     job = Job.model_validate(Unit("it", "train", setting, section).job)
-    resolved = run_preflight(job).resolved
-    assert resolved is not None
+    resolved = in_process.resolve_here(job)
     searched, replayed = (
         in_process.ObservedRun(resolved, in_process.open_learner(job)) for _ in range(2)
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from raytrain_opt.cluster.resources import PoolPlan, plan_pools
+from raytrain_opt.cluster.resources import PoolPlan, PoolRequest, plan_pools
 from raytrain_opt.config.schema import Job
-from raytrain_opt.errors import ResourcesError
-from raytrain_opt.execution.preflight import pool_request
+from raytrain_opt.errors import JobError, ResourcesError
 
 LAPTOP = {"CPU": 2.0, "memory": 8e9}
 ONE_GPU = {"CPU": 16.0, "GPU": 1.0}
@@ -37,7 +37,7 @@ def plan(
             "learning_rate": {"policy": "stpt_horizon", "search_on": search_on},
         }
     )
-    return plan_pools(pool_request(job, candidates=candidates), nodes)
+    return plan_pools(PoolRequest.from_job(job, candidates=candidates), nodes)
 
 
 def test_quickstart_on_two_cores_runs_in_two_waves() -> None:
@@ -199,6 +199,16 @@ def test_a_group_that_may_be_smaller_starts_with_what_there_is() -> None:
     assert (pool_plan.workers, pool_plan.placed_workers) == (4, 2)
     with pytest.raises(ResourcesError, match="room for 2"):
         plan(LAPTOP, candidates=0, workers=elastic(3))
+
+
+def test_many_asynchronous_workers_are_refused_with_the_reason() -> None:
+    job = {"model": "small_cnn", "data": "digits", "epochs": 1, "global_batch_size": 514}
+    request = PoolRequest.from_job(
+        Job.model_validate({**job, "workers": {"count": 257}, "parallel": {"mode": "async"}}), 0
+    )
+    with pytest.raises(JobError, match=r"workers\.count: at most 256 with async, each of which"):
+        plan_pools(request, [{"CPU": 1000.0}])
+    assert plan_pools(replace(request, asynchronous=False), [{"CPU": 1000.0}]).workers == 257
 
 
 # Who trains candidates.

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 from raytrain_opt import cli
+from raytrain_opt.commands.evaluate import Predictions, average_predictions, error_rates
 from raytrain_opt.config.data import DataSection
 from raytrain_opt.config.load import dump_job
 from raytrain_opt.data import load_shared_data
@@ -21,7 +22,6 @@ from raytrain_opt.data.factory import SharedData
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.paths import RunPaths
 from raytrain_opt.train.checkpoint import Checkpoints
-from raytrain_opt.train.ensemble import Predictions, average_predictions, error_rates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches

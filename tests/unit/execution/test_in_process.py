@@ -34,6 +34,7 @@ from raytrain_opt.errors import (
 )
 from raytrain_opt.execution.signals import Terminated
 from raytrain_opt.execution.training_run import TrainingRun
+from raytrain_opt.paths import ENDING
 from raytrain_opt.recording.records import EpochRecord, RoundRecord
 from raytrain_opt.train.checkpoint import Checkpoints, read_checkpoint, read_index
 from raytrain_opt.train.data_parallel import Parallel
@@ -116,6 +117,30 @@ def test_a_run_in_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     rounds = [without_times(read_lines(r.run_dir, "rounds")) for r in (uninterrupted, resumed)]
     assert rounds[0] == rounds[1]
     assert uninterrupted.lrs == resumed.lrs
+
+
+def test_a_command_that_was_killed_after_the_result_is_repeated_without_training(
+    tmp_path: Path,
+) -> None:
+    job = tiny_job(tmp_path, resume="auto")
+    first = run(job, in_process=True)
+    assert not Path(first.run_dir, ENDING).exists()
+    Path(first.run_dir, ENDING).touch()
+    again = run(job, in_process=True)
+    assert (again.run_dir, again.lrs) == (first.run_dir, first.lrs)
+    assert len(read_lines(first.run_dir, "epochs")) == 2
+    assert run(job, in_process=True).run_dir != first.run_dir
+
+
+def test_an_edited_job_is_not_resumed(tmp_path: Path) -> None:
+    first = run(tiny_job(tmp_path), in_process=True)
+    Path(first.run_dir, "result.json").unlink()
+    file = Path(first.run_dir, "job.yaml")
+    job = load_job(file).model_copy(update={"seed": 7, "epochs": 3})
+    file.write_text(dump_job(job))
+    with pytest.raises(JobError, match=r"(?s)job\.yaml.*was edited.*seed: is 0 in that run"):
+        run(job, in_process=True, resume=first.run_dir)
+    assert read_lines(first.run_dir, "epochs")[-1]["epoch"] == 2
 
 
 def test_a_resumed_run_computes_with_the_threads_that_it_began_with(
@@ -204,7 +229,7 @@ def test_another_optimizer_of_the_new_length_is_refused(tmp_path: Path) -> None:
     horizon: dict[str, Any] = {"learning_rate": {"policy": "stpt_horizon"}, "optimizer": "auto"}
     first = run(tiny_job(tmp_path, epochs=1, **horizon), in_process=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raytrain_opt.search.optimizer_race.is_too_costly", lambda *_: True)
+        patch.setattr("raytrain_opt.execution.resolve.is_too_costly", lambda *_: True)
         with pytest.raises(JobError, match="epochs: would continue with SGD after .* Muon"):
             run(tiny_job(tmp_path, **horizon), in_process=True, resume=first.run_dir)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from raytrain_opt.recording.records import EpochRecord
 from raytrain_opt.results import EvalTotals, Split, TrainTotals
 from raytrain_opt.search.policy import Decision, History
 from raytrain_opt.search.time_budget import Pace
+from tests.support.resolved import resolve_here
 from tests.support.small_jobs import small_job
 from tests.support.synthetic_runs import epoch_line
 
@@ -68,7 +70,7 @@ def timed(tmp_path: Path) -> Iterator[TrainingLength]:
     job = small_job(tmp_path, epochs=None, train_for=100.0, learning_rate=schedule)
     recorder = Recorder(RunPaths.create(str(tmp_path), "run"))
     event_log = EventLog(recorder, lambda _: None, monotonic_s())
-    yield TrainingLength(job, EpochSteps(STEPS), event_log)
+    yield TrainingLength(replace(resolve_here(job), steps=EpochSteps(STEPS)), event_log)
     recorder.close()
 
 

@@ -11,8 +11,7 @@ import torch
 
 from raytrain_opt.pools.commands import Evaluate, MainTrain, Pretrain, SendCandidateState
 from raytrain_opt.pools.in_process import InProcessStates
-from raytrain_opt.pools.slot import Slot
-from raytrain_opt.pools.worker import Worker
+from raytrain_opt.pools.worker import Slot, Worker
 from raytrain_opt.results import EvalTotals, TrainTotals
 from raytrain_opt.search.policy import Candidate, TryCandidates
 

@@ -89,15 +89,6 @@ def test_a_fault_happens_once_unless_it_is_always(tmp_path: Path) -> None:
     assert [steps_until_it_fails(always, command) for _ in range(3)] == [-1, -1, -1]
 
 
-def test_without_a_fault_the_hook_is_returned_unchanged(tmp_path: Path) -> None:
-    def on_step(done: int, total: int) -> None: ...
-
-    assert (
-        injector(tmp_path, phase="evaluate").inject("worker", 1, COMMANDS["main_train"], on_step)
-        is on_step
-    )
-
-
 def test_a_kill_is_a_sigkill(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:

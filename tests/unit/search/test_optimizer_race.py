@@ -252,3 +252,17 @@ def test_the_preferred_optimizer_trains_at_its_usual_rate_where_none_learned(
     reason = history.decisions[-1].reason
     assert reason.startswith("not decided: Muon, peak 0.1: ")
     assert "lowest loss" not in reason
+
+
+@pytest.mark.parametrize(("guess", "decided"), [(2.05, False), (2.5, True), (math.inf, True)])
+def test_several_optimizers_are_compared_below_the_loss_of_a_guess_by_class(
+    guess: float, *, decided: bool
+) -> None:
+    """Their losses are 3 where they hardly trained, and 2 at best, with an error of 0.03."""
+    losses = {index: replace(o, error=0.03) for index, o in USUAL.items()}
+    _, _, history = search(replace(policy(), guessing_loss=guess), losses)
+    reason = history.decisions[-1].reason
+    assert reason.startswith("not decided: ") is not decided
+    assert ("is not below 2.05, that of a guess by class" in reason) is not decided
+    _, _, history = search(replace(policy(AUTO[:1]), guessing_loss=guess), losses)
+    assert not history.decisions[-1].reason.startswith("not decided: ")

@@ -16,7 +16,7 @@ from raytrain_opt.config.schema import ModelSection
 from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
-from raytrain_opt.execution.preflight import run_local_preflight, run_preflight
+from raytrain_opt.execution.check import try_job, try_local_job
 from raytrain_opt.models import build_model
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -120,9 +120,9 @@ def test_a_run_starts_from_the_weights_of_a_file(pretrained: str, tmp_path: Path
 
 def test_a_resumed_run_needs_no_weights_any_more(tmp_path: Path) -> None:
     missing = job(tmp_path, {"weights": str(tmp_path / "gone.safetensors")})
-    run_preflight(missing, resumed=True)
+    try_job(missing, resumed=True)
     with pytest.raises(JobError, match=r"model\.weights: is no file, no run directory"):
-        run_preflight(missing)
+        try_job(missing)
 
 
 def linear(outputs: int, **extra: Tensor) -> dict[str, Tensor]:
@@ -247,7 +247,7 @@ def test_weights_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     data = {s: [str(tmp_path / f"{s}_{n}.npy") for n in "xy"] for s in ("train", "test")}
     model_section = {"args": {}, "name": "shufflenet_v2_x0_5", "weights": "IMAGENET1K_V1"}
     changes = {"data": {"name": "arrays", **data}, "global_batch_size": 10, "optimizer": "SGD"}
-    assert run_local_preflight(job(tmp_path, model_section, **changes), "job") is not None
+    assert try_local_job(job(tmp_path, model_section, **changes), "job") is not None
 
 
 def tied(num_classes: int) -> nn.Module:
