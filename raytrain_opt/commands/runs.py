@@ -96,11 +96,6 @@ def list_runs(storage_path: str) -> list[ListedRun]:
         return list(executor.map(_read, runs))
 
 
-def run_state(run_dir: str) -> State:
-    """Return the state of one run."""
-    return _read(FoundRun(run_dir, "", datetime.now(UTC))).state
-
-
 def print_runs(storage_path: str, runs: Sequence[ListedRun]) -> None:
     """Print a table of the runs."""
     columns = ("state", "epochs", "test metric", "time", "search", "optimizer", "peak LR", "run")

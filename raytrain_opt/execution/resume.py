@@ -75,10 +75,10 @@ def job_fields(job: Job) -> dict[str, Any]:
     return flatten(plain_job(job))
 
 
-def check_edited_job(job: Job, trained: Mapping[str, Any], run_dir: str) -> None:
+def check_edited_job(job: Job, trained: Mapping[str, Any], epochs: int, run_dir: str) -> None:
     """Raise JobError if job.yaml was edited since the latest checkpoint, but for the length.
 
-    `trained`: the fields of the job that the checkpoint was trained with.
+    `trained`: the fields of the job that the checkpoint was trained with, for `epochs` epochs.
     """
     problems = _differences(job, trained, run_dir)
     changes = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
@@ -87,8 +87,8 @@ def check_edited_job(job: Job, trained: Mapping[str, Any], run_dir: str) -> None
         hint = f"put the values back; to train longer: {resume_command(run_dir, job)}"
         raise JobError([Problem("job.yaml", rule, hint=f"{hint} --set epochs=N"), *changes])
     if problems:
-        is_finished = storage.read(run_dir, "result.json") is not None
-        _check_length(job, trained.get("train_for"), run_dir, is_finished=is_finished)
+        had_time = trained.get("train_for") is not None
+        _check_length(job, epochs, run_dir, plans_epochs=had_time)
 
 
 def _allowed() -> str:
@@ -97,7 +97,7 @@ def _allowed() -> str:
 
 def _check_named(job: Job, unfinished: Job, run_dir: str) -> None:
     """Raise JobError unless the job continues that run: to its end, or for another length."""
-    problems = _differences(job, job_fields(unfinished), run_dir)
+    problems = _differences(job, _settled_fields(unfinished, run_dir), run_dir)
     changes_length = any(problem.path.startswith(_LENGTH) for problem in problems)
     problems = [problem for problem in problems if not problem.path.startswith(_LENGTH)]
     if problems:
@@ -105,26 +105,27 @@ def _check_named(job: Job, unfinished: Job, run_dir: str) -> None:
         raise JobError([Problem("resume", rule), *problems])
     is_finished = storage.read(run_dir, "result.json") is not None
     if changes_length:
-        _check_length(job, unfinished.train_for, run_dir, is_finished=is_finished)
+        epochs = read_lines(run_dir, "epochs.jsonl", EpochRecord)
+        ran_out = is_finished and len(epochs) == (epochs[-1].epochs if epochs else 0)
+        plans_epochs = unfinished.train_for is not None and not ran_out
+        _check_length(job, len(epochs), run_dir, plans_epochs=plans_epochs)
     elif is_finished:
         hint = f"to train longer: {resume_command(run_dir, job)} --set epochs=N"
         rule = f"has finished; see {storage.join(run_dir, 'report.html')}"
         raise JobError([Problem("--resume", rule, repr(run_dir), hint)], "arguments")
 
 
-def _check_length(
-    job: Job, limit_before_s: float | None, run_dir: str, *, is_finished: bool
-) -> None:
-    """Refuse a length that the run cannot have any more; `limit_before_s`: its `train_for`."""
-    epochs = read_lines(run_dir, "epochs.jsonl", EpochRecord)
+def _check_length(job: Job, epochs: int, run_dir: str, *, plans_epochs: bool) -> None:
+    """Refuse a length that the run cannot have any more after `epochs` epochs.
+
+    `plans_epochs`: its `train_for` has not run out.
+    """
     field, rule = "epochs", ""
     if not epochs:
         rule = "cannot change before epoch 1 is complete, whose search belongs to the length"
-    elif job.epochs is not None and job.epochs <= len(epochs):
-        rule = f"must be more than the {len(epochs)} epochs that the run has trained"
-    elif job.train_for is not None and (
-        limit_before_s is None or (is_finished and len(epochs) == epochs[-1].epochs)
-    ):
+    elif job.epochs is not None and job.epochs <= epochs:
+        rule = f"must be more than the {epochs} epochs that the run has trained"
+    elif job.train_for is not None and not plans_epochs:
         field = "train_for"
         rule = "plans no more epochs of this run; give --set train_for=null --set epochs=N"
     if rule:
@@ -144,7 +145,7 @@ def resume_command(run_dir: str, job: Job, options: str = "") -> str:
 
 def _check_found(job: Job, unfinished: Job, run_dir: str) -> None:
     """Raise JobError unless the job is the one of the run that `resume: auto` has found."""
-    if problems := _differences(job, job_fields(unfinished), run_dir):
+    if problems := _differences(job, _settled_fields(unfinished, run_dir), run_dir):
         rule = f"auto found the unfinished run {run_dir}, which was started with another job"
         hint = "set the fields below to their values in that run, or resume that run unchanged: "
         hint += f"{resume_command(run_dir, unfinished)}, or start a new run: --set resume=never, "
@@ -161,18 +162,23 @@ def _read_job(run_dir: str, overrides: Sequence[str] = ()) -> Job:
 
 def _differences(job: Job, then: Mapping[str, Any], run_dir: str) -> list[Problem]:
     """Return the fields whose values change what a run computes."""
-    batch_size = job.global_batch_size
-    if job.batch_size_search is not None:
-        record = read_record(run_dir, "batch_size.json", BatchSizeRecord)
-        if record is not None:
-            batch_size = record.batch_size_per_worker * job.workers.size
-    now = job_fields(settle(job, Placement.from_job(job), batch_size))
+    now = _settled_fields(job, run_dir)
     return [
         Problem(key, f"is {_value_text(then, key)} in that run", _value_text(now, key))
         for key in {**now, **then}
         if now.get(key, _ABSENT) != then.get(key, _ABSENT)
         and not key.startswith((*_HARMLESS, "storage_path", "resume"))
     ]
+
+
+def _settled_fields(job: Job, run_dir: str) -> dict[str, Any]:
+    """Return the fields of the job as that run writes it: with the batch size that it found."""
+    batch_size = job.global_batch_size
+    if job.batch_size_search is not None:
+        record = read_record(run_dir, "batch_size.json", BatchSizeRecord)
+        if record is not None:
+            batch_size = record.batch_size_per_worker * job.workers.size
+    return job_fields(settle(job, Placement.from_job(job), batch_size))
 
 
 def _value_text(fields: Mapping[str, Any], key: str) -> str:

@@ -158,7 +158,7 @@ def _check_latest(
         if info is not None and progress.data is not None:
             progress.data.require_same(job.data, info)
         if progress.job is not None:
-            check_edited_job(job, progress.job, paths.shown)
+            check_edited_job(job, progress.job, progress.next_epoch - 1, paths.shown)
         check_records(paths, progress.recorded_rounds, progress.next_epoch - 1)
 
 
@@ -206,7 +206,9 @@ def lock_run_directory(run_dir: Path) -> Iterator[Callable[[], bool]]:
             if held:
                 holder = f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}"
                 os.ftruncate(file.fileno(), 0)
-                os.write(file.fileno(), holder.encode())  # a buffer would be written at the end
+                content = holder.encode()
+                while content:  # a buffer would be written at the end; full storage takes a part
+                    content = content[os.write(file.fileno(), content) :]
             return held
 
         try:

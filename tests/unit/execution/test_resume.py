@@ -127,7 +127,7 @@ def test_an_edited_job_is_compared_with_the_one_of_the_checkpoint(
     write(run_dir, "epochs.jsonl", epochs(2))
     same, _ = find_run(edited, run_dir)
     with nullcontext() if message is None else pytest.raises(JobError, match=f"(?s){message}"):
-        check_edited_job(same, job_fields(trained), run_dir)
+        check_edited_job(same, job_fields(trained), 2, run_dir)
 
 
 def test_a_job_resumes_only_when_it_says_so(tmp_path: Path) -> None:
