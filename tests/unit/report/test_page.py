@@ -8,16 +8,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from raytrain_opt.errors import JobError, RecordError
 from raytrain_opt.report import write_report
-from raytrain_opt.report.axes import plain_log
 from raytrain_opt.report.plots import Cell, Table
 from raytrain_opt.report.run_reader import read_run
-from raytrain_opt.report.search_plot import search_plots
 from tests.support.synthetic_runs import (
     epoch_line,
     evaluation,
@@ -143,27 +139,11 @@ def test_a_thousand_classes_are_a_small_page_without_a_matrix(tmp_path: Path) ->
     assert "The 100 worst classes by accuracy." in page.text
 
 
-def test_the_page_begins_with_the_training(complete_run: Path) -> None:
-    page = read(f"{complete_run}/report.html")
-    assert [figure["id"] for figure in page.all("figure")][:2] == ["plot-loss", "plot-metric"]
-
-
 def test_columns_without_any_value_are_left_out() -> None:
     rows = [[Cell("1"), Cell("–"), Cell("–")], [Cell("2"), Cell("–"), Cell("x")]]
     table = Table("name", "caption", ("a", "b", "c"), rows).without_empty()
     assert table.columns == ["a", "c"]
     assert table.rows == [[Cell("1"), Cell("–")], [Cell("2"), Cell("x")]]
-
-
-@pytest.mark.parametrize(("low", "high", "is_dense"), [(0.1, 1, True), (1e-4, 10, False)])
-def test_numbers_of_a_long_logarithmic_axis_do_not_overlap(
-    low: float, high: float, is_dense: bool
-) -> None:
-    axes = Figure().add_subplot()
-    axes.plot([low, high], [low, high])
-    plain_log(axes, "x")
-    assert np.isclose(axes.get_xticks(), 0.2).any() == is_dense
-    assert np.isclose(axes.get_xticks(), 0.1).any()
 
 
 def test_the_idle_time_of_a_process_is_the_rest(complete_run: Path) -> None:
@@ -414,27 +394,6 @@ def test_an_optimizer_without_a_finite_loss_left_because_of_that(
     all_ended = f"left after 9 steps: all its candidates {ends}; 27 steps in all"
     assert f"AdamW {all_ended}." in page.text
     assert f"SGD left after 36 steps: all its candidates of 36 steps {ends}; 135" in page.text
-
-
-def test_losses_below_zero_are_in_the_plots_of_the_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A likelihood of continuous values may have such a loss."""
-    painted = []
-
-    def draw(name: str, title: str, caption: str, paint: Any) -> None:
-        painted.append(Figure().add_subplot())
-        paint(painted[-1])
-
-    monkeypatch.setattr("raytrain_opt.report.search_plot.draw", draw)
-    line = race_line(0, "AdamW", 9)
-    for candidate, loss in zip(line["candidates"], (-3.0, -2.8, 5.0), strict=True):
-        candidate.update(val_loss=loss)
-    run_dir = write_run(tmp_path / "run", rounds=False)
-    write_lines(run_dir / "rounds.jsonl", [line])
-    search_plots(read_run(str(run_dir)))
-    [validation] = painted
-    assert sorted(validation.lines[0].get_ydata()) == [-3.0, -2.8]
 
 
 def test_a_race_in_progress_has_nobody_who_left(tmp_path: Path) -> None:
