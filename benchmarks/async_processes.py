@@ -24,7 +24,7 @@ from raytrain_opt.clock import monotonic_s
 from raytrain_opt.data.base import Batch, DataInfo
 from raytrain_opt.models import build_model
 from raytrain_opt.optim.factory import build_optimizer
-from raytrain_opt.results import AsyncWorkerMetrics, BufferUpdates
+from raytrain_opt.results import AsyncWorkerMetrics, BufferUpdates, Steps
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.state import TrainingState, to_cpu_state
 
@@ -118,7 +118,7 @@ def asynchronous(
     clocks: Sequence[Clock],
 ) -> float:
     """Return the seconds of an asynchronous phase; `clocks`: of each worker's micro-batches."""
-    phase = EpochPhase(f"{monotonic_s()}", 1, 0, (0.01,) * steps, len(workers), None)
+    phase = EpochPhase(f"{monotonic_s()}", 1, Steps(0, (0.01,) * steps), len(workers), None)
     ray.get(handles.coordinator.begin.remote(phase, handles.shards, [state]))
     ray.get([shard.load.remote(phase, [state]) for shard in handles.shards])
     reports: list[AsyncWorkerMetrics] = ray.get(

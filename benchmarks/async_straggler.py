@@ -42,6 +42,7 @@ from benchmarks.common import machine
 from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.cluster.connection import ray_session
 from raytrain_opt.recording.recorder import versions
+from raytrain_opt.results import Steps
 
 WORKERS = 4
 WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 48)
@@ -141,7 +142,7 @@ def efficiency(
     bytes_per_s = gbit_per_s * 1e9 / 8
     link = Network(nodes_of(workers), shards, weight_bytes, gradient_bytes, bytes_per_s, costs)
     random = Random(seed)
-    phase = EpochPhase("1.0", 1, 0, (0.1,) * 60, workers, None)
+    phase = EpochPhase("1.0", 1, Steps(0, (0.1,) * 60), workers, None)
     # Workers of exactly equal speed would fetch and push at the same moments.
     run = Simulation(phase, workers, lambda _: seconds * random.uniform(0.95, 1.05), link)
     return round(phase.size * seconds / (run.run() * workers), 3)

@@ -60,7 +60,9 @@ class AsynchronousTraining:
             metrics, totals, staleness = self._train_until_finished(command)
             with stopwatch.measure("average_s"):
                 parts, lost_updates = self._collect()
-                buffers = advance_buffers(start, [m.buffers for m in metrics], len(phase.lrs))
+                buffers = advance_buffers(
+                    start, [m.buffers for m in metrics], len(phase.steps.lrs)
+                )
                 state = self._states.put(phase.id, assemble_state(start, parts, buffers))
         timings_s = slowest(
             {**w.timings_s, "compute_s": w.duration_s, "data_wait_s": w.data_wait_s}
@@ -68,7 +70,7 @@ class AsynchronousTraining:
         )
         totals = replace(
             totals,
-            steps=len(phase.lrs),
+            steps=len(phase.steps.lrs),
             duration_s=timings_s["compute_s"],
             data_wait_s=timings_s["data_wait_s"],
         )

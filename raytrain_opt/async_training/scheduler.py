@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from raytrain_opt.optim.epoch_steps import ramp_factor
 from raytrain_opt.pools.commands import MainTrain
 from raytrain_opt.recording.records import StalenessRecord
-from raytrain_opt.results import TrainTotals
+from raytrain_opt.results import Steps, TrainTotals
 from raytrain_opt.train.learner_config import LearnerConfig
 
 # A worker counts as dead when it was silent for ten times its longest micro-batch, but at least
@@ -48,40 +48,34 @@ _ALLOWED_COST = 0.1
 
 @dataclass(frozen=True)
 class EpochPhase:
-    """The steps of `epoch` from `first_step` on, each at its rate, in `micro_batches` parts."""
+    """Steps of `epoch`, each in `micro_batches` parts."""
 
     id: str
     epoch: int
-    first_step: int
-    lrs: tuple[float, ...]
+    steps: Steps
     micro_batches: int
     bound: int | None  # s; None for no bound
-    weight_decay_factor: float = 1.0  # of the job's weight decay
-    held_out: int = 0  # samples of the validation split that others replace
 
     @property
     def size(self) -> int:
         """Number of micro-batches of all steps, each of which is an update."""
-        return len(self.lrs) * self.micro_batches
+        return len(self.steps.lrs) * self.micro_batches
 
     def index_of(self, number: int) -> tuple[int, int]:
         """Return the step of the epoch and the micro-batch of that step."""
         step, micro_batch = divmod(number % self.size, self.micro_batches)
-        return self.first_step + step, micro_batch
+        return self.steps.first + step, micro_batch
 
 
 def epoch_phase(config: LearnerConfig, command: MainTrain) -> EpochPhase:
     """Return the phase of a command with the learners' settings."""
     factor = ramp_factor(config.batch_ramp.steps, command.epoch)
     return EpochPhase(
-        id=f"{command.epoch}.{command.first_step + len(command.lrs)}",
+        id=f"{command.epoch}.{command.steps.end}",
         epoch=command.epoch,
-        first_step=command.first_step,
-        lrs=command.lrs,
+        steps=command.steps,
         micro_batches=config.worker_count * command.split * factor,
         bound=config.parallel.staleness_bound,
-        weight_decay_factor=command.weight_decay_factor,
-        held_out=command.held_out,
     )
 
 

@@ -165,7 +165,7 @@ class WeightShard:
         for group in self.optimizer.param_groups:
             group |= convert(group, phase.micro_batches)
             if "weight_decay" in group:
-                group["weight_decay"] *= phase.weight_decay_factor
+                group["weight_decay"] *= phase.steps.weight_decay_factor
         self.phase, self.applied = phase, set(applied)
         self._dropped = set(dropped)
         self._last_change.zero_()
@@ -196,7 +196,7 @@ class WeightShard:
         self._gradient.copy_(gradient)
         self._last_change.copy_(self.weights)
         per_step = self.phase.micro_batches
-        lr = self.phase.lrs[self.version // per_step]
+        lr = self.phase.steps.lrs[self.version // per_step]
         set_lr(self.optimizer, lr * stale_lr_factor(per_step, self._mean_staleness))
         self.optimizer.step()
         torch.sub(self.weights, self._last_change, out=self._last_change)

@@ -13,7 +13,7 @@ from raytrain_opt.pools.commands import MainTrain, StateRef
 from raytrain_opt.pools.protocol import MainTraining
 from raytrain_opt.recording.event_log import EventLog
 from raytrain_opt.recording.records import EpochRecord
-from raytrain_opt.results import Metric
+from raytrain_opt.results import Metric, Steps
 from raytrain_opt.search.early_stopping import lost_patience, reached_target
 from raytrain_opt.search.policy import History, Policy, TryCandidates
 from raytrain_opt.search.time_budget import Pace, plan_epoch
@@ -73,7 +73,7 @@ class TrainingLength:
             hint = "start a new run from the weights: --set model.weights=RUN_DIR"
             raise JobError([Problem("epochs", rule, str(epochs), hint)])
         action = policy.next(before.epoch + 1, history)
-        planned = (action.base_lr,) if isinstance(action, TryCandidates) else action.lrs
+        planned = (action.base_lr,) if isinstance(action, TryCandidates) else action.steps.lrs
         text = f"{lrs[-1]:.3g} to {planned[min(steps, len(planned) - 1)]:.3g}"
         text = f"the schedule now covers {epochs} epochs: the rate goes from {text}"
         self._event_log.log("length", before.epoch + 1, text)
@@ -184,7 +184,8 @@ def measure_pace(
         nonlocal total
         total += steps
         began_s = monotonic_s()
-        command = MainTrain(state, 1, 0, (_MEASURED_LR,) * steps, optimizer=optimizer)
+        measured = Steps(0, (_MEASURED_LR,) * steps, optimizer=optimizer)
+        command = MainTrain(state, 1, measured)
         steps_s = training.train(command, check=False).totals.duration_s
         return steps_s, monotonic_s() - began_s - steps_s
 

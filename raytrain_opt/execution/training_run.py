@@ -93,7 +93,7 @@ class TrainingRun:
     @property
     def lrs(self) -> tuple[float, ...]:
         """The rate of each step so far, including the current epoch."""
-        return (*self._lrs, *self._epoch.lrs)
+        return (*self._lrs, *self._epoch.steps.lrs)
 
     # The moves, in the order in which the algorithm makes them: see `driver.Run`.
 
@@ -157,7 +157,7 @@ class TrainingRun:
         # Search cost: samples trained beyond those that remain in the weights. The winner's kept
         # steps remain.
         self.progress = self.progress.add_samples(search=-winner.samples, kept=winner.samples)
-        self._epoch.lrs = list(winner.candidate.lrs(action))
+        self._epoch.steps = winner.candidate.steps(action)
         self._epoch.round_record = self._round_record(action, decision, kept.sha256)
         return kept
 
@@ -199,28 +199,18 @@ class TrainingRun:
 
     def _train_steps_left(self, state: StateRef, action: TrainEpoch) -> StateRef:
         """Train the steps that neither an interrupted run nor the workers before a death did."""
-        # The last epoch of a time may be shorter: it trains on the last batches of its order.
-        steps = self.steps(action.epoch)
         while True:
             done = self._epoch.train.steps if self._epoch.train else 0
-            command = MainTrain(
-                state,
-                action.epoch,
-                steps - len(action.lrs) + done,
-                action.lrs[done:],
-                action.weight_decay_factor,
-                action.optimizer,
-                action.held_out,
-            )
+            command = MainTrain(state, action.epoch, action.steps.after(done))
             with self._epoch.stopwatch.measure("main_train_s"):
                 outcome = self.backend.main_training.train(
                     command, check=self._epoch.round_record is not None
                 )
             self._add_main_training(command, outcome)
             state = outcome.state
-            if outcome.totals.steps == len(command.lrs) or self.stop.error is not None:
+            if outcome.totals.steps == len(command.steps.lrs) or self.stop.error is not None:
                 return state
-            self._worker_events.continued(command, outcome.totals.steps, steps)
+            self._worker_events.continued(command, outcome.totals.steps)
 
     def _losses(self, state: StateRef, action: TrainEpoch) -> EpochLosses:
         """Score the validation split where the policy asks for it or a plateau follows it."""
@@ -261,7 +251,7 @@ class TrainingRun:
 
     def _save_step(self, state: StateRef) -> None:
         """Begin to save the state between two steps of an epoch, where a signal ends the run."""
-        if self._epoch.lrs:
+        if self._epoch.steps.lrs:
             self.progress = replace(self.progress, partial_epoch=self._epoch.partial())
             self._save(state)
 
@@ -281,7 +271,7 @@ class TrainingRun:
         # A signal that arrives in here, perhaps in a callback, must not lose the epoch.
         with self.stop.deferred(self.job.timeouts.stop_s):
             epoch = self.progress.next_epoch
-            optimizer = self.optimizers[self._epoch.optimizer]
+            optimizer = self.optimizers[self._epoch.steps.optimizer]
             name, workers = str(optimizer.name), self._worker_events.at_work
             record = epoch_record(epoch, self.length.epochs, self._epoch, workers, name, self.lrs)
             self.progress = replace(
@@ -291,8 +281,8 @@ class TrainingRun:
                 self._initial = None
             self.recorder.epoch(record, len(self.lrs))
             self.event_log.write(epoch, [pool.drain_log() for pool in self.backend.pools])
-            self.recorder.schedule(self._epoch.schedule(epoch, optimizer, self.steps(epoch)))
-            self._lrs += self._epoch.lrs
+            self.recorder.schedule(self._epoch.schedule(epoch, optimizer))
+            self._lrs += self._epoch.steps.lrs
             # The next epoch starts where this record's time ends, so that no time is lost.
             self._epoch = EpochMetrics(self._epoch.started_s + record.duration_s)
             ends = self.length.after_epoch(record)
@@ -367,7 +357,7 @@ class TrainingRun:
         lost = f"; {damaged} damaged lines of its timeline or events were removed"
         text = f"resumed after {checkpoint.reached}{lost if damaged else ''}"
         self.event_log.resume_clock(epoch, text, self.progress.partial_epoch.duration_s)
-        self.length.log_change(self.policy, self.history, self.lrs, len(self._epoch.lrs))
+        self.length.log_change(self.policy, self.history, self.lrs, len(self._epoch.steps.lrs))
         return self.backend.states.put(checkpoint.folder, state)
 
     def _lost_results(
@@ -387,7 +377,7 @@ class TrainingRun:
             self.startup.mark("first_step_s")
         if progress is not None and pool == self.backend.workers.name and not self._in_round:
             epoch = self.progress.next_epoch
-            kept = len(self._epoch.lrs) / self.steps(epoch)
+            kept = len(self._epoch.steps.lrs) / self.steps(epoch)
             done = kept + (1 - kept) * max(progress.done, 0) / max(progress.total, 1)
             self.terminal.advance(self.length.fraction(epoch - 1 + done))
         return self.stop.error is not None
@@ -413,7 +403,7 @@ class TrainingRun:
     def _raise_if_diverged(self, epoch: int, split: str, loss: float, failure: str) -> None:
         if is_finite(loss):
             return
-        lrs, latest = self._epoch.lrs, self.checkpoints.latest
+        lrs, latest = self._epoch.steps.lrs, self.checkpoints.latest
         advice = "Lower learning_rate.initial or add a warm-up (learning_rate.warmup)."
         if self.job.learning_rate.policy == "stpt_horizon":
             advice = "Give a lower rate: learning_rate.policy: schedule, with initial and warmup."

@@ -34,13 +34,13 @@ class WorkerEvents:
             self._event_log.log("imbalance", epoch, f"epoch {epoch}: {text}")
             self._imbalance_reported = True
 
-    def continued(self, command: MainTrain, done: int, steps: int) -> None:
-        """Log that the epoch of `steps` steps goes on after `done` steps of this command."""
+    def continued(self, command: MainTrain, done: int) -> None:
+        """Log that the epoch goes on after `done` steps of this command."""
         self._event_log.log(
             "continued",
             command.epoch,
             f"epoch {command.epoch}: a worker died or was cut off; training continues after step "
-            f"{command.first_step + done} of {steps}, which another worker still had",
+            f"{command.steps.first + done} of {command.steps.end}, which another worker still had",
         )
 
     def lost(self, action: TryCandidates, candidates: Sequence[Candidate], pool: Pool) -> None:

@@ -23,7 +23,7 @@ from raytrain_opt.pools.commands import (
     StateRef,
 )
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.results import EvalTotals, TrainTotals
+from raytrain_opt.results import EvalTotals, Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 from raytrain_opt.train.data_parallel import sum_over_ranks
 from raytrain_opt.train.learner import Learner
@@ -185,20 +185,13 @@ class CandidateTrainer(LearnerHandler):
         self, plan: TryCandidates, candidate: Candidate, on_step: Callable[[int], object]
     ) -> TrainTotals:
         totals = self.learner.train(
-            plan.epoch,
-            0,
-            self._lrs(plan, candidate),
-            self._micro_batches,
-            on_step,
-            candidate.weight_decay_factor,
-            candidate.optimizer,
-            search=True,
+            plan.epoch, self._steps(plan, candidate), self._micro_batches, on_step, search=True
         )
         self.learner.sync_batch_norm_stats(fresh=plan.fresh_statistics)
         return totals
 
-    def _lrs(self, plan: TryCandidates, candidate: Candidate) -> Sequence[float]:
-        return candidate.lrs(plan)
+    def _steps(self, plan: TryCandidates, candidate: Candidate) -> Steps:
+        return candidate.steps(plan)
 
     def _send_candidate_state(
         self, command: SendCandidateState, on_step: OnStep

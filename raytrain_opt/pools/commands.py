@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from raytrain_opt.config.batch_size import BatchSizeSection
 from raytrain_opt.errors import RaytrainOptError, ResidentError
-from raytrain_opt.results import Split, TrainTotals
+from raytrain_opt.results import Split, Steps, TrainTotals
 from raytrain_opt.search.policy import Candidate, CandidateResult, TryCandidates
 
 WORKER_POOL, SLOT_POOL = "worker", "slot"
@@ -82,16 +82,12 @@ class ProbeBatchSize:
 
 @dataclass(frozen=True)
 class MainTrain:
-    """Ask all workers to train len(lrs) steps of `epoch` from `state` together."""
+    """Ask all workers to train these steps of `epoch` from `state` together."""
 
     name: ClassVar[str] = "main_train"
     state: StateRef
     epoch: int
-    first_step: int
-    lrs: tuple[float, ...]
-    weight_decay_factor: float = 1.0  # of the job's weight decay
-    optimizer: int = 0  # position among those of the job
-    held_out: int = 0  # samples of the validation split that others replace
+    steps: Steps
     split: int = 1  # async: micro-batches of a worker's share of a step
 
 

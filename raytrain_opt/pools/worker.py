@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from raytrain_opt.pools.commands import (
     ProbeBatchSize,
 )
 from raytrain_opt.pools.protocol import States
-from raytrain_opt.results import EvalTotals, Probe
+from raytrain_opt.results import EvalTotals, Probe, Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.batch_size_probe import measure, open_probe_sampler, probed_training
 from raytrain_opt.train.data_parallel import sum_over_ranks
@@ -81,16 +82,16 @@ class Worker(CandidateTrainer):
 
     def _reply_for_steps_done(self, command: MainTrain) -> MainTrainReply | None:
         totals = self.learner.end_broken_phase()
-        if totals is None or totals.steps == len(command.lrs):
+        if totals is None or totals.steps == len(command.steps.lrs):
             return None
         stopwatch = Stopwatch()
         with stopwatch.measure("hand_over_s"):
-            ref = self._send_state(f"{command.epoch}.{command.first_step + totals.steps}")
+            ref = self._send_state(_state_id(command, totals.steps))
         return MainTrainReply(totals, None, stopwatch.timings_s, ref, self._describe_parallel())
 
     def _main_train(self, command: MainTrain, on_step: OnStep) -> MainTrainReply:
         stopwatch = Stopwatch()
-        timings_s, total = stopwatch.timings_s, len(command.lrs)
+        timings_s, total = stopwatch.timings_s, len(command.steps.lrs)
         digest: Future[str] | None = None
         with stopwatch.measure("load_s"):
             if self._load(command.state) or self._live_candidate is not None:
@@ -98,21 +99,14 @@ class Worker(CandidateTrainer):
                 digest = self._hasher.submit(self.learner.state(copy=True).digest)
         self._forget_candidates()
         totals = self.learner.train(
-            command.epoch,
-            command.first_step,
-            command.lrs,
-            self._micro_batches,
-            on_step=lambda done: on_step(done, total),
-            weight_decay_factor=command.weight_decay_factor,
-            optimizer=command.optimizer,
-            held_out=command.held_out,
+            command.epoch, command.steps, self._micro_batches, lambda done: on_step(done, total)
         )
         timings_s["data_wait_s"] = totals.data_wait_s
         timings_s["compute_s"] = totals.duration_s - totals.data_wait_s
         with stopwatch.measure("average_s"):
             self.learner.sync_batch_norm_stats()
             totals = sum_over_ranks(totals, self.learner.device)
-        self._live_id = f"{command.epoch}.{command.first_step + totals.steps}"
+        self._live_id = _state_id(command, totals.steps)
         with stopwatch.measure("hand_over_s"):
             ref = self._send_state(self._live_id) if self.index == 0 else None
         loaded_sha256 = None if digest is None else digest.result()
@@ -173,9 +167,15 @@ class Slot(CandidateTrainer):
             steps_factor=_CHECK_FACTOR if command.check else 1,
         )
 
-    def _lrs(self, plan: TryCandidates, candidate: Candidate) -> Sequence[float]:
+    def _steps(self, action: TryCandidates, candidate: Candidate) -> Steps:
         computed, count = len(self._micro_batches.indices), self._micro_batches.count
-        return [scale_lr("linear", lr, count, computed) for lr in candidate.lrs(plan)]
+        steps = candidate.steps(action)
+        lrs = tuple(scale_lr("linear", lr, count, computed) for lr in steps.lrs)
+        return replace(steps, lrs=lrs)
+
+
+def _state_id(command: MainTrain, done: int) -> str:
+    return f"{command.epoch}.{command.steps.first + done}"
 
 
 def _describe_step(learner: Learner) -> dict[str, object]:

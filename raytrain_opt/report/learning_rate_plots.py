@@ -161,9 +161,9 @@ def _learning_rates(run: RunRecords) -> Plot:
 
 def _rates_of_training(run: RunRecords) -> tuple[list[float], list[float]]:
     """Return position (in epochs) and learning rate of each step's ends, without rates of 0."""
-    ends = [n - 1 + np.linspace(0, 1, len(e.lrs) + 1) for n, e in enumerate(run.schedule, 1)]
+    ends = [n - 1 + np.linspace(0, 1, len(e.steps.lrs) + 1) for n, e in enumerate(run.schedule, 1)]
     x = [position for epoch in ends for position in np.repeat(epoch, 2)[1:-1].tolist()]
-    y = [lr or nan for epoch in run.schedule for lr in epoch.lrs for _ in range(2)]
+    y = [lr or nan for epoch in run.schedule for lr in epoch.steps.lrs for _ in range(2)]
     return _thin_out(x, _MAX_POINTS), _thin_out(y, _MAX_POINTS)
 
 

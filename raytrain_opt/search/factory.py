@@ -56,17 +56,18 @@ def build_policy(
             _guessing_loss(job, class_counts),
         )
     if isinstance(section, SchedulePolicy):
-        schedule: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
+        policy: FixedSchedule | PlannedSchedule = PlannedSchedule(section, steps)
         if job.epochs is not None:
             fixed = build_schedule(section, epochs=job.epochs, steps_per_epoch=steps.first)
-            schedule = FixedSchedule(fixed, steps)
+            policy = FixedSchedule(fixed, steps)
         if section.shape == "plateau":
-            return PlateauSchedule(schedule, section.gamma, section.patience)
-        return schedule
+            return PlateauSchedule(policy, section.gamma, section.patience)
+        return policy
     assert job.epochs is not None  # the schema refuses the others
     if isinstance(section, StptPolicy):
         return Stpt(section, job.epochs, steps)
-    recorded = read_schedule(section.schedule)
+    schedule = read_schedule(section.schedule)
+    recorded = schedule.epochs[-1]
     if recorded.optimizer != job.optimizer.name:
         rule = f"the replayed schedule belongs to {recorded.optimizer}"
         raise JobError([Problem("optimizer", rule, str(job.optimizer.name))])
@@ -79,7 +80,8 @@ def build_policy(
     if recorded.lr_multipliers != multipliers:
         rule = f"the replayed schedule belongs to {dict(recorded.lr_multipliers)}"
         raise JobError([Problem("optimizer.lr_multipliers", rule, str(multipliers))])
-    return recorded.policy(job.epochs, steps)
+    schedule.check(job.epochs, steps)
+    return schedule
 
 
 def _guessing_loss(job: Job, class_counts: Sequence[int]) -> float:

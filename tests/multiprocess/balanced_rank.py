@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from raytrain_opt.config.schema import Job
 from raytrain_opt.data import load_shared_data
-from raytrain_opt.results import TrainTotals
+from raytrain_opt.results import Steps, TrainTotals
 from raytrain_opt.train.data_parallel import Parallel, distribute
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -79,22 +79,22 @@ def train(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, Any]
     learner = build(world_size, changes)
     count = world_size if learner.config.parallel.mode == "balanced" else MICRO_BATCHES
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, count)
-    totals = learner.train(1, 0, LRS, micro_batches)
+    totals = learner.train(1, Steps(0, LRS), micro_batches)
     learner.sync_batch_norm_stats()
     middle = learner.state(copy=True)
     digests = []
     for _ in range(2):
         learner.load(middle)
-        grown = learner.train(2, 0, LRS, micro_batches)
+        grown = learner.train(2, Steps(0, LRS), micro_batches)
         learner.sync_batch_norm_stats()
         digests.append(learner.state(copy=True).digest())
     weights = {n: t.detach().clone() for n, t in learner.model.named_parameters()}
     learner.load(middle)
-    learner.train(2, 0, LRS, micro_batches, lambda done: done == 1)
+    learner.train(2, Steps(0, LRS), micro_batches, lambda done: done == 1)
     learner.sync_batch_norm_stats()
     resumed = build(world_size, changes)
     resumed.load(learner.state(copy=True))
-    resumed.train(2, 1, LRS[1:], micro_batches)
+    resumed.train(2, Steps(1, LRS[1:]), micro_batches)
     resumed.sync_batch_norm_stats()
     norms = grown.norms
     return {
@@ -131,22 +131,24 @@ def train_with_a_slow_rank(
     weights: list[dict[str, torch.Tensor]] = []
     smallest = False
     while len(samples) < 2 or (len(samples) < 10 and not smallest):
-        by_rank = gather_samples(learner.train(1, 0, (0.01,) * 7, micro_batches), rank, world_size)
+        by_rank = gather_samples(
+            learner.train(1, Steps(0, (0.01,) * 7), micro_batches), rank, world_size
+        )
         learner.sync_batch_norm_stats()
         smallest = (by_rank <= by_rank[-1]).sum().item() == 1
         samples.append(by_rank.tolist())
         weights.append({n: t.detach().clone() for n, t in learner.model.named_parameters()})
     start = learner.state(copy=True)
-    stopped = learner.train(1, 0, (0.01,) * 7, micro_batches, lambda done: done == 2)
+    stopped = learner.train(1, Steps(0, (0.01,) * 7), micro_batches, lambda done: done == 2)
     learner.sync_batch_norm_stats()
     state = learner.state(copy=True)
     learner.load(start)
-    learner.train(1, 0, (0.01,) * 7, micro_batches)
+    learner.train(1, Steps(0, (0.01,) * 7), micro_batches)
     at_once = {n: t.detach().clone() for n, t in learner.model.named_parameters()}
     learner.close()
     resumed = build(world_size, values)
     resumed.load(state)
-    rest = resumed.train(1, 2, (0.01,) * 5, micro_batches)
+    rest = resumed.train(1, Steps(2, (0.01,) * 5), micro_batches)
     resumed.close()
     parts = [gather_samples(totals, rank, world_size).tolist() for totals in (stopped, rest)]
     return {

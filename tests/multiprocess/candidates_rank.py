@@ -19,6 +19,7 @@ from raytrain_opt.optim.epoch_steps import epoch_steps
 from raytrain_opt.pools.commands import MainTrain, Pretrain, SendCandidateState, StateRef
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.worker import Slot, Worker
+from raytrain_opt.results import Steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import Candidate, History, TryCandidates
 from raytrain_opt.train import gradient_noise
@@ -111,7 +112,7 @@ def one_round(trainer: Slot | Worker, states: CountedStates, _job: Job) -> dict[
     if isinstance(trainer, Worker):
         # What was sent has an id that every worker knows: no worker loads it again.
         live = states.put("1.candidate1", trainer.learner.state(copy=True))
-        trained = trainer.handle(MainTrain(live, 1, STEPS, (0.1,) * 2), ignore)
+        trained = trainer.handle(MainTrain(live, 1, Steps(STEPS, (0.1,) * 2)), ignore)
         outcome |= {"began_from": trained.loaded_sha256, "reads": states.reads}
         restarted = Worker(
             trainer.learner, trainer.index, trainer.world_size, 0.0, states
@@ -129,13 +130,13 @@ def stopped_epoch(worker: Worker, states: CountedStates) -> dict[str, Any]:
     for stops in (STEPS, STEPS, 2):
         worker.forget_state()
         first = worker.handle(
-            MainTrain(start, 1, 0, lrs), lambda done, _, stops=stops: done == stops
+            MainTrain(start, 1, Steps(0, lrs)), lambda done, _, stops=stops: done == stops
         )
         totals, steps = first.totals, first.totals.steps
         if steps < STEPS:
             state = states.put("stopped", worker.learner.state(copy=True))
             worker.forget_state()  # as a process that was started anew
-            rest = worker.handle(MainTrain(state, 1, steps, lrs[steps:]), ignore)
+            rest = worker.handle(MainTrain(state, 1, Steps(steps, lrs[steps:])), ignore)
             totals = totals.plus(rest.totals)
         digest = worker.learner.state(copy=True).digest()
         pairs = None if totals.norms is None else totals.norms.pairs

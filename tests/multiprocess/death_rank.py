@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_opt.results import TrainTotals
+from raytrain_opt.results import Steps, TrainTotals
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.micro_batches import MicroBatches
 from tests.multiprocess.balanced_rank import LRS, MICRO_BATCHES, OPTIMIZERS, build
@@ -28,7 +28,7 @@ def continue_alone(case: str, state: Any) -> dict[str, torch.Tensor]:
     """Train the steps that are left of the phase in one process; return its weights."""
     learner = build(1, OPTIMIZERS[case])
     learner.load(state)
-    learner.train(1, DEATH, RATES[DEATH:], MicroBatches(range(1), 1))
+    learner.train(1, Steps(DEATH, RATES[DEATH:]), MicroBatches(range(1), 1))
     return weights_of(learner)
 
 
@@ -39,7 +39,7 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
 def train_alone(case: str) -> dict[str, Any]:
     learner = build(1, OPTIMIZERS[case])
     micro_batches = MicroBatches(range(1), 1)
-    totals = learner.train(1, 0, RATES, micro_batches, lambda done: done == DEATH)
+    totals = learner.train(1, Steps(0, RATES), micro_batches, lambda done: done == DEATH)
     return {
         "totals": numbers(totals),
         "weights": weights_of(learner),
@@ -59,7 +59,7 @@ def lose_the_last_rank(case: str, rank: int, world_size: int) -> dict[str, Any]:
 
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, world_size)
     with pytest.raises(RuntimeError, match="gloo"):
-        learner.train(1, 0, RATES, micro_batches, on_step)
+        learner.train(1, Steps(0, RATES), micro_batches, on_step)
     totals = learner.end_broken_phase()
     assert totals is not None
     weights, state = weights_of(learner), learner.state(copy=True)

@@ -22,6 +22,7 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.execution.resolve import Placement, settle
 from raytrain_opt.optim.epoch_steps import epoch_steps
+from raytrain_opt.results import Steps
 from raytrain_opt.search.factory import build_policy
 from raytrain_opt.search.policy import History, TrainEpoch
 from raytrain_opt.train.data_parallel import Parallel, distribute, reduce_sums
@@ -109,14 +110,14 @@ def train_two_phases(
             buffer.fill_(BATCHES_BEFORE)
     own_indices = range(rank, rank + 1) if world_size > 1 else range(WORKERS)
     micro_batches = MicroBatches(own_indices, WORKERS)
-    totals = learner.train(1, 0, FIRST, micro_batches)
+    totals = learner.train(1, Steps(0, FIRST), micro_batches)
     own_buffers = buffers(learner)
     learner.sync_batch_norm_stats()
     middle = learner.state(copy=True)
     end_digests = []
     for _ in range(2):
         learner.load(middle)
-        learner.train(1, len(FIRST), SECOND, micro_batches)
+        learner.train(1, Steps(len(FIRST), SECOND), micro_batches)
         learner.sync_batch_norm_stats()
         end_digests.append(learner.state(copy=True).digest())
     return {
@@ -151,7 +152,7 @@ def train_to_the_end_of_an_epoch(
     )
     micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, workers)
     first_step = learner.info.train_size // (11 * workers) - len(FIRST) + 1
-    totals = learner.train(1, first_step, FIRST, micro_batches)
+    totals = learner.train(1, Steps(first_step, FIRST), micro_batches)
     weights = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
     return {"samples": totals.samples, "weights": weights}
 
@@ -184,7 +185,9 @@ def train_from_shards(folder: Path, rank: int, world_size: int) -> dict[str, Any
             learner.load(states[-1])
         micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, WORKERS)
         rates = (0.1,) * (4 - first)
-        totals = learner.train(1, first, rates, micro_batches, on_step=partial(eq, stop - first))
+        totals = learner.train(
+            1, Steps(first, rates), micro_batches, on_step=partial(eq, stop - first)
+        )
         samples.append(totals.samples)
         states.append(learner.state(copy=True))
         learner.close()
@@ -206,7 +209,7 @@ def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict
     for epoch in range(1, large.epochs + 1):
         plan = policy.next(epoch, History())
         assert isinstance(plan, TrainEpoch)
-        learner.train(epoch, 0, plan.lrs, MicroBatches.for_rank(rank, [1.0] * world_size, WORKERS))
+        learner.train(epoch, plan.steps, MicroBatches.for_rank(rank, [1.0] * world_size, WORKERS))
         learner.sync_batch_norm_stats()
     return {
         "digest": learner.state(copy=True).digest(),

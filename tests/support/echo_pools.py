@@ -30,6 +30,7 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.programs import ResidentConfig
 from raytrain_opt.pools.ray_pool import RayPool, running
 from raytrain_opt.pools.state_store import RayStateStore
+from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.echo import DRIVERS, STEPS, EchoWorkers, make_echo_slot
@@ -64,7 +65,7 @@ class EchoPools:
         return SendCandidateState(self.pretrain(epoch), Candidate(0, 1.0, 0.1), 0)
 
     def main_train(self, epoch: int) -> MainTrain:
-        return MainTrain(self.start, epoch, 0, (0.1,) * STEPS)
+        return MainTrain(self.start, epoch, Steps(0, (0.1,) * STEPS))
 
     def contents(self, replies: dict[int, StateRef]) -> dict[int, object]:
         """Return the contents of the states that residents have sent."""

@@ -105,7 +105,7 @@ class ScriptedRun:
         return f"{state} {action.epoch}:pre@{lr:g}x{action.kept_steps}"
 
     def train_epoch(self, state: str, action: TrainEpoch) -> tuple[str, EpochLosses]:
-        lrs = action.lrs
+        lrs = action.steps.lrs
         self.moves.append(Move("train_epoch", action.epoch, state, lrs))
         rate = f"@{lrs[0]:g}" if lrs else ""
         return f"{state} {action.epoch}:main{rate}x{len(lrs)}", EpochLosses(1 / action.epoch)

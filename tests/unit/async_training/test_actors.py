@@ -20,11 +20,12 @@ from raytrain_opt.async_training.actors import Recovery, SspCoordinator, WeightS
 from raytrain_opt.async_training.scheduler import EpochPhase, MicroBatchDone
 from raytrain_opt.async_training.weight_shard import from_wire
 from raytrain_opt.data.base import DataInfo
+from raytrain_opt.results import Steps
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from tests.support.small_jobs import small_job
 
-PHASE = EpochPhase("1.4", 1, 0, (0.1,) * 4, micro_batches=2, bound=1)
+PHASE = EpochPhase("1.4", 1, Steps(0, (0.1,) * 4), micro_batches=2, bound=1)
 
 
 OLD, NEW = b"old", b"new"
@@ -191,7 +192,7 @@ def test_a_restarted_shard_gets_its_latest_snapshot_of_the_phase() -> None:
         await coordinator.keep(PHASE.id, 1, 2, NEW)
         assert await coordinator.recover(1) == Recovery(PHASE, set(), set(), NEW, [])
         assert await coordinator.recover(0) == Recovery(PHASE, set(), set(), None, [])
-        later = EpochPhase("2.4", 2, 0, (0.1,) * 4, micro_batches=2, bound=0)
+        later = EpochPhase("2.4", 2, Steps(0, (0.1,) * 4), micro_batches=2, bound=0)
         await coordinator.begin(later, [], [])
         assert await coordinator.recover(1) == Recovery(later, set(), set(), None, [])
 
@@ -278,7 +279,7 @@ def test_a_restarted_shard_continues_from_its_snapshot_at_the_current_version(
     """The shard dies after three of four updates; its weights have those up to the snapshot."""
     monkeypatch.setattr(actors, "_SNAPSHOT_EVERY", snapshot_every)
     cluster = make_cluster()
-    phase = EpochPhase("1.4", 1, 0, (0.1,) * 4, micro_batches=1, bound=None)
+    phase = EpochPhase("1.4", 1, Steps(0, (0.1,) * 4), micro_batches=1, bound=None)
     first = cluster.shard()
     gradient = begin(cluster, phase, first)
     shard = first
@@ -305,7 +306,7 @@ def test_a_shard_that_dies_before_an_update_is_done_counts_it_as_lost_unless_it_
 ) -> None:
     """The worker waits for another shard meanwhile; it must not wait for newer weights then."""
     cluster = make_cluster()
-    phase = EpochPhase("1.4", 1, 0, (0.1,) * 4, micro_batches=1, bound=0)
+    phase = EpochPhase("1.4", 1, Steps(0, (0.1,) * 4), micro_batches=1, bound=0)
     shard = cluster.shard()
     gradient = begin(cluster, phase, shard)
     [handle] = cluster.coordinator._shards
@@ -329,7 +330,7 @@ def test_a_late_gradient_of_a_worker_that_was_taken_for_dead_changes_no_weight(
 ) -> None:
     """Whether before or after that of the worker in its place, or at a shard that restarted."""
     cluster = make_cluster()
-    phase = EpochPhase("1.2", 1, 0, (0.1,) * 2, micro_batches=1, bound=None)
+    phase = EpochPhase("1.2", 1, Steps(0, (0.1,) * 2), micro_batches=1, bound=None)
 
     def trained(late: str) -> str:
         shard = cluster.shard()

@@ -15,12 +15,13 @@ from raytrain_opt.async_training.scheduler import (
     MicroBatchDone,
     SspScheduler,
 )
+from raytrain_opt.results import Steps
 
 BOUNDS = [0, 1, 2, 4, 16, None]
 
 
 def phase(steps: int, micro_batches: int, bound: int | None) -> EpochPhase:
-    return EpochPhase("1.0", 1, 0, (0.1,) * steps, micro_batches, bound)
+    return EpochPhase("1.0", 1, Steps(0, (0.1,) * steps), micro_batches, bound)
 
 
 def done(number: int) -> MicroBatchDone:
@@ -194,7 +195,7 @@ def test_a_gradient_that_is_sent_beside_the_next_micro_batch_tells_how_slow_a_wo
 
 
 def test_micro_batches_have_their_steps_in_the_epoch() -> None:
-    phase = EpochPhase("2.5", 2, 5, (0.1, 0.1), 3, None)
+    phase = EpochPhase("2.5", 2, Steps(5, (0.1, 0.1)), 3, None)
     assert [phase.index_of(number) for number in range(phase.size)] == [
         (5, 0), (5, 1), (5, 2), (6, 0), (6, 1), (6, 2),
     ]  # fmt: skip

@@ -14,6 +14,7 @@ from benchmarks.async_straggler import efficiency
 from raytrain_opt.async_training.scheduler import EpochPhase
 from raytrain_opt.async_training.weight_shard import split_parameters
 from raytrain_opt.async_training.worker_loop import AsyncTrainer
+from raytrain_opt.results import Steps
 
 
 def happen(link: Network, *starts: Callable[[Callable[[float], None]], None]) -> list[float]:
@@ -51,7 +52,7 @@ def test_a_sleeping_learner_is_trained_by_the_real_loop() -> None:
     trainer = AsyncTrainer(learner, 2)
     parts = split_parameters(learner.model, 2)
     weights = [torch.zeros(sum(p.numel() for p in part)) for part in parts]
-    phase = EpochPhase("1.0", 1, 0, (0.1,), 1, None)
+    phase = EpochPhase("1.0", 1, Steps(0, (0.1,)), 1, None)
     [batch] = learner.micro_batches_at(iter([(0, 0)]))
     result, wires = trainer.compute(phase, 0, batch, weights)
     assert (result.loss_sum, result.samples) == (0.0, MICRO_BATCH_SAMPLES)

@@ -175,7 +175,7 @@ def test_a_finished_run_is_extended_with_one_command(
     longer = run(tiny_job(tmp_path / "b", epochs=4, **cosine), in_process=True)
     command = ["run", "--in-process", "--resume", first.run_dir, "--set", "epochs=4"]
     assert CliRunner().invoke(main, command).exit_code == 0
-    lrs = [lr for epoch in read_lines(first.run_dir, "schedule") for lr in epoch["lrs"]]
+    lrs = [lr for epoch in read_lines(first.run_dir, "schedule") for lr in epoch["steps"]["lrs"]]
     assert lrs == [*first.lrs, *longer.lrs[len(first.lrs) :]]
     [_, event] = read_lines(first.run_dir, "events")
     assert (event["kind"], event["epoch"]) == ("length", 3)
@@ -383,7 +383,7 @@ def test_an_optimizer_that_was_chosen_is_recorded_and_replayed_bit_for_bit(
     replayed = run(job, in_process=True)
     decays = [line["weight_decay_factor"] for line in read_lines(searched.run_dir, "epochs")]
     assert decays[0] == 0 < decays[1] < decays[2]
-    held_out = [line["held_out"] for line in read_lines(searched.run_dir, "schedule")]
+    held_out = [line["steps"]["held_out"] for line in read_lines(searched.run_dir, "schedule")]
     assert held_out == [143] * 8 + [0] * 8  # a tenth of the digits
     file = "checkpoints/epoch-0016/weights.safetensors"
     weights = [(Path(r.run_dir) / file).read_bytes() for r in (searched, replayed)]
@@ -425,7 +425,7 @@ def test_averaged_and_training_weights_survive_a_resume(
 def test_the_large_batch_kit_trains_together(tmp_path: Path) -> None:
     """On two processes too: see tests/multiprocess."""
     result = run(large_batch_job(tmp_path), in_process=True)
-    first, *later = (len(line["lrs"]) for line in read_lines(result.run_dir, "schedule"))
+    first, *later = (len(line["steps"]["lrs"]) for line in read_lines(result.run_dir, "schedule"))
     assert later == [first // 2] * 2
     assert max(result.lrs) <= 1.0 < 2 * max(result.lrs)
     assert not (Path(result.run_dir) / "rounds.jsonl").exists()

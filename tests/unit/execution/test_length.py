@@ -38,10 +38,10 @@ class FakeTraining:
         self.optimizers: list[int] = []
 
     def train(self, command: MainTrain, *, check: bool) -> TrainingOutcome:
-        steps = len(command.lrs)
-        duration_s = steps * STEPS_S[command.optimizer]
+        steps = len(command.steps.lrs)
+        duration_s = steps * STEPS_S[command.steps.optimizer]
         self.now_s += duration_s + OTHER_S
-        self.optimizers.append(command.optimizer)
+        self.optimizers.append(command.steps.optimizer)
         totals = TrainTotals(steps, steps, 0.0, 0, duration_s, 0.0)
         return TrainingOutcome(command.state, totals, (), {}, 1)
 

@@ -17,6 +17,7 @@ from raytrain_opt.pools.commands import (
     SendCandidateState,
     StateRef,
 )
+from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from tests.support.faults import Fault, Faults
 
@@ -26,7 +27,7 @@ PRETRAIN = Pretrain(STATE, TryCandidates(2, 0.1, "", (CANDIDATE,), (1.0,)), (0, 
 COMMANDS: dict[str, Command] = {
     "pretrain": PRETRAIN,
     "send_candidate_state": SendCandidateState(PRETRAIN, CANDIDATE, 0),
-    "main_train": MainTrain(STATE, 2, 0, (0.1,) * 3),
+    "main_train": MainTrain(STATE, 2, Steps(0, (0.1,) * 3)),
     "evaluate": Evaluate(STATE),
 }
 

@@ -44,7 +44,7 @@ from raytrain_opt.pools.protocol import MeasuredProbe, fetch_initial_state
 from raytrain_opt.pools.ray_pool import ProbingSlot, RayPool, why_ended
 from raytrain_opt.pools.resident import ResidentMailbox
 from raytrain_opt.pools.state_store import RayStateStore
-from raytrain_opt.results import Probe
+from raytrain_opt.results import Probe, Steps
 from raytrain_opt.train.state import TrainingState
 
 
@@ -205,7 +205,7 @@ def test_a_state_that_is_lost_on_its_way_to_the_driver_is_requested_again(
     mailbox.serve("worker", 0, answer)
     pool = pool_of(mailbox, "worker", 1)
     pool.states.keep(start)
-    [(_, reply)] = pool.command(MainTrain(start, 1, 0, (0.1,))).items()
+    [(_, reply)] = pool.command(MainTrain(start, 1, Steps(0, (0.1,)))).items()
     assert pool.states.get(reply) == state(1)
     assert len(commands) == 2
     # From the same state, owned by the driver now.

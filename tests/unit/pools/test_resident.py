@@ -39,10 +39,11 @@ from raytrain_opt.pools.commands import (
     to_failure,
 )
 from raytrain_opt.pools.resident import CommandLoop, next_distance, peer_failure_grace_s
+from raytrain_opt.results import Steps
 
 ROOT = Path(__file__).parents[3]
 EVALUATE = Evaluate(StateRef("1", None))
-MAIN_TRAIN = MainTrain(StateRef("1", None), 1, 0, (0.1,))
+MAIN_TRAIN = MainTrain(StateRef("1", None), 1, Steps(0, (0.1,)))
 
 
 @dataclass

@@ -13,6 +13,7 @@ from raytrain_opt.data import load_shared_data
 from raytrain_opt.pools.commands import Pretrain, ProbeBatchSize, SendCandidateState
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.worker import Slot
+from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -41,7 +42,7 @@ def test_a_local_candidate_trains_one_micro_batch_at_the_rate_that_belongs_to_it
 ) -> None:
     expected, states = open_learner(tmp_path), InProcessStates()
     start = states.put("start", expected.state(copy=True))
-    totals = expected.train(1, 0, (lr,) * STEPS, MicroBatches(indices, WORKERS))
+    totals = expected.train(1, Steps(0, (lr,) * STEPS), MicroBatches(indices, WORKERS))
 
     slot = Slot(open_learner(tmp_path), 0, states, candidate_batch)
     candidate = Candidate(0, 1.0, LR)

@@ -23,6 +23,7 @@ from raytrain_opt.pools.commands import (
 from raytrain_opt.pools.in_process import InProcessStates
 from raytrain_opt.pools.protocol import StateStore
 from raytrain_opt.pools.state_store import GroupObjectStore, RayStateStore
+from raytrain_opt.results import Steps
 from raytrain_opt.search.policy import Candidate, TryCandidates
 from raytrain_opt.train.state import TrainingState
 
@@ -127,7 +128,7 @@ def test_a_state_that_the_driver_puts_is_kept(objects: Objects) -> None:
     "command_on",
     [
         pretrain,
-        lambda ref: MainTrain(ref, 1, 2, (0.1,)),
+        lambda ref: MainTrain(ref, 1, Steps(2, (0.1,))),
         Evaluate,
         lambda ref: SendCandidateState(pretrain(ref), CANDIDATE, 0),
     ],

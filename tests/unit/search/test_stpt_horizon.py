@@ -99,7 +99,7 @@ class Training:
 
     def lrs(self) -> list[float]:
         """The rate of every step of the training."""
-        return [lr for action in self.epochs for lr in action.lrs]
+        return [lr for action in self.epochs for lr in action.steps.lrs]
 
 
 def next_round(policy: HorizonStpt, epoch: int, history: History = EMPTY) -> TryCandidates:
@@ -198,9 +198,9 @@ def test_the_rate_of_lars_rises_longer_unless_the_job_says_how_long(
 def test_epochs_with_fewer_and_larger_batches_cover_the_same_part_of_it() -> None:
     policy = horizon(epochs=4, steps=100, ramp=((3, 50),))
     training = trained(policy)
-    assert [len(action.lrs) for action in training.epochs] == [100, 100, 50, 50]
+    assert [len(action.steps.lrs) for action in training.epochs] == [100, 100, 50, 50]
     peak, schedule = training.peak, policy.schedule(0)
-    third, fourth = training.epochs[2].lrs, training.epochs[3].lrs
+    third, fourth = training.epochs[2].steps.lrs, training.epochs[3].steps.lrs
     assert third[0] == pytest.approx(peak * schedule.at(0.5 + 0.25 / 100))
     assert fourth[-1] == pytest.approx(peak * schedule.at(1 - 0.25 / 100))
 

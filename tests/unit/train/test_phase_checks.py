@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from raytrain_opt.errors import JobError
+from raytrain_opt.results import Steps
 from tests.unit.train.test_learner import LRS, all_of, learner
 
 
@@ -96,7 +97,7 @@ def test_parameters_that_are_not_trained_are_an_error(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(JobError, match=message):
-        learner(**changes).train(1, 0, LRS, all_of(1))
+        learner(**changes).train(1, Steps(0, LRS), all_of(1))
 
 
 @pytest.mark.parametrize(
@@ -111,4 +112,4 @@ def test_parameters_that_are_not_trained_are_an_error(
 )
 def test_trained_or_fixed_parameters_are_none(changes: dict[str, Any]) -> None:
     trained = learner(**changes)
-    assert trained.train(1, 0, LRS, all_of(1)).steps == len(LRS)
+    assert trained.train(1, Steps(0, LRS), all_of(1)).steps == len(LRS)

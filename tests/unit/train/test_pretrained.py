@@ -18,6 +18,7 @@ from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
 from raytrain_opt.execution.check import try_job, try_local_job
 from raytrain_opt.models import build_model
+from raytrain_opt.results import Steps
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
 from raytrain_opt.train.micro_batches import MicroBatches
@@ -100,7 +101,7 @@ def test_no_optimizer_moves_frozen_weights(tmp_path: Path, optimizer: str) -> No
     arrays = load_shared_data(settings.data)
     learner = Learner(LearnerConfig.from_job(settings), arrays, torch.device("cpu"))
     before = {name: t.clone() for name, t in learner.model.state_dict().items()}
-    learner.train(1, 0, [0.1] * 3, MicroBatches(range(2), 2))
+    learner.train(1, Steps(0, (0.1,) * 3), MicroBatches(range(2), 2))
     learner.sync_batch_norm_stats(fresh=True)
     moved = {n for n, t in learner.model.state_dict().items() if not torch.equal(t, before[n])}
     assert {name.partition(".")[0] for name in moved} == {"6", "7", "11"}
