@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from raytrain_opt import optim
 from raytrain_opt.config.updates import OptimizerSection
 from raytrain_opt.errors import JobError
-from raytrain_opt.optim import LARS, Muon, RMSpropWarmup
+from raytrain_opt.optim import LARS, Muon, RMSpropWarmup, factory
 from raytrain_opt.optim.factory import (
     build_optimizer,
     check_optimizer,
@@ -412,3 +413,24 @@ def test_a_name_that_is_not_exported_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("name", optim.__all__)
 def test_every_exported_name_can_be_imported(name: str) -> None:
     assert getattr(optim, name).__name__ == name
+
+
+def test_kernels_on_a_gpu_are_those_that_exist_and_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.11 has no fused Adagrad there; ASGD reads its steps, unless it is capturable."""
+    with FakeTensorMode():
+        model = nn.Linear(2, 2, device="cuda")
+        for has_kernels, expected in ((True, {"fused": True}), (False, {"foreach": True})):
+            monkeypatch.setattr(factory, "has_fused_adagrad", lambda _, has=has_kernels: has)
+            assert factory._default_implementation(torch.optim.Adagrad, {}, model) == expected
+        implied = factory._default_implementation(torch.optim.ASGD, {}, model)
+    assert implied == {"foreach": True, "capturable": True}
+    assert factory._default_implementation(torch.optim.ASGD, {}, nn.Linear(2, 2)) == {
+        "foreach": True
+    }
+
+
+def test_fused_adagrad_is_looked_up_by_device() -> None:
+    assert factory.has_fused_adagrad("cpu")
+    assert not factory.has_fused_adagrad("mps")
