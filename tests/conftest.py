@@ -6,9 +6,17 @@ import os
 
 import pytest
 
+from tests.support.samples import samples  # noqa: F401 - fixture
+
 # Before torch is imported: several threads in each of several processes on few cores mostly wait
 # for each other (the unit tests take many times longer).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-samples", action="store_true", help="test statistical laws with all samples"
+    )
 
 
 @pytest.fixture

@@ -1,33 +1,151 @@
-"""Messages of gradients on two processes: the same results in torch's buckets and listed ones.
-
-All cases run once, in `bucket_rank.py`; the tests read its results.
-"""
+"""Messages of gradients on two processes: the same results in torch's buckets and listed ones."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from raytrain_opt.train.data_parallel import bucket_arguments
-from tests.multiprocess.bucket_rank import LISTED, LR, MICRO_BATCHES, STEPS, factor
-from tests.support.process_group import run_ranks
+from raytrain_opt.config.updates import ParallelSection
+from raytrain_opt.train.data_parallel import (
+    begin_communicator_warmup,
+    bucket_arguments,
+    distribute,
+)
+from tests.support.process_group import Results, run_ranks
+
+CPU = torch.device("cpu")
+MICRO_BATCHES, STEPS = 2, 4
+WIDTH, LAYERS = 512, 5
+LR = 2.0**-6
+LISTED = [1, 2]
+
+
+class ExactGradients(nn.Module):
+    """Five layers of 1 MiB whose gradients are integers, so that any sum is exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        for index, parameter in enumerate(self.parameters()):
+            nn.init.zeros_(parameter)
+            pattern = torch.arange(parameter.numel()) % (11 + index)
+            self.register_buffer(f"pattern{index}", pattern.view_as(parameter).float())
+
+    def forward(self, factor: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for parameter, pattern in zip(self.parameters(), self.buffers(), strict=True):
+            total = total + (parameter * pattern).sum()
+        return total * factor
+
+
+def real_net() -> nn.Module:
+    """Build a model of the same size, with running statistics and gradients of ordinary size."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, WIDTH, bias=False),
+        *[
+            nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.ReLU())
+            for _ in range(LAYERS)
+        ],
+        nn.Linear(WIDTH, 8),
+    )
+
+
+def factor(step: int, rank: int, micro_batch: int) -> Tensor:
+    return torch.tensor(float((3 * step + 5 * rank + 2 * micro_batch) % 8))
+
+
+def images(step: int, rank: int, micro_batch: int) -> Tensor:
+    seed = 1000 * step + 10 * rank + micro_batch
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def train(
+    model: nn.Module,
+    inputs: Callable[[int, int, int], Tensor],
+    rank: int,
+    lr: float,
+    *,
+    note_messages: bool = False,
+    **section: Any,
+) -> Results:
+    """Train; return the state, the last gradients and, if noted, the bytes of each message."""
+    parallel = distribute(model, ParallelSection.model_validate(section))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    messages: list[list[int]] = []
+
+    def note(_, bucket):  # type: ignore[no-untyped-def] # DDP reads no annotation in text
+        messages[-1].append(bucket.buffer().nbytes)
+        return allreduce_hook(None, bucket)
+
+    if note_messages:
+        parallel.forward.register_comm_hook(None, note)
+    for step in range(STEPS):
+        messages.append([])
+        optimizer.zero_grad()
+        for micro_batch in range(MICRO_BATCHES):
+            with parallel.accumulate(last=micro_batch == MICRO_BATCHES - 1):
+                parallel.forward(inputs(step, rank, micro_batch)).mean().backward()
+        optimizer.step()
+        parallel.after_step()
+    return {
+        "state": {name: value.clone() for name, value in model.state_dict().items()},
+        "gradients": [parameter.grad.clone() for parameter in model.parameters()],
+        "messages": messages,
+    }
+
+
+def connect_early(rank: int, folder: Path) -> float:
+    """Connect; the second rank begins only after the first one has begun."""
+    marker = folder / "begun"
+    while rank > 0 and not marker.exists():
+        time.sleep(0.01)
+    connection = begin_communicator_warmup(CPU)
+    marker.touch()
+    return connection.result()
+
+
+def run_rank(rank: int, world_size: int, folder: Path) -> Results:
+    buckets = {"torch": None, "listed": LISTED}
+    return {
+        "connected_s": connect_early(rank, folder),
+        "exact": {
+            name: train(
+                ExactGradients(), factor, rank, LR, note_messages=True, gradient_buckets=sizes
+            )
+            for name, sizes in buckets.items()
+        },
+        "real": {
+            name: train(real_net(), images, rank, 1e-3, gradient_buckets=sizes)
+            for name, sizes in buckets.items()
+        },
+        # A learning rate of 0: the last gradients of all trainings have the same weights.
+        "constant_weights": {
+            form: train(real_net(), images, rank, 0, compression=form, gradient_buckets=LISTED)
+            for form in ("none", "bf16", "fp16")
+        },
+    }
+
 
 LAYER = (512 * 512 + 512) * 4
 BUCKETS = ["torch", "listed"]
 
-RankResults = dict[str, Any]
-
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[RankResults]:
-    return run_ranks("tests.multiprocess.bucket_rank", 2, tmp_path_factory.mktemp("ranks") / "run")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    return run_ranks(run_rank, 2, tmp_path_factory.mktemp("ranks") / "run")
 
 
 @pytest.mark.parametrize("buckets", BUCKETS)
-def test_every_gradient_counts_once(ranks: list[RankResults], buckets: str) -> None:
+def test_every_gradient_counts_once(ranks: list[Results], buckets: str) -> None:
     """Compared with sums of integers, which are exact in any order."""
     each = [
         sum(factor(s, *at) for at in product(range(2), range(MICRO_BATCHES))) for s in range(STEPS)
@@ -42,7 +160,7 @@ def test_every_gradient_counts_once(ranks: list[RankResults], buckets: str) -> N
             assert torch.equal(gradient, each[-1] / 2 * pattern)
 
 
-def test_two_processes_get_the_same_bits_in_any_buckets(ranks: list[RankResults]) -> None:
+def test_two_processes_get_the_same_bits_in_any_buckets(ranks: list[Results]) -> None:
     for results in ranks:
         real = results["real"]
         assert all(gradient.norm() > 0.01 for gradient in real["listed"]["gradients"])
@@ -52,7 +170,7 @@ def test_two_processes_get_the_same_bits_in_any_buckets(ranks: list[RankResults]
 
 @pytest.mark.parametrize("buckets", BUCKETS)
 def test_weights_are_equal_and_running_statistics_are_per_process(
-    ranks: list[RankResults], buckets: str
+    ranks: list[Results], buckets: str
 ) -> None:
     first, other = (results["real"][buckets]["state"] for results in ranks)
     for name, value in first.items():
@@ -60,7 +178,7 @@ def test_weights_are_equal_and_running_statistics_are_per_process(
 
 
 @pytest.mark.skipif("bucket_cap_mb" in bucket_arguments(LISTED), reason="torch takes one size")
-def test_listed_buckets_are_sent_once_per_update(ranks: list[RankResults]) -> None:
+def test_listed_buckets_are_sent_once_per_update(ranks: list[Results]) -> None:
     """A bucket is complete with the gradient that reaches its size: 1 MiB, then 2 MiB."""
     for results in ranks:
         sent = results["exact"]["listed"]["messages"]
@@ -75,7 +193,7 @@ def test_listed_buckets_are_sent_once_per_update(ranks: list[RankResults]) -> No
     ("form", "dtype", "error"), [("bf16", torch.bfloat16, 2**-7), ("fp16", torch.float16, 2**-10)]
 )
 def test_compressed_gradients_are_close_and_were_sent_compressed(
-    ranks: list[RankResults], form: str, dtype: torch.dtype, error: float
+    ranks: list[Results], form: str, dtype: torch.dtype, error: float
 ) -> None:
     for results in ranks:
         compressed, exact = (results["constant_weights"][f]["gradients"] for f in (form, "none"))
@@ -84,5 +202,5 @@ def test_compressed_gradients_are_close_and_were_sent_compressed(
             assert torch.equal(gradient, gradient.to(dtype).float())
 
 
-def test_an_early_connection_does_not_block_its_process(ranks: list[RankResults]) -> None:
+def test_an_early_connection_does_not_block_its_process(ranks: list[Results]) -> None:
     assert all(0 < results["connected_s"] < 60 for results in ranks)

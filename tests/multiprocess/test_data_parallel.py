@@ -1,47 +1,267 @@
 """Two processes with DDP over gloo, against one process that computes both micro-batches.
 
-All phases run once, in `rank.py`; the tests read its results.
+All phases run once; the tests read the results.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from operator import eq
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch import Tensor, nn
 
-from tests.support.process_group import run_ranks
+from raytrain_opt.commands.shard import write_shards
+from raytrain_opt.config.schema import Job
+from raytrain_opt.data import load_shared_data
+from raytrain_opt.data.in_memory_sets import DatasetArrays
+from raytrain_opt.execution.resolve import Placement, settle
+from raytrain_opt.optim.epoch_steps import epoch_steps
+from raytrain_opt.results import Steps
+from raytrain_opt.search.factory import build_policy
+from raytrain_opt.search.policy import History, TrainEpoch
+from raytrain_opt.train.data_parallel import Parallel, distribute, reduce_sums
+from raytrain_opt.train.learner import Learner
+from raytrain_opt.train.learner_config import LearnerConfig
+from raytrain_opt.train.micro_batches import MicroBatches
+from tests.support.process_group import Results, run_ranks
+from tests.support.small_jobs import large_batch_job
 
-RANKS = "tests.multiprocess.rank"
+CPU = torch.device("cpu")
+WORKERS = 2
+FIRST, SECOND = (0.1,) * 6, (0.05,) * 4
+ODD_TEST_SIZE = 37
+# Batches tracked before, more than float32 can count.
+BATCHES_BEFORE = 2**24 + 1
+
+
+def plain_net(num_classes: int, sample_shape: tuple[int, ...]) -> nn.Module:
+    """Build a model without batch norm, in which micro-batches are independent."""
+    features = 8 * sample_shape[1] * sample_shape[2] // 4
+    return nn.Sequential(
+        nn.Conv2d(sample_shape[0], 8, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(features, num_classes),
+    )
+
+
+AVERAGING: dict[str, dict[str, Any]] = {
+    "ema": {"average": {"decay": 0.5}, "optimizer": "Muon"},
+    "schedule_free": {
+        "optimizer": "ScheduleFreeSGD",
+        "learning_rate": {"policy": "schedule", "shape": "constant"},
+    },
+}
+
+CLIPPED = {"name": "SGD", "clip_norm": 0.05}
+
+
+def job(model: Any, batch: int = 32, workers: int = WORKERS, **changes: Any) -> Job:
+    return Job.model_validate(
+        {
+            "model": model,
+            "data": "digits",
+            "epochs": 2,
+            "global_batch_size": batch,
+            "workers": {"count": workers},
+            "evaluate": {"batch_size_per_worker": 5},
+            "average": None,
+            **changes,
+        }
+    )
+
+
+def digits() -> DatasetArrays:
+    """Load the digits, with an odd number of test samples."""
+    full = load_shared_data(job("small_cnn").data)
+    assert full is not None
+    test_x, test_y = full.test_x[:ODD_TEST_SIZE], full.test_y[:ODD_TEST_SIZE]
+    return DatasetArrays(full.train_x, full.train_y, test_x, test_y, full.num_classes)
+
+
+def buffers(learner: Learner) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in learner.model.named_buffers()}
+
+
+def evaluate_test_split(learner: Learner, rank: int, world_size: int) -> dict[str, Any]:
+    part = learner.evaluate("test", rank, world_size)
+    sums = [part.samples, *(part.sums[name] for name in ("accuracy", "top5", "loss"))]
+    return {"part": sums, "sum": reduce_sums(sums, CPU)}
+
+
+def train_two_phases(
+    model: Any, arrays: DatasetArrays, rank: int, world_size: int, **changes: Any
+) -> dict[str, Any]:
+    """Train two phases, the second one twice from the same state, and evaluate."""
+    learner = Learner(
+        LearnerConfig.from_job(job(model, **changes)),
+        arrays,
+        CPU,
+        distribute if world_size > 1 else Parallel,
+    )
+    for buffer in learner.model.buffers():
+        if not buffer.is_floating_point():
+            buffer.fill_(BATCHES_BEFORE)
+    own_indices = range(rank, rank + 1) if world_size > 1 else range(WORKERS)
+    micro_batches = MicroBatches(own_indices, WORKERS)
+    totals = learner.train(1, Steps(0, FIRST), micro_batches)
+    own_buffers = buffers(learner)
+    learner.sync_batch_norm_stats()
+    middle = learner.state(copy=True)
+    end_digests = []
+    for _ in range(2):
+        learner.load(middle)
+        learner.train(1, Steps(len(FIRST), SECOND), micro_batches)
+        learner.sync_batch_norm_stats()
+        end_digests.append(learner.state(copy=True).digest())
+    return {
+        "totals": {"samples": totals.samples, "loss_sum": totals.loss_sum},
+        "own_buffers": own_buffers,
+        "middle": middle.digest(),
+        "averaged_buffers": {
+            name.removeprefix("model."): tensor.tensor()
+            for name, tensor in middle.tensors.items()
+            if name.removeprefix("model.") in own_buffers
+        },
+        "end_digests": end_digests,
+        "weights": {name: p.detach().clone() for name, p in learner.model.named_parameters()},
+        "evaluated": evaluate_test_split(learner, rank, world_size),
+    }
+
+
+def train_to_the_end_of_an_epoch(
+    arrays: DatasetArrays, rank: int, world_size: int, workers: int
+) -> dict[str, Any]:
+    """Train as `drop_last: false` does, with a micro-batch of 11 for each planned worker.
+
+    The last update has the samples that do not fill a batch: of 33, 19 (6 + 6 and 7 on two
+    processes), of 22, 8.
+    """
+    planned = job(plain_net, batch=11 * workers, workers=workers)
+    learner = Learner(
+        LearnerConfig.from_job(planned),
+        arrays,
+        CPU,
+        distribute if world_size > 1 else Parallel,
+    )
+    micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, workers)
+    first_step = learner.info.train_size // (11 * workers) - len(FIRST) + 1
+    totals = learner.train(1, Steps(first_step, FIRST), micro_batches)
+    weights = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+    return {"samples": totals.samples, "weights": weights}
+
+
+def train_from_shards(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """Train an epoch of 3 updates of 8 samples and one of 6 from shards; again, with a stop.
+
+    Who continues has read the shards anew, as a resumed run does.
+    """
+    random = np.random.default_rng(0)
+    for split, count in (("train", 30), ("val", 2)):
+        for i in range(count):
+            file = folder / f"images-{rank}" / split / "ab"[i % 2] / f"{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(random.integers(0, 256, (16, 16, 3), np.uint8)).save(file)
+    patterns = write_shards(
+        folder / f"images-{rank}", str(folder / f"shards-{rank}"), 5000, lambda _: None
+    )
+    data = {"name": "shards", "train": patterns[0], "test": patterns[1], "image_size": 8}
+    data |= {"shuffle_shards": 2, "cache": str(folder / "cache"), "loader_workers": 1}
+    schedule = {"policy": "schedule", "shape": "constant"}
+    planned = job(plain_net, 8, data=data | {"drop_last": False}, learning_rate=schedule)
+    samples, states = [], []
+    for first, stop in ((0, 4), (0, 2), (2, 4)):
+        connect = distribute if world_size > 1 else Parallel
+        learner = Learner(
+            LearnerConfig.from_job(planned), load_shared_data(planned.data), CPU, connect
+        )
+        if first:
+            learner.load(states[-1])
+        micro_batches = MicroBatches.for_rank(rank, [1.0] * world_size, WORKERS)
+        rates = (0.1,) * (4 - first)
+        totals = learner.train(
+            1, Steps(first, rates), micro_batches, on_step=partial(eq, stop - first)
+        )
+        samples.append(totals.samples)
+        states.append(learner.state(copy=True))
+        learner.close()
+    return {
+        "digests": [state.digest() for state in states],
+        "samples": samples,
+        "weights": {name: p.detach().clone() for name, p in learner.model.named_parameters()},
+    }
+
+
+def train_large_batch(arrays: DatasetArrays, rank: int, world_size: int) -> dict[str, Any]:
+    """Train three epochs with all parts for large batches together, and evaluate."""
+    large = large_batch_job(Path())
+    large = settle(large, Placement.from_job(large), large.global_batch_size)
+    connect = distribute if world_size > 1 else Parallel
+    learner = Learner(LearnerConfig.from_job(large), arrays, CPU, connect)
+    steps = epoch_steps(learner.info.train_size, large.global_batch_size, large.batch_ramp.steps)
+    policy = build_policy(large, steps)
+    for epoch in range(1, large.epochs + 1):
+        plan = policy.next(epoch, History())
+        assert isinstance(plan, TrainEpoch)
+        learner.train(epoch, plan.steps, MicroBatches.for_rank(rank, [1.0] * world_size, WORKERS))
+        learner.sync_batch_norm_stats()
+    return {
+        "digest": learner.state(copy=True).digest(),
+        "report": learner.parallel.report(),
+        "evaluated": evaluate_test_split(learner, rank, world_size),
+    }
+
+
+def run_rank(rank: int, world_size: int, folder: Path) -> Results:
+    arrays = digits()
+    return {
+        "plain": train_two_phases(plain_net, arrays, rank, world_size),
+        "small_cnn": train_two_phases("small_cnn", arrays, rank, world_size),
+        **{
+            name: train_two_phases("small_cnn", arrays, rank, world_size, **changes)
+            for name, changes in AVERAGING.items()
+        },
+        "clipped": train_two_phases(plain_net, arrays, rank, world_size, optimizer=CLIPPED),
+        **{
+            f"{workers} planned": train_to_the_end_of_an_epoch(arrays, rank, world_size, workers)
+            for workers in (2, 3)
+        },
+        "shards": train_from_shards(folder, rank, world_size),
+        "large_batch": train_large_batch(arrays, rank, world_size),
+        "reduced": reduce_sums([rank + 1.0, 1e15 + rank], CPU),
+    }
+
+
 MODELS = ["plain", "small_cnn"]
-AVERAGING = ["ema", "schedule_free"]
-
-RankResults = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[RankResults]:
-    return run_ranks(RANKS, 2, tmp_path_factory.mktemp("two") / "run")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    return run_ranks(run_rank, 2, tmp_path_factory.mktemp("two") / "run")
 
 
 @pytest.fixture(scope="module")
-def single_process(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
-    [results] = run_ranks(RANKS, 1, tmp_path_factory.mktemp("one") / "run")
+def single_process(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    [results] = run_ranks(run_rank, 1, tmp_path_factory.mktemp("one") / "run")
     return results
 
 
-@pytest.mark.parametrize("model", MODELS + AVERAGING)
-def test_both_ranks_hold_the_same_state_after_training(
-    ranks: list[RankResults], model: str
-) -> None:
+@pytest.mark.parametrize("model", [*MODELS, *AVERAGING])
+def test_both_ranks_hold_the_same_state_after_training(ranks: list[Results], model: str) -> None:
     first, second = (results[model] for results in ranks)
     assert first["middle"] == second["middle"]
     assert first["end_digests"] == second["end_digests"]
     assert first["middle"] != first["end_digests"][0]
 
 
-@pytest.mark.parametrize("model", MODELS + AVERAGING)
-def test_a_phase_repeats_from_a_loaded_state(ranks: list[RankResults], model: str) -> None:
+@pytest.mark.parametrize("model", [*MODELS, *AVERAGING])
+def test_a_phase_repeats_from_a_loaded_state(ranks: list[Results], model: str) -> None:
     """DDP continues with the parameters into which a state was copied."""
     once, again = ranks[0][model]["end_digests"]
     assert once == again
@@ -49,7 +269,7 @@ def test_a_phase_repeats_from_a_loaded_state(ranks: list[RankResults], model: st
 
 @pytest.mark.parametrize("case", ["plain", "clipped"])
 def test_one_process_with_all_micro_batches_gives_the_same_weights(
-    ranks: list[RankResults], single_process: RankResults, case: str
+    ranks: list[Results], single_process: Results, case: str
 ) -> None:
     for name, expected in single_process[case]["weights"].items():
         for results in ranks:
@@ -63,7 +283,7 @@ def test_one_process_with_all_micro_batches_gives_the_same_weights(
     [("2 planned", [5 * 11 + 4, 5 * 11 + 4]), ("3 planned", [5 * 22 + 12, 5 * 11 + 7])],
 )
 def test_the_remainder_of_an_epoch_is_one_update_on_as_many_or_fewer_workers_than_planned(
-    ranks: list[RankResults], single_process: RankResults, case: str, samples: list[int]
+    ranks: list[Results], single_process: Results, case: str, samples: list[int]
 ) -> None:
     assert [results[case]["samples"] for results in ranks] == samples
     for name, expected in single_process[case]["weights"].items():
@@ -72,7 +292,7 @@ def test_the_remainder_of_an_epoch_is_one_update_on_as_many_or_fewer_workers_tha
 
 
 def test_a_stop_within_an_epoch_of_shards_changes_no_bit(
-    ranks: list[RankResults], single_process: RankResults
+    ranks: list[Results], single_process: Results
 ) -> None:
     """The epoch ends with a smaller update, as `drop_last: false` wants."""
     shards = [results["shards"] for results in (*ranks, single_process)]
@@ -86,7 +306,7 @@ def test_a_stop_within_an_epoch_of_shards_changes_no_bit(
 
 @pytest.mark.parametrize("model", MODELS)
 def test_each_rank_computes_half_of_the_batch(
-    ranks: list[RankResults], single_process: RankResults, model: str
+    ranks: list[Results], single_process: Results, model: str
 ) -> None:
     totals = [results[model]["totals"] for results in ranks]
     assert [metrics["samples"] for metrics in totals] == [6 * 16, 6 * 16]
@@ -95,13 +315,13 @@ def test_each_rank_computes_half_of_the_batch(
 
 
 def test_the_ranks_losses_add_up_to_those_of_one_process(
-    ranks: list[RankResults], single_process: RankResults
+    ranks: list[Results], single_process: Results
 ) -> None:
     together = sum(results["plain"]["totals"]["loss_sum"] for results in ranks)
     assert together == pytest.approx(single_process["plain"]["totals"]["loss_sum"], rel=1e-4)
 
 
-def test_running_statistics_are_pooled_over_the_ranks(ranks: list[RankResults]) -> None:
+def test_running_statistics_are_pooled_over_the_ranks(ranks: list[Results]) -> None:
     """Tested exactly in `test_batchnorm`; these averages have sampling noise of 1e-3 at most."""
     own_buffers = [results["small_cnn"]["own_buffers"] for results in ranks]
     statistics = [name for name, value in own_buffers[0].items() if value.is_floating_point()]
@@ -121,7 +341,7 @@ def test_running_statistics_are_pooled_over_the_ranks(ranks: list[RankResults]) 
 
 @pytest.mark.parametrize("case", AVERAGING)
 def test_averaged_weights_have_the_statistics_of_one_process(
-    ranks: list[RankResults], single_process: RankResults, case: str
+    ranks: list[Results], single_process: Results, case: str
 ) -> None:
     """They are recomputed at the averaged weights, on 20 batches or on 10 of each worker."""
     for name, expected in single_process[case]["averaged_buffers"].items():
@@ -132,20 +352,20 @@ def test_averaged_weights_have_the_statistics_of_one_process(
             torch.testing.assert_close(first, expected, rtol=0.2, atol=0.1)
 
 
-def test_counters_stay_exact(ranks: list[RankResults]) -> None:
+def test_counters_stay_exact(ranks: list[Results]) -> None:
     for results in ranks:
         averaged = results["small_cnn"]["averaged_buffers"]
         counts = [v for v in averaged.values() if not v.is_floating_point()]
         assert [int(count) for count in counts] == [2**24 + 1 + 6] * 3
 
 
-def test_sums_are_over_all_ranks_in_double_precision(ranks: list[RankResults]) -> None:
+def test_sums_are_over_all_ranks_in_double_precision(ranks: list[Results]) -> None:
     assert [results["reduced"] for results in ranks] == [[3.0, 2e15 + 1]] * 2
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_test_sample_counts_once(
-    ranks: list[RankResults], single_process: RankResults, model: str
+    ranks: list[Results], single_process: Results, model: str
 ) -> None:
     parts = [results[model]["evaluated"]["part"] for results in ranks]
     sums = [results[model]["evaluated"]["sum"] for results in ranks]
@@ -157,7 +377,7 @@ def test_every_test_sample_counts_once(
 
 
 def test_two_ranks_count_what_one_process_counts(
-    ranks: list[RankResults], single_process: RankResults
+    ranks: list[Results], single_process: Results
 ) -> None:
     """The weights agree up to rounding, and so do the predictions."""
     expected = single_process["plain"]["evaluated"]["sum"]
@@ -166,7 +386,7 @@ def test_two_ranks_count_what_one_process_counts(
     assert sums[3] == pytest.approx(expected[3], rel=1e-4)
 
 
-def test_the_parts_for_large_batches_train_together(ranks: list[RankResults]) -> None:
+def test_the_parts_for_large_batches_train_together(ranks: list[Results]) -> None:
     first, second = (results["large_batch"] for results in ranks)
     assert first["digest"] == second["digest"]
     report = first["report"]

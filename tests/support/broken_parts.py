@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 CLASSES = 3
 
@@ -23,31 +22,6 @@ def points(
         wrong[0] = label
     x = torch.zeros(samples, 4)
     return TensorDataset(x, wrong), TensorDataset(x, labels if train_only else wrong)
-
-
-def one_set() -> Any:
-    """Return no test set."""
-    return points()[0]
-
-
-def no_pairs() -> tuple[Any, Any]:
-    """Return samples without labels."""
-    return TensorDataset(torch.zeros(9, 4)), TensorDataset(torch.zeros(9, 4))
-
-
-class _Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-def stream() -> tuple[Any, Any]:
-    """Return Datasets without a length."""
-    return _Stream(), _Stream()
-
-
-def empty() -> tuple[Any, Any]:
-    """Return no samples."""
-    return points(samples=0)
 
 
 def raising() -> tuple[Any, Any]:
@@ -122,11 +96,6 @@ def breaks() -> nn.Module:
 def loss_per_sample(output: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each sample instead of the mean."""
     return nn.functional.cross_entropy(output, labels, reduction="none")
-
-
-def loss_of_images(output: Tensor, labels: Tensor) -> Tensor:
-    """Expect outputs of another shape."""
-    return output[:, :, 0, 0].mean()
 
 
 def loss_of_one(output: Tensor) -> Tensor:

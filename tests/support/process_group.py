@@ -1,14 +1,10 @@
-"""Run a module's `main` in several processes for a test, and join them in a gloo process group.
-
-`main(rank, world_size, folder)` writes FOLDER/rank-RANK.pt.
-"""
+"""Run a function in several processes for a test, joined in a gloo process group."""
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -30,12 +26,19 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 
+Results = dict[str, Any]
+# Called with rank, number of ranks and a folder that the ranks share.
+Rank = Callable[[int, int, Path], Results]
 
-def run_ranks(module: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
-    """Run the module on all ranks; return what each wrote. Fails with the errors of all ranks."""
+
+def run_ranks(function: Rank, world_size: int, folder: Path) -> list[Results]:
+    """Call the function on all ranks; return what each returned: {} of one that died.
+
+    Fails with the errors of all ranks.
+    """
     folder.mkdir()
     processes = [
-        _CONTEXT.Process(target=_run_rank, args=(module, rank, world_size, folder))
+        _CONTEXT.Process(target=_run_rank, args=(function, rank, world_size, folder))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -50,20 +53,24 @@ def run_ranks(module: str, world_size: int, folder: Path) -> list[dict[str, Any]
             process.kill()
             process.join()
             process.close()
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(world_size)]
+    paths = [folder / f"rank-{rank}.pt" for rank in range(world_size)]
+    return [torch.load(path) if path.exists() else {} for path in paths]
 
 
-def _run_rank(module: str, rank: int, world_size: int, folder: Path) -> None:
+def _run_rank(function: Rank, rank: int, world_size: int, folder: Path) -> None:
     try:
-        importlib.import_module(module).main(rank, world_size, folder)
+        torch.set_num_threads(1)
+        with _gloo_group(rank, world_size, folder):
+            results = function(rank, world_size, folder)
+        torch.save(results, folder / f"rank-{rank}.pt")
     except BaseException:
         (folder / f"rank-{rank}.error").write_text(traceback.format_exc())
         raise
 
 
 @contextmanager
-def gloo_group(rank: int, world_size: int, folder: Path) -> Iterator[None]:
-    """Join the process group of the script's processes; do nothing for a single process."""
+def _gloo_group(rank: int, world_size: int, folder: Path) -> Iterator[None]:
+    """Join the process group of the processes; do nothing for a single process."""
     if world_size == 1:
         yield
         return

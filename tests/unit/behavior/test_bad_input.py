@@ -75,9 +75,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         "run", str(file / "job.yaml")
     )
     assert "the file: cannot be read: File name too long" in command_error("run", "n" * 5000)
-
-
-def test_an_endless_file_is_not_read() -> None:
     assert "is not a plain file" in command_error("run", "/dev/zero")
 
 
@@ -155,15 +152,8 @@ NAMES = [
     ("model: resnet9", "model.name", "did you mean 'resnet8'"),
     ("model: {name: resnet8, args: {widht: 3}}", "model.args.widht", "did you mean 'width'?"),
     ("model: {name: resnet8, args: {width: -1}}", "model.args.width", "resnet8 rejects"),
-    ("model: {name: resnet8, args: {width: a}}", "model.args.width", "(given: {'width': 'a'})"),
     ("model: {name: resnet8, args: {num_classes: 3}}", "model.args.num_classes", "the data"),
     ("model: ':'", "model.name", "must have the form package.module:function"),
-    ("model: '..up:f'", "model.name", "must have the form package.module:function"),
-    (
-        "model: 'tests.support.broken_parts:'",
-        "model.name",
-        "must have the form package.module:function",
-    ),
     ("model: 'no_such:f'", "model.name", "No module named 'no_such'"),
     ("model: 'raises:f'", "model.name", "ZeroDivisionError: division by zero (given"),
     ("model: 'no_python:f'", "model.name", "SyntaxError"),
@@ -184,8 +174,6 @@ NAMES = [
     ),
     ("optimizer: SDG", "optimizer.name", "did you mean 'SGD'"),
     ("optimizer: {name: SGD, args: {momentun: 0.9}}", "optimizer.args.momentun", "'momentum'?"),
-    ("optimizer: {name: SGD, args: {momentum: -1}}", "optimizer.args.momentum", "rejects"),
-    ("optimizer: LBFGS", "optimizer.name", "use SGD, AdamW or another"),
     (STPT.replace("stpt", "replay") + "schedule: none.json}", "learning_rate.schedule", "read"),
     (
         "batch_size_search: {strategy: gpu_usage_maximize}\nworkers: {use_gpu: false}",
@@ -210,7 +198,6 @@ MISMATCHES = [
         "epochs",
     ),
     ("data: {name: digits, normalize: [[0, 0], [1, 1]]}", "data.normalize", "for 1 channels"),
-    ("data: {name: digits, normalize: [[0], [0]]}", "data.normalize", "deviations above 0"),
     ("data: {name: cifar10, root: .}", "data.name", "data.download: true"),
     ("data: {name: mnist, root: damaged}", "data.name", "is missing or damaged"),
     ("model: vgg16_bn", "model.name", "needs at least 32x32 pixels"),
@@ -237,17 +224,9 @@ MISMATCHES = [
         "loss.name",
         "must return the mean over the batch",
     ),
-    ("loss: 'tests.support.broken_parts:loss_of_images'", "loss.name", "raised IndexError"),
     (f"{LINEAR}\n{SETS}points', args: {{label: 3}}}}", "data.name", "label is 3, outside 0 to 2"),
-    (f"{LINEAR}\n{SETS}points', args: {{label: -1}}}}", "data.name", "label is -1, outside"),
-    (f"{LINEAR}\n{SETS}points', args: {{label: 0.5}}}}", "data.name", "integer class index"),
-    (f"{LINEAR}\n{SETS}one_set'}}", "data.name", "must return (train, test)"),
-    (f"{LINEAR}\n{SETS}no_pairs'}}", "data.name", "must be a pair (x, label)"),
-    (f"{LINEAR}\n{SETS}stream'}}", "data.name", "must be a map-style Dataset"),
-    (f"{LINEAR}\n{SETS}empty'}}", "data.name", "is empty"),
     (f"{LINEAR}\n{SETS}raising'}}", "data.name", "raised KeyError: 'planted bug'"),
     (f"{LINEAR}\n{SETS}uneven'}}", "data.name", "all must be the same"),
-    (f"{LINEAR}\n{SETS}points', args: {{size: 3}}}}", "data.name", "unexpected keyword"),
     (f"{LINEAR}\n{SETS}points', args: {{samples: 1}}}}", "data", "no sample is left to train on"),
     (
         "data: 'tests.support.broken_parts:points'",

@@ -11,7 +11,6 @@ import os
 import pickle
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,66 +105,28 @@ def legacy_torch_file(file: Path, mark: Path) -> None:
     torch.save(_Planted(mark), file, _use_new_zipfile_serialization=False)
 
 
-def truncate(file: Path, _: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-40])
-
-
-def empty(file: Path, _: Path) -> None:
-    file.write_bytes(b"")
-
-
-def remove(file: Path, _: Path) -> None:
-    file.unlink()
-
-
-def replace_content(file: Path, _: Path) -> None:
-    torch.save([1, 2], file)
-
-
-def other_archive(file: Path, _: Path) -> None:
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("a", "b")
-
-
-def text(content: str) -> Callable[[Path, Path], None]:
-    return lambda file, _: file.write_text(content) and None
-
-
 CODE = (plant_pickle, torch_archive, legacy_torch_file)
 REST, WEIGHTS = "checkpoints/epoch-0001/rest.pt", "checkpoints/epoch-0001/weights.safetensors"
 INDEX = "checkpoints/index.json"
-DAMAGED = [
-    *((REST, damage) for damage in (*CODE, truncate, empty, remove, replace_content)),
-    (REST, other_archive),
-    *((WEIGHTS, damage) for damage in (*CODE, truncate, empty, remove)),
-    *((INDEX, text(content)) for content in ("", "{", "[]", "3", '{"checkpoints": [{}]}')),
-    (INDEX, text('{"checkpoints": [{"epoch": 1, "folder": "../../..", "score": null}]}')),
-]
 
 
-@pytest.mark.parametrize(("name", "damage"), DAMAGED)
-def test_a_damaged_or_planted_checkpoint_is_named_and_its_code_is_not_run(
-    tmp_path: Path, run_dir: Path, name: str, damage: Callable[[Path, Path], None]
+@pytest.mark.parametrize("name", [REST, WEIGHTS])
+@pytest.mark.parametrize("plant", CODE)
+def test_a_planted_checkpoint_is_named_and_its_code_is_not_run(
+    tmp_path: Path, run_dir: Path, name: str, plant: Callable[[Path, Path], None]
 ) -> None:
-    damage(run_dir / name, tmp_path / "code was run")
+    plant(run_dir / name, tmp_path / "code was run")
     message = command_error("run", "--resume", str(run_dir))
-    assert any(
-        f"{run_dir / name} {words}" in message
-        for words in ("is ", "was changed", "cannot be read")
-    )
+    assert f"{run_dir / name} was changed" in message
     _update_hash(run_dir, name)
     message = command_error("run", "--resume", str(run_dir))
-    assert any(
-        f"{run_dir / name} {words}" in message for words in ("is damaged", "cannot be read")
-    )
+    assert f"{run_dir / name} is damaged" in message
     assert not (tmp_path / "code was run").exists()
 
 
 def _update_hash(run_dir: Path, name: str) -> None:
     """Put the hash of the planted file into the index, as an attacker would."""
     file, index = run_dir / name, run_dir / INDEX
-    if name == INDEX or not file.exists():
-        return
     value = json.loads(index.read_text())
     value["checkpoints"][-1]["sha256"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
     index.write_text(json.dumps(value))
@@ -176,15 +137,6 @@ def test_the_planted_code_would_run(tmp_path: Path) -> None:
     plant_pickle(tmp_path / "file", tmp_path / "mark")
     pickle.loads((tmp_path / "file").read_bytes())
     assert (tmp_path / "mark").exists()
-
-
-def test_progress_of_no_run_is_refused(tmp_path: Path, run_dir: Path) -> None:
-    rest = torch.load(run_dir / REST, weights_only=True)
-    torch.save({**rest, "progress": {"history": 3}}, run_dir / REST)
-    _update_hash(run_dir, REST)
-    assert "the checkpoint has no progress of a run" in command_error(
-        "run", "--resume", str(run_dir)
-    )
 
 
 RESUMES = [

@@ -122,10 +122,6 @@ def test_runs_on_different_data_are_refused(
     assert f"data.name: is 'digits' in {runs[0][0]}" in message
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    assert "RUN_DIR: holds no checkpoint of a run" in command_error("evaluate", str(tmp_path))
-
-
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     run, _ = trained(tmp_path, epochs=1)
     job = Path(run, "job.yaml")
@@ -147,12 +143,6 @@ def test_data_whose_classes_were_renamed_are_refused(
     assert "was trained on classes ('0', '1'," in command_error("evaluate", run)
 
 
-def test_a_run_needs_no_schedule_that_it_replayed(tmp_path: Path) -> None:
-    replay = {"policy": "replay", "schedule": str(tmp_path / "gone.jsonl")}
-    run_dir, _ = trained(tmp_path, epochs=1, learning_rate=replay)
-    assert "top-1 error" in evaluate(run_dir).output
-
-
 def test_an_error_within_the_network_is_not_taken_for_wrong_weights(
     runs: list[tuple[str, list[Tensor]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,15 +151,6 @@ def test_an_error_within_the_network_is_not_taken_for_wrong_weights(
 
     monkeypatch.setattr(torch.nn.Conv2d, "forward", forward)
     assert isinstance(evaluate(runs[0][0]).exception, torch.cuda.OutOfMemoryError)
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path) -> None:
-    run, _ = trained(tmp_path)
-    (Path(run) / "checkpoints" / "epoch-0002" / "weights.safetensors").write_bytes(b"")
-    result = CliRunner().invoke(cli.main, ["evaluate", run])
-    assert result.exit_code == 0
-    assert "(epoch 1)" in result.output
-    assert "epoch 2 is damaged" in result.output
 
 
 def test_top_5_of_fewer_classes_and_ties() -> None:

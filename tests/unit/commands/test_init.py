@@ -96,12 +96,6 @@ def test_split_folders_are_used_as_they_are(
     assert "sampler" not in output.read_text()
 
 
-def test_images_beside_an_array_are_found(tmp_path: Path, output: Path) -> None:
-    write_classes(tmp_path / "set", a=20, b=20)
-    np.save(tmp_path / "set" / "mean.npy", np.zeros(3))
-    assert len(rows_of(initialize(tmp_path / "set", output)[0])) == 40
-
-
 def test_a_training_set_beside_unlabeled_images_is_split(tmp_path: Path, output: Path) -> None:
     write_classes(tmp_path / "set" / "train", a=20, b=20)
     write_image(tmp_path / "set" / "test" / "0.png")
@@ -121,13 +115,6 @@ def test_a_class_may_be_called_like_a_set_and_others_differ_in_case(
     job, table = initialize(tmp_path / "set", output)
     assert {row["label"] for row in rows_of(job)} == {"car", "Car", "train"}
     assert "some classes differ in upper and lower case only" in table
-
-
-def test_names_with_blanks_and_quotes_are_files(tmp_path: Path, output: Path) -> None:
-    write_classes(tmp_path / "set", a=10, b=10)
-    for i, name in enumerate([' "x".png', " y .png", "z\n.png"]):
-        (tmp_path / "set" / "a" / f"{i}.png").rename(tmp_path / "set" / "a" / name)
-    assert len(rows_of(initialize(tmp_path / "set", output)[0])) == 20
 
 
 @pytest.mark.parametrize(
@@ -271,22 +258,6 @@ def test_arrays(
     assert (job.data.name, job.model.name) == ("arrays", "small_cnn")
     assert "12 x 12, 1 channels" in table
     assert f"train: samples {names[0].format('train')}.npy, labels" in table
-
-
-@pytest.mark.parametrize(
-    ("shape", "side", "order"), [((16, 16, 3), 16, "last"), ((3, 16, 16), 16, "first")]
-)
-def test_the_layout_of_arrays_is_said(
-    tmp_path: Path, output: Path, shape: tuple[int, ...], side: int, order: str
-) -> None:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for split in ("train", "test"):
-        np.save(folder / f"{split}_x.npy", np.zeros((40, *shape), np.uint8))
-        np.save(folder / f"{split}_y.npy", np.arange(40) % 2)
-    _, table = initialize(folder, output)
-    assert f"{side} x {side}, 3 channels" in table
-    assert f"is read as 16 x 16 pixels with 3 channels (channels {order})" in table
 
 
 def test_shards(tmp_path: Path, output: Path) -> None:

@@ -166,19 +166,6 @@ def test_images_of_any_color_mode(photo_run: str, mode: str) -> None:
     assert torch.equal(model.preprocess([image]), model.preprocess([image.convert("RGB")]))
 
 
-def test_an_image_that_was_read_from_a_compressed_file(photo_run: str, tmp_path: Path) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "photo.tiff", compression="jpeg")
-    model = load_model(photo_run, device="cpu")
-    with Image.open(tmp_path / "photo.tiff") as image:
-        image.load()
-        assert torch.equal(model.preprocess([image]), model.preprocess([tmp_path / "photo.tiff"]))
-
-
-def test_no_samples_have_no_probabilities(digits: str) -> None:
-    assert load_model(digits, device="cpu").probabilities([]).shape == (0, 10)
-
-
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
     run_dir = Path(trained(tmp_path, epochs=2))
     with (run_dir / "checkpoints/epoch-0002/weights.safetensors").open("ab") as file:

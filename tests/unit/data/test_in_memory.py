@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raytrain_opt.config.data import ArraysData, ArraySetData, Augment, HoldOut
-from raytrain_opt.data import load_shared_data, open_data, sampling
+from raytrain_opt.data import sampling
 from raytrain_opt.data.in_memory import CpuSampleStore, DeviceSampleStore, InMemoryData
 from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import DataError
@@ -90,81 +90,6 @@ def test_info_has_the_sizes_of_all_splits() -> None:
     assert info.steps_per_epoch(49) == 0
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
-def test_an_epoch_has_every_training_sample_once(num_micro_batches: int) -> None:
-    data = open_arrays()
-    validation = [int(y) for b in data.eval_batches("validation", 0, 1, 4) for y in b.y]
-    labels = read_epoch(data, 0, num_micro_batches)[1].tolist()
-    assert len(validation) == 5
-    assert sorted(labels + validation) == list(range(53))
-
-
-@pytest.mark.parametrize("num_micro_batches", [2, 4, 8])
-def test_the_number_of_micro_batches_changes_no_bit(num_micro_batches: int) -> None:
-    data = open_arrays(CIFAR.model_copy(update={"normalize": "auto"}))
-    one_x, one_y = read_epoch(data, 1, 1)
-    x, y = read_epoch(data, 1, num_micro_batches)
-    assert torch.equal(one_y, y)
-    assert torch.equal(one_x, x)
-
-
-def test_two_workers_read_the_same_batches_as_one_process() -> None:
-    data = open_arrays()
-    single = list(data.train_batches(0, product(range(3), range(2)), 2, 8))
-    workers = [
-        list(open_arrays().train_batches(0, product(range(3), range(r, r + 1)), 2, 8))
-        for r in range(2)
-    ]
-    for step in range(3):
-        for rank in range(2):
-            assert torch.equal(single[2 * step + rank].x, workers[rank][step].x)
-            assert torch.equal(single[2 * step + rank].y, workers[rank][step].y)
-
-
-def test_steps_can_be_repeated_in_any_order() -> None:
-    data = open_arrays()
-    first = list(data.train_batches(0, product(range(6), range(1)), 1, 8))
-    for _ in data.eval_batches("test", 0, 1, 4):
-        list(data.train_batches(3, product(range(2), range(1)), 1, 8))
-    again = [next(data.train_batches(0, [(s, 0)], 1, 8)) for s in reversed(range(6))]
-    for batch, repeated in zip(first, reversed(again), strict=True):
-        assert torch.equal(batch.x, repeated.x)
-        assert torch.equal(batch.y, repeated.y)
-
-
-def test_epochs_and_seeds_have_different_orders() -> None:
-    data = open_arrays()
-    orders = [read_epoch(data, epoch, 1)[1].tolist() for epoch in (0, 1)]
-    assert orders[0] != orders[1]
-    assert sorted(orders[0]) == sorted(orders[1])
-    assert read_epoch(open_arrays(seed=1), 0, 1)[1].tolist() != orders[0]
-
-
-def test_the_validation_split_is_never_trained_on() -> None:
-    data = open_arrays(seed=7)
-    validation = {int(y) for b in data.eval_batches("validation", 0, 1, 4) for y in b.y}
-    trained = {int(y) for epoch in range(5) for y in read_epoch(data, epoch, 2)[1]}
-    assert validation.isdisjoint(trained)
-    assert validation | trained == set(range(53))
-
-
-@pytest.mark.parametrize(("split", "size"), [("validation", 5), ("test", 11)])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 13])
-def test_evaluation_reads_each_sample_once(split: str, size: int, world_size: int) -> None:
-    arrays = numbered_images()
-    data = open_arrays(arrays=arrays)
-    labels = []
-    for rank in range(world_size):
-        for batch in data.eval_batches(split, rank, world_size, 4):  # type: ignore[arg-type]
-            assert 1 <= len(batch.y) <= 4
-            source = arrays.train_x if split == "validation" else arrays.test_x
-            plain = torch.from_numpy(source[batch.y.numpy()]).permute(0, 3, 1, 2) / 255
-            torch.testing.assert_close(batch.x, plain)  # no augmentation
-            labels += batch.y.tolist()
-    assert len(labels) == size
-    assert len(set(labels)) == size
-
-
 def test_training_images_are_cropped_and_mirrored_as_drawn() -> None:
     arrays = numbered_images()
     batch = next(open_arrays(arrays=arrays).train_batches(2, [(3, 0)], 1, 8))
@@ -186,14 +111,6 @@ def test_auto_normalizes_by_the_training_split() -> None:
     assert x.dtype == torch.float32
     torch.testing.assert_close(x.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(x.std((0, 2, 3), correction=0), torch.ones(3))
-
-
-def test_explicit_mean_and_std_apply_to_values_scaled_to_one() -> None:
-    arrays = numbered_images()
-    section = FILES.model_copy(update={"normalize": ([0.5], [0.25])})
-    batch = next(open_arrays(section, arrays).eval_batches("test", 0, 1, 11))
-    expected = (torch.from_numpy(arrays.test_x.copy()).permute(0, 3, 1, 2) / 255 - 0.5) / 0.25
-    torch.testing.assert_close(batch.x, expected)
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -230,46 +147,23 @@ def test_augmenting_float_arrays_is_an_error(augment: Augment) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "augmented"),
-    [("cifar10", True), ("cifar100", True), ("mnist", False), ("digits", False)],
+    ("name", "fields", "augmented"),
+    [
+        ("cifar10", {}, True),
+        ("cifar100", {}, True),
+        ("cifar10", {"augment": Augment()}, False),
+        ("mnist", {}, False),
+        ("digits", {}, False),
+    ],
 )
-def test_only_cifar_is_augmented_by_default(name: str, augmented: bool) -> None:
+def test_only_cifar_is_augmented_by_default(
+    name: str, fields: dict[str, Augment], augmented: bool
+) -> None:
     arrays = numbered_images()
-    section = ArraySetData(name=name, normalize="none")
+    section = ArraySetData(name=name, normalize="none", **fields)
     batch = next(open_arrays(section, arrays).train_batches(0, [(0, 0)], 1, 8))
     plain = torch.from_numpy(arrays.train_x[batch.y.numpy()]).permute(0, 3, 1, 2) / 255
     assert torch.allclose(batch.x, plain) != augmented
-
-
-def test_the_jobs_augmentation_replaces_the_default() -> None:
-    arrays = numbered_images()
-    section = CIFAR.model_copy(update={"augment": Augment()})
-    batch = next(open_arrays(section, arrays).train_batches(0, [(0, 0)], 1, 8))
-    plain = torch.from_numpy(arrays.train_x[batch.y.numpy()]).permute(0, 3, 1, 2) / 255
-    torch.testing.assert_close(batch.x, plain)
-
-
-def test_without_a_validation_split_all_samples_are_trained_on() -> None:
-    data = open_arrays(hold_out=HoldOut(0.0))
-    assert (data.info.train_size, data.info.validation_size) == (53, 0)
-    with pytest.raises(DataError, match=r"data\.validation_fraction"):
-        next(data.eval_batches("validation", 0, 1, 4))
-
-
-def test_a_split_held_out_in_the_search_only_joins_the_training() -> None:
-    data, searched = open_arrays(hold_out=HoldOut(0.1, only_in_search=True)), open_arrays()
-    info = data.info
-    assert (info.train_size, info.search_size, info.validation_size) == (53, 48, 5)
-    [validation] = data.eval_batches("validation", 0, 1, 5)
-    steps, one = range(6), range(1)
-    labels = torch.cat(
-        [b.y for b in data.train_batches(2, product(steps, one), 1, 8, search=True)]
-    )
-    expected = torch.cat([b.y for b in searched.train_batches(2, product(steps, one), 1, 8)])
-    assert torch.equal(labels, expected)
-    assert not set(labels.tolist()) & set(validation.y.tolist())
-    whole = torch.cat([b.y for b in data.train_batches(2, product(one, one), 1, 53)])
-    assert sorted(whole.tolist()) == list(range(53))
 
 
 @pytest.mark.parametrize("held_out", [2, 5])
@@ -294,14 +188,6 @@ def test_others_take_the_place_of_samples_that_an_epoch_holds_out(held_out: int)
     assert torch.bincount(epoch).max() == 2
 
 
-def test_wrong_steps_and_micro_batches_are_errors() -> None:
-    data = open_arrays()
-    with pytest.raises(ValueError, match="step 6 of an epoch of 6 steps"):
-        list(data.train_batches(0, product(range(5, 7), range(1)), 1, 8))
-    with pytest.raises(ValueError, match="micro-batch 0 of 3"):
-        next(data.train_batches(0, [(0, 0)], 3, 8))
-
-
 def test_device_and_cpu_stores_return_the_same_samples() -> None:
     arrays = numbered_images(train=5000)
     indices = np.array([4999, 0, 4096, 7])
@@ -318,17 +204,3 @@ def test_device_and_cpu_stores_return_the_same_samples() -> None:
     np.testing.assert_array_equal(x.numpy(), arrays.train_x[indices])
     assert torch.equal(x, x2)
     assert torch.equal(y, y2)
-
-
-def test_shared_arrays_can_be_opened() -> None:
-    section = ArraySetData(name="digits")
-    shared = load_shared_data(section)
-    assert shared is not None
-    data = open_data(section, shared, hold_out=TENTH, seed=0, device=CPU, channels_last=True)
-    info = data.info
-    assert info.num_classes == 10
-    assert info.sample_shape == (1, 8, 8)
-    assert info.train_size + info.validation_size == len(shared.train_x)
-    batch = next(data.train_batches(0, [(0, 0)], 1, 64))
-    assert batch.x.shape == (64, 1, 8, 8)
-    data.close()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import pickle
+import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -181,13 +185,12 @@ def test_the_layout_of_images_is_seen_in_their_shape_and_said(
     assert [note.split(": ", 1)[1] for note in arrays.notes] == [f"{text} (channels {order})"] * 2
 
 
-def test_labels_with_a_second_axis_are_read(tmp_path: Path) -> None:
-    y = Y[:, None]
-    np.testing.assert_array_equal(load_arrays(save_arrays(tmp_path, train_y=y)).train_y, Y)
-
-
-def test_labels_of_any_integer_type_become_int64(tmp_path: Path) -> None:
-    arrays = load_arrays(save_arrays(tmp_path, train_y=Y.astype(np.uint8)))
+@pytest.mark.parametrize("y", [Y[:, None], Y.astype(np.uint8)])
+def test_labels_of_any_integer_type_and_with_a_second_axis_are_read(
+    tmp_path: Path, y: np.ndarray
+) -> None:
+    arrays = load_arrays(save_arrays(tmp_path, train_y=y))
+    np.testing.assert_array_equal(arrays.train_y, Y)
     assert arrays.train_y.dtype == np.int64
 
 
@@ -197,10 +200,77 @@ def test_images_and_floats_cannot_be_mixed(tmp_path: Path) -> None:
         load_arrays(save_arrays(tmp_path, test_x=X.astype(float)))
 
 
-def test_labels_beyond_num_classes_are_an_error(tmp_path: Path) -> None:
-    section = save_arrays(tmp_path).model_copy(update={"num_classes": 2})
-    with pytest.raises(DataError, match=r"train_y\.npy .* outside 0 to 1 \(data\.num_classes"):
-        load_arrays(section)
+def raw(content: bytes) -> Callable[[Path], None]:
+    """Writes bytes."""
+    return lambda file: file.write_bytes(content) and None
+
+
+def saved(*shape: int, kind: str = "float32", value: float | str = 0.0) -> Callable[[Path], None]:
+    """Writes an array of one value."""
+    return lambda file: np.save(file, np.full(shape, value, kind))
+
+
+def labels(first: float, kind: str = "int64") -> Callable[[Path], None]:
+    """Writes labels of which the first is as given."""
+    return lambda file: np.save(file, np.array([first, *[0, 1, 2] * 13], kind))
+
+
+def archive(file: Path) -> None:
+    """Several arrays in one file."""
+    with file.open("wb") as opened:
+        np.savez(opened, x=np.zeros(3))
+
+
+def oversized(file: Path) -> None:
+    """A few bytes whose header speaks of petabytes."""
+    saved(40, 4)(file)
+    content = file.read_bytes()
+    claimed = content.replace(b"(40, 4), }" + b" " * 13, b"(400000000000000, 4), }")
+    assert len(claimed) == len(content)
+    assert claimed != content
+    file.write_bytes(claimed)
+
+
+@pytest.mark.parametrize(
+    ("write", "place", "words"),
+    [
+        (lambda file: None, "train.0", "there is no file"),
+        (lambda file: file.mkdir(), "train.1", "there is no file"),
+        (raw(b""), "train.0", "is not a .npy file"),
+        (raw(b"text"), "test.0", "is not a .npy file"),
+        (raw(gzip.compress(b"x")), "train.1", "is not a .npy file"),
+        (raw(pickle.dumps([1])), "test.1", "is not a .npy file"),
+        (raw(b"PK\x03\x04"), "test.1", "is not a .npy file"),
+        (oversized, "train.0", "is not a .npy file"),
+        (lambda file: np.save(file, [{}], allow_pickle=True), "test.1", "Python objects are"),
+        (archive, "train.0", ".npz archive"),
+        (saved(39, 4), "train.0", "both need the same number of samples"),
+        (saved(40, 5), "test.0", "must be the same"),
+        (saved(40, 4, kind="U1", value="a"), "train.0", "type <U1; it must hold real numbers"),
+        (saved(40, 4, value=float("nan")), "train.0", "160 values that are not finite"),
+        (saved(40, 4, kind="complex64"), "train.0", "must hold real numbers"),
+        (saved(40), "train.0", "must be [samples, ...], not empty"),
+        (saved(0, kind="int64"), "train.1", "has no samples"),
+        (saved(0, kind="int64"), "test.1", "has no samples"),
+        (saved(40, 2, kind="int64"), "train.1", "has type int64 and shape (40, 2); labels must"),
+        (labels(0.5, "float64"), "train.1", "must be integer class indices"),
+        (labels(-1), "train.1", "1 labels outside 0 and up; the first is -1, of sample 0"),
+        (labels(3), "test.1", "1 labels outside 0 to 2 (data.num_classes); the first is 3"),
+    ],
+)
+def test_arrays_that_are_wrong(
+    tmp_path: Path, write: Callable[[Path], None], place: str, words: str
+) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((40, 4), np.float32))
+    np.save(tmp_path / "y.npy", np.arange(40) % 3)
+    files = {
+        f"{part}.{i}": tmp_path / f"{'xy'[i]}.npy" for part in ("train", "test") for i in (0, 1)
+    }
+    files[place] = tmp_path / "ein Feld – 配列.npy"
+    write(files[place])
+    train, test = ([str(files[f"{part}.{i}"]) for i in (0, 1)] for part in ("train", "test"))
+    with pytest.raises(DataError, match=rf"data\.{place}: .*{re.escape(words)}"):
+        load_arrays(ArraysData(name="arrays", train=train, test=test))
 
 
 def test_arrays_without_files_are_checked_too() -> None:

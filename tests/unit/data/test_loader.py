@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchvision.datasets import ImageFolder
 
 from raytrain_opt.config.data import DatasetData, HoldOut, ImageFolderData
-from raytrain_opt.data import images, load_shared_data, open_data
+from raytrain_opt.data import load_shared_data, open_data
 from raytrain_opt.data.base import Batch
 from raytrain_opt.data.image_folder import ImageFolderSource, list_folder
 from raytrain_opt.data.loader import DataLoaderData
@@ -145,27 +145,6 @@ def test_loader_processes_change_no_bit(image_tree: Path, kind: str) -> None:
                 for data in (single, parallel)
             )
             assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize("num_micro_batches", [2, 4])
-def test_the_number_of_micro_batches_changes_no_bit(num_micro_batches: int) -> None:
-    with open_section(dataset_section()) as data:
-        one, other = (
-            concatenate(read_epoch(data)),
-            concatenate(read_epoch(data, num_micro_batches=num_micro_batches)),
-        )
-    assert torch.equal(one[0], other[0])
-    assert torch.equal(one[1], other[1])
-
-
-def test_an_epoch_has_every_training_sample_once_and_no_validation_sample() -> None:
-    with open_section(dataset_section()) as data:
-        assert (data.info.train_size, data.info.validation_size, data.info.test_size) == (24, 2, 7)
-        validation = concatenate(list(data.eval_batches("validation", 0, 1, 8)))[1].tolist()
-        first, second = (concatenate(read_epoch(data, number))[1].tolist() for number in (0, 1))
-    assert sorted(first + validation) == list(range(26))
-    assert sorted(first) == sorted(second)
-    assert first != second
 
 
 def test_random_numbers_differ_by_epoch_seed_and_sample() -> None:
@@ -312,41 +291,6 @@ def test_a_loader_process_that_dies_is_reported_and_replaced() -> None:
         signal.signal(signal.SIGCHLD, handler)
 
 
-@pytest.mark.parametrize(("split", "size"), [("validation", 2), ("test", 7)])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_evaluation_reads_each_sample_once(split: Any, size: int, world_size: int) -> None:
-    with open_section(dataset_section()) as data:
-        labels = [
-            int(y)
-            for rank in range(world_size)
-            for batch in data.eval_batches(split, rank, world_size, 2)
-            for y in batch.y
-        ]
-    assert len(labels) == len(set(labels)) == size
-
-
-def test_a_split_held_out_in_the_search_only_joins_the_training() -> None:
-    hold_out = HoldOut(0.1, only_in_search=True)
-    with open_section(dataset_section(), hold_out=hold_out) as data:
-        info = data.info
-        assert (info.train_size, info.search_size, info.validation_size) == (26, 24, 2)
-        trained = concatenate(read_epoch(data, size=13))[1].tolist()
-        one = range(1)
-        [searched] = data.train_batches(0, product(one, one), 1, 24, search=True)
-        validation = concatenate(list(data.eval_batches("validation", 0, 1, 8)))[1].tolist()
-        [watched] = data.train_batches(0, product(one, one), 1, 26, held_out=2)
-    assert not set(watched.y.tolist()) & set(validation)
-    assert sorted(trained) == sorted([*searched.y.tolist(), *validation]) == list(range(26))
-
-
-def test_without_a_validation_split_it_cannot_be_evaluated() -> None:
-    with (
-        open_section(dataset_section(validation_fraction=0.0)) as data,
-        pytest.raises(DataError, match=r"data\.validation_fraction"),
-    ):
-        data.eval_batches("validation", 0, 1, 2)
-
-
 def test_a_function_that_generates_data_generates_the_same_every_time() -> None:
     def generated() -> Any:
         x, y = torch.rand(20, 3), torch.randint(0, 2, (20,))
@@ -361,29 +305,7 @@ def test_a_function_that_generates_data_generates_the_same_every_time() -> None:
     assert torch.equal(runs[0], runs[1])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_wrong_steps_and_micro_batches_are_errors(workers: int) -> None:
-    with open_section(dataset_section(loader_workers=workers)) as data:
-        with pytest.raises(ValueError, match="step 6 of an epoch of 6 steps"):
-            list(data.train_batches(0, product(range(5, 7), range(1)), 1, 4))
-        with pytest.raises(ValueError, match="micro-batch 0 of 3"):
-            next(data.train_batches(0, [(0, 0)], 3, 4))
-        assert len(read_epoch(data)) == 6
-
-
 # --- Image folders -------------------------------------------------------------------------------
-
-
-def test_info_of_an_image_folder(image_tree: Path) -> None:
-    section = folder_section(image_tree)
-    data = open_data(section, None, hold_out=HoldOut(0.1), seed=0, device=CPU, channels_last=True)
-    info = data.info
-    assert (info.num_classes, info.sample_shape) == (2, (3, 8, 8))
-    assert (info.train_size, info.validation_size, info.test_size) == (18, 2, 6)
-    batch = next(data.train_batches(0, [(0, 0)], 1, 4))
-    assert batch.x.shape == (4, 3, 8, 8)
-    assert batch.x.is_contiguous(memory_format=torch.channels_last)
-    assert batch.x.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -488,19 +410,6 @@ def test_links_to_files_elsewhere_are_samples_and_broken_ones_are_named(image_tr
         data.check_samples()
 
 
-def test_an_image_that_would_fill_the_memory_is_not_decoded(
-    image_tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PIL only warns of a file of 21 kB that has 13,300 x 13,300 pixels."""
-    monkeypatch.setattr(images, "_MAX_PIXELS", 1000)
-    Image.new("1", (40, 40)).save(image_tree / "val" / "cat" / "0.png")
-    with (
-        open_section(folder_section(image_tree)) as data,
-        pytest.raises(DataError, match=r"cat/0\.png .*1,600 pixels, more than 1,000"),
-    ):
-        data.check_samples()
-
-
 def test_evaluation_crops_the_center(image_tree: Path) -> None:
     from torchvision.transforms import v2
 
@@ -515,13 +424,6 @@ def test_evaluation_crops_the_center(image_tree: Path) -> None:
         torch.testing.assert_close(x[i], image / 255, rtol=0, atol=1.01 / 255)
 
 
-def test_grayscale_becomes_rgb(image_tree: Path) -> None:
-    with open_section(folder_section(image_tree)) as data:
-        dog = concatenate(list(data.eval_batches("test", 0, 1, 6)))[0][3]
-    assert torch.equal(dog[0], dog[1])
-    assert torch.equal(dog[1], dog[2])
-
-
 def test_gray_images_are_left_out_where_the_job_wants_colors(image_tree: Path) -> None:
     (image_tree / "train" / "cat" / "0.png").write_bytes(b"damaged")
     every, colored = (
@@ -530,14 +432,6 @@ def test_gray_images_are_left_out_where_the_job_wants_colors(image_tree: Path) -
     assert (every.size("train"), every.size("test")) == (20, 6)
     assert (colored.size("train"), colored.size("test")) == (19, 5)
     assert colored.labels.tolist() == [0] * 10 + [1] * 9  # a damaged file is found when it is read
-
-
-def test_training_images_are_random_crops(image_tree: Path) -> None:
-    with open_section(folder_section(image_tree)) as data:
-        first, second = (concatenate(read_epoch(data, number))[0] for number in (0, 1))
-        again = concatenate(read_epoch(data, 0))[0]
-    assert torch.equal(first, again)
-    assert len({x.numpy().tobytes() for x in torch.cat([first, second])}) == 32
 
 
 def test_auto_normalizes_with_imagenets_mean_and_std(image_tree: Path) -> None:
@@ -596,14 +490,6 @@ def test_of_batches_without_readable_samples_those_of_an_evaluation_are_passed_o
         shutil.rmtree(image_tree / "val")
         with pytest.raises(DataError, match="no sample of .* can be read"):
             list(data.eval_batches("test", 0, 1, 3))
-
-
-def test_after_an_error_the_data_can_be_used_again(image_tree: Path) -> None:
-    (image_tree / "val/dog/1.png").write_bytes(b"no image")
-    with open_section(folder_section(image_tree, loader_workers=1)) as data:
-        with pytest.raises(DataError):
-            list(data.eval_batches("test", 0, 1, 2))
-        assert len(read_epoch(data)) == 4
 
 
 def test_a_missing_folder_is_named(image_tree: Path) -> None:
@@ -819,16 +705,6 @@ def test_the_layout_of_images_of_a_dataset_is_seen_in_their_shape_and_said(
     assert note.endswith(f"(channels {'last' if is_last else 'first'})")
 
 
-def test_explicit_mean_and_std_apply_to_images_and_to_values() -> None:
-    image = torch.randint(0, 256, (3, 4, 5), dtype=torch.uint8)
-    mean_std = ([0.5, 0.4, 0.3], [0.1, 0.2, 0.3])
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in mean_std)
-    expected = (image / 255 - mean) / std
-    for x in (image, image / 255):
-        batch = only_batch(samples_section((x, 0), normalize=mean_std))
-        torch.testing.assert_close(batch.x[0], expected)
-
-
 def test_floats_and_integers_are_unchanged_and_other_types_are_cast() -> None:
     values = torch.randn(5)
     assert torch.equal(only_batch(samples_section((values, 0))).x[0], values)
@@ -918,17 +794,6 @@ def test_balanced_needs_one_class_of_each_sample(targets: Any) -> None:
     function = with_attribute(num_classes=2, **({} if targets is None else {"targets": targets}))
     with pytest.raises(DataError, match=r"data\.sampler: balanced needs the class of each sample"):
         new_data(dataset_section(function, sampler="balanced"))
-
-
-def test_an_unknown_number_of_classes_names_the_field() -> None:
-    with pytest.raises(DataError, match=r"data\.num_classes: .* neither num_classes nor classes"):
-        new_data(dataset_section(with_attribute()))
-
-
-def test_arguments_reach_the_function() -> None:
-    section = dataset_section(args={"test_broken": (0, 1, 2)}, on_unreadable="skip")
-    with open_section(section) as data:
-        assert next(data.eval_batches("test", 0, 1, 7)).skipped == 3
 
 
 class Endless(IterableDataset[Any]):

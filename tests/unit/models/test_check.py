@@ -76,18 +76,6 @@ def test_a_wrong_argument_names_its_path(name: Any, args: Any, path: str, messag
     assert message in problems[path]
 
 
-def test_all_problems_are_returned_at_once() -> None:
-    assert set(check(user_model, widht=1, heigth=2)) == {
-        "model.args.widht",
-        "model.args.heigth",
-        "model.args.depth",
-    }
-
-
-def test_a_users_function_is_not_called() -> None:
-    assert check(user_model, depth=2) == {}
-
-
 def test_a_model_that_meta_tensors_cannot_build_is_left_to_build_model() -> None:
     assert check("regnet_x_400mf", norm_layer=None) == {}
 

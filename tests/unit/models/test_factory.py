@@ -63,11 +63,6 @@ def test_equal_seeds_give_equal_weights_and_preserve_the_random_state(name: Any)
     assert not all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_width_scales_every_layer() -> None:
-    narrow, wide = build("resnet8", width=8), build("resnet8", width=16)
-    assert 3.5 < parameter_count(wide) / parameter_count(narrow) < 4.0
-
-
 def test_convolutions_start_by_hes_rule_and_norms_as_the_identity() -> None:
     model = build("cifar_resnet18")
     weight = model.get_parameter("layer4.0.conv1.weight")  # 256 channels to 512
@@ -155,21 +150,6 @@ def test_built_in_models_reject_samples_that_are_not_images() -> None:
         build("resnet8", (64,))
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "path"),
-    [
-        ("resnet8", {"width": 0}, "model.args.width"),
-        ("small_cnn", {"width": "32"}, "model.args.width"),
-        ("resnet8", {"widht": 8}, "model.args.widht"),
-        ("resnet7", {}, "model.name"),
-    ],
-)
-def test_wrong_names_and_values_name_their_path(name: str, args: Any, path: str) -> None:
-    with pytest.raises(JobError) as caught:
-        build(name, **args)
-    assert [problem.path for problem in caught.value.problems] == [path]
-
-
 def test_torchvision_models_by_name_and_seed() -> None:
     first = build("squeezenet1_1", (3, 64, 64), seed=3)
     second = build("squeezenet1_1", (3, 64, 64), seed=3)
@@ -177,11 +157,6 @@ def test_torchvision_models_by_name_and_seed() -> None:
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert first.eval()(torch.randn(1, 3, 64, 64)).shape == (1, 10)
-
-
-def test_arguments_reach_torchvision_models() -> None:
-    model = build("squeezenet1_1", dropout=0.125)
-    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.125]
 
 
 def test_a_combination_that_torchvision_lacks_is_a_wrong_argument() -> None:

@@ -19,7 +19,7 @@ from raytrain_opt.optim.averaging import (
 from raytrain_opt.optim.factory import build_optimizer, set_lr
 from raytrain_opt.train.state import capture, restore
 
-NAMES = ["SGD", "AdamW", "Muon", "LARS", "Adafactor"]
+NAMES = ["SGD", "AdamW", "Muon", "LARS", "Adafactor", "RMSpropWarmup"]
 SCHEDULE_FREE = ["ScheduleFreeSGD", "ScheduleFreeAdamW"]
 SCALER = torch.amp.GradScaler(enabled=False)
 

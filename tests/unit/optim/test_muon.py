@@ -238,13 +238,6 @@ def test_a_vector_in_a_group_of_matrices_is_an_error() -> None:
         Muon(weights(SHAPES, torch.float32), lr=0.1)
 
 
-def test_sparse_gradients_are_refused() -> None:
-    [param] = weights([(4, 3)], torch.float32)
-    param.grad = torch.ones(4, 3).to_sparse()
-    with pytest.raises(RuntimeError, match="dense real gradients"):
-        Muon([param], lr=0.1).step()
-
-
 def test_types_are_updated_side_by_side() -> None:
     params: list[Tensor] = [
         nn.Parameter(torch.eye(3, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_opt.optim.rmsprop_warmup import PAPER_SCALE, RMSpropWarmup, sgd_fraction
-from raytrain_opt.train.state import capture, restore
 
 SHAPES = [(3, 4), (5,), (2, 3, 2, 2), ()]
 SOON: dict[str, Any] = {
@@ -154,35 +153,6 @@ def test_state_dict_resumes_the_transition(stop: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(uninterrupted, resumed, strict=True))
 
 
-def test_a_candidate_continues_bit_identically_from_the_captured_state() -> None:
-    def training() -> tuple[nn.Module, RMSpropWarmup]:
-        torch.manual_seed(3)
-        model = nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)
-        )
-        model = model.to(memory_format=torch.channels_last)
-        return model, RMSpropWarmup(model.parameters(), 0.1, **SOON)
-
-    def train(model: nn.Module, optimizer: RMSpropWarmup, steps: range) -> list[Tensor]:
-        for t in steps:
-            x = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(t))
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        return [tensor.clone() for tensor in model.state_dict().values()]
-
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    main, main_optimizer = training()
-    train(main, main_optimizer, range(3))
-    state = capture(main, main_optimizer, scaler, copy=True)
-    expected = train(main, main_optimizer, range(3, 7))
-    candidate, candidate_optimizer = training()
-    for _ in range(2):  # into an optimizer without state, then into one with other state
-        restore(state, candidate, candidate_optimizer, scaler)
-        states = train(candidate, candidate_optimizer, range(3, 7))
-        assert all(torch.equal(a, b) for a, b in zip(expected, states, strict=True))
-
-
 def test_groups_keep_their_settings_and_may_lack_gradients() -> None:
     params = weights()
     groups = [{"params": params[:2], "weight_decay": 0.5}, {"params": params[2:]}]
@@ -207,20 +177,6 @@ def test_updates_are_counted_also_without_gradients() -> None:
     torch.testing.assert_close(late.detach(), before - 0.1, rtol=0, atol=1e-12)
 
 
-def test_closure_is_called_with_gradients_enabled() -> None:
-    (weight, *_) = weights()
-    optimizer = RMSpropWarmup([weight], 0.1, **SOON)
-
-    def closure() -> float:
-        loss = weight.square().sum()
-        loss.backward()
-        return loss.item()
-
-    before = weight.detach().square().sum().item()
-    assert optimizer.step(closure) == pytest.approx(before)
-    assert weight.detach().square().sum().item() < before
-
-
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
@@ -240,13 +196,3 @@ def test_closure_is_called_with_gradients_enabled() -> None:
 def test_values_out_of_range_are_errors_that_name_the_setting(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{setting} must be .*{value!r}"):
         RMSpropWarmup(weights(), **{"lr": 0.1, **SOON, setting: value})
-
-
-@pytest.mark.parametrize("kind", ["sparse", "complex"])
-def test_sparse_and_complex_gradients_are_errors(kind: str) -> None:
-    dtype = torch.complex64 if kind == "complex" else torch.float32
-    weight = nn.Parameter(torch.ones(3, 2, dtype=dtype))
-    grad = torch.ones_like(weight)
-    weight.grad = grad.to_sparse() if kind == "sparse" else grad
-    with pytest.raises(RuntimeError, match="dense real gradients"):
-        RMSpropWarmup([weight], 0.1, **SOON).step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from itertools import pairwise
 from typing import Any
 
@@ -173,13 +172,6 @@ def policy(shape: str, warmup_epochs: int = 0, kind: str = "linear") -> Schedule
     return SchedulePolicy.model_validate({**values, **settings})
 
 
-@pytest.mark.parametrize("warmup_epochs", [0, 1, 6])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_built_schedule_survives_pickling(shape: str, warmup_epochs: int) -> None:
-    schedule = build_schedule(policy(shape, warmup_epochs), epochs=6, steps_per_epoch=5)
-    assert rates(pickle.loads(pickle.dumps(schedule)), 40) == rates(schedule, 40)
-
-
 @pytest.mark.parametrize("warmup_epochs", [0, 2])
 @pytest.mark.parametrize("shape", ["linear", "polynomial", "cosine"])
 def test_decay_covers_the_steps_after_the_warmup(shape: str, warmup_epochs: int) -> None:
@@ -237,10 +229,6 @@ def test_warmup_alone_and_before_a_schedule(kind: Any, table: list[float]) -> No
     assert warmup_lrs(section, 0.2, steps_per_epoch=2) == pytest.approx(table)
     schedule = build_schedule(policy("cosine", 2, kind), epochs=6, steps_per_epoch=2)
     assert rates(schedule, 5) == pytest.approx([*table, 0.2])
-
-
-def test_no_warmup_has_no_steps() -> None:
-    assert warmup_lrs(WarmupSection(epochs=0), 0.2, steps_per_epoch=9) == ()
 
 
 def test_a_training_that_is_only_warmup_ends_at_final() -> None:

@@ -165,14 +165,6 @@ def test_lines_after_the_last_checkpoint_are_removed(
     assert lines(paths.epochs)[-1]["epoch"] == 9
 
 
-def test_truncating_a_run_without_records_creates_no_files(
-    recorder: Recorder, paths: RunPaths
-) -> None:
-    recorder.truncate_after(0, 0)
-    assert not paths.rounds.exists()
-    assert not paths.epochs.exists()
-
-
 def test_a_line_cut_off_by_a_crash_is_removed(recorder: Recorder, paths: RunPaths) -> None:
     add_epoch(recorder, 1)
     with paths.epochs.open("a") as file:

@@ -8,14 +8,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from raytrain_opt.errors import JobError, RecordError
 from raytrain_opt.report import write_report
 from raytrain_opt.report.learning_rate_plots import search_plots
-from raytrain_opt.report.plots import Cell, Table, plain_log
+from raytrain_opt.report.plots import Cell, Table
 from raytrain_opt.report.run_reader import read_run
 from tests.support.synthetic_runs import (
     epoch_line,
@@ -137,27 +136,11 @@ def test_a_thousand_classes_are_a_small_page_without_a_matrix(tmp_path: Path) ->
     assert "The 100 worst classes by accuracy." in page.text
 
 
-def test_the_page_begins_with_the_training(complete_run: Path) -> None:
-    page = read(f"{complete_run}/report.html")
-    assert [figure["id"] for figure in page.all("figure")][:2] == ["plot-loss", "plot-metric"]
-
-
 def test_columns_without_any_value_are_left_out() -> None:
     rows = [[Cell("1"), Cell("–"), Cell("–")], [Cell("2"), Cell("–"), Cell("x")]]
     table = Table("name", "caption", ("a", "b", "c"), rows).without_empty()
     assert table.columns == ["a", "c"]
     assert table.rows == [[Cell("1"), Cell("–")], [Cell("2"), Cell("x")]]
-
-
-@pytest.mark.parametrize(("low", "high", "is_dense"), [(0.1, 1, True), (1e-4, 10, False)])
-def test_numbers_of_a_long_logarithmic_axis_do_not_overlap(
-    low: float, high: float, is_dense: bool
-) -> None:
-    axes = Figure().add_subplot()
-    axes.plot([low, high], [low, high])
-    plain_log(axes, "x")
-    assert np.isclose(axes.get_xticks(), 0.2).any() == is_dense
-    assert np.isclose(axes.get_xticks(), 0.1).any()
 
 
 def test_the_idle_time_of_a_process_is_the_rest(complete_run: Path) -> None:

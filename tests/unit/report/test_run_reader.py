@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_opt.errors import JobError, RaytrainOptError, RecordError
+from raytrain_opt.errors import RecordError
 from raytrain_opt.report.run_reader import read_run
 from tests.support.synthetic_runs import (
     EPOCH_S,
@@ -101,16 +101,3 @@ def test_a_damaged_file_is_named(run_dir: Path, name: str, text: str) -> None:
     (run_dir / name).write_text(text)
     with pytest.raises(RecordError, match=name):
         read_run(str(run_dir))
-
-
-@pytest.mark.parametrize("text", ["[]", "name: x", "a: !!python/object:os.system {}", "{"])
-def test_a_damaged_job_is_refused(run_dir: Path, text: str) -> None:
-    (run_dir / "job.yaml").write_text(text)
-    with pytest.raises(RaytrainOptError, match=r"job\.yaml"):
-        read_run(str(run_dir))
-
-
-@pytest.mark.parametrize("run_dir", ["{}/nothing", "file://{}/nothing"])
-def test_a_directory_without_a_run_is_refused(tmp_path: Path, run_dir: str) -> None:
-    with pytest.raises(JobError, match="holds no run"):
-        read_run(run_dir.format(tmp_path))

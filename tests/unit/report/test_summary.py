@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,26 +228,6 @@ def test_a_warning_is_given(run_dir: Path, change: Callable[[Path], None], messa
 def test_no_warning_without_a_reason(run_dir: Path, change: Callable[[Path], None]) -> None:
     change(run_dir)
     assert summary_of(run_dir).warnings == ()
-
-
-@pytest.mark.parametrize(
-    ("data", "advice"),
-    [
-        ({"name": "image_folder", "root": "r", "loader_workers": "auto"}, "If decoding is slow,"),
-        (
-            {"name": "image_folder", "root": "r", "loader_workers": 4},
-            "loader_workers: auto (now 4)",
-        ),
-        ({"name": "digits"}, "less in data.augment"),
-    ],
-)
-def test_advice_on_waiting_for_data_fits_the_job(
-    run_dir: Path, data: dict[str, Any], advice: str
-) -> None:
-    epochs(timings_s=SLOW)(run_dir)
-    run = read_run(str(run_dir))
-    [warning] = summarize(replace(run, job={**run.job, "data": data})).warnings
-    assert advice in warning
 
 
 def test_an_unfinished_run_has_a_summary(tmp_path: Path) -> None:

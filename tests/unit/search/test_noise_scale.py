@@ -19,6 +19,7 @@ from raytrain_opt.search.noise_scale import (
     sentence,
     summarize,
 )
+from tests.support.samples import Samples
 
 RECORD = TypeAdapter(NoiseScale)
 
@@ -58,20 +59,21 @@ class TestEstimate:
     def test_it_converges_to_the_truth(self) -> None:
         errors = [
             abs(math.log(estimated(sampled(updates, seed=1)).value / 800))
-            for updates in (100, 100_000)
+            for updates in (100, 30_000)
         ]
         assert errors[1] < 0.02 < errors[0]
 
-    def test_both_parts_are_unbiased(self) -> None:
+    @pytest.mark.slow
+    def test_both_parts_are_unbiased(self, samples: Samples) -> None:
         """However few updates: the mean of many short measurements is the truth."""
-        estimates = [estimated(sampled(3, seed)) for seed in range(4000)]
+        estimates = [estimated(sampled(3, seed)) for seed in samples(4000)]
         for values, truth in (
             ([noise.gradient_sq for noise in estimates], 2.0),
             ([noise.trace for noise in estimates], 1600.0),
         ):
             error = np.std(values) / math.sqrt(len(values))
             assert abs(np.mean(values) - truth) < 4 * error
-            assert error < 0.1 * truth
+            assert error < 0.2 * truth
 
     def test_the_value_does_not_depend_on_the_sizes_compared(self) -> None:
         for batch in (8, 64, 4096):

@@ -50,10 +50,6 @@ def test_an_epoch_in_one_line() -> None:
     )
 
 
-def test_an_epoch_without_evaluation_has_no_accuracy() -> None:
-    assert "accuracy" not in epoch_text(record(**evaluation(None)))
-
-
 def test_each_note_and_each_epoch_is_one_line() -> None:
     out = io.StringIO()
     with Terminal(Console(file=out, width=20)) as terminal:
@@ -137,8 +133,3 @@ def test_the_summary_does_not_break_paths(capsys: pytest.CaptureFixture[str]) ->
     assert "wall time  3.0 s" in out
     for text in ("epoch", "learning rate", "train loss", "test accuracy", "2.31", "95.12 %"):
         assert text in out
-
-
-def test_a_run_without_epochs_has_an_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary("accuracy", [], [])
-    assert "learning rate" in capsys.readouterr().out

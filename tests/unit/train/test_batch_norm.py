@@ -104,11 +104,6 @@ def test_sync_on_cpu_is_refused(net: Net) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_sync_on_cpu_is_allowed_for_a_model_without_batch_norm() -> None:
-    model = nn.Linear(2, 2)
-    assert prepare_batch_norm(model, section(sync=True), world_size=2) is model
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("count", [2, 5])
 def test_values_are_counted_per_channel_and_sample(net: Net, training: bool, count: int) -> None:

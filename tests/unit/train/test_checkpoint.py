@@ -142,10 +142,6 @@ def test_a_resumed_run_continues_the_index(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["epoch-0001", "epoch-0003"]
 
 
-def test_without_an_index_there_are_no_checkpoints(tmp_path: Path) -> None:
-    assert read_index(tmp_path) == []
-
-
 def test_a_folder_that_the_index_does_not_name_is_no_checkpoint(tmp_path: Path) -> None:
     """As after a crash between the files and the index."""
     checkpoints = open_checkpoints(tmp_path)
@@ -185,27 +181,6 @@ def test_a_full_disk_is_a_storage_error_and_earlier_checkpoints_are_kept(
     assert {name: after[name] for name in before} == before
     assert not [name for name in after if name.endswith(".tmp")]
     assert open_checkpoints(tmp_path).latest == checkpoints.latest
-
-
-def test_an_index_that_cannot_be_written_leaves_the_old_one_valid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoints = open_checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, trained(), {}, 0.5)
-
-    def refuse(self: Path, target: Path) -> Path:
-        if target.name == "index.json":
-            raise OSError(28, "No space left on device")
-        return rename(self, target)
-
-    rename = Path.replace
-    monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(StorageError, match=r"index\.json cannot be written.*No space left"):
-        checkpoints.save(2, trained(1), {}, 0.6)
-    assert checkpoints.latest is not None
-    assert checkpoints.latest.epoch == 1
-    assert open_checkpoints(tmp_path).latest == checkpoints.latest
-    read_checkpoint(tmp_path / "epoch-0001")
 
 
 def test_the_index_is_readable_json(tmp_path: Path) -> None:
@@ -367,10 +342,6 @@ def test_if_all_checkpoints_are_damaged_the_error_lists_each(tmp_path: Path) -> 
     indices = [message.index(text) for text in ("-0003/rest", "-0002/weights", "-0001/weights")]
     assert indices == sorted(indices)
     assert "start a new run" in message
-
-
-def test_a_run_without_checkpoints_has_no_damaged_one(tmp_path: Path) -> None:
-    assert open_checkpoints(tmp_path).drop_damaged() == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,14 +34,6 @@ class Partial(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.used(x)
         return out
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def section(**values: Any) -> ParallelSection:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -114,14 +113,6 @@ def test_no_hook_is_left_after_an_error() -> None:
     with pytest.raises(ValueError, match="planted"), GradientNormMeter(model).micro_batch():
         raise ValueError("planted")
     assert not any(p._backward_hooks for p in model.parameters())
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def begin_phase(parallel: Parallel, micro_batches: int, steps: int = 1) -> None:

@@ -25,7 +25,6 @@ from raytrain_opt.data.in_memory_sets import DatasetArrays
 from raytrain_opt.errors import JobError
 from raytrain_opt.recording.predictions import PredictionsRecord
 from raytrain_opt.results import MAX_MISTAKES, Predictions, Steps
-from raytrain_opt.train.data_parallel import reduce_sums
 from raytrain_opt.train.kernels import BACKENDS
 from raytrain_opt.train.learner import Learner
 from raytrain_opt.train.learner_config import LearnerConfig
@@ -225,16 +224,6 @@ def test_the_workers_compute_all_micro_batches_with_equal_weights(
     assert halves.divisor == 2 * workers[0].divisor
 
 
-def test_the_micro_batches_of_several_processes_are_one_batch() -> None:
-    """The workers divide the micro-batches that one candidate computes alone."""
-    parts = [
-        learner().train(1, Steps(0, (0.0,)), MicroBatches(range(i, i + 1), 2)) for i in range(2)
-    ]
-    complete = learner().train(1, Steps(0, (0.0,)), all_of(2))
-    assert sum(part.samples for part in parts) == complete.samples == 16
-    assert sum(part.loss_sum for part in parts) == pytest.approx(complete.loss_sum)
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_ramp_trains_at_the_larger_batch_from_its_epoch_on(workers: int) -> None:
     ramped = learner(workers=workers, batch_ramp={"steps": RAMP})
@@ -284,31 +273,9 @@ def test_a_phase_from_the_same_state_repeats_bit_by_bit(job: dict[str, Any]) -> 
         assert again.loss_sum == totals.loss_sum
 
 
-@pytest.mark.parametrize("change", [{"epoch": 2}, {"first_step": 1}, {"lr": 0.2}])
-def test_other_steps_give_another_result(change: dict[str, Any]) -> None:
-    phase = {"epoch": 1, "first_step": 0, "lr": 0.1}
-    digests = set()
-    for arguments in (phase, {**phase, **change}):
-        trained = learner()
-        trained.train(
-            arguments["epoch"], Steps(arguments["first_step"], (arguments["lr"],)), all_of(1)
-        )
-        digests.add(trained.state(copy=True).digest())
-    assert len(digests) == 2
-
-
 def test_seeds_make_different_weights_and_equal_seeds_equal_ones() -> None:
     digests = [learner(seed=seed).state(copy=True).digest() for seed in (0, 0, 1)]
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_each_step_has_its_rate() -> None:
-    """Without momentum, a step at rate 0 changes nothing."""
-    job = {"optimizer": {"name": "SGD", "args": {"momentum": 0.0}}}
-    one, three = learner(**job), learner(**job)
-    one.train(1, Steps(1, (0.1,)), all_of(1))
-    three.train(1, Steps(0, (0.0, 0.1, 0.0)), all_of(1))
-    assert_close(weights(one), weights(three))
 
 
 def test_the_factor_multiplies_the_weight_decay() -> None:
@@ -389,12 +356,6 @@ def test_a_loss_that_is_not_finite_is_reported(bad: float) -> None:
         trained.model[3].bias[0] = bad  # type: ignore[index]
     assert not math.isfinite(trained.train(1, Steps(0, (0.1,)), all_of(2)).loss)
     assert not math.isfinite(trained.evaluate("validation").loss)
-
-
-def test_a_rate_far_too_large_diverges() -> None:
-    trained = learner()
-    totals = trained.train(1, Steps(0, (1e30,) * 4), all_of(1))
-    assert not math.isfinite(totals.loss)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -715,22 +676,6 @@ def test_a_phase_that_was_stopped_continues_with_the_buffers_of_its_last_step(bu
     assert once.state(copy=True).digest() == resumed.state(copy=True).digest()
 
 
-def test_released_memory_is_given_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained, released = learner(), []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append("cache"))
-    trained.release_memory()
-    assert released == []  # on CPU there is no cache
-    monkeypatch.setattr(trained, "device", torch.device("cuda"))
-    trained.release_memory()
-    assert released == ["cache"]
-
-
-def test_the_validation_split_is_not_the_test_set() -> None:
-    trained = learner()
-    assert trained.evaluate("validation").samples == trained.info.validation_size == 8
-    assert (trained.info.train_size, trained.info.search_size) == (SIZE, SIZE - 8)
-
-
 def test_with_fewer_than_five_classes_every_label_is_among_the_best() -> None:
     totals = learner(two_classes, data=arrays(2)).evaluate("test")
     assert totals.sums["accuracy"] < totals.sums["top5"] == TEST_SIZE
@@ -751,24 +696,6 @@ def test_evaluation_reports_its_progress() -> None:
     trained = learner(evaluate={"batch_size_per_worker": 10})
     trained.evaluate("test", on_step=lambda done, total: calls.append((done, total)))
     assert calls == [(0, 4), (1, 4), (2, 4), (3, 4)]
-
-
-def test_sums_of_one_process_are_its_own() -> None:
-    assert reduce_sums([1.5, 2.0], CPU) == [1.5, 2.0]
-
-
-def test_read_only_arrays_are_accepted() -> None:
-    """Ray's object store returns such arrays."""
-    shared = arrays()
-    frozen = {}
-    for name in ("train_x", "train_y", "test_x", "test_y"):
-        frozen[name] = getattr(shared, name).copy()
-        frozen[name].flags.writeable = False
-    totals = [
-        learner(data=d).train(1, Steps(0, LRS), all_of(2))
-        for d in (replace(shared, **frozen), shared)
-    ]
-    assert totals[0].loss_sum == totals[1].loss_sum
 
 
 def test_a_readable_sample_does_not_weigh_more_for_an_unreadable_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -13,6 +14,7 @@ from raytrain_opt.train.micro_batches import (
     split_by_speed,
     time_saved,
 )
+from tests.support.samples import Samples
 
 
 @pytest.mark.parametrize(
@@ -29,22 +31,23 @@ def test_shares_follow_the_speeds(count: int, speeds: list[float], shares: list[
     assert split_by_speed(count, speeds) == shares
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_no_other_split_is_done_earlier(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    speeds = (10 ** random.uniform(-2, 2, size=random.integers(1, 5))).tolist()
-    more = int(random.integers(0, 7))
-    count = len(speeds) + more
+@pytest.mark.slow
+def test_no_other_split_is_done_earlier(samples: Samples) -> None:
+    for seed in samples(50):
+        random = np.random.default_rng(seed)
+        speeds = (10 ** random.uniform(-2, 2, size=random.integers(1, 5))).tolist()
+        more = int(random.integers(0, 7))
+        count = len(speeds) + more
 
-    def duration(shares: tuple[int, ...] | list[int]) -> float:
-        return max(share / speed for share, speed in zip(shares, speeds, strict=True))
+        def duration(shares: Sequence[int], speeds: list[float] = speeds) -> float:
+            return max(share / speed for share, speed in zip(shares, speeds, strict=True))
 
-    shares = split_by_speed(count, speeds)
-    assert sum(shares) == count
-    assert min(shares) >= 1
-    every_split = product(range(1, more + 2), repeat=len(speeds))
-    best = min(duration(split) for split in every_split if sum(split) == count)
-    assert duration(shares) == pytest.approx(best)
+        shares = split_by_speed(count, speeds)
+        assert sum(shares) == count
+        assert min(shares) >= 1
+        every_split = product(range(1, more + 2), repeat=len(speeds))
+        best = min(duration(split) for split in every_split if sum(split) == count)
+        assert duration(shares) == pytest.approx(best)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +87,13 @@ def test_micro_batches_are_as_fine_as_speeds_need_and_samples_allow(
     assert choose_split(samples, 4, speeds, present) == split
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_64_samples_per_worker_share_a_step_of_any_speeds_within_a_sixteenth(seed: int) -> None:
+@pytest.mark.slow
+def test_64_samples_per_worker_share_a_step_of_any_speeds_within_a_sixteenth(
+    samples: Samples,
+) -> None:
     """As long as the slowest worker is due one micro-batch."""
-    random = np.random.default_rng(seed)
-    speeds = random.uniform(0.1, 1, size=random.integers(2, 9)).tolist()
-    split = choose_split(64, len(speeds), speeds)
-    assert sharing_cost(split * len(speeds), speeds) <= 1 / 16
+    for seed in samples(50):
+        random = np.random.default_rng(seed)
+        speeds = random.uniform(0.1, 1, size=random.integers(2, 9)).tolist()
+        split = choose_split(64, len(speeds), speeds)
+        assert sharing_cost(split * len(speeds), speeds) <= 1 / 16

@@ -194,14 +194,6 @@ def test_equal_tensors_that_are_not_tied_need_both_names() -> None:
         fit_pretrained(own, mixed, 4)
 
 
-def test_a_prefix_is_said(pretrained: str, tmp_path: Path, capsys: Any) -> None:
-    file = tmp_path / "weights.pt"
-    torch.save({"model": {f"module.{n}": t for n, t in weights_of(pretrained).items()}}, file)
-    run(job(tmp_path, {"weights": str(file)}), in_process=True)
-    out = capsys.readouterr()
-    assert "without the prefix 'module.' of their names" in (out.out + out.err).replace("\n", " ")
-
-
 def test_files_of_torchvision_differ_from_its_networks() -> None:
     """Those of VGG, DenseNet, GoogLeNet and Inception."""
     count, weight = torch.tensor(0), torch.full((3,), 2.0)

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from raytrain_opt.config.batch_size import EpochTimeMinimizeSearch, GpuUsageMaximizeSearch
+from raytrain_opt.config.batch_size import (
+    EpochTimeMinimizeSearch,
+    GpuUsageMaximizeSearch,
+    ThroughputKneeSearch,
+)
 from raytrain_opt.errors import ResourcesError
 from raytrain_opt.results import Probe
 from raytrain_opt.search.batch_size.factory import build_strategy
@@ -18,6 +22,8 @@ from raytrain_opt.search.batch_size.strategy import (
     SizeBounds,
     Strategy,
 )
+from raytrain_opt.search.batch_size.throughput_knee import ThroughputKnee
+from tests.support.samples import Samples
 from tests.support.simulated_machine import Curve, Machine, random_machine, replayed
 
 WIDE = SizeBounds(largest=100_000, epoch_samples=50_000)
@@ -68,13 +74,14 @@ class TestEpochTimeMinimize:
         assert machine.sizes == SIZES[:21]
         assert choice.batch_size == 196
 
-    @pytest.mark.parametrize("seed", range(40))
-    def test_stops_only_at_multiples_of_five_loops(self, seed: int) -> None:
-        machine = Machine(random_machine(seed).curve, WIDE, noise=0.02, seed=seed)
-        machine.search(epoch_time())
-        loops = len(machine.history) - 1
-        assert loops % 5 == 0
-        assert loops >= 10
+    @pytest.mark.slow
+    def test_stops_only_at_multiples_of_five_loops(self, samples: Samples) -> None:
+        for seed in samples(40):
+            machine = Machine(random_machine(seed).curve, WIDE, noise=0.02, seed=seed)
+            machine.search(epoch_time())
+            loops = len(machine.history) - 1
+            assert loops % 5 == 0
+            assert loops >= 10
 
     @pytest.mark.parametrize(("gain", "stops"), [(0.049, True), (0.051, False)])
     def test_the_threshold_is_a_fraction_of_the_first_epoch(
@@ -239,9 +246,9 @@ def test_the_same_history_gives_the_same_proposal(make: Any) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("seeds", [range(i, i + 50) for i in range(0, 250, 50)])
-def test_always_ends_with_a_size_that_fits(make: Any, seeds: range) -> None:
-    for seed in seeds:
+@pytest.mark.slow
+def test_always_ends_with_a_size_that_fits(make: Any, samples: Samples) -> None:
+    for seed in samples(250):
         machine = random_machine(seed)
         choice = machine.search(make(machine.bounds))  # which asserts that it fits
         assert len(machine.history) <= 100
@@ -253,6 +260,7 @@ def test_always_ends_with_a_size_that_fits(make: Any, seeds: range) -> None:
     [
         (GpuUsageMaximizeSearch(strategy="gpu_usage_maximize"), GpuUsageMaximize),
         (EpochTimeMinimizeSearch(strategy="epoch_time_minimize"), EpochTimeMinimize),
+        (ThroughputKneeSearch(strategy="throughput_knee"), ThroughputKnee),
     ],
 )
 def test_the_section_names_the_strategy(section: Any, kind: type[Strategy]) -> None:
